@@ -1,0 +1,80 @@
+"""The error tree.
+
+Every error that rlite raises on purpose is an `RliteError` and also one of Python's standard errors, so that
+`except ValueError` keeps its meaning. All of them pickle, because they cross process boundaries.
+A message says what was expected, what was found, where, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RliteError(Exception):
+    """Root of all errors that rlite raises on purpose."""
+
+
+class ConfigError(RliteError, ValueError):
+    """An option, a config file or an argument has a value that cannot work."""
+
+
+class UnknownOptionError(RliteError, TypeError):
+    """An option that nobody knows, most often a typo."""
+
+
+class PlacementError(RliteError, ValueError):
+    """The devices that were asked for do not exist or are taken."""
+
+
+class DataError(RliteError, ValueError):
+    """A prompt, a row or a file that cannot be used; names the row and the key."""
+
+
+class ResidencyError(RliteError, RuntimeError):
+    """The engine is not where the call needs it: offloaded, released, or without its weights."""
+
+
+class WeightSyncError(RliteError, RuntimeError):
+    """Weights could not be moved whole; the target must not be used until a sync succeeds."""
+
+
+class CheckpointError(RliteError, RuntimeError):
+    """A checkpoint is missing, damaged, or belongs to another model."""
+
+
+class WorkerError(RliteError, RuntimeError):
+    """A worker cannot serve calls any more; the engine has to be built again."""
+
+
+class WorkerDied(WorkerError):
+    """A worker process ended. `workers` names every one that is gone."""
+
+    def __init__(self, message: str, workers: tuple[str, ...] = ()) -> None:
+        super().__init__(message, workers)
+        self.workers = workers
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CallTimeout(RliteError, TimeoutError):
+    """A call did not end in time. `late` names the workers that had not answered."""
+
+    def __init__(self, message: str, late: tuple[str, ...] = ()) -> None:
+        super().__init__(message, late)
+        self.late = late
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RemoteTraceback(RliteError):
+    """The cause of an exception that was raised in a worker: the worker's name and its traceback, as text."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint for the end of a message: the nearest known name, or all of them if nothing is near."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"

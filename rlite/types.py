@@ -1,0 +1,194 @@
+"""The nouns that travel between the parts of rlite.
+
+They are plain data: frozen, picklable, without torch. Token lists are Python lists of ints; log-probabilities are
+natural logarithms.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Protocol
+
+from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
+
+StopReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationHyperparameters:
+    """How to sample. Names are those of AReaL; `from_mapping` also takes vLLM's."""
+
+    n_samples: int = 1
+    """completions per prompt"""
+    max_new_tokens: int = 16384
+    """a completion ends with `stop_reason="length"` here, or at the engine's `max_model_len` if that is nearer"""
+    min_new_tokens: int = 0
+    """stop tokens cannot be sampled before so many tokens"""
+    greedy: bool = False
+    """take the most likely token; log-probabilities are then those at temperature 1"""
+    temperature: float = 1.0
+    """divides the logits; 0 means greedy"""
+    top_p: float = 1.0
+    """keep the smallest set of tokens whose probability reaches this; 1 is off"""
+    top_k: int = 0
+    """keep this many most likely tokens; 0 and -1 are off"""
+    stop: tuple[str, ...] = ()
+    """a completion ends when its text contains one of these"""
+    stop_token_ids: tuple[int, ...] = ()
+    """a completion ends with one of these tokens, beside the model's own end tokens"""
+    ignore_eos: bool = False
+    """do not end at the model's own end tokens"""
+    seed: int | None = None
+    """makes this request reproducible; None draws from the engine's seed"""
+
+    def __post_init__(self) -> None:
+        if self.stop is None or isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,) if self.stop else ())
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+        if self.temperature == 0:
+            object.__setattr__(self, "greedy", True)
+        rules = {
+            "n_samples": (self.n_samples >= 1, "at least 1"),
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
+            "temperature": (0 <= self.temperature < float("inf"), "a finite number of at least 0"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "top_k": (self.top_k >= -1, "at least 1, or 0 or -1 for off"),
+            "stop": (all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
+        }
+        for name, (holds, expected) in rules.items():
+            if not holds:
+                raise ConfigError(f"sampling parameter {name}={getattr(self, name)!r}: expected {expected}")
+
+    def new(self, **changes: Any) -> GenerationHyperparameters:
+        """A copy with changes."""
+        return replace(self, **changes)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any] | GenerationHyperparameters | None) -> GenerationHyperparameters:
+        """Read a `sampling_params` mapping in AReaL's or vLLM's names.
+
+        Raises: UnknownOptionError for a name that neither knows; ConfigError for a value out of range or a name
+        given in both spellings.
+        """
+        if isinstance(values, GenerationHyperparameters):
+            return values
+        aliases = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "n": "n_samples"}
+        known = {f.name for f in fields(cls)}
+        given: dict[str, Any] = {}
+        for key, value in (values or {}).items():
+            name = aliases.get(key, key)
+            if name not in known:
+                raise UnknownOptionError(f"unknown sampling parameter {key!r}; {did_you_mean(key, known | set(aliases))}")
+            if name in given:
+                raise ConfigError(f"sampling parameter {name!r} is given twice, the second time as {key!r}")
+            given[name] = value
+        try:
+            return cls(**given)
+        except TypeError as error:
+            raise ConfigError(f"sampling parameters {dict(given)}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMRequest:
+    """One request for one completion. `rid` is affinity, not identity: concurrent requests may share one."""
+
+    input_ids: list[int]
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMResponse:
+    """One completion, token by token.
+
+    `output_logprobs[i]` is log_softmax(logits / temperature) of token i under the unfiltered distribution
+    (temperature 1 when greedy); `output_versions[i]` is the policy version that made it.
+    """
+
+    input_tokens: list[int]
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    output_versions: list[int]
+    stop_reason: StopReason
+    latency: float
+    """seconds from submission to the last token"""
+    ttft: float
+    """seconds from submission to the first token"""
+    sampling_logprobs: list[float] = field(default_factory=list)
+    """log-probabilities under the distribution that was sampled from, after top-k and top-p"""
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def input_len(self) -> int:
+        return len(self.input_tokens)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.output_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenChunk:
+    """Some more tokens of one request, as a worker reports them. All lists have the same length (it may be 0).
+
+    A request's life, as seen from its chunks:  chunk, chunk, ..., chunk with a finish_reason  (or `error`).
+    """
+
+    request_id: int
+    token_ids: list[int]
+    logprobs: list[float]
+    sampling_logprobs: list[float]
+    version: int
+    """policy version that made all tokens of this chunk"""
+    finish_reason: StopReason | None = None
+    error: str | None = None
+    """why this request alone was refused, e.g. a prompt longer than max_model_len"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceRequest:
+    """One completion as an inference worker sees it: an `LLMRequest` for one sample, with its number and its seed."""
+
+    request_id: int
+    input_ids: list[int]
+    gconfig: GenerationHyperparameters
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOutput:
+    """One of a prompt's completions, in vLLM's names."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[float]
+    sampling_logprobs: list[float]
+    versions: list[int]
+    finish_reason: StopReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """A prompt with its completions, in vLLM's names."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+
+class AsyncInference(Protocol):
+    """All that a rollout knows of an inference engine."""
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse: ...
+
+    def get_version(self) -> int: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
