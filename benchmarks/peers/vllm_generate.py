@@ -1,0 +1,102 @@
+"""Generation speed of the real vLLM on CPU, as the other side of `benchmarks/generation.py`.
+
+    make bench-vllm-env                                         # once: .venv-vllm
+    .venv-vllm/bin/python benchmarks/peers/vllm_generate.py MODEL_DIR PROMPTS.json --threads 1
+
+Runs in vLLM's own environment and imports nothing of rlite. PROMPTS.json is a list of lists of token ids. The last line
+of standard output is one JSON object: the settings, `tokens_per_second` (the median over the repeats, generated tokens
+only) and every repeat. vLLM is given what suits it: all prompts at once, room in the cache for all of them, no
+detokenisation; `--compile` lets it compile the model, which needs a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+CACHE_BYTES = 512 << 20
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--logprobs", action="store_true", help="also return each sampled token's log-probability")
+    parser.add_argument("--honour-eos", action="store_true", help="let completions end at the end token")
+    parser.add_argument("--compile", action="store_true", help="without it: enforce_eager")
+    args = parser.parse_args()
+    print(json.dumps(measure(args)))
+
+
+def measure(args: argparse.Namespace) -> dict[str, object]:
+    """Settings and figures of `args.repeats` runs after one warm-up run of all prompts."""
+    # vLLM and OpenMP read these at import
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(args.threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    import torch
+    import vllm
+
+    torch.set_num_threads(args.threads)
+    prompts = json.loads(args.prompts.read_text())
+    engine = vllm.LLM(
+        model=str(args.model),
+        dtype="float32",
+        enforce_eager=not args.compile,
+        kv_cache_memory_bytes=CACHE_BYTES,
+        max_model_len=max(map(len, prompts)) + args.max_new_tokens,
+        max_num_seqs=len(prompts),
+        enable_prefix_caching=False,  # the repeats send the same prompts
+        disable_log_stats=True,
+    )
+    sampling = vllm.SamplingParams(
+        temperature=args.temperature,
+        max_tokens=args.max_new_tokens,
+        ignore_eos=not args.honour_eos,
+        logprobs=0 if args.logprobs else None,
+        detokenize=False,
+    )
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    runs = []
+    for _ in range(1 + args.repeats):
+        start = time.perf_counter()
+        outputs = engine.generate(requests, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        runs.append({"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds})
+    warm_up, *runs = runs
+    return {
+        "engine": f"vllm {vllm.__version__}",
+        "torch": torch.__version__,
+        "model": str(args.model),
+        "num_prompts": len(prompts),
+        "prompt_tokens": sum(map(len, prompts)),
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "ignore_eos": not args.honour_eos,
+        "logprobs": args.logprobs,
+        "dtype": "float32",
+        "compiled": args.compile,
+        "threads": torch.get_num_threads(),
+        "tokens_per_second": statistics.median(run["tokens_per_second"] for run in runs),
+        "warm_up_seconds": warm_up["seconds"],
+        "runs": runs,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The shape of the tree: small files, no drawers for odds and ends, nothing left unshipped."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAX_LINES = 600
+DRAWERS = {"utils", "util", "helpers", "helper", "misc", "common"}
+
+
+def test_no_source_file_is_too_long_to_read() -> None:
+    lengths = {path.relative_to(ROOT): path.read_text().count("\n") for path in (ROOT / "rlite").rglob("*.py")}
+    assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_no_module_is_a_drawer() -> None:
+    drawers = [path.relative_to(ROOT) for path in (ROOT / "rlite").rglob("*") if path.stem in DRAWERS]
+    assert drawers == [], "a helper that two packages need gets a noun and a place"
+
+
+def test_every_package_of_modules_has_an_init_file() -> None:
+    folders = {path.parent for path in (ROOT / "rlite").rglob("*.py")}
+    assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+def test_no_tracked_file_is_built_or_large() -> None:
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    tracked = [ROOT / name for name in listing.stdout.split("\0") if name]
+    large = [str(path) for path in tracked if path.exists() and path.stat().st_size > 1 << 20]
+    built = [str(path) for path in tracked if path.suffix in {".pyc", ".so", ".whl"}]
+    assert large == []
+    assert built == []

@@ -1,0 +1,60 @@
+"""What may be imported where, and that `import rlite` stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ["torch", "ray", "vllm", "transformers", "tensordict"]
+
+HOMES = {
+    "ray": "rlite/cluster/ray.py",
+    "vllm": "rlite/engine/vllm/",
+    "sglang": "rlite/engine/sglang/",
+    "wandb": "rlite/observability/",
+    "tensorboard": "rlite/observability/",
+    "trackio": "rlite/observability/",
+}
+"""where each optional package may be imported: everything else must work without it"""
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Dotted names of all modules that a file imports, at any depth of its code."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names.add(node.module)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"import_module", "importlib.import_module"}:
+            names |= {str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant)}
+    return names
+
+
+@pytest.mark.parametrize("package", HOMES)
+def test_an_optional_package_is_imported_only_in_its_home(package: str) -> None:
+    def imports_it(name: str) -> bool:
+        return name.split(".")[0] == package or name.startswith(f"torch.utils.{package}")
+
+    strangers = [
+        relative
+        for path in sorted((ROOT / "rlite").rglob("*.py"))
+        if not (relative := path.relative_to(ROOT).as_posix()).startswith(HOMES[package])
+        and any(map(imports_it, imported_modules(path)))
+    ]
+    assert strangers == [], f"{package} may be imported only in {HOMES[package]}"
+
+
+@pytest.mark.parametrize("module", ["rlite", "rlite.control", "rlite.types", "rlite.errors"])
+def test_importing_the_public_surface_loads_nothing_heavy(module: str) -> None:
+    if not any((ROOT / module.replace(".", "/")).with_suffix(suffix).exists() for suffix in ("", ".py")):
+        pytest.skip(f"{module} does not exist")
+    program = f"import sys, {module}; print(*[name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []

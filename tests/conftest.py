@@ -1,0 +1,21 @@
+"""What every test shares: property tests without a clock, and GPU tests that skip themselves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+# a shared or slow machine is no reason for a property test to fail
+settings.register_profile("rlite", deadline=None, print_blob=True)
+settings.load_profile("rlite")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu") or "tests/gpu/" in item.path.as_posix()]
+    if not gpu_tests:
+        return
+    import torch  # costs a second, which a run of the light tests alone need not pay
+
+    if not torch.cuda.is_available():
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
