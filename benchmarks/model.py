@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import build_model_dir
 
-NUM_BYTES = 256
+NUM_PRINTABLE = 94
+"""the byte tokenizer's ids 0 to 93 are the characters ! to ~, so that a prompt is the same as ids and as text"""
 CONSTANT = 8.0
 """what channel 0 of the residual stream holds at every position of a stopping model"""
 
@@ -41,9 +42,9 @@ def build_model(out: Path, vocab_size: int | None = None, stop_probability: floa
 
 
 def build_prompts(count: int = 128, shortest: int = 8, longest: int = 64, seed: int = 0) -> list[list[int]]:
-    """`count` prompts of byte tokens with lengths spread evenly over [shortest, longest]."""
+    """`count` prompts of printable characters with lengths spread evenly over [shortest, longest]."""
     draw = random.Random(seed)
-    return [[draw.randrange(NUM_BYTES) for _ in range(draw.randint(shortest, longest))] for _ in range(count)]
+    return [[draw.randrange(NUM_PRINTABLE) for _ in range(draw.randint(shortest, longest))] for _ in range(count)]
 
 
 @torch.no_grad()
@@ -61,7 +62,7 @@ def _make_stopping(out: Path, probability: float) -> None:
         layer.mlp.down_proj.weight[0] = 0
     head = model.get_output_embeddings().weight
     head[:, 0] = 0
-    tokens = torch.tensor([random.Random(1).choices(range(NUM_BYTES), k=256)])
+    tokens = torch.tensor([random.Random(1).choices(range(NUM_PRINTABLE), k=256)])
     channel = model.model(tokens).last_hidden_state[0, :, 0].mean()
     others = model(tokens).logits[0].index_fill(-1, torch.tensor([end]), -math.inf).logsumexp(-1).mean()
     head[end] = 0
