@@ -1,0 +1,581 @@
+"""Deal the arguments of one call to many ranks, and put their results together again.
+
+Every engine and every role group uses this one implementation:
+
+    args, kwargs --plan_shares--> Shares --scatter--> args, kwargs of each rank --(work)--> results --gather--> result
+
+An argument wrapped in `NeedParallel` is split, every other one is copied (the ranks get the same object). What can be
+split are lists, tuples, tensors, TensorDicts, NumPy arrays, and dicts of them, nested as deep as you like; a row is an
+item, or an index of the first dimension. Nothing is lost, nothing is repeated, and balancing does not change the order
+in which results come back.
+
+The control plane imports this module, and must stay light: neither torch nor NumPy is imported here. A value can only
+be a tensor if somebody else has imported torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import Any, Literal, TypeVar, get_args
+
+from rlite.data.balancing import balanced_partitions
+from rlite.errors import ConfigError, did_you_mean
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""the arguments of one rank: (args, kwargs)"""
+BalanceBy = Sequence[float] | Callable[[Any], float] | Literal["tokens"] | None
+How = Literal["list", "concatenate", "first", "mean"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, eq=False)
+class NeedParallel:
+    """Marks an argument that is split over ranks instead of copied to each.
+
+    `NeedParallel(NeedParallel(x, "dp"), "seq")` splits the rows over data-parallel ranks, and the sequence dimension of
+    each share over the context-parallel group.
+    """
+
+    value: Any
+    """rows: a list, a tuple, a tensor, a TensorDict, a NumPy array, or dicts of them"""
+    type: Literal["dp", "seq"] = "dp"
+    """dp: rows over data-parallel ranks. seq: dimension 1 (of a list: each row) over a context-parallel group"""
+    balance_by: BalanceBy = None
+    """None: contiguous shares whose sizes differ by at most one, larger ones first. Otherwise shares of equal weight:
+    one weight for each row, a function of a row, or "tokens": the sum of a row's attention_mask, or else its length"""
+
+    def __post_init__(self) -> None:
+        if self.type not in ("dp", "seq"):
+            raise ConfigError(f"NeedParallel(type={self.type!r}); {did_you_mean(str(self.type), ('dp', 'seq'))}")
+        if isinstance(self.balance_by, str) and self.balance_by != "tokens":
+            raise ConfigError(
+                f"NeedParallel(balance_by={self.balance_by!r}): expected 'tokens', weights, a function, or None"
+            )
+        if self.type == "seq" and self.balance_by is not None:
+            raise ConfigError("NeedParallel(type='seq') cuts every sequence evenly; balance_by is for type='dp'")
+        if isinstance(self.value, NeedParallel) and {self.type, self.value.type} != {"dp", "seq"}:
+            raise ConfigError(f"NeedParallel twice with type={self.type!r}: only 'dp' and 'seq' can be combined")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Which rows each rank gets. A share of consecutive rows is a `range`, so that slices of tensors stay views."""
+
+    rows: tuple[Sequence[int], ...]
+    """`rows[rank]` = indices into the input; every row of the input is there exactly once"""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", tuple(_as_range(rows) for rows in self.rows))
+        if sorted(chain(*self.rows)) != list(range(self.num_rows)):
+            raise ValueError(f"shares must hold every row exactly once; found {list(map(list, self.rows))}")
+
+    @classmethod
+    def contiguous(cls, num_rows: int, num_ranks: int) -> Shares:
+        """Shares in input order, whose sizes differ by at most one, larger ones first: 7 rows over 2 are 4 and 3."""
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks={num_ranks}: expected at least 1")
+        return cls(tuple(_piece(num_rows, rank, num_ranks) for rank in range(num_ranks)))
+
+    @classmethod
+    def balanced(cls, weights: Sequence[float], num_ranks: int) -> Shares:
+        """Shares of nearly equal weight (see `balanced_partitions`); their sizes may differ."""
+        return cls(tuple(balanced_partitions(weights, num_ranks)))
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def num_rows(self) -> int:
+        return sum(len(rows) for rows in self.rows)
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        """Whether the shares, one after the other, are the input."""
+        return list(chain(*self.rows)) == list(range(self.num_rows))
+
+    @cached_property
+    def positions(self) -> Sequence[int]:
+        """`positions[row]` = where a row of the input lies in the shares, one after the other."""
+        positions = [0] * self.num_rows
+        for position, row in enumerate(chain(*self.rows)):
+            positions[row] = position
+        return _as_range(positions)
+
+
+def _piece(length: int, index: int, num_pieces: int) -> range:
+    """Piece `index` of `num_pieces` contiguous ones whose sizes differ by at most one, larger ones first."""
+    size, extra = divmod(length, num_pieces)
+    start = index * size + min(index, extra)
+    return range(start, start + size + (index < extra))
+
+
+def _as_range(rows: Sequence[int]) -> Sequence[int]:
+    if isinstance(rows, range) and rows.step == 1:
+        return rows
+    first = rows[0] if rows else 0
+    consecutive = range(first, first + len(rows))
+    return consecutive if list(rows) == list(consecutive) else tuple(rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Containers of rows
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _is_instance(value: Any, module: str, name: str) -> bool:
+    """isinstance without an import: before `module` is loaded, nothing can be an instance of its classes."""
+    return isinstance(value, getattr(sys.modules.get(module), name, ()))
+
+
+def _is_array(value: Any) -> bool:
+    return _is_instance(value, "torch", "Tensor") or _is_instance(value, "numpy", "ndarray")
+
+
+def _is_tensordict(value: Any) -> bool:
+    return hasattr(value, "batch_size") and hasattr(value, "batch_dims")
+
+
+def _is_list(value: Any) -> bool:
+    is_text = isinstance(value, str | bytes | bytearray)
+    return isinstance(value, Sequence) and not is_text and not hasattr(value, "_fields")
+
+
+def num_rows(value: Any, where: str = "value") -> int:
+    """Number of rows of a container.
+
+    Raises:
+        TypeError: `value` is no container of rows; `where` names it.
+        ValueError: the entries of a dict have different numbers of rows.
+    """
+    if _is_tensordict(value):
+        if value.batch_dims:
+            return int(value.batch_size[0])
+        raise TypeError(f"{where} is a TensorDict with batch_size []; splitting needs a first dimension of rows")
+    if _is_array(value):
+        if value.ndim:
+            return int(value.shape[0])
+        raise TypeError(f"{where} is a {type(value).__name__} without dimensions; splitting needs a first one of rows")
+    if isinstance(value, Mapping):
+        counts = {key: num_rows(entry, f"{where}, key {key!r}") for key, entry in value.items()}
+        if len(set(counts.values())) == 1:
+            return next(iter(counts.values()))
+        raise ValueError(f"{where} is a dict whose entries must have one number of rows; found {counts or 'no entry'}")
+    if _is_list(value):
+        return len(value)
+    raise TypeError(
+        f"{where} is a {type(value).__name__}; rows can be a list, a tuple, a tensor, a TensorDict, a NumPy array, "
+        "or a dict of them. Without NeedParallel the argument is copied to every rank"
+    )
+
+
+def _take(value: Any, rows: Sequence[int]) -> Any:
+    """The rows in that order, in the container that they came in. Of a `range`, tensors are views."""
+    if _is_tensordict(value) or _is_array(value):
+        return value[slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)]
+    if isinstance(value, Mapping):
+        return {key: _take(entry, rows) for key, entry in value.items()}
+    return _like(value, [value[row] for row in rows])
+
+
+def _like(value: Any, items: list[Any]) -> Any:
+    return tuple(items) if isinstance(value, tuple) else items
+
+
+def split(value: Any, shares: Shares) -> list[Any]:
+    """One container per rank, of the same type as `value`; shares without rows are empty containers of that type.
+
+    Raises: TypeError or ValueError if `value` is no container of `shares.num_rows` rows.
+    """
+    if (found := num_rows(value)) != shares.num_rows:
+        raise ValueError(f"value has {found} rows, and the shares are made for {shares.num_rows}")
+    return [_take(value, rows) for rows in shares.rows]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _weights(value: Any, balance_by: Sequence[float] | Callable[[Any], float] | str, where: str) -> Sequence[float]:
+    count = num_rows(value, where)
+    if isinstance(balance_by, str):
+        return _token_counts(value, where)
+    if callable(balance_by):
+        return [balance_by(_row(value, row)) for row in range(count)]
+    if len(balance_by) != count:
+        raise ValueError(
+            f"{where} has {count} rows, and balance_by has {len(balance_by)} weights; expected one per row"
+        )
+    return balance_by
+
+
+def _row(value: Any, row: int) -> Any:
+    if isinstance(value, Mapping) and not _is_tensordict(value):
+        return {key: _row(entry, row) for key, entry in value.items()}
+    return value[row]
+
+
+def _token_counts(value: Any, where: str) -> list[float]:
+    if isinstance(value, Mapping) or _is_tensordict(value):
+        entry, count = _token_entry(value, where)
+        return [count(row) for row in entry]
+    return [_tokens(row, where) for row in value]
+
+
+def _tokens(row: Any, where: str) -> float:
+    if isinstance(row, Mapping) or _is_tensordict(row):
+        entry, count = _token_entry(row, where)
+        return count(entry)
+    if (_is_array(row) and row.ndim) or _is_list(row) or isinstance(row, str):
+        return len(row)  # of text, the characters: they are in proportion to its tokens
+    raise ValueError(f"{where}: balance_by='tokens' needs rows with a length; found a {type(row).__name__}")
+
+
+def _token_entry(value: Any, where: str) -> tuple[Any, Callable[[Any], float]]:
+    """The entry of a dict that tells its tokens, and how to count them in it."""
+    keys = list(value.keys())
+    if "attention_mask" in keys:
+        return value["attention_mask"], _total
+    if "input_ids" in keys:
+        return value["input_ids"], len
+    raise ValueError(f"{where}: balance_by='tokens' needs the key attention_mask or input_ids; found {keys}")
+
+
+def _total(mask: Any) -> float:
+    if _is_array(mask):
+        return float(mask.sum())
+    return sum(map(_total, mask)) if _is_list(mask) else float(mask)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sequences, for context parallelism
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _sequence_lengths(value: Any, where: str) -> list[int] | None:
+    """Length of each row's sequence, or None for rows without one (such as a reward per row).
+
+    Raises: ValueError if the entries of a dict disagree.
+    """
+    if _is_array(value):
+        return [int(value.shape[1])] * len(value) if value.ndim > 1 else None
+    if isinstance(value, Mapping) or _is_tensordict(value):
+        lengths = {key: _sequence_lengths(entry, f"{where}, key {key!r}") for key, entry in value.items()}
+        return _agreed({f"{where}, key {key!r}": found for key, found in lengths.items() if found is not None})
+    if _is_list(value) and all(_is_list(row) or (_is_array(row) and row.ndim) for row in value):
+        return [len(row) for row in value]
+    return None
+
+
+def _agreed(lengths: Mapping[str, list[int]]) -> list[int] | None:
+    for (first, found), (other, others) in pairwise(lengths.items()):
+        if found != others:
+            raise ValueError(f"{first} and {other} have sequences of different lengths, and cannot be cut together")
+    return next(iter(lengths.values()), None)
+
+
+def _cut(value: Any, index: int, num_pieces: int) -> Any:
+    """Piece `index` of every row's sequence; rows without a sequence stay whole."""
+    if _is_array(value):
+        if value.ndim < 2:
+            return value
+        piece = _piece(value.shape[1], index, num_pieces)
+        return value[:, piece.start : piece.stop]
+    if _is_tensordict(value):
+        if value.batch_dims > 1:
+            piece = _piece(value.batch_size[1], index, num_pieces)
+            return value[:, piece.start : piece.stop]
+        cut = value.clone(recurse=False)
+        for key, entry in value.items():
+            cut[key] = _cut(entry, index, num_pieces)
+        return cut
+    if isinstance(value, Mapping):
+        return {key: _cut(entry, index, num_pieces) for key, entry in value.items()}
+    if not _is_list(value) or _sequence_lengths(value, "") is None:
+        return value
+    pieces = [_piece(len(row), index, num_pieces) for row in value]
+    return _like(value, [row[piece.start : piece.stop] for row, piece in zip(value, pieces, strict=True)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Calls
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """An argument in `NeedParallel`, unwrapped."""
+
+    where: str
+    value: Any
+    types: frozenset[str]
+    balance_by: BalanceBy
+
+    @classmethod
+    def unwrap(cls, where: str, marker: NeedParallel) -> _Marked:
+        inner = marker.value
+        if not isinstance(inner, NeedParallel):
+            return cls(where, inner, frozenset({marker.type}), marker.balance_by)
+        balance_by = marker.balance_by if marker.type == "dp" else inner.balance_by
+        return cls(where, inner.value, frozenset({marker.type, inner.type}), balance_by)
+
+
+def _marked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, _Marked]:
+    arguments: Iterator[tuple[int | str, Any]] = chain(enumerate(args), kwargs.items())
+    return {
+        key: _Marked.unwrap(f"argument {key!r}", value) for key, value in arguments if isinstance(value, NeedParallel)
+    }
+
+
+def plan_shares(
+    args: Sequence[Any], kwargs: Mapping[str, Any], num_ranks: int, *, allow_empty: bool = False
+) -> Shares | None:
+    """The one plan by which all rows of a call are split over data-parallel ranks; None if it has nothing to split.
+
+    An argument with `balance_by` decides for the others, which have to follow to keep their rows together.
+
+    Raises:
+        ValueError: two arguments disagree on the number of rows or on the balance; or there are fewer rows than ranks
+            and not `allow_empty`, because a rank without rows would skip collectives and hang the others.
+        TypeError: an argument is no container of rows.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks={num_ranks}: expected at least 1")
+    rows = [argument for argument in _marked(args, kwargs).values() if "dp" in argument.types]
+    if not rows:
+        return None
+    first, *others = rows
+    count = num_rows(first.value, first.where)
+    for other in others:
+        if (found := num_rows(other.value, other.where)) != count:
+            raise ValueError(
+                f"{first.where} has {count} rows and {other.where} has {found}; "
+                "all arguments in NeedParallel of one call are split together, and need the same number of rows"
+            )
+    if count < num_ranks and not allow_empty:
+        raise ValueError(
+            f"{first.where} has {count} rows for {num_ranks} data-parallel ranks, and every rank needs at least one; "
+            f"pass at least {num_ranks} rows, or build with data_parallel_size of at most {max(count, 1)}"
+        )
+    plans: list[tuple[str, Shares]] = []
+    for argument in rows:
+        if argument.balance_by is not None:
+            weights = _weights(argument.value, argument.balance_by, argument.where)
+            plans.append((argument.where, Shares.balanced(weights, num_ranks)))
+    for where, plan in plans[1:]:
+        if plan != plans[0][1]:
+            raise ValueError(
+                f"{plans[0][0]} and {where} are balanced by different weights, and their rows must stay together; "
+                "give balance_by to one of them"
+            )
+    return plans[0][1] if plans else Shares.contiguous(count, num_ranks)
+
+
+def _check_sequences(marked: Mapping[int | str, _Marked], num_seq_ranks: int, allow_empty: bool) -> None:
+    found: dict[str, list[int]] = {}
+    for argument in marked.values():
+        if "seq" not in argument.types:
+            continue
+        lengths = _sequence_lengths(argument.value, argument.where)
+        if lengths is None:
+            raise TypeError(
+                f"{argument.where} has no sequence dimension; NeedParallel(type='seq') cuts dimension 1 of tensors, "
+                "and each inner list of a list"
+            )
+        found[argument.where] = lengths
+        if lengths and max(lengths) < num_seq_ranks and not allow_empty:
+            raise ValueError(
+                f"{argument.where} has sequences of at most {max(lengths)} tokens for {num_seq_ranks} context-parallel "
+                "ranks, and every rank needs at least one; pad them, or use a smaller context-parallel group"
+            )
+    _agreed(found)
+
+
+def scatter(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    num_ranks: int,
+    num_seq_ranks: int = 1,
+    *,
+    allow_empty: bool = False,
+    shares: Shares | None = None,
+) -> list[Call]:
+    """The arguments of each rank, data-parallel rank first: rank = dp_rank * num_seq_ranks + seq_rank.
+
+    Args:
+        num_ranks: data-parallel ranks, over which rows are split.
+        num_seq_ranks: ranks of a context-parallel group, over which `type="seq"` arguments are cut. These and all that
+            is copied are the same on every data-parallel rank.
+        allow_empty: give ranks without rows empty containers instead of refusing the call.
+        shares: the plan, if the caller has it already from `plan_shares`, to gather with it later.
+
+    Raises: as `plan_shares`; the same errors for sequences of different lengths, or shorter than `num_seq_ranks`.
+    """
+    marked = _marked(args, kwargs)
+    shares = shares or plan_shares(args, kwargs, num_ranks, allow_empty=allow_empty)
+    if shares is not None and shares.num_ranks != num_ranks:
+        raise ValueError(f"the shares are made for {shares.num_ranks} ranks, and the call goes to {num_ranks}")
+    if num_seq_ranks < 1:
+        raise ValueError(f"num_seq_ranks={num_seq_ranks}: expected at least 1")
+    _check_sequences(marked, num_seq_ranks, allow_empty)
+
+    parts: dict[int | str, list[Any]] = {}
+    for key, argument in marked.items():
+        by_rank = [argument.value] * num_ranks
+        if "dp" in argument.types and shares is not None:
+            by_rank = split(argument.value, shares)
+        is_cut = "seq" in argument.types
+        parts[key] = [
+            _cut(rows, i, num_seq_ranks) if is_cut else rows for rows in by_rank for i in range(num_seq_ranks)
+        ]
+    return [
+        (
+            tuple(parts[key][rank] if key in parts else value for key, value in enumerate(args)),
+            {key: parts[key][rank] if key in parts else value for key, value in kwargs.items()},
+        )
+        for rank in range(num_ranks * num_seq_ranks)
+    ]
+
+
+def deal(
+    args: Sequence[Any], kwargs: Mapping[str, Any], num_targets: int, auto_shard: bool, *, allow_empty: bool = False
+) -> list[Call]:
+    """The arguments of each target of a role group.
+
+    `NeedParallel` is split. With `auto_shard`, lists are dealt out one item to each target, if every list among the
+    other arguments holds exactly one for each. Everything else is copied.
+
+    Raises: as `plan_shares`; ValueError for `type="seq"`, because a role group has no context-parallel group.
+    """
+    for argument in _marked(args, kwargs).values():
+        if "seq" in argument.types:
+            raise ValueError(f"{argument.where} is NeedParallel(type='seq'); a role group splits rows only (type='dp')")
+    calls = scatter(args, kwargs, num_targets, allow_empty=allow_empty)
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list)]
+    if not (auto_shard and lists and all(len(items) == num_targets for items in lists)):
+        return calls
+
+    def dealt(value: Any, given: Any, rank: int) -> Any:
+        return value[rank] if isinstance(value, list) else given
+
+    return [
+        (
+            tuple(dealt(value, given, rank) for value, given in zip(args, given_args, strict=True)),
+            {key: dealt(value, given_kwargs[key], rank) for key, value in kwargs.items()},
+        )
+        for rank, (given_args, given_kwargs) in enumerate(calls)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Results
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def gathered(how: How) -> Callable[[Function], Function]:
+    """Decorator that states how the results of a method are gathered; see `gather`."""
+    _check_how(how)
+
+    def mark(function: Function) -> Function:
+        function.__rlite_gather__ = how  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def gather_of(function: Callable[..., Any]) -> How:
+    """How the results of this method are gathered: "list" if it does not say."""
+    how: How = getattr(function, "__rlite_gather__", "list")
+    return how
+
+
+def _check_how(how: str) -> None:
+    if how not in get_args(How):
+        raise ConfigError(f"unknown way to gather {how!r}; {did_you_mean(str(how), get_args(How))}")
+
+
+def gather(results: Sequence[Any], how: How = "list", shares: Shares | None = None) -> Any:
+    """One result from those of the data-parallel ranks.
+
+    - "list": a list with one entry per rank.
+    - "concatenate": containers of rows become one, in the order of the input even if `shares` are balanced.
+    - "first": that of rank 0.
+    - "mean": of numbers, tensors, or dicts of them: over ranks, not weighted by their rows.
+
+    Args:
+        shares: the plan of the call. Ranks whose share is empty count neither in "concatenate" nor in "mean".
+
+    Raises:
+        ValueError: results do not fit together, or do not have the rows of the share they belong to.
+        TypeError: results are of a type that cannot be concatenated or averaged.
+    """
+    _check_how(how)
+    if shares is not None and len(results) != shares.num_ranks:
+        raise ValueError(f"{len(results)} results for shares of {shares.num_ranks} ranks")
+    if how == "list":
+        return list(results)
+    if not results:
+        raise ValueError(f"there are no results to gather by {how!r}")
+    if how == "first":
+        return results[0]
+    if shares is not None:
+        results = [result for result, rows in zip(results, shares.rows, strict=True) if rows] or results[:1]
+    if how == "mean":
+        return _mean(results, "the results")
+    if shares is None or shares.is_contiguous:
+        return _concatenate(results, "the results")
+    for result, rows in zip(results, filter(None, shares.rows), strict=True):
+        if (found := num_rows(result, "a result")) != len(rows):
+            raise ValueError(
+                f"a rank returned {found} rows for a share of {len(rows)}, and balanced shares can only be put back in "
+                "order row by row; return one row for each, or drop balance_by"
+            )
+    return _take(_concatenate(results, "the results"), shares.positions)
+
+
+def _concatenate(values: Sequence[Any], where: str) -> Any:
+    first = values[0]
+    for value in values:
+        num_rows(value, where)  # refuses what is no container
+        if not isinstance(value, type(first)) and not isinstance(first, type(value)):
+            raise ValueError(f"{where} are of different types: {type(first).__name__} and {type(value).__name__}")
+    if _is_tensordict(first):
+        return sys.modules["torch"].cat(list(values), 0)
+    if _is_array(first):
+        shapes = {tuple(value.shape[1:]) for value in values}
+        if len(shapes) > 1:
+            raise ValueError(f"{where} have rows of shapes {sorted(shapes)}; pad them alike, or return lists")
+        module, join = ("torch", "cat") if _is_instance(first, "torch", "Tensor") else ("numpy", "concatenate")
+        return getattr(sys.modules[module], join)(list(values), 0)
+    if isinstance(first, Mapping):
+        _check_keys(values, where)
+        return {key: _concatenate([value[key] for value in values], f"{where}, key {key!r},") for key in first}
+    return _like(first, list(chain(*values)))
+
+
+def _mean(values: Sequence[Any], where: str) -> Any:
+    first = values[0]
+    if isinstance(first, Mapping) and not _is_tensordict(first):
+        _check_keys(values, where)
+        return {key: _mean([value[key] for value in values], f"{where}, key {key!r},") for key in first}
+    for value in values:
+        if not (isinstance(value, int | float) or _is_array(value) or _is_instance(value, "numpy", "number")):
+            raise TypeError(
+                f"{where} hold a {type(value).__name__}; a mean is made of numbers, tensors, or dicts of them"
+            )
+    if len({tuple(getattr(value, "shape", ())) for value in values}) > 1:
+        raise ValueError(f"{where} have different shapes: {[tuple(getattr(value, 'shape', ())) for value in values]}")
+    return sum(values, start=0.0) / len(values)
+
+
+def _check_keys(values: Sequence[Any], where: str) -> None:
+    for value in values:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where} are of different types: dict and {type(value).__name__}")
+        if set(value) != set(values[0]):
+            raise ValueError(f"{where} have different keys: {sorted(values[0])} and {sorted(value)}")
