@@ -1,0 +1,151 @@
+"""An unmodified Hugging Face causal model whose parameters are this rank's shards, and where they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from rlite.engine.embedded.attention import ATTENTION
+from rlite.errors import CheckpointError, ConfigError
+from rlite.nn.meta import meta_parameters, real_tensors
+from rlite.parallel.shards import Box, CheckpointReader, ParameterShard
+from rlite.parallel.tensor import TensorParallelPlan
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One parameter: its block, its global shape, and every module attribute that is it (several where tied)."""
+
+    box: Box
+    global_shape: tuple[int, ...]
+    owners: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple(s.stop - s.start for s in self.box)
+
+    def get(self) -> nn.Parameter:
+        module, name = self.owners[0]
+        return module._parameters[name]
+
+    def set(self, tensor: torch.Tensor) -> None:
+        parameter = nn.Parameter(tensor, requires_grad=False)
+        for module, name in self.owners:
+            module._parameters[name] = parameter
+
+
+class ShardedModel:
+    """The model of one worker. It begins on meta: `load` or `allocate` gives it memory on `device`.
+
+    Raises: ConfigError for a model that cannot be served (no attention backend, heads that do not divide);
+    CheckpointError if `path` holds no usable checkpoint.
+    """
+
+    def __init__(self, path: str, dtype: str | None, device: torch.device, tp_group: dist.ProcessGroup | None) -> None:
+        self.path = path
+        self.device = device
+        try:
+            self.config: PreTrainedConfig = AutoConfig.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: no usable Hugging Face config: {error}") from error
+        if dtype is not None:
+            self.dtype = getattr(torch, dtype)
+        else:
+            reader = CheckpointReader(path)
+            self.dtype = self.config.dtype or reader.dtype(reader.names()[0])
+        self.model = self._build()
+        plan = TensorParallelPlan(self.model, tp_group)
+        self.tp_size = plan.world_size
+        self._places = self._find_places(plan)
+        for place in self._places.values():
+            place.set(torch.empty(place.local_shape, dtype=self.dtype, device="meta"))
+        if device.type == "cpu" and self.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+            for module in self.model.modules():
+                if isinstance(module, nn.Linear):
+                    module.forward = partial(_onednn_linear, module)
+        plan.install()
+
+    def _build(self) -> PreTrainedModel:
+        # buffers are computed here for good: to_empty and friends would leave a rotary embedding of zeros
+        with real_tensors(self.device), meta_parameters():
+            model = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
+        if not model._supports_attention_backend:
+            raise ConfigError(f"{self.path}: {type(model).__name__} takes no attention backend; use another executor")
+        model.set_attn_implementation(ATTENTION)
+        model.eval().requires_grad_(False)
+        model.tie_weights()
+        return model
+
+    def _find_places(self, plan: TensorParallelPlan) -> dict[str, _Place]:
+        owners: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
+        for prefix, module in self.model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    owners.setdefault(parameter, []).append((f"{prefix}.{name}" if prefix else name, module, name))
+        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        if self.config.tie_word_embeddings and head.weight is not embedding.weight:
+            # on meta, transformers may leave the head untied; the embedding's name stands for both
+            owners[embedding.weight] += owners.pop(head.weight)
+        return {
+            names[0][0]: _Place(plan.box(p), tuple(p.shape), tuple((module, name) for _, module, name in names))
+            for p, names in owners.items()
+        }
+
+    def load(self) -> None:
+        """Fill the parameters from the checkpoint, each rank reading its own blocks; allocates what has no memory."""
+        reader = CheckpointReader(self.path)
+        self.allocate()
+        with torch.no_grad():
+            for name, place in self._places.items():
+                if (found := reader.shape(name)) != place.global_shape:
+                    raise CheckpointError(f"{self.path}: {name!r} is {found}, the config says {place.global_shape}")
+                place.get().copy_(reader.read(name, place.box))
+
+    def allocate(self) -> None:
+        """Bring the parameters to the device; those on meta get memory without a defined content."""
+        for place in self._places.values():
+            tensor = place.get()
+            if tensor.is_meta:
+                with real_tensors(self.device):
+                    place.set(torch.empty(place.local_shape, dtype=self.dtype))
+            elif tensor.device != self.device:
+                place.set(tensor.data.to(self.device))
+
+    def to(self, device: torch.device) -> None:
+        """Move the parameters; to meta gives their memory back. Buffers are small and stay."""
+        for place in self._places.values():
+            place.set(place.get().data.to(device))
+
+    def parameter_shards(self) -> dict[str, ParameterShard]:
+        """Each parameter once, tied ones under the embedding's name. They hold until the model is moved."""
+        return {
+            name: ParameterShard(place.get().data, tuple(s.start for s in place.box), place.global_shape)
+            for name, place in self._places.items()
+        }
+
+    def memory_bytes(self) -> int:
+        tensors = [place.get() for place in self._places.values()]
+        return sum(t.nbytes for t in tensors if not t.is_meta)
+
+    def end_ids(self) -> frozenset[int]:
+        """The model's own end tokens, from generation_config.json or else the config."""
+        if (Path(self.path) / "generation_config.json").exists():
+            found = GenerationConfig.from_pretrained(self.path).eos_token_id
+        else:
+            found = self.config.eos_token_id
+        return frozenset([found] if isinstance(found, int) else found or [])
+
+
+def _onednn_linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    # MKL does not use AVX-512 on every processor that has it; oneDNN on the plain weight was two to three times as
+    # fast there, and as fast elsewhere. For few rows its set-up costs more than it gains.
+    if x.numel() < 12 * x.shape[-1]:
+        return F.linear(x, module.weight, module.bias)
+    return torch.ops.mkldnn._linear_pointwise(x, module.weight, module.bias, "none", [], "")

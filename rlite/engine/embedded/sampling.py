@@ -1,0 +1,181 @@
+"""Sampling for a whole batch at once.
+
+A row's token depends on its logits, its request's seed and its position alone: the random number is a hash of seed and
+position, and the token the inverse of the cumulative distribution there. Neither slot nor batch nor history matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlite.types import GenerationHyperparameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFilter:
+    """Rows whose distribution is cut before it is sampled from."""
+
+    rows: torch.Tensor
+    """[rows] indices into the batch"""
+    top_k: torch.Tensor
+    """[rows, 1], vocabulary size where off"""
+    top_p: torch.Tensor
+    """[rows, 1], 1 where off"""
+    is_nucleus: bool
+    """some row has a top_p below 1"""
+    banned: torch.Tensor | None
+    """[rows, vocabulary] of bool: tokens that may not be made yet"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingBatch:
+    """Sampling parameters of a batch as tensors, made once for as long as its composition lasts."""
+
+    inverse_temperature: torch.Tensor | None
+    """[rows, 1]; None if all are 1"""
+    is_greedy: torch.Tensor
+    """[rows] of bool"""
+    all_greedy: bool
+    any_greedy: bool
+    seeds: torch.Tensor
+    """[rows] of int64"""
+    stop_ids: torch.Tensor | None
+    """[rows, ids] filled up with -1; None if no row has any"""
+    filter: RowFilter | None
+
+    @classmethod
+    def of(
+        cls,
+        gconfigs: Sequence[GenerationHyperparameters],
+        seeds: Sequence[int],
+        stop_ids: Sequence[frozenset[int]],
+        is_early: Sequence[bool],
+        vocab_size: int,
+        device: torch.device,
+    ) -> SamplingBatch:
+        """`is_early` marks the rows that may not make a stop token yet."""
+        greedy = [g.greedy for g in gconfigs]
+        inverse = [1.0 if g.greedy else 1.0 / g.temperature for g in gconfigs]
+        width = max(len(ids) for ids in stop_ids)
+        table = [[*ids, *[-1] * (width - len(ids))] for ids in stop_ids]
+        return cls(
+            inverse_temperature=(
+                torch.tensor(inverse, device=device)[:, None] if any(i != 1.0 for i in inverse) else None
+            ),
+            is_greedy=torch.tensor(greedy, device=device),
+            all_greedy=all(greedy),
+            any_greedy=any(greedy),
+            seeds=torch.tensor([_signed(s) for s in seeds], dtype=torch.int64, device=device),
+            stop_ids=torch.tensor(table, device=device) if width else None,
+            filter=_filter_of(gconfigs, stop_ids, is_early, vocab_size, device),
+        )
+
+
+def _filter_of(
+    gconfigs: Sequence[GenerationHyperparameters],
+    stop_ids: Sequence[frozenset[int]],
+    is_early: Sequence[bool],
+    vocab_size: int,
+    device: torch.device,
+) -> RowFilter | None:
+    def has_cut(g: GenerationHyperparameters) -> bool:
+        return not g.greedy and (0 < g.top_k < vocab_size or g.top_p < 1)
+
+    rows = [r for r, g in enumerate(gconfigs) if has_cut(g) or (is_early[r] and stop_ids[r])]
+    if not rows:
+        return None
+    # a greedy row takes the most likely token whatever its top_k and top_p
+    top_k = [gconfigs[r].top_k if has_cut(gconfigs[r]) and gconfigs[r].top_k > 0 else vocab_size for r in rows]
+    top_p = [gconfigs[r].top_p if has_cut(gconfigs[r]) else 1.0 for r in rows]
+    banned = None
+    if any(is_early[r] and stop_ids[r] for r in rows):
+        banned = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
+        for i, r in enumerate(rows):
+            if is_early[r]:
+                banned[i, [t for t in stop_ids[r] if 0 <= t < vocab_size]] = True
+        banned = banned.to(device)
+    return RowFilter(
+        rows=torch.tensor(rows, device=device),
+        top_k=torch.tensor(top_k, device=device).clamp(max=vocab_size)[:, None],
+        top_p=torch.tensor(top_p, device=device)[:, None],
+        is_nucleus=any(p < 1 for p in top_p),
+        banned=banned,
+    )
+
+
+def sample(
+    logits: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, their log-probabilities at the row's temperature, and those under the distribution sampled from.
+
+    logits: [rows, vocabulary] of any dtype; uniform: [rows] in [0, 1). Each result is [rows].
+    """
+    scaled = logits.float()
+    if batch.inverse_temperature is not None:
+        scaled = scaled * batch.inverse_temperature
+    logprobs = torch.log_softmax(scaled, dim=-1)
+    cut = batch.filter
+    target = logprobs
+    if cut is not None:
+        kept = _keep(logprobs[cut.rows], cut)
+        target = logprobs.index_copy(0, cut.rows, torch.log_softmax(kept, dim=-1))
+    if batch.all_greedy:
+        tokens = target.argmax(dim=-1)
+    else:
+        tokens = _inverse_cdf(target, uniform)
+        if batch.any_greedy:
+            tokens = torch.where(batch.is_greedy, target.argmax(dim=-1), tokens)
+    chosen = tokens[:, None]
+    taken = logprobs.gather(1, chosen)[:, 0]
+    return tokens, taken, taken if cut is None else target.gather(1, chosen)[:, 0]
+
+
+def _inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    cumulative = logprobs.exp().cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    # rounding must not carry the target to the total: the token found there could be one of probability zero
+    target = torch.minimum(uniform[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+
+
+def _keep(logprobs: torch.Tensor, cut: RowFilter) -> torch.Tensor:
+    """Set to -inf what bans, top-k and top-p (in this order, the last on what the others leave) take away."""
+    if cut.banned is not None:
+        logprobs = logprobs.masked_fill(cut.banned, float("-inf"))
+    ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(ordered.shape[-1], device=ordered.device)
+    gone = rank >= cut.top_k
+    if cut.is_nucleus:
+        probs = ordered.masked_fill(gone, float("-inf")).softmax(dim=-1)
+        # a token stays if those before it do not reach top_p: the first always does
+        gone = gone | ((probs.cumsum(dim=-1) - probs >= cut.top_p) & (cut.top_p < 1))
+    return logprobs.masked_fill(torch.zeros_like(gone).scatter(1, order, gone), float("-inf"))
+
+
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Numbers in [0, 1), float32 with 24 random bits: splitmix64 of seed and position, broadcast together."""
+    state = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)
+    return _shift(state, 40).to(torch.float32) * 2.0**-24
+
+
+def _signed(value: int) -> int:
+    """The 64-bit two's complement with the low bits of `value`."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift to the right; torch's own keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift(x, 31)
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)

@@ -1,0 +1,234 @@
+"""Who is prefilled, who decodes and for how long: the state of continuous batching, without torch.
+
+A sequence's life:   waiting --admit--> running (prefill, then decode) --record--> finished
+
+Running sequences are compact: `running[i]` lives in slot i of the KV cache, so that the decode batch is a view of the
+cache. They are kept roughly longest first; when one ends the last one moves into its place, which is a `Move` that the
+owner of the cache performs.
+
+Prefill stops one token short: it fills the cache for all tokens but the last, and the decode step that takes the last
+one as its input makes the first new token. So logits are made in one place alone, siblings that copy a prompt's cache
+need nothing else, and recomputing after new weights is a prefill of prompt and completion.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from rlite.types import SequenceRequest, StopReason, TokenChunk
+
+
+@dataclass(eq=False, slots=True)
+class RunningSequence:
+    """One request with its tokens so far."""
+
+    request: SequenceRequest
+    tokens: list[int]
+    """prompt and completion"""
+    max_tokens: int
+    """length at which it ends"""
+    stop_ids: frozenset[int]
+    """tokens that end it"""
+    min_tokens: int
+    """length before which no stop token may be made"""
+    slot: int = -1
+    num_cached: int = 0
+    """leading tokens whose keys and values are in the slot"""
+    num_reported: int = 0
+    """leading tokens, the prompt among them, that the driver knows"""
+    logprobs: list[float] = field(default_factory=list)
+    """of the tokens not yet reported, as are the next"""
+    sampling_logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.input_ids)
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.num_cached >= len(self.tokens) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy the first `length` positions of slot `source` to slot `target`."""
+
+    source: int
+    target: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, stop) of the sequence in `slot`, to be prefilled."""
+
+    slot: int
+    start: int
+    stop: int
+    tokens: Sequence[int]
+
+
+class Scheduler:
+    """The queues and slots of one worker."""
+
+    def __init__(self, num_slots: int, max_prefill_tokens: int) -> None:
+        self.num_slots = num_slots
+        self.max_prefill_tokens = max_prefill_tokens
+        self.waiting: deque[RunningSequence] = deque()
+        self.running: list[RunningSequence] = []
+        self._ended: list[tuple[RunningSequence, StopReason]] = []
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def add(self, sequence: RunningSequence) -> None:
+        self.waiting.append(sequence)
+
+    def admit(self) -> bool:
+        """Move waiting sequences into free slots, in their order; those admitted together sit longest first."""
+        num = min(self.num_slots - len(self.running), len(self.waiting))
+        admitted = [self.waiting.popleft() for _ in range(num)]
+        admitted.sort(key=lambda s: -len(s.tokens))
+        for sequence in admitted:
+            sequence.slot = len(self.running)
+            self.running.append(sequence)
+        return num > 0
+
+    def next_prefill(self) -> tuple[list[Move], list[Chunk]]:
+        """The next cache copies, and after them the next forward of at most `max_prefill_tokens`; both empty at the end.
+
+        A prompt that another running sequence shares is copied from it. Where that one is not ready yet, it waits.
+        """
+        moves: list[Move] = []
+        chunks: list[Chunk] = []
+        owners: dict[tuple[int, ...], RunningSequence] = {}
+        todo: list[RunningSequence] = []
+        for sequence in self.running:
+            if sequence.is_prefilled:
+                owners.setdefault(tuple(sequence.request.input_ids), sequence)
+            else:
+                todo.append(sequence)
+        if not todo:
+            return moves, chunks
+        # the furthest of several siblings leads, so that a prompt in the middle of its chunks is not begun again
+        todo.sort(key=lambda s: -s.num_cached)
+        budget = self.max_prefill_tokens
+        for sequence in todo:
+            shared = sequence.prompt_len - 1
+            if sequence.num_cached < shared:
+                owner = owners.setdefault(tuple(sequence.request.input_ids), sequence)
+                if owner is not sequence:
+                    if owner.num_cached < shared:
+                        continue
+                    moves.append(Move(owner.slot, sequence.slot, shared))
+                    sequence.num_cached = shared
+            stop = min(len(sequence.tokens) - 1, sequence.num_cached + budget)
+            if stop > sequence.num_cached:
+                start = sequence.num_cached
+                chunks.append(Chunk(sequence.slot, start, stop, sequence.tokens[start:stop]))
+                budget -= stop - start
+        # a sequence is a source only from the next round on: its cache is written by this round's forward
+        for chunk in chunks:
+            self.running[chunk.slot].num_cached = chunk.stop
+        return moves, chunks
+
+    def burst(self, max_steps: int) -> int:
+        """Decode steps until the composition of the batch, or what its rows may sample, must change at the latest."""
+        steps = max_steps
+        for sequence in self.running:
+            length = len(sequence.tokens)
+            steps = min(steps, sequence.max_tokens - length)
+            if length < sequence.min_tokens:
+                steps = min(steps, sequence.min_tokens - length)
+        return steps
+
+    def record(
+        self,
+        tokens: list[list[int]],
+        logprobs: list[list[float]],
+        sampling_logprobs: list[list[float]],
+        find_stop: Callable[[RunningSequence, int], int | None],
+    ) -> list[Move]:
+        """Take in one burst, lists [row][step], end what has ended, and close the gaps.
+
+        `find_stop(sequence, start)` is asked for sequences with stop strings: the length at which the completion
+        contains one, if its tokens from `start` on made it so.
+        """
+        finished: list[tuple[RunningSequence, StopReason]] = []
+        for row, sequence in enumerate(self.running):
+            start = len(sequence.tokens)
+            made = tokens[row]
+            num = len(made)
+            reason: StopReason | None = None
+            if sequence.stop_ids and not sequence.stop_ids.isdisjoint(made):
+                num = next(i for i, token in enumerate(made) if token in sequence.stop_ids) + 1
+                reason = "stop"
+            sequence.tokens += made[:num]
+            if sequence.request.gconfig.stop:
+                length = find_stop(sequence, start)
+                if length is not None:
+                    num = length - start
+                    del sequence.tokens[length:]
+                    reason = "stop"
+            sequence.num_cached = len(sequence.tokens) - 1
+            sequence.logprobs += logprobs[row][:num]
+            sequence.sampling_logprobs += sampling_logprobs[row][:num]
+            if reason is None and len(sequence.tokens) >= sequence.max_tokens:
+                reason = "length"
+            if reason is not None:
+                finished.append((sequence, reason))
+        return self._remove(finished) if finished else []
+
+    def abort(self, request_ids: Collection[int] | None = None) -> list[Move]:
+        """End the named requests, or all, with what they have. Names that are not here are none of our concern."""
+
+        def is_named(sequence: RunningSequence) -> bool:
+            return request_ids is None or sequence.request.request_id in request_ids
+
+        self._ended += [(s, "abort") for s in self.waiting if is_named(s)]
+        self.waiting = deque(s for s in self.waiting if not is_named(s))
+        return self._remove([(s, "abort") for s in self.running if is_named(s)])
+
+    def forget_cache(self) -> None:
+        """The cache is of no use any more; every running sequence is prefilled anew."""
+        for sequence in self.running:
+            sequence.num_cached = 0
+
+    def drain(self, version: int) -> list[TokenChunk]:
+        """One chunk for each request that made progress or ended since the last drain."""
+        ended, self._ended = self._ended, []
+        chunks = [_report(sequence, version, reason) for sequence, reason in ended]
+        chunks += [_report(s, version, None) for s in self.running if len(s.tokens) > s.num_reported]
+        return chunks
+
+    def _remove(self, finished: list[tuple[RunningSequence, StopReason]]) -> list[Move]:
+        self._ended += finished
+        gone = {sequence for sequence, _ in finished}
+        moves: list[Move] = []
+        for hole in sorted(sequence.slot for sequence in gone):
+            while self.running and self.running[-1] in gone:
+                self.running.pop()
+            if hole >= len(self.running):
+                break
+            last = self.running.pop()
+            moves.append(Move(last.slot, hole, last.num_cached))
+            last.slot = hole
+            self.running[hole] = last
+        return moves
+
+
+def _report(sequence: RunningSequence, version: int, reason: StopReason | None) -> TokenChunk:
+    chunk = TokenChunk(
+        request_id=sequence.request.request_id,
+        token_ids=sequence.tokens[sequence.num_reported :],
+        logprobs=sequence.logprobs,
+        sampling_logprobs=sequence.sampling_logprobs,
+        version=version,
+        finish_reason=reason,
+    )
+    sequence.num_reported = len(sequence.tokens)
+    sequence.logprobs, sequence.sampling_logprobs = [], []
+    return chunk

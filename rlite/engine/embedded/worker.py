@@ -1,0 +1,313 @@
+"""The worker of the embedded inference executor: continuous batching around an unmodified Hugging Face model.
+
+The driver pumps it: `advance` takes in requests, makes up to so many decode steps, and returns what was made. There is
+no thread and no event loop here. Under tensor parallelism every rank gets the same calls in the same order, and takes
+the same decisions, because the only thing they depend on besides the calls, the sampled tokens, comes from rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cached_property
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rlite.engine.embedded.attention import DecodePlan, PrefillPlan
+from rlite.engine.embedded.cache import SlotCache
+from rlite.engine.embedded.model import ShardedModel
+from rlite.engine.embedded.options import EmbeddedOptions
+from rlite.engine.embedded.sampling import SamplingBatch, sample, uniforms
+from rlite.engine.embedded.scheduler import RunningSequence, Scheduler
+from rlite.errors import ConfigError, ResidencyError
+from rlite.parallel.shards import ParameterShard
+from rlite.types import SequenceRequest, TokenChunk
+
+STOP_STRING_STEPS = 4
+"""decode steps between two looks at the text of requests with stop strings; what lies behind the stop is thrown away"""
+CUDA_STEPS = 8
+"""the same for stop tokens on CUDA, where looking means waiting for the device"""
+CONTEXT_LIMIT = 4096
+"""default bound of max_model_len: every slot has room for the longest sequence"""
+
+
+class EmbeddedWorker:
+    """One rank's model, KV cache and scheduler. Weights are loaded and the cache allocated when it is built.
+
+    Raises: ConfigError for a model or options that cannot be served; CheckpointError for an unusable `path`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        options: EmbeddedOptions,
+        device: torch.device,
+        tp_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.path = path
+        self.options = options
+        self.device = torch.device(device)
+        self.version = 0
+        self._group = tp_group if tp_group is not None and tp_group.size() > 1 else None
+        self._weights = ShardedModel(path, options.dtype, self.device, self._group)
+        config = self._weights.config.get_text_config()
+        self.vocab_size: int = config.vocab_size
+        self.max_model_len = self._max_model_len(config)
+        self._end_ids = self._weights.end_ids()
+        self._are_weights_here = False
+        self._cache: SlotCache | None = None
+        self.load_weights()
+        self._num_slots = self._affordable_slots()
+        self._scheduler = Scheduler(self._num_slots, options.max_prefill_tokens)
+        self._refused: list[TokenChunk] = []
+        self.to_device("kv_cache")
+
+    def _max_model_len(self, config) -> int:
+        limit = config.max_position_embeddings
+        length = self.options.max_model_len or min(limit, CONTEXT_LIMIT)
+        if length > limit:
+            raise ConfigError(f"max_model_len={length} is beyond the model's max_position_embeddings={limit}")
+        layers = set(getattr(config, "layer_types", None) or [])
+        window = getattr(config, "sliding_window", None)
+        if layers - {"full_attention", "sliding_attention"} or ("sliding_attention" in layers and length > window):
+            raise ConfigError(
+                f"{self.path}: attention of kinds {sorted(layers)} with window {window} is not supported at "
+                f"max_model_len={length}; lower it to the window or use another executor"
+            )
+        return length
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests taken in and not ended."""
+        return self._scheduler.num_unfinished
+
+    def set_version(self, version: int) -> None:
+        """The policy version that made the tokens from now on."""
+        self.version = version
+
+    @torch.inference_mode()
+    def advance(self, new: list[SequenceRequest], aborted: list[int], max_steps: int) -> list[TokenChunk]:
+        """Take in `new`, end `aborted`, and make up to `max_steps` decode steps; fewer if nothing is left to do.
+
+        Returns one chunk for each request that made progress, ended or was refused (`error`, without tokens).
+        Raises: ResidencyError if weights or KV cache are not on the device.
+        """
+        if not self._are_weights_here or self._cache is None:
+            missing = "weights" if not self._are_weights_here else "kv_cache"
+            raise ResidencyError(
+                f"generation needs the {missing} on {self.device}; call cuda({missing!r}) on the engine"
+            )
+        for request in new:
+            self._accept(request)
+        if aborted:
+            self._cache.apply(self._scheduler.abort(set(aborted)))
+        steps = 0
+        while steps < max_steps:
+            self._scheduler.admit()
+            self._prefill()
+            if not self._scheduler.running:
+                break
+            steps += self._decode(max_steps - steps)
+        return self._drain()
+
+    def abort_all(self) -> list[TokenChunk]:
+        """End every request with what it has made."""
+        self._scheduler.abort()
+        return self._drain()
+
+    def recompute(self) -> None:
+        """Weights have changed: running requests go on from the tokens they have, their cache is computed anew."""
+        self._scheduler.forget_cache()
+
+    def weights_changed(self) -> None:
+        """Called after weights were written into `parameter_shards()`; nothing here is derived from them."""
+
+    def _drain(self) -> list[TokenChunk]:
+        refused, self._refused = self._refused, []
+        return refused + self._scheduler.drain(self.version)
+
+    def _accept(self, request: SequenceRequest) -> None:
+        gconfig = request.gconfig
+        prompt = list(request.input_ids)
+        if (error := self._objection(request)) is not None:
+            self._refused.append(
+                TokenChunk(
+                    request_id=request.request_id,
+                    token_ids=[],
+                    logprobs=[],
+                    sampling_logprobs=[],
+                    version=self.version,
+                    error=error,
+                )
+            )
+            return
+        self._scheduler.add(
+            RunningSequence(
+                request=request,
+                tokens=prompt,
+                num_reported=len(prompt),
+                max_tokens=min(len(prompt) + gconfig.max_new_tokens, self.max_model_len),
+                min_tokens=len(prompt) + gconfig.min_new_tokens,
+                stop_ids=frozenset(gconfig.stop_token_ids) | (frozenset() if gconfig.ignore_eos else self._end_ids),
+            )
+        )
+
+    def _objection(self, request: SequenceRequest) -> str | None:
+        ids = request.input_ids
+        if not ids:
+            return "the prompt is empty; give at least one token"
+        if len(ids) > self.max_model_len - 1:
+            return f"the prompt has {len(ids)} tokens, max_model_len={self.max_model_len} leaves room for {self.max_model_len - 1}"
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
+            return f"token id {wrong} is not in the vocabulary of {self.vocab_size}"
+        if request.gconfig.stop and self._tokenizer is None:
+            return f"stop strings need a tokenizer, and {self.path} has none; use stop_token_ids"
+        return None
+
+    # --- computation ------------------------------------------------------------------------------------------------
+
+    def _prefill(self) -> None:
+        while True:
+            moves, chunks = self._scheduler.next_prefill()
+            self._cache.apply(moves)
+            if not chunks:
+                return
+            plan = PrefillPlan(self._cache, chunks, self.device)
+            self._cache.rows = plan.rows
+            self._weights.model.base_model(
+                input_ids=plan.input_ids,
+                position_ids=plan.position_ids,
+                past_key_values=self._cache,
+                use_cache=True,
+                plan=plan,
+            )
+
+    def _decode(self, max_steps: int) -> int:
+        """One burst: steps between which neither the batch nor its sampling parameters change. Returns their number."""
+        sequences = self._scheduler.running
+        gconfigs = [s.request.gconfig for s in sequences]
+        steps = self._scheduler.burst(max_steps)
+        if any(g.stop for g in gconfigs):
+            steps = min(steps, STOP_STRING_STEPS)
+        batch = SamplingBatch.of(
+            gconfigs,
+            [s.request.seed for s in sequences],
+            [s.stop_ids for s in sequences],
+            [len(s.tokens) < s.min_tokens for s in sequences],
+            self.vocab_size,
+            self.device,
+        )
+        is_watched = batch.stop_ids is not None and self.device.type == "cpu"
+        if batch.stop_ids is not None and not is_watched:
+            steps = min(steps, CUDA_STEPS)
+        plan = DecodePlan(self._cache, [len(s.tokens) for s in sequences], steps, self.device)
+        random = uniforms(batch.seeds, plan.positions + torch.arange(1, steps + 1, device=self.device)[:, None])
+        tokens = torch.tensor([s.tokens[-1] for s in sequences], device=self.device)
+        made: list[tuple[torch.Tensor, ...]] = []
+        for step in range(steps):
+            if step:
+                plan.step()
+            self._cache.rows = plan.rows
+            logits = self._weights.model(
+                input_ids=tokens[:, None],
+                position_ids=plan.positions[:, None],
+                past_key_values=self._cache,
+                use_cache=True,
+                plan=plan,
+            ).logits[:, -1]
+            tokens, *logprobs = sample(logits, batch, random[step])
+            if self._group is not None:
+                dist.broadcast(tokens, group_src=0, group=self._group)
+            made.append((tokens, *logprobs))
+            if is_watched and bool((tokens[:, None] == batch.stop_ids).any()):
+                break
+        columns = [torch.stack(column, dim=1).tolist() for column in zip(*made, strict=True)]
+        self._cache.apply(self._scheduler.record(*columns, find_stop=self._find_stop))
+        return len(made)
+
+    def _find_stop(self, sequence: RunningSequence, start: int) -> int | None:
+        stops = sequence.request.gconfig.stop
+        # a token holds at least a byte: a stop string cannot begin further back, but for tokens without text
+        reach = max(len(s.encode()) for s in stops) + 8
+        for length in range(start + 1, len(sequence.tokens) + 1):
+            tail = sequence.tokens[max(sequence.prompt_len, length - reach) : length]
+            text = self._tokenizer.decode(tail, skip_special_tokens=True)
+            if any(s in text for s in stops):
+                return length
+        return None
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase | None:
+        try:
+            return AutoTokenizer.from_pretrained(self.path)
+        except (OSError, ValueError):
+            return None
+
+    # --- residency --------------------------------------------------------------------------------------------------
+
+    def load_weights(self) -> None:
+        """Fill the weights from the checkpoint, on the device."""
+        self._weights.load()
+        self._are_weights_here = True
+
+    def parameter_shards(self) -> dict[str, ParameterShard]:
+        """This rank's blocks of the parameters, each once (tied ones under the embedding's name), to be written in place."""
+        return self._weights.parameter_shards()
+
+    def to_device(self, what: Literal["all", "weights", "kv_cache"] = "all") -> None:
+        """Bring weights, KV cache or both to the device. Weights that were on meta have no defined content."""
+        if what in ("all", "weights"):
+            self._weights.allocate()
+            self._are_weights_here = True
+        if what in ("all", "kv_cache") and self._cache is None:
+            self._cache = SlotCache(*self._cache_shape(), dtype=self._weights.dtype, device=self.device)
+
+    def to_cpu(self) -> None:
+        """Weights go to the host's memory; the KV cache is given back, and computed anew for what is running."""
+        self._weights.to(torch.device("cpu"))
+        self._drop_cache()
+
+    def to_meta(self) -> None:
+        """Give the memory of weights and KV cache back."""
+        self._weights.to(torch.device("meta"))
+        self._drop_cache()
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes held by this rank."""
+        cache = 0 if self._cache is None else self._cache.storage.nbytes
+        return {"weights": self._weights.memory_bytes(), "kv_cache": cache}
+
+    def _drop_cache(self) -> None:
+        self._are_weights_here = False
+        self._cache = None
+        self.recompute()
+
+    def _cache_shape(self) -> tuple[int, int, int, int, int]:
+        config = self._weights.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = config.num_key_value_heads // self._weights.tp_size
+        return config.num_hidden_layers, self._num_slots, heads, self.max_model_len, head_dim
+
+    def _affordable_slots(self) -> int:
+        if self.device.type != "cuda":
+            return self.options.max_num_seqs
+        self._num_slots = 1
+        layers, _, heads, length, dim = self._cache_shape()
+        per_slot = 2 * layers * heads * length * dim * self._weights.dtype.itemsize
+        free, total = torch.cuda.mem_get_info(self.device)
+        budget = total * self.options.gpu_memory_utilization - (total - free)
+        slots = torch.tensor(min(self.options.max_num_seqs, int(budget // per_slot)), device=self.device)
+        if self._group is not None:
+            dist.all_reduce(slots, op=dist.ReduceOp.MIN, group=self._group)
+        if slots < 1:
+            raise ConfigError(
+                f"one sequence of max_model_len={length} needs {per_slot / 2**20:.0f} MiB of KV cache, "
+                f"{max(budget, 0) / 2**20:.0f} MiB are left at gpu_memory_utilization={self.options.gpu_memory_utilization}; "
+                "lower max_model_len or raise gpu_memory_utilization"
+            )
+        return int(slots)

@@ -1,0 +1,81 @@
+"""Boxes of global tensors: what a rank holds of a parameter, and how it reads just that from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rlite.errors import CheckpointError
+
+Box = tuple[slice, ...]
+"""one slice with start and stop per axis of a global tensor"""
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """The block of a parameter that this rank holds. Whoever owns the shard may write into `tensor` in place."""
+
+    tensor: torch.Tensor
+    """the local block itself, not a copy"""
+    offset: tuple[int, ...]
+    """where the block begins in the global tensor, per axis"""
+    global_shape: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.tensor.shape, strict=True))
+
+
+class CheckpointReader:
+    """Reads boxes of tensors from a Hugging Face safetensors folder, single file or indexed; nothing more is loaded.
+
+    Raises: CheckpointError if the folder holds no safetensors, a file is missing or damaged, or a name is unknown.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._open: dict[str, Any] = {}
+        index = self.path / "model.safetensors.index.json"
+        if index.exists():
+            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif (self.path / "model.safetensors").exists():
+            self._file_of = dict.fromkeys(self._handle("model.safetensors").keys(), "model.safetensors")
+        else:
+            raise CheckpointError(
+                f"{self.path}: expected model.safetensors or model.safetensors.index.json, found neither; "
+                "give the path of a local Hugging Face checkpoint"
+            )
+
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.read(name, tuple(slice(0, 0) for _ in self.shape(name))).dtype
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """The box of tensor `name` (all of it by default), on CPU in the checkpoint's dtype."""
+        view = self._slice(name)
+        if not view.get_shape():
+            return self._handle(self._file_of[name]).get_tensor(name)
+        return view[box if box is not None else (slice(None),)]
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.path}: no tensor named {name!r} among its {len(self._file_of)} tensors")
+        return self._handle(self._file_of[name]).get_slice(name)
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(str(self.path / file), framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{self.path / file}: cannot be read: {error}") from error
+        return self._open[file]

@@ -1,0 +1,128 @@
+"""Tensor parallelism for inference: which block of each parameter a rank holds, and the forwards that make it whole.
+
+Shards are plain tensors. The plan is the model's own (`base_model_tp_plan` and `_tp_plan` in transformers); embedding and
+head are split over the vocabulary besides. Blocks are contiguous, and uneven where a size does not divide.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from rlite.errors import ConfigError
+from rlite.parallel.shards import Box
+
+COLUMN = ("colwise", "colwise_gather_output", "colwise_rep")
+ROW = ("rowwise",)
+
+
+def span(size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Start and stop of this rank's part of `size` elements; the first parts are longer by one where it does not divide."""
+    base, extra = divmod(size, world_size)
+    start = rank * base + min(rank, extra)
+    return start, start + base + (rank < extra)
+
+
+class TensorParallelPlan:
+    """How the parameters of one causal language model lie on the ranks of a group. The model may be on meta.
+
+    Raises: ConfigError if heads do not divide, or the model has no plan or one with a style that is not known here.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+        self.model = model
+        self.group = group
+        self.rank = 0 if group is None else group.rank()
+        self.world_size = 1 if group is None else group.size()
+        self._embedding = model.get_input_embeddings()
+        self._head = model.get_output_embeddings()
+        self._axis: dict[nn.Parameter, int] = {}
+        self._rows: list[nn.Module] = []
+        if self.world_size > 1:
+            self._check_heads()
+            self._read_plan()
+
+    def _check_heads(self) -> None:
+        config = self.model.config
+        for name in ("num_key_value_heads", "num_attention_heads"):
+            num = getattr(config, name)
+            if num % self.world_size:
+                raise ConfigError(
+                    f"tensor_parallel_size={self.world_size} does not divide {name}={num} of {config.model_type!r}; "
+                    f"choose a divisor of {num}"
+                )
+
+    def _read_plan(self) -> None:
+        model = self.model
+        prefix = model.base_model_prefix + "."
+        styles = {prefix + name: style for name, style in (model.config.base_model_tp_plan or {}).items()}
+        if not styles:
+            raise ConfigError(f"{model.config.model_type!r} has no tensor parallel plan; use tensor_parallel_size=1")
+        for name, module in model.named_modules():
+            style = next((s for pattern, s in styles.items() if fnmatch.fnmatchcase(name, pattern)), None)
+            if style is None or style.startswith("replicated"):
+                continue
+            if style not in COLUMN + ROW or not isinstance(module, nn.Linear):
+                raise ConfigError(
+                    f"{model.config.model_type!r} asks for {style!r} at {name!r}, which is not supported; "
+                    "use tensor_parallel_size=1"
+                )
+            if style in COLUMN:
+                self._axis.update(dict.fromkeys(module.parameters(), 0))
+            else:
+                self._axis[module.weight] = 1
+                self._rows.append(module)
+        for module in (self._embedding, self._head):
+            self._axis.update(dict.fromkeys(module.parameters(), 0))
+
+    def box(self, parameter: nn.Parameter) -> Box:
+        """The block of a whole parameter that belongs to this rank. Ask before its shard replaces it."""
+        box = [slice(0, n) for n in parameter.shape]
+        axis = self._axis.get(parameter)
+        if axis is not None:
+            box[axis] = slice(*span(parameter.shape[axis], self.rank, self.world_size))
+        return tuple(box)
+
+    def install(self) -> None:
+        """Give the modules that need the other ranks a forward that asks them. Nothing to do for one rank."""
+        if self.world_size == 1:
+            return
+        vocab_size = self._embedding.num_embeddings
+        start, _ = span(vocab_size, self.rank, self.world_size)
+        self._embedding.forward = partial(_embedding_forward, self._embedding, start, self.group)
+        self._head.forward = partial(_head_forward, self._head, self._head.forward, self._head.out_features, self.group)
+        for module in self._rows:
+            module.forward = partial(_row_forward, module, module.forward, self.group)
+
+
+def _embedding_forward(module: nn.Embedding, start: int, group: dist.ProcessGroup, ids: torch.Tensor) -> torch.Tensor:
+    local = ids - start
+    is_here = (local >= 0) & (local < module.weight.shape[0])
+    out = F.embedding(local.where(is_here, 0), module.weight) * is_here[..., None]
+    dist.all_reduce(out, group=group)
+    return out
+
+
+def _row_forward(module: nn.Linear, forward: Any, group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+    # the bias is whole on every rank and must count once
+    out = forward(x) if module.bias is None else F.linear(x, module.weight)
+    dist.all_reduce(out, group=group)
+    return out if module.bias is None else out + module.bias
+
+
+def _head_forward(
+    module: nn.Linear, forward: Any, vocab_size: int, group: dist.ProcessGroup, x: torch.Tensor
+) -> torch.Tensor:
+    local = forward(x)
+    world_size = group.size()
+    sizes = [stop - start for start, stop in (span(vocab_size, r, world_size) for r in range(world_size))]
+    local = F.pad(local, (0, max(sizes) - local.shape[-1])).contiguous()
+    parts = [torch.empty_like(local) for _ in sizes]
+    dist.all_gather(parts, local, group=group)
+    return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
