@@ -1,0 +1,103 @@
+"""Pure functions on tensors: log-probabilities, advantages, KL, losses, preferences and their reduction.
+
+They know no config, logger or rank. Per-token arrays come in two layouts: packed `[T]` with `cu_seqlens [N + 1]`
+(sequence i is `x[cu_seqlens[i]:cu_seqlens[i + 1]]`), or padded `[B, L]` without. Losses are per token; `aggregate`
+makes the scalar, with counts of the whole batch where it is split.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlite.algorithms.advantages import (
+        discounted_returns,
+        gae,
+        group_advantages,
+        masked_whiten,
+        normalize_rewards,
+        reinforce_pp_advantages,
+        remax_advantages,
+        rloo_advantages,
+    )
+    from rlite.algorithms.importance import BehaviourWeights, behaviour_weights, importance_weights
+    from rlite.algorithms.kl import KL_ESTIMATORS, kl_penalty
+    from rlite.algorithms.logprobs import (
+        entropy,
+        gather_logprobs,
+        gather_logprobs_entropy,
+        next_token,
+        previous_token,
+    )
+    from rlite.algorithms.losses import (
+        TokenLoss,
+        clipped_surrogate,
+        cross_entropy,
+        decoupled_ppo,
+        ppo_clip,
+        reinforce,
+        sequence_log_ratio,
+        value_loss,
+    )
+    from rlite.algorithms.preference import PairLoss, dpo_sigmoid, reward_model_loss
+    from rlite.algorithms.reduce import (
+        aggregate,
+        aggregation_weight,
+        masked_mean,
+        masked_variance,
+        sequence_means,
+        sequence_sums,
+        to_tokens,
+    )
+
+_MODULES = {
+    "advantages": (
+        "discounted_returns",
+        "gae",
+        "group_advantages",
+        "masked_whiten",
+        "normalize_rewards",
+        "reinforce_pp_advantages",
+        "remax_advantages",
+        "rloo_advantages",
+    ),
+    "importance": ("BehaviourWeights", "behaviour_weights", "importance_weights"),
+    "kl": ("KL_ESTIMATORS", "kl_penalty"),
+    "logprobs": ("entropy", "gather_logprobs", "gather_logprobs_entropy", "next_token", "previous_token"),
+    "losses": (
+        "TokenLoss",
+        "clipped_surrogate",
+        "cross_entropy",
+        "decoupled_ppo",
+        "ppo_clip",
+        "reinforce",
+        "sequence_log_ratio",
+        "value_loss",
+    ),
+    "preference": ("PairLoss", "dpo_sigmoid", "reward_model_loss"),
+    "reduce": (
+        "aggregate",
+        "aggregation_weight",
+        "masked_mean",
+        "masked_variance",
+        "sequence_means",
+        "sequence_sums",
+        "to_tokens",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,169 @@
+"""Log-probabilities and entropies of tokens, without a second copy of the logits.
+
+A softmax over T x V in float32 is the largest tensor of a training step. Here both directions walk over the rows in
+chunks: the forward keeps one log-sum-exp per row, the backward makes each chunk's softmax again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlite.errors import ConfigError
+
+_CHUNK_ELEMENTS = 1 << 24
+"""default chunk: 64 MiB of float32 logits"""
+
+
+def gather_logprobs(
+    logits: Float[Tensor, "*tokens vocab"],
+    labels: Int[Tensor, "*tokens"],
+    temperature: float = 1.0,
+    *,
+    chunk_size: int | None = None,
+) -> Float[Tensor, "*tokens"]:
+    """log p(label) under softmax(logits / temperature), in float32 (float64 for float64 logits).
+
+    Labels are already aligned with the logits that predict them (see `next_token`) and lie in [0, V): give masked
+    positions any valid id. `chunk_size` is the number of rows that are worked on at once.
+    Raises: ConfigError when the shapes do not fit or temperature is not positive.
+    """
+    return _logprobs(logits, labels, temperature, chunk_size, with_entropy=False)[0]
+
+
+def gather_logprobs_entropy(
+    logits: Float[Tensor, "*tokens vocab"],
+    labels: Int[Tensor, "*tokens"],
+    temperature: float = 1.0,
+    *,
+    chunk_size: int | None = None,
+) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
+    """`gather_logprobs` and `entropy` in one pass over the logits."""
+    return _logprobs(logits, labels, temperature, chunk_size, with_entropy=True)
+
+
+def entropy(
+    logits: Float[Tensor, "*tokens vocab"], temperature: float = 1.0, *, chunk_size: int | None = None
+) -> Float[Tensor, "*tokens"]:
+    """H = -sum_v p_v log p_v of softmax(logits / temperature), in nats."""
+    labels = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
+    return _logprobs(logits, labels, temperature, chunk_size, with_entropy=True)[1]
+
+
+def next_token(
+    x: Shaped[Tensor, "tokens *rest"], cu_seqlens: Int[Tensor, " sequences+1"] | None = None, fill: float = 0
+) -> Shaped[Tensor, "tokens *rest"]:
+    """The value of the next position inside each sequence, `fill` at each sequence's last one.
+
+    Aligns what belongs to a token (ids, masks, rewards, log-probabilities of the sampler) with the position whose
+    logits predict it. `x` is packed `[T, ...]` with `cu_seqlens`, or padded `[B, L]` without.
+    """
+    if cu_seqlens is None:
+        shifted = x.roll(-1, dims=1)
+        shifted[:, -1:] = fill
+        return shifted
+    shifted = x.roll(-1, dims=0)
+    if len(x):
+        # an empty sequence at the front points at -1, the last position of all, which is filled anyway
+        shifted[cu_seqlens[1:].long() - 1] = fill
+    return shifted
+
+
+def previous_token(
+    x: Shaped[Tensor, "tokens *rest"], cu_seqlens: Int[Tensor, " sequences+1"] | None = None, fill: float = 0
+) -> Shaped[Tensor, "tokens *rest"]:
+    """The inverse of `next_token`: the value of the position before, `fill` at each sequence's first one.
+
+    Puts what was computed where a token is predicted (its log-probability) on the token itself.
+    """
+    if cu_seqlens is None:
+        shifted = x.roll(1, dims=1)
+        shifted[:, :1] = fill
+        return shifted
+    shifted = x.roll(1, dims=0)
+    if len(x):
+        starts = cu_seqlens[:-1].long()
+        # an empty sequence at the end points at T, which does not exist; position 0 is filled anyway
+        shifted[torch.where(starts < len(x), starts, 0)] = fill
+    return shifted
+
+
+def _logprobs(
+    logits: Tensor, labels: Tensor, temperature: float, chunk_size: int | None, *, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    if logits.shape[:-1] != labels.shape:
+        raise ConfigError(
+            f"logits {list(logits.shape)} need labels of shape {list(logits.shape[:-1])}, found {list(labels.shape)}"
+        )
+    if not temperature > 0:
+        raise ConfigError(f"temperature={temperature}: expected a positive number (greedy sampling has temperature 1)")
+    rows = chunk_size or max(1, _CHUNK_ELEMENTS // max(1, logits.shape[-1]))
+    logprobs, entropies = _TokenLogprobs.apply(logits, labels, float(temperature), rows, with_entropy)
+    return logprobs, entropies
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """x = logits / temperature, z = logsumexp(x), p = exp(x - z).
+
+    log p_l = x_l - z        d/dx_v = [v = l] - p_v
+    H = z - sum_v p_v x_v    d/dx_v = -p_v (log p_v + H)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, chunk_size: int, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        normalizers = torch.empty(labels.numel(), dtype=dtype, device=logits.device)
+        logprobs, entropies = torch.empty_like(normalizers), torch.zeros_like(normalizers)
+        flat_labels = labels.reshape(-1).long()
+        for rows, chunk in _row_chunks(logits, chunk_size):
+            x = chunk.to(dtype) / temperature
+            normalizers[rows] = z = x.logsumexp(-1)
+            logprobs[rows] = x.gather(-1, flat_labels[rows, None]).squeeze(-1) - z
+            if with_entropy:
+                p = (x - z[:, None]).exp_()
+                entropies[rows] = z - p.mul_(x.masked_fill(p == 0, 0.0)).sum(-1)  # 0 * -inf is 0 here
+        ctx.save_for_backward(logits, labels, normalizers, entropies)
+        ctx.temperature, ctx.chunk_size, ctx.with_entropy = temperature, chunk_size, with_entropy
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs.view(labels.shape), entropies.view(labels.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
+        logits, labels, normalizers, entropies = ctx.saved_tensors
+        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        flat_grad, flat_labels = grad.view(-1, logits.shape[-1]), labels.reshape(-1).long()
+        grad_logprobs = grad_logprobs.reshape(-1, 1) / ctx.temperature
+        grad_entropies = grad_entropies.reshape(-1, 1) / ctx.temperature
+        for rows, chunk in _row_chunks(logits, ctx.chunk_size):
+            log_p = (chunk.to(normalizers.dtype) / ctx.temperature).sub_(normalizers[rows, None])
+            p = log_p.exp()
+            out = p * -grad_logprobs[rows]
+            out.scatter_add_(-1, flat_labels[rows, None], grad_logprobs[rows])
+            if ctx.with_entropy:
+                surprise = log_p.masked_fill_(p == 0, 0.0).add_(entropies[rows, None])
+                out -= p.mul_(surprise).mul_(grad_entropies[rows])
+            flat_grad[rows] = out.to(grad.dtype)
+        return grad, None, None, None, None
+
+
+def _row_chunks(logits: Tensor, chunk_size: int) -> Iterator[tuple[slice, Tensor]]:
+    """Views of at most `chunk_size` rows `[rows, V]`, with their place among all rows.
+
+    `logits[:, :-1]` cannot be flattened without a copy of everything, so it is taken one batch row at a time.
+    """
+    flattens = logits.dim() != 3 or logits.is_contiguous()
+    pieces = (logits.reshape(-1, logits.shape[-1]),) if flattens else logits.unbind(0)
+    start = 0
+    for piece in pieces:
+        for chunk in piece.split(chunk_size):
+            yield slice(start, start + len(chunk)), chunk
+            start += len(chunk)
