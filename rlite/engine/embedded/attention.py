@@ -8,6 +8,7 @@ transformers makes no masks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -53,11 +54,12 @@ class PrefillPlan:
         self.cache = cache
         self.chunks = chunks
         lengths = [c.stop - c.start for c in chunks]
-        slots = torch.tensor([c.slot for c in chunks]).repeat_interleave(torch.tensor(lengths))
-        positions = torch.cat([torch.arange(c.start, c.stop) for c in chunks])
-        self.input_ids = torch.tensor([[t for c in chunks for t in c.tokens]]).to(device)
-        self.position_ids = positions[None].to(device)
-        self.rows = cache.rows_of(slots, positions).to(device)
+        # the device is stated even for the host's tensors: the caller may be inside a `torch.device("meta")` mode
+        slots = torch.tensor([c.slot for c in chunks for _ in c.tokens], device=device)
+        positions = torch.tensor([p for c in chunks for p in range(c.start, c.stop)], device=device)
+        self.input_ids = torch.tensor([[t for c in chunks for t in c.tokens]], device=device)
+        self.position_ids = positions[None]
+        self.rows = cache.rows_of(slots, positions)
         self.is_varlen = (
             device.type == "cuda"
             and cache.storage.dtype in (torch.float16, torch.bfloat16)
@@ -65,9 +67,8 @@ class PrefillPlan:
         )
         if self.is_varlen:
             self.longest = max(lengths)
-            self.cumulative = F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0)).to(
-                device
-            )
+            ends = list(accumulate(lengths, initial=0))
+            self.cumulative = torch.tensor(ends, dtype=torch.int32, device=device)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float

@@ -102,7 +102,7 @@ class ShardedModel:
         """Fill the parameters from the checkpoint, each rank reading its own blocks; allocates what has no memory."""
         reader = CheckpointReader(self.path)
         self.allocate()
-        with torch.no_grad():
+        with torch.no_grad(), real_tensors():
             for name, place in self._places.items():
                 if (found := reader.shape(name)) != place.global_shape:
                     raise CheckpointError(f"{self.path}: {name!r} is {found}, the config says {place.global_shape}")

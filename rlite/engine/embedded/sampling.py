@@ -92,7 +92,7 @@ def _filter_of(
     top_p = [gconfigs[r].top_p if has_cut(gconfigs[r]) else 1.0 for r in rows]
     banned = None
     if any(is_early[r] and stop_ids[r] for r in rows):
-        banned = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
+        banned = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device="cpu")
         for i, r in enumerate(rows):
             if is_early[r]:
                 banned[i, [t for t in stop_ids[r] if 0 <= t < vocab_size]] = True

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import torch
+
+from rlite.engine.embedded.sampling import SamplingBatch, sample, uniforms
+from rlite.types import GenerationHyperparameters
+
+NO_STOP: frozenset[int] = frozenset()
+
+
+def batch_of(*gconfigs: GenerationHyperparameters, vocab_size: int, stop_ids=NO_STOP, is_early=False) -> SamplingBatch:
+    num = len(gconfigs)
+    return SamplingBatch.of(gconfigs, range(num), [stop_ids] * num, [is_early] * num, vocab_size, torch.device("cpu"))
+
+
+def reference_splitmix64(state: int) -> int:
+    mask = 2**64 - 1
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+    return state ^ (state >> 31)
+
+
+def test_uniforms_are_splitmix64_of_seed_and_position_in_integer_arithmetic() -> None:
+    golden, mask = 0x9E3779B97F4A7C15, 2**64 - 1
+    for seed in (0, 1, -5, 2**63 - 1):
+        for position in (0, 1, 77):
+            inner = reference_splitmix64((seed + golden) & mask)
+            expected = (reference_splitmix64((inner + position * golden) & mask) >> 40) / 2**24
+            assert uniforms(torch.tensor([seed]), torch.tensor([position])).item() == expected
+
+
+def test_uniforms_fill_the_unit_interval_evenly_over_seeds_and_over_positions() -> None:
+    for u in (uniforms(torch.arange(20_000), torch.tensor(3)), uniforms(torch.tensor(3), torch.arange(20_000))):
+        assert 0 <= u.min() and u.max() < 1
+        counts = torch.histc(u, bins=20, min=0, max=1)
+        assert ((counts - 1000) ** 2 / 1000).sum() < 60  # chi-squared, 19 degrees of freedom: p < 1e-5
+
+
+def frequencies(logits: torch.Tensor, gconfig: GenerationHyperparameters, draws: int = 40_000) -> torch.Tensor:
+    rows = logits.expand(draws, -1)
+    batch = batch_of(*[gconfig] * draws, vocab_size=logits.numel())
+    tokens, logprobs, sampling = sample(rows, batch, uniforms(torch.arange(draws), torch.tensor(11)))
+    full = torch.log_softmax(logits / gconfig.temperature, -1)
+    torch.testing.assert_close(logprobs, full[tokens])
+    assert (sampling >= logprobs - 1e-6).all()
+    return torch.bincount(tokens, minlength=logits.numel()) / draws
+
+
+def test_samples_follow_the_tempered_distribution() -> None:
+    logits = torch.tensor([0.1, 2.0, -1.0, 0.7, float("-inf")])
+    for temperature in (1.0, 0.5, 2.0):
+        seen = frequencies(logits, GenerationHyperparameters(temperature=temperature))
+        torch.testing.assert_close(seen, torch.softmax(logits / temperature, -1), atol=0.01, rtol=0)
+        assert seen[-1] == 0
+
+
+def test_top_k_and_top_p_keep_the_head_of_the_distribution_and_renormalise_it() -> None:
+    probs = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
+    logits = probs.log()
+    cases = {
+        (2, 1.0): [0, 0.4, 0, 0.25, 0],
+        (0, 0.6): [0, 0.4, 0, 0.25, 0],  # 0.4 alone is below 0.6, the next token is the one that reaches it
+        (0, 0.66): [0, 0.4, 0, 0.25, 0.2],
+        (3, 0.5): [0, 0.4, 0, 0.25, 0],  # top_p counts what top_k leaves: 0.4 / 0.85 is below 0.5
+        (1, 1.0): [0, 1, 0, 0, 0],
+        (0, 1e-6): [0, 1, 0, 0, 0],
+    }
+    for (top_k, top_p), expected in cases.items():
+        kept = torch.tensor(expected, dtype=torch.float32)
+        seen = frequencies(logits, GenerationHyperparameters(top_k=top_k, top_p=top_p))
+        torch.testing.assert_close(seen, kept / kept.sum(), atol=0.01, rtol=0)
+
+
+def test_each_row_keeps_its_own_parameters_and_sampling_logprobs_are_of_the_cut_distribution() -> None:
+    logits = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2]).log().expand(3, -1)
+    batch = batch_of(
+        GenerationHyperparameters(temperature=0, top_k=1),
+        GenerationHyperparameters(top_k=2),
+        GenerationHyperparameters(temperature=2.0),
+        vocab_size=5,
+    )
+    tokens, logprobs, sampling = sample(logits, batch, torch.tensor([0.99, 0.99, 0.99]))
+    assert tokens.tolist() == [1, 3, 4]
+    tempered = torch.log_softmax(logits[2] / 2, -1)[4]
+    torch.testing.assert_close(logprobs, torch.stack([logits[0, 1], logits[0, 3], tempered]))
+    expected = torch.stack([logits[0, 1], torch.tensor(0.25 / 0.65).log(), tempered])
+    torch.testing.assert_close(sampling, expected)
+
+
+def test_stop_tokens_cannot_be_made_early_not_even_greedily() -> None:
+    logits = torch.tensor([[0.1, 5.0, 0.2], [0.1, 5.0, 0.2]])
+    gconfigs = GenerationHyperparameters(temperature=0), GenerationHyperparameters()
+    batch = batch_of(*gconfigs, vocab_size=3, stop_ids=frozenset([1]), is_early=True)
+    for u in (0.0, 0.3, 0.999):
+        tokens, logprobs, _ = sample(logits, batch, torch.tensor([u, u]))
+        assert tokens[0] == 2 and tokens[1] != 1
+        assert logprobs[0] == torch.log_softmax(logits[0], -1)[2]  # of the unfiltered distribution
+
+
+def test_the_largest_random_number_never_finds_a_token_of_probability_zero() -> None:
+    logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0))
+    logits[:, -300:] = float("-inf")
+    batch = batch_of(*[GenerationHyperparameters()] * 64, vocab_size=1000)
+    tokens, logprobs, _ = sample(logits, batch, torch.full((64,), 1 - 2.0**-24))
+    assert tokens.max() < 700 and logprobs.isfinite().all()

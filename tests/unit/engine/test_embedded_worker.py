@@ -1,0 +1,320 @@
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from tests.tiny import build_model_dir, build_tokenizer
+from transformers import AutoModelForCausalLM
+
+from rlite.engine.embedded.options import EmbeddedOptions
+from rlite.engine.embedded.worker import EmbeddedWorker
+from rlite.errors import CheckpointError, ConfigError, ResidencyError
+from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
+
+CPU = torch.device("cpu")
+MODELS = [(kind, tie) for kind in ("qwen2", "qwen3", "llama") for tie in (True, False)]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory):
+    root = tmp_path_factory.mktemp("models")
+
+    @cache
+    def build(kind: str = "qwen2", tie: bool = True) -> str:
+        return str(build_model_dir(root / f"{kind}-{tie}", kind, tie, hidden=64))
+
+    return build
+
+
+def worker_of(path: str, **options) -> EmbeddedWorker:
+    return EmbeddedWorker(path, EmbeddedOptions(**{"max_model_len": 256, "max_num_seqs": 8, **options}), CPU)
+
+
+def prompts_of(*lengths: int, seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 256, (n,), generator=generator).tolist() for n in lengths]
+
+
+def requests_of(prompts: list[list[int]], **gconfig) -> list[SequenceRequest]:
+    hyperparameters = GenerationHyperparameters(**{"max_new_tokens": 24, **gconfig})
+    return [
+        SequenceRequest(request_id=i, input_ids=prompt, gconfig=hyperparameters, seed=100 + i)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def run(worker: EmbeddedWorker, requests: list[SequenceRequest], max_steps: int = 1000) -> dict[int, TokenChunk]:
+    """Pump until everything has ended; each request's chunks joined."""
+    joined: dict[int, TokenChunk] = {}
+    chunks = worker.advance(requests, [], max_steps)
+    while True:
+        for chunk in chunks:
+            before = joined.get(chunk.request_id)
+            joined[chunk.request_id] = chunk if before is None else join(before, chunk)
+        if not worker.num_unfinished:
+            return joined
+        chunks = worker.advance([], [], max_steps)
+
+
+def join(a: TokenChunk, b: TokenChunk) -> TokenChunk:
+    assert a.finish_reason is None
+    return TokenChunk(
+        request_id=a.request_id,
+        token_ids=a.token_ids + b.token_ids,
+        logprobs=a.logprobs + b.logprobs,
+        sampling_logprobs=a.sampling_logprobs + b.sampling_logprobs,
+        version=b.version,
+        finish_reason=b.finish_reason,
+        error=b.error,
+    )
+
+
+def tokens_of(chunks: dict[int, TokenChunk]) -> dict[int, list[int]]:
+    return {i: chunk.token_ids for i, chunk in chunks.items()}
+
+
+@torch.no_grad()
+def reference_logprobs(path: str, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize(("kind", "tie"), MODELS)
+def test_greedy_text_and_logprobs_equal_hugging_face(model_dir, kind: str, tie: bool) -> None:
+    path = model_dir(kind, tie)
+    reference = AutoModelForCausalLM.from_pretrained(path).eval()
+    prompts = prompts_of(3, 40, 1, 17)
+    made = run(worker_of(path, max_num_seqs=3), requests_of(prompts, temperature=0), max_steps=5)
+    for i, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt])
+        whole = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        assert made[i].token_ids == whole[0, len(prompt) :].tolist()
+        expected = reference_logprobs(path, prompt, made[i].token_ids)
+        torch.testing.assert_close(torch.tensor(made[i].logprobs), expected, atol=5e-5, rtol=0)
+
+
+def test_sampled_logprobs_are_of_the_tempered_distribution(model_dir) -> None:
+    path = model_dir("qwen3")
+    prompts = prompts_of(9, 30)
+    made = run(worker_of(path), requests_of(prompts, temperature=0.7, ignore_eos=True))
+    for i, prompt in enumerate(prompts):
+        expected = reference_logprobs(path, prompt, made[i].token_ids, temperature=0.7)
+        torch.testing.assert_close(torch.tensor(made[i].logprobs), expected, atol=5e-5, rtol=0)
+        assert made[i].sampling_logprobs == made[i].logprobs
+
+
+def test_a_sample_depends_on_its_seed_alone_not_on_the_crowd_around_it(model_dir) -> None:
+    path = model_dir()
+    prompts = prompts_of(5, 12, 5, 30, 8, 21, 2, 9, 17, 4)
+    requests = requests_of(prompts, top_p=0.95, temperature=0.9)
+    crowd = tokens_of(run(worker_of(path, max_num_seqs=3), requests, max_steps=7))
+    alone = worker_of(path)
+    for request in reversed(requests):
+        assert tokens_of(run(alone, [request]))[request.request_id] == crowd[request.request_id]
+    assert len({tuple(tokens[:4]) for tokens in crowd.values()}) > 5
+
+
+def test_siblings_get_their_own_samples_from_one_prefill(model_dir) -> None:
+    worker = worker_of(model_dir())
+    prefilled = []
+    base = worker._weights.model.base_model
+    handle = base.register_forward_pre_hook(lambda _, __, kw: prefilled.append(kw["input_ids"].shape), with_kwargs=True)
+    prompt = prompts_of(20)[0]
+    requests = requests_of([prompt] * 5)
+    together = tokens_of(run(worker, requests))
+    handle.remove()
+    assert [shape for shape in prefilled if shape[0] == 1 and shape[1] > 1] == [(1, 19)]
+    assert len({tuple(t) for t in together.values()}) == 5
+    for request in requests:
+        assert tokens_of(run(worker, [request])) == {request.request_id: together[request.request_id]}
+
+
+def test_chunked_prefill_equals_whole_prefill(model_dir) -> None:
+    path = model_dir("llama")
+    requests = requests_of(prompts_of(70, 3, 41, 70), temperature=0)
+    whole = run(worker_of(path), requests)
+    chunked = run(worker_of(path, max_prefill_tokens=16), requests)
+    assert tokens_of(chunked) == tokens_of(whole)
+    for i, chunk in whole.items():
+        assert chunked[i].logprobs == pytest.approx(chunk.logprobs, abs=5e-5)
+
+
+def test_running_requests_continue_unchanged_when_the_cache_is_computed_anew(model_dir) -> None:
+    path = model_dir("qwen3")
+    requests = requests_of(prompts_of(6, 6, 25) * 2, max_new_tokens=40)
+    undisturbed = tokens_of(run(worker_of(path, max_num_seqs=4), requests))
+    worker = worker_of(path, max_num_seqs=4)
+    first = {c.request_id: c for c in worker.advance(requests, [], 9)}
+    worker.recompute()
+    worker.set_version(1)
+    rest = run(worker, [])
+    assert {c.version for c in first.values()} == {0} and {c.version for c in rest.values()} == {1}
+    joined = {i: first[i].token_ids if i in first else [] for i in undisturbed}
+    for i, chunk in rest.items():
+        joined[i] = joined[i] + chunk.token_ids
+    assert joined == undisturbed
+
+
+def test_new_weights_are_served_after_a_write_in_place(model_dir) -> None:
+    path = model_dir("qwen2", False)
+    worker = worker_of(path)
+    requests = requests_of(prompts_of(10), temperature=0, ignore_eos=True)
+    worker.advance(requests, [], 4)
+    other = AutoModelForCausalLM.from_pretrained(path)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+            worker.parameter_shards()[name].tensor.copy_(parameter)
+    worker.recompute()
+    (chunk,) = worker.advance([], [], 1000)
+    ids = requests[0].input_ids + worker_of(path).advance(requests, [], 4)[0].token_ids
+    whole = other.eval().generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=None)
+    assert chunk.token_ids == whole[0, len(ids) :].tolist()
+
+
+def test_abort_ends_requests_with_what_they_have_and_leaves_the_others_alone(model_dir) -> None:
+    path = model_dir()
+    requests = requests_of(prompts_of(7, 9, 11, 13), ignore_eos=True)
+    undisturbed = tokens_of(run(worker_of(path), requests))
+    worker = worker_of(path, max_num_seqs=3)
+    worker.advance(requests, [], 5)
+    chunks = {c.request_id: c for c in worker.advance([], [0, 3, 99], 1000)}
+    assert chunks[0].finish_reason == chunks[3].finish_reason == "abort"
+    assert (chunks[0].token_ids, chunks[3].token_ids) == ([], [])
+    assert undisturbed[1][5:] == chunks[1].token_ids and undisturbed[2][5:] == chunks[2].token_ids
+    worker.advance(requests, [], 5)
+    assert sorted(c.request_id for c in worker.abort_all()) == [0, 1, 2, 3]
+    assert worker.num_unfinished == 0 and worker.advance([], [], 5) == []
+
+
+def test_a_completion_ends_at_stop_tokens_stop_strings_and_lengths(model_dir) -> None:
+    path = model_dir()
+    prompts = prompts_of(12)
+    free = tokens_of(run(worker_of(path), requests_of(prompts, ignore_eos=True, max_new_tokens=60)))[0]
+    letters = build_tokenizer()
+
+    def finish(**gconfig) -> tuple[list[int], str | None]:
+        chunk = run(worker_of(path), requests_of(prompts, **{"ignore_eos": True, "max_new_tokens": 60, **gconfig}))[0]
+        return chunk.token_ids, chunk.finish_reason
+
+    assert finish() == (free, "length")
+    assert finish(max_new_tokens=1) == (free[:1], "length")
+    stop = free[20]
+    first = free.index(stop)
+    assert finish(stop_token_ids=[stop]) == (free[: first + 1], "stop")
+    made, reason = finish(stop_token_ids=[stop], min_new_tokens=40)
+    assert stop not in made[:40] and len(made) >= 40 and reason in ("stop", "length")
+    # a byte that is a whole character by itself, and the first place where the text has it
+    position = next(i for i, t in enumerate(free) if i > 4 and letters.decode([t]).isalnum())
+    text = letters.decode([free[position]])
+    first = next(i for i in range(len(free)) if text in letters.decode(free[: i + 1]))
+    assert finish(stop=text) == (free[: first + 1], "stop")
+    chunk = run(worker_of(path, max_model_len=20), requests_of(prompts, ignore_eos=True))[0]
+    assert (len(chunk.token_ids), chunk.finish_reason) == (8, "length")
+
+
+def test_the_models_own_end_token_ends_a_completion_unless_it_is_ignored(model_dir) -> None:
+    path = model_dir("llama", False)
+    requests = requests_of(prompts_of(*range(3, 13)), max_new_tokens=200)
+    end = build_tokenizer().eos_token_id
+    made = run(worker_of(path), requests)
+    stopped = [c for c in made.values() if c.finish_reason == "stop"]
+    assert stopped and all(c.token_ids.index(end) == len(c.token_ids) - 1 for c in stopped)
+    assert all(end not in c.token_ids for c in made.values() if c.finish_reason == "length")
+    ignoring = requests_of([r.input_ids for r in requests], max_new_tokens=200, ignore_eos=True)
+    assert {c.finish_reason for c in run(worker_of(path), ignoring).values()} == {"length"}
+
+
+def test_a_request_that_cannot_be_served_is_refused_alone(model_dir) -> None:
+    path = model_dir()
+    good, long, foreign = [1, 2, 3], [1] * 32, [1, 259]
+    requests = requests_of([good, long, foreign, [], [-1], [1] * 31])
+    made = run(worker_of(path, max_model_len=32), requests)
+    assert "32 tokens" in made[1].error and "259" in made[2].error
+    assert "empty" in made[3].error and "-1" in made[4].error
+    assert all(made[i].token_ids == [] and made[i].finish_reason is None for i in (1, 2, 3, 4))
+    assert made[0].error is None and made[0].finish_reason is not None
+    assert len(made[5].token_ids) == 1
+
+
+def test_memory_can_be_given_back_and_weights_come_back_from_the_checkpoint(model_dir) -> None:
+    worker = worker_of(model_dir("qwen3"))
+    requests = requests_of(prompts_of(7, 9))
+    expected = tokens_of(run(worker, requests))
+    held = worker.memory_bytes()
+    assert held["weights"] > 0 and held["kv_cache"] == 2 * 2 * 8 * 2 * 256 * 16 * 4
+    worker.to_meta()
+    assert worker.memory_bytes() == {"weights": 0, "kv_cache": 0}
+    with pytest.raises(ResidencyError, match="weights"):
+        worker.advance(requests, [], 1)
+    worker.to_device("weights")
+    with pytest.raises(ResidencyError, match="kv_cache"):
+        worker.advance(requests, [], 1)
+    worker.to_device("kv_cache")
+    worker.load_weights()
+    assert worker.memory_bytes() == held
+    assert tokens_of(run(worker, requests)) == expected
+
+
+def test_offloading_in_the_middle_loses_nothing(model_dir) -> None:
+    path = model_dir()
+    requests = requests_of(prompts_of(7, 9))
+    expected = tokens_of(run(worker_of(path), requests))
+    worker = worker_of(path)
+    begun = {c.request_id: c.token_ids for c in worker.advance(requests, [], 6)}
+    worker.to_cpu()
+    assert worker.memory_bytes()["kv_cache"] == 0
+    worker.to_device("all")
+    rest = tokens_of(run(worker, []))
+    assert {i: begun[i] + rest.get(i, []) for i in begun} == expected
+
+
+@pytest.mark.parametrize("outer", [init_empty_weights, lambda: torch.device("meta")])
+def test_a_worker_can_be_built_inside_somebodys_meta_context(model_dir, outer) -> None:
+    path = model_dir()
+    requests = requests_of(prompts_of(9), temperature=0)
+    expected = tokens_of(run(worker_of(path), requests))
+    with outer():
+        worker = worker_of(path)
+        assert not any(s.tensor.is_meta for s in worker.parameter_shards().values())
+        assert tokens_of(run(worker, requests)) == expected
+
+
+def test_parameters_are_named_once_and_shaped_as_in_the_checkpoint(model_dir) -> None:
+    for tie in (True, False):
+        path = model_dir("qwen2", tie)
+        shards = worker_of(path).parameter_shards()
+        assert ("lm_head.weight" in shards) is not tie
+        reference = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+        assert shards.keys() == reference.keys()
+        for name, shard in shards.items():
+            assert shard.global_shape == tuple(shard.tensor.shape) and not any(shard.offset)
+            assert torch.equal(shard.tensor, reference[name])
+
+
+def test_options_and_checkpoints_that_cannot_work_are_refused_with_their_names(model_dir, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="flaot32"):
+        EmbeddedOptions(dtype="flaot32")
+    with pytest.raises(ConfigError, match="max_num_seqs=0"):
+        EmbeddedOptions(max_num_seqs=0)
+    with pytest.raises(ConfigError, match="max_position_embeddings=2048"):
+        worker_of(model_dir(), max_model_len=4096)
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        worker_of(str(tmp_path))
+    assert (
+        worker_of(model_dir(), dtype="bfloat16").parameter_shards()["model.norm.weight"].tensor.dtype == torch.bfloat16
+    )
+
+
+def test_half_precision_serves_the_same_contract(model_dir) -> None:
+    path = model_dir("qwen3")
+    prompts = prompts_of(9, 30)
+    made = run(worker_of(path, dtype="bfloat16"), requests_of(prompts, ignore_eos=True))
+    for i, prompt in enumerate(prompts):
+        expected = reference_logprobs(path, prompt, made[i].token_ids)
+        assert (torch.tensor(made[i].logprobs) - expected).abs().mean() < 0.1
