@@ -1,0 +1,52 @@
+"""rlite: reinforcement learning and post-training of large language models.
+
+Importing this package imports neither torch, nor Ray, nor vLLM; each name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "init": "rlite.cluster.session",
+    "shutdown": "rlite.cluster.session",
+    "NeedParallel": "rlite.dispatch",
+    "gathered": "rlite.dispatch",
+    "RliteTrainEngine": "rlite.engine.train",
+    "RliteInferenceEngine": "rlite.engine.inference",
+    "register_executor": "rlite.engine.base",
+}
+_ALIASES = {"RLiteTrainEngine": "RliteTrainEngine", "RLiteInferenceEngine": "RliteInferenceEngine"}
+_MODULES = {"stats_tracker": "rlite.observability.stats_tracker"}
+_PACKAGES = ("algorithms", "control", "data", "engine", "errors", "nn", "rollout", "types")
+
+__all__ = [*_HOME, *_ALIASES, *_MODULES, "__version__"]
+
+if TYPE_CHECKING:
+    from rlite.cluster.session import init, shutdown
+    from rlite.dispatch import NeedParallel, gathered
+    from rlite.engine.base import register_executor
+    from rlite.engine.inference import RliteInferenceEngine
+    from rlite.engine.train import RliteTrainEngine
+    from rlite.observability import stats_tracker
+
+    RLiteTrainEngine = RliteTrainEngine
+    RLiteInferenceEngine = RliteInferenceEngine
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
+    if name in _PACKAGES:
+        return importlib.import_module(f"rlite.{name}")
+    public = _ALIASES.get(name, name)
+    if public not in _HOME:
+        raise AttributeError(f"module 'rlite' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[public]), public)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_PACKAGES])

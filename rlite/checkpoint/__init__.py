@@ -1,0 +1,1 @@
+"""Checkpoints: sharded ones to resume from, Hugging Face folders to use elsewhere."""

@@ -1,0 +1,72 @@
+"""Writing a Hugging Face checkpoint tensor by tensor, beside its final place, and renaming it when it is whole."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlite.checkpoint.atomic import publish, staging
+
+MAX_FILE_BYTES = 5 * 10**9
+COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.jinja")
+"""files of the original checkpoint that a user of the new one needs"""
+
+
+class Writer:
+    """Collects tensors into safetensors files of at most MAX_FILE_BYTES, then publishes the folder at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._folder = staging(path)
+        self._files: list[list[str]] = []
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > MAX_FILE_BYTES:
+            self._flush()
+        self._pending[name] = tensor.cpu().contiguous()
+        self._pending_bytes += size
+        self._total_bytes += size
+
+    def add_config(self, config: Any, architecture: str, origin: Path | None) -> None:
+        """Write the model's config, naming its transformers class, and the companions found in `origin`."""
+        config = copy.deepcopy(config)
+        config.architectures = [architecture]
+        config.save_pretrained(self._folder)
+        if origin is None:
+            return
+        for pattern in COMPANIONS:
+            for file in origin.glob(pattern):
+                shutil.copy2(file, self._folder / file.name)
+
+    def finish(self) -> None:
+        self._flush()
+        if len(self._files) == 1:
+            self._file(0).rename(self._folder / "model.safetensors")
+        else:
+            count = len(self._files)
+            weight_map = {}
+            for number, names in enumerate(self._files):
+                final = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+                self._file(number).rename(self._folder / final)
+                weight_map.update(dict.fromkeys(names, final))
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        publish(self._folder, self._path)
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"part-{number}.safetensors"
+
+    def _flush(self) -> None:
+        save_file(self._pending, self._file(len(self._files)), metadata={"format": "pt"})
+        self._files.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0

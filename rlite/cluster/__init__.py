@@ -1,0 +1,1 @@
+"""Where processes live: placement, worker groups and the launchers that start them."""

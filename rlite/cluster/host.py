@@ -1,0 +1,109 @@
+"""What runs inside a worker process: a host that keeps worker objects and serves calls on them.
+
+Every launcher uses this one class. A host never raises: it answers with an `Outcome`, so that an exception keeps its
+type, and its traceback reaches the caller as text.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from rlite.cluster.placement import Device
+from rlite.errors import RemoteTraceback, WorkerError
+
+WorkerKey = tuple[str, int]
+"""group name and rank"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """What a worker is told about its place when it is made."""
+
+    group: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: Device
+    torch_device: str
+    """the device as this process sees it: "cpu" or "cuda:0" """
+    num_threads: int
+    world_ranks: tuple[int, ...]
+    """ranks of this group's workers in the process's default torch.distributed group"""
+
+    def __str__(self) -> str:
+        return worker_name(self.group, self.rank, self.device)
+
+
+def default_cpu_slots(cores: int) -> int:
+    """How many CPU devices a node of so many cores has where nobody says a number."""
+    return min(cores, 8)
+
+
+def worker_name(group: str, rank: int, device: Device) -> str:
+    return f"{group} rank {rank} on {device}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A call's result or its exception; what a worker process sends back."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+
+    def unwrap(self, worker: str) -> Any:
+        """The value, or the remote exception with its own type and the remote traceback as its cause."""
+        if self.error is None:
+            return self.value
+        self.error.__cause__ = RemoteTraceback(f"\n\nraised in worker {worker}:\n{self.trace}")
+        raise self.error
+
+
+class WorkerHost:
+    """Keeps this process's workers by key and applies functions to them, one call at a time."""
+
+    def __init__(self) -> None:
+        self._workers: dict[WorkerKey, Any] = {}
+
+    def create(self, key: WorkerKey, factory: bytes, context: WorkerContext) -> Outcome:
+        """Make the worker `key` by calling the pickled factory with its context."""
+
+        def make() -> None:
+            self._workers[key] = cloudpickle.loads(factory)(context)
+
+        return _outcome(make)
+
+    def call(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Outcome:
+        return _outcome(lambda: getattr(self._workers[key], method)(*args, **kwargs))
+
+    def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Outcome:
+        """Call a pickled function with this process's workers `keys` (None stays None) before its arguments."""
+        workers = [None if key is None else self._workers[key] for key in keys]
+        return _outcome(lambda: cloudpickle.loads(function)(*workers, *args))
+
+    def drop(self, key: WorkerKey) -> Outcome:
+        return _outcome(lambda: self._workers.pop(key, None) and None)
+
+
+def _outcome(act: Callable[[], Any]) -> Outcome:
+    try:
+        return Outcome(act())
+    except Exception as error:  # the boundary: everything a worker raises belongs to the caller
+        trace = traceback.format_exc()
+        return Outcome(error=_portable(error), trace=trace)
+
+
+def _portable(error: Exception) -> Exception:
+    """The exception itself if it survives pickling, else a WorkerError that tells its type and message."""
+    error.__cause__ = error.__context__ = error.__traceback__ = None
+    try:
+        clone = cloudpickle.loads(cloudpickle.dumps(error))
+        return error if type(clone) is type(error) else WorkerError(f"{type(error).__name__}: {error}")
+    except Exception:  # any class of the user's may fail to pickle, in any way
+        return WorkerError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,359 @@
+"""Which devices an engine gets: a pure function of the ledger and the request.
+
+    Ledger --place(request)--> (Ledger with the owner in it, devices of each executor)  |  PlacementError
+    Ledger --release(owner)--> Ledger without it
+
+A ledger is immutable: a placement happens whole or not at all, and whoever holds the current ledger holds the truth.
+The rules:
+
+- An owner takes free devices, unless it names owners to be colocated with: then it takes from their devices, in their
+  order, so that rank i of both is on the same device when their sizes agree.
+- No device is shared with an owner in `not_colocate_with`, in either direction, nor with an exclusive one.
+- The devices of an executor lie on one node if any node is large enough, else on whole nodes and a part of one more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Literal
+
+from rlite.errors import PlacementError, did_you_mean
+
+
+@dataclass(frozen=True, order=True)
+class Device:
+    """One GPU, or one CPU slot where there is no GPU."""
+
+    node: str
+    """the launcher's name of the machine; several nodes may share an ip"""
+    index: int
+    """position on the node, from 0"""
+    ip: str = "127.0.0.1"
+    kind: Literal["cpu", "cuda"] = "cpu"
+
+    def __str__(self) -> str:
+        return f"{self.ip}/{self.kind}:{self.index}"
+
+
+Executors = tuple[tuple[Device, ...], ...]
+"""[executor][rank in the executor]"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementRequest:
+    """What one engine, or one role of a job, asks for."""
+
+    owner: str
+    """name of the engine; unique in a ledger"""
+    executor_size: int
+    """devices of one executor"""
+    num_executors: int | None = None
+    """None: as many as fit, at least one"""
+    colocate_with: tuple[str, ...] = ()
+    """take devices of these owners, instead of free ones"""
+    not_colocate_with: tuple[str, ...] = ()
+    """share no device with these owners"""
+    acceptable_node_ips: tuple[str, ...] | None = None
+    """only devices on these nodes; None: on all"""
+    exclusive: bool = False
+    """nobody may share these devices later"""
+
+    def __post_init__(self) -> None:
+        if self.executor_size < 1 or (self.num_executors is not None and self.num_executors < 1):
+            raise PlacementError(f"{self}: expected at least one executor of at least one device")
+        if both := [name for name in self.colocate_with if name in self.not_colocate_with]:
+            raise PlacementError(
+                f"{self}: {both[0]!r} is in colocate_with and in not_colocate_with; remove it from one"
+            )
+        if self.exclusive and self.colocate_with:
+            raise PlacementError(f"{self}: an exclusive owner shares no device; remove exclusive or colocate_with")
+        if self.acceptable_node_ips is not None and not self.acceptable_node_ips:
+            raise PlacementError(f"{self}: acceptable_node_ips is empty, so no node is; leave it out to accept all")
+
+    def __str__(self) -> str:
+        executors = "at least 1 executor" if self.num_executors is None else _counted(self.num_executors, "executor")
+        conditions = [f"{executors} of {_counted(self.executor_size, 'device')}"]
+        if self.exclusive:
+            conditions.append("exclusively")
+        if self.colocate_with:
+            conditions.append(f"colocated with {', '.join(map(repr, self.colocate_with))}")
+        if self.not_colocate_with:
+            conditions.append(f"not colocated with {', '.join(map(repr, self.not_colocate_with))}")
+        if self.acceptable_node_ips:
+            conditions.append(f"on nodes {', '.join(self.acceptable_node_ips)}")
+        return f"{self.owner!r} asks for {', '.join(conditions)}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A request that was granted."""
+
+    request: PlacementRequest
+    executors: Executors
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        return tuple(device for executor in self.executors for device in executor)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All devices, and who holds which of them."""
+
+    devices: tuple[Device, ...]
+    """in the order in which they are given out; the devices of one node stand together, by index"""
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    """by owner, in the order of placement"""
+
+    def __post_init__(self) -> None:
+        if len(set(self.devices)) != len(self.devices):
+            raise PlacementError("a ledger holds every device once; found one twice")
+        first_seen = {node: position for position, node in enumerate(dict.fromkeys(d.node for d in self.devices))}
+        in_order = tuple(sorted(self.devices, key=lambda device: (first_seen[device.node], device.index)))
+        object.__setattr__(self, "devices", in_order)
+
+    @cached_property
+    def owners(self) -> Mapping[Device, tuple[str, ...]]:
+        """The owners of each device that is not free, in the order of placement."""
+        owners: dict[Device, tuple[str, ...]] = {}
+        for name, placement in self.placements.items():
+            for device in placement.devices:
+                owners[device] = (*owners.get(device, ()), name)
+        return owners
+
+    def free(self) -> tuple[Device, ...]:
+        """Devices that nobody holds."""
+        return tuple(device for device in self.devices if device not in self.owners)
+
+    def devices_of(self, owner: str) -> tuple[Device, ...]:
+        """The owner's devices, in the order of its ranks.
+
+        Raises: PlacementError if there is no such owner.
+        """
+        self._check_known("devices_of", (owner,))
+        return self.placements[owner].devices
+
+    def release(self, owner: str) -> Ledger:
+        """A ledger in which the owner holds nothing.
+
+        Raises: PlacementError if there is no such owner.
+        """
+        self._check_known("release", (owner,))
+        return replace(self, placements={name: p for name, p in self.placements.items() if name != owner})
+
+    def place(self, request: PlacementRequest) -> tuple[Ledger, Executors]:
+        """Grant a request. The same ledger and request give the same devices on every machine.
+
+        Returns: the ledger with the new owner, and for each executor its devices in the order of its ranks.
+
+        Raises: PlacementError if the request names what does not exist, or if too few devices fit it: then the message
+            says what was asked, what is free, what is in the way, and the remedy.
+        """
+        self._check(request)
+        candidates = self._candidates(request)
+        node_sizes = Counter(device.node for device in self.devices)
+        if request.colocate_with:
+            executors = _in_order(candidates, request.executor_size, node_sizes)[: request.num_executors]
+        else:
+            executors = _best_fit(candidates, request.executor_size, node_sizes, request.num_executors)
+        if len(executors) < (request.num_executors or 1):
+            raise PlacementError(self._refusal(request, candidates, len(executors)))
+        granted = Placement(request, tuple(executors))
+        return replace(self, placements={**self.placements, request.owner: granted}), granted.executors
+
+    def _check_known(self, who: str, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self.placements:
+                hint = did_you_mean(name, self.placements) if self.placements else "nobody holds any yet"
+                raise PlacementError(f"{who}: {name!r} holds no devices; {hint}")
+
+    def _check(self, request: PlacementRequest) -> None:
+        if request.owner in self.placements:
+            held = _listing(self.placements[request.owner].devices)
+            raise PlacementError(f"{request.owner!r} holds {held} already; release() it before it is placed again")
+        self._check_known(f"colocate_with of {request.owner!r}", request.colocate_with)
+        self._check_known(f"not_colocate_with of {request.owner!r}", request.not_colocate_with)
+        known = dict.fromkeys(device.ip for device in self.devices)
+        unknown = [ip for ip in request.acceptable_node_ips or () if ip not in known]
+        if unknown:
+            raise PlacementError(
+                f"acceptable_node_ips of {request.owner!r} names {', '.join(unknown)}, and no node has that address; "
+                f"nodes are at {_shortened(list(known))}"
+            )
+
+    def _barred(self, request: PlacementRequest) -> dict[str, str]:
+        """Owners whose devices the request cannot have, and why."""
+        barred = {}
+        for name, placement in self.placements.items():
+            if name in request.not_colocate_with:
+                barred[name] = "in not_colocate_with"
+            elif request.owner in placement.request.not_colocate_with:
+                barred[name] = f"was placed with not_colocate_with {request.owner!r}"
+            elif placement.request.exclusive:
+                barred[name] = "exclusive"
+            elif not request.colocate_with:
+                barred[name] = ""
+        return barred
+
+    def _candidates(self, request: PlacementRequest) -> list[Device]:
+        """The devices that the request can have, in the order of preference."""
+        pool: Iterable[Device] = self.devices
+        if request.colocate_with:
+            pool = dict.fromkeys(d for name in request.colocate_with for d in self.placements[name].devices)
+        barred = {device for name in self._barred(request) for device in self.placements[name].devices}
+        ips = request.acceptable_node_ips
+        return [device for device in pool if device not in barred and (ips is None or device.ip in ips)]
+
+    def _refusal(self, request: PlacementRequest, candidates: list[Device], num_fit: int) -> str:
+        barred = self._barred(request)
+        held = [
+            f"{name!r} holds {_listing(self.placements[name].devices)}" + (f" ({reason})" if reason else "")
+            for name, reason in barred.items()
+        ]
+        free = self.free()
+        is_split = len(candidates) >= request.executor_size * (request.num_executors or 1)
+
+        remedies = []
+        if shareable := [repr(name) for name, reason in barred.items() if not reason]:
+            remedies.append(f"share devices with colocate_with={_shortened(shareable)}")
+        if barred:
+            remedies.append(f"release() {_shortened([repr(name) for name in barred])}")
+        if request.colocate_with:
+            remedies.append("colocate with owners that hold more devices")
+        if request.acceptable_node_ips is not None:
+            remedies.append("accept more nodes in acceptable_node_ips")
+        if candidates:
+            fewer = f"at most {_counted(num_fit, 'executor')}" if num_fit else "smaller executors"
+            remedies.append(f"ask for fewer devices ({fewer})")
+        remedies.append("start with more devices (num_devices=...)")
+        return (
+            f"{request}; {num_fit or 'none'} can be placed. "
+            + f"It can have {len(candidates)} of {len(self.devices)} devices"
+            + (f", {_listing(candidates)}" if candidates else "")
+            + (
+                ", which lie apart: an executor needs one node, or whole ones if none is large enough"
+                if is_split
+                else ""
+            )
+            + f". Free: {_listing(free) if free else 'none'}. "
+            + f"In the way: {_shortened(held, '; ') if held else 'nobody'}. "
+            + f"Remedy: {', or '.join(remedies)}"
+        )
+
+
+def _best_fit(
+    candidates: list[Device], size: int, node_sizes: Mapping[str, int], num_executors: int | None
+) -> list[tuple[Device, ...]]:
+    """Executors of free devices: on the tightest nodes, so that large gaps stay whole for those who need them."""
+    position = {device: i for i, device in enumerate(candidates)}
+    by_node = _by_node(candidates)
+    if size > max(node_sizes.values(), default=0):
+        executors = _spanning(by_node, size, node_sizes, num_executors)
+    else:
+        room = {node: len(devices) // size for node, devices in by_node.items()}
+        wanted = sum(room.values()) if num_executors is None else num_executors
+        tightest = sorted(by_node, key=lambda node: len(by_node[node]))
+        whole_engine = [node for node in tightest if room[node] >= wanted]  # its executors talk to each other, too
+        executors = []
+        for node in whole_engine[:1] or tightest:
+            executors += _carve(by_node[node], size, min(room[node], wanted - len(executors)))
+    in_order = (tuple(sorted(executor, key=position.__getitem__)) for executor in executors)
+    return sorted(in_order, key=lambda executor: position[executor[0]])
+
+
+def _spanning(
+    by_node: dict[str, list[Device]], size: int, node_sizes: Mapping[str, int], num_executors: int | None
+) -> list[tuple[Device, ...]]:
+    """Executors larger than any node: whole nodes, the largest first, and for what is missing then a part of one."""
+    nodes = dict(by_node)
+    whole: dict[int, deque[str]] = {}  # by number of devices; so no search over nodes is needed
+    parts: dict[int, deque[str]] = {}
+    for node, devices in nodes.items():
+        kind = whole if len(devices) == node_sizes[node] else parts
+        kind.setdefault(len(devices), deque()).append(node)
+    executors: list[tuple[Device, ...]] = []
+    while num_executors is None or len(executors) < num_executors:
+        taken: list[Device] = []
+        for count in sorted(whole, reverse=True):
+            while whole[count] and count <= size - len(taken):
+                taken += nodes[whole[count].popleft()]
+        if missing := size - len(taken):
+            large_enough = [
+                (count, kind) for kind in (parts, whole) for count in sorted(kind) if count >= missing and kind[count]
+            ]
+            if not large_enough:
+                break
+            count, kind = large_enough[0]
+            node = kind[count].popleft()
+            (part,) = _carve(nodes[node], missing, 1)
+            taken += part
+            nodes[node] = [device for device in nodes[node] if device not in part]
+            parts.setdefault(count - missing, deque()).append(node)
+        executors.append(tuple(taken))
+    return executors
+
+
+def _in_order(candidates: list[Device], size: int, node_sizes: Mapping[str, int]) -> list[tuple[Device, ...]]:
+    """Executors of the targets' devices, in the targets' order."""
+    if size > max(node_sizes.values(), default=0):
+        return _chunks(candidates, size)
+    position = {device: i for i, device in enumerate(candidates)}
+    executors = [executor for devices in _by_node(candidates).values() for executor in _chunks(devices, size)]
+    return sorted(executors, key=lambda executor: position[executor[0]])
+
+
+def _carve(devices: Sequence[Device], size: int, count: int) -> list[tuple[Device, ...]]:
+    """`count` executors from one node that has room for them: adjacent devices, from the shortest runs with room."""
+    executors: list[tuple[Device, ...]] = []
+    scattered: list[Device] = []
+    for run in sorted(_runs(devices), key=len):
+        chunks = _chunks(run, size)[: count - len(executors)]
+        executors += chunks
+        scattered += run[len(chunks) * size :]
+    scattered.sort(key=lambda device: device.index)
+    return executors + _chunks(scattered, size)[: count - len(executors)]
+
+
+def _runs(devices: Sequence[Device]) -> list[list[Device]]:
+    """Devices of one node, by ascending index, cut where an index is missing."""
+    numbered = groupby(enumerate(devices), key=lambda item: item[1].index - item[0])
+    return [[device for _, device in run] for _, run in numbered]
+
+
+def _chunks(devices: Sequence[Device], size: int) -> list[tuple[Device, ...]]:
+    """Consecutive chunks of that size; what is left over at the end is left out."""
+    return [tuple(devices[i : i + size]) for i in range(0, len(devices) - size + 1, size)]
+
+
+def _by_node(devices: Iterable[Device]) -> dict[str, list[Device]]:
+    nodes: dict[str, list[Device]] = {}
+    for device in devices:
+        nodes.setdefault(device.node, []).append(device)
+    return nodes
+
+
+# Messages
+
+
+def _listing(devices: Iterable[Device]) -> str:
+    """Such as "10.0.0.1/cuda:0-3,6, 10.0.0.2/cuda:0", shortened after a few nodes."""
+    nodes = []
+    for on_node in _by_node(devices).values():
+        ends = [(run[0].index, run[-1].index) for run in _runs(sorted(on_node))]
+        ranges = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
+        nodes.append(f"{on_node[0].ip}/{on_node[0].kind}:{ranges}")
+    return _shortened(nodes)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _shortened(items: list[str], separator: str = ", ") -> str:
+    most = 8
+    more = [f"and {len(items) - most} more"] if len(items) > most else []
+    return separator.join(items[:most] + more)

@@ -1,0 +1,164 @@
+"""`rlite.init()` and `rlite.shutdown()`: the one session of a program, its launcher and its ledger of devices."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import torch
+
+from rlite.cluster.group import WorkerGroup
+from rlite.cluster.host import WorkerContext, default_cpu_slots
+from rlite.cluster.inprocess import InprocessLauncher
+from rlite.cluster.placement import Device, Ledger, PlacementRequest
+from rlite.cluster.torchrun import TorchrunLauncher
+from rlite.errors import ConfigError, RliteError
+
+LauncherName = Literal["inprocess", "torchrun", "ray"]
+
+
+class Launcher(Protocol):
+    """What starts worker processes; the seam that a new kind of cluster implements."""
+
+    kind: str
+    devices: tuple[Device, ...]
+
+    def start(self, name: str, devices: Any, factory: Callable[[WorkerContext], Any]) -> WorkerGroup: ...
+
+    def shutdown(self) -> None: ...
+
+
+class Session:
+    """Devices and who holds them. Engines place and release themselves here."""
+
+    def __init__(self, launcher: Launcher, device: str) -> None:
+        self.launcher = launcher
+        self.device = device
+        self._ledger = Ledger(launcher.devices, {})
+        self._groups: dict[str, list[WorkerGroup]] = {}
+        self._names: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self.closing: list[Callable[[], None]] = []
+        """called first at shutdown, newest first: engines stop their threads here"""
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        return self._ledger.devices
+
+    def new_name(self, kind: str) -> str:
+        """A name that no other owner in this session has: "train-0", "train-1", ..."""
+        with self._lock:
+            number = self._names[kind] = self._names.get(kind, -1) + 1
+        return f"{kind}-{number}"
+
+    def place(self, request: PlacementRequest) -> tuple[tuple[Device, ...], ...]:
+        """Take devices, one tuple per executor. Raises PlacementError; then nothing was taken."""
+        with self._lock:
+            self._ledger, executors = self._ledger.place(request)
+        return executors
+
+    def start(self, owner: str, devices: Any, factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
+        group = self.launcher.start(owner, devices, factory)
+        self._groups.setdefault(owner, []).append(group)
+        return group
+
+    def release(self, owner: str) -> None:
+        """Stop the owner's workers and give its devices back."""
+        for group in self._groups.pop(owner, []):
+            group.stop()
+        with self._lock:
+            self._ledger = self._ledger.release(owner)
+
+    def close(self) -> None:
+        for close in reversed(self.closing):
+            close()
+        for owner in list(self._groups):
+            self.release(owner)
+        self.launcher.shutdown()
+
+
+_session: Session | None = None
+
+
+def init(
+    device: Literal["cpu", "cuda"] | None = None,
+    num_devices: int | None = None,
+    launcher: LauncherName | None = None,
+    address: str | None = None,
+    num_threads: int | None = None,
+    call_timeout: float = 3600.0,
+    start_timeout: float = 300.0,
+) -> Session:
+    """Attach to what runs the workers, or start it.
+
+    Args:
+        device: "cuda" or "cpu"; default: CUDA if there is one.
+        num_devices: devices to use; default: all GPUs, or min(cores, 8) CPU slots.
+        launcher: "torchrun" (default under torchrun), "inprocess" (default for one device) or "ray".
+        address: of a running Ray cluster; default: RAY_ADDRESS, a cluster that `ray start` left here, or a new one.
+        num_threads: torch threads per worker; default: the node's cores divided by its devices.
+        call_timeout: seconds that a call may take before CallTimeout names who is late.
+        start_timeout: seconds that starting workers may take.
+
+    Under torchrun only rank 0 returns; the other ranks serve it and exit when it is done.
+    Raises: ConfigError if a session exists, the device is not there, or the launcher cannot be had.
+    """
+    global _session
+    if _session is not None:
+        raise ConfigError("rlite.init() was called before in this process; call rlite.shutdown() first")
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device!r}: expected 'cpu' or 'cuda'")
+    if num_devices is not None and num_devices < 1:
+        raise ConfigError(f"num_devices={num_devices}: expected at least 1")
+    kind = launcher or _default_launcher(chosen, num_devices)
+    if kind == "inprocess":
+        if num_devices not in (None, 1):
+            raise ConfigError(f"launcher='inprocess' has one device, not {num_devices}; use launcher='ray' or torchrun")
+        started: Launcher = InprocessLauncher(chosen, num_threads, call_timeout)
+    elif kind == "torchrun":
+        if "RANK" not in os.environ:
+            raise ConfigError("launcher='torchrun' works under `torchrun --nproc_per_node=N program.py`")
+        started = TorchrunLauncher(chosen, num_devices, num_threads, call_timeout)
+    elif kind == "ray":
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError(
+                "more than one device needs Ray (pip install 'rlite[ray]') or torchrun; "
+                "for one device call rlite.init(num_devices=1)"
+            )
+        ray_launcher = importlib.import_module("rlite.cluster.ray").RayLauncher
+        started = ray_launcher(chosen, num_devices, address, num_threads, call_timeout, start_timeout)
+    else:
+        raise ConfigError(f"launcher={launcher!r}: expected 'inprocess', 'torchrun' or 'ray'")
+    _session = Session(started, chosen)
+    return _session
+
+
+def _default_launcher(device: str, num_devices: int | None) -> LauncherName:
+    if "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:
+        return "torchrun"
+    if num_devices is None:
+        present = torch.cuda.device_count() if device == "cuda" else default_cpu_slots(os.cpu_count() or 1)
+        return "inprocess" if present == 1 else "ray"
+    return "inprocess" if num_devices == 1 else "ray"
+
+
+def current_session() -> Session:
+    """The session of this program. Raises RliteError if there is none."""
+    if _session is None:
+        raise RliteError("rlite is not initialised: call rlite.init() first")
+    return _session
+
+
+@atexit.register
+def shutdown() -> None:
+    """End the session: stop every worker, give everything back. Nothing is left running; safe to call again."""
+    global _session
+    if _session is not None:
+        session, _session = _session, None
+        session.close()

@@ -1,0 +1,209 @@
+"""The torchrun launcher: rank 0 runs the program, every rank hosts workers, and Ray is not needed.
+
+Rank 0's main thread drives; a thread beside it serves the workers that rank 0 hosts. The other ranks serve in their
+main thread until the driver leaves. Messages travel through gloo, in torch's own channel; every process runs its
+calls in the order in which the driver sent them, the same on all ranks, so that collectives of different engines
+cannot cross.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from rlite.cluster.group import WorkerGroup
+from rlite.cluster.host import Outcome, WorkerContext, WorkerHost, WorkerKey, worker_name
+from rlite.cluster.placement import Device
+from rlite.errors import PlacementError, WorkerDied
+from rlite.parallel.processes import COLLECTIVE_TIMEOUT, backend_for
+
+IDLE_TIMEOUT = timedelta(days=365)  # a rank may wait this long for the driver's next call
+LENGTH_TAG, BODY_TAG = 1, 2
+
+Call = tuple[str, tuple]
+"""method of WorkerHost, its arguments"""
+
+
+def _send(message: Any, rank: int, group: dist.ProcessGroup) -> None:
+    body = torch.frombuffer(bytearray(cloudpickle.dumps(message)), dtype=torch.uint8)
+    dist.send(torch.tensor([body.numel()]), rank, group=group, tag=LENGTH_TAG)
+    dist.send(body, rank, group=group, tag=BODY_TAG)
+
+
+def _receive(rank: int, group: dist.ProcessGroup) -> Any:
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, rank, group=group, tag=LENGTH_TAG)
+    body = torch.empty(int(length), dtype=torch.uint8)
+    dist.recv(body, rank, group=group, tag=BODY_TAG)
+    return cloudpickle.loads(body.numpy().tobytes())
+
+
+class _Process:
+    """One rank as the driver sees it: a queue of calls that are answered in order, by one thread."""
+
+    def __init__(self, rank: int, perform: Callable[[Call], Outcome], name: str) -> None:
+        self.rank = rank
+        self.death: Future[Any] = Future()
+        self._name = name
+        self._perform = perform
+        self._calls: queue.SimpleQueue[tuple[Call, Future[Outcome]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=f"rlite-rank-{rank}", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Call) -> Future[Outcome]:
+        answer: Future[Outcome] = Future()
+        self._calls.put((call, answer))
+        return answer
+
+    def finish(self, timeout: float) -> bool:
+        """End the thread once its calls are done; False if it is stuck."""
+        self._calls.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        while (item := self._calls.get()) is not None:
+            call, answer = item
+            if self.death.done():
+                answer.set_exception(self._died())
+                continue
+            try:
+                answer.set_result(self._perform(call))
+            except RuntimeError as error:  # gloo's word for a lost connection
+                self.death.set_exception(self._died(error))
+                answer.set_exception(self._died(error))
+
+    def _died(self, error: Exception | None = None) -> WorkerDied:
+        return WorkerDied(f"the connection to {self._name} was lost: {error or 'it ended earlier'}", (self._name,))
+
+
+class TorchrunHandle:
+    def __init__(self, process: _Process) -> None:
+        self._process = process
+        self.process = process.rank
+        self.death = process.death
+
+    def create(self, key: WorkerKey, factory: bytes, context: WorkerContext) -> Future[Outcome]:
+        return self._process.submit(("create", (key, factory, context)))
+
+    def call(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Future[Outcome]:
+        return self._process.submit(("call", (key, method, args, kwargs)))
+
+    def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Future[Outcome]:
+        return self._process.submit(("apply", (keys, function, args)))
+
+    def stop(self, key: WorkerKey) -> None:
+        """Forget the worker as soon as the process is free; torchrun's processes live as long as the run."""
+        self._process.submit(("drop", (key,)))
+
+
+class TorchrunLauncher:
+    """Built on every rank; on ranks other than 0 the constructor serves and never returns."""
+
+    kind = "torchrun"
+
+    def __init__(self, device: str, num_devices: int | None, num_threads: int | None, call_timeout: float) -> None:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        if num_devices not in (None, world_size):
+            raise PlacementError(
+                f"num_devices={num_devices}, but torchrun started {world_size} processes. "
+                f"Leave num_devices out, or start torchrun with --nproc_per_node={num_devices}."
+            )
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(backend_for(device), timeout=COLLECTIVE_TIMEOUT)
+        self._control = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
+        here = Device(_node_name(), int(os.environ["LOCAL_RANK"]), _node_ip(), device)
+        places: list[Device | None] = [None] * world_size
+        dist.all_gather_object(places, here, group=self._control)
+        host = WorkerHost()
+        if rank != 0:
+            _serve(host, self._control)
+        self._call_timeout = call_timeout
+        self._num_threads = num_threads
+        self._rank_of = {place: r for r, place in enumerate(places) if place is not None}
+        self.devices = tuple(sorted(self._rank_of))
+        self._processes = [
+            _Process(r, self._performer(r, host), f"rank {r} on {place}") for r, place in enumerate(places)
+        ]
+        self._order = threading.RLock()
+
+    def _performer(self, rank: int, host: WorkerHost) -> Callable[[Call], Outcome]:
+        def here(call: Call) -> Outcome:
+            return getattr(host, call[0])(*call[1])
+
+        def there(call: Call) -> Outcome:
+            _send(call, rank, self._control)
+            return _receive(rank, self._control)
+
+        return here if rank == 0 else there
+
+    def start(self, name: str, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
+        ranks = [self._rank_of[device] for device in devices]
+        handles = [TorchrunHandle(self._processes[rank]) for rank in ranks]
+        group = WorkerGroup(name, devices, handles, self._call_timeout, self._order)
+        nodes = [device.node for device in devices]
+        cores = os.cpu_count() or 1
+        contexts = [
+            WorkerContext(
+                group=name,
+                rank=rank,
+                world_size=len(devices),
+                local_rank=nodes[:rank].count(device.node),
+                local_world_size=nodes.count(device.node),
+                device=device,
+                torch_device="cpu" if device.kind == "cpu" else f"cuda:{device.index}",
+                num_threads=self._num_threads or max(1, cores // self._local_world_size),
+                world_ranks=tuple(ranks),
+            )
+            for rank, device in enumerate(devices)
+        ]
+        group.create(factory, contexts, self._call_timeout)
+        return group
+
+    def shutdown(self) -> None:
+        """Let the other ranks end. If a rank is stuck in a collective the run cannot end well: it ends at once."""
+        for process in self._processes[1:]:
+            process.submit(("exit", ()))
+        finished = [process.finish(timeout=10) for process in self._processes]
+        if not all(finished):
+            stuck = [process.rank for process, done in zip(self._processes, finished, strict=True) if not done]
+            print(f"rlite: rank {stuck} did not finish its last call; the run is ended", file=sys.stderr, flush=True)
+            os._exit(1)
+        dist.destroy_process_group()
+
+
+def _serve(host: WorkerHost, control: dist.ProcessGroup) -> None:
+    """Answer the driver's calls until it says exit, then end this process: the program runs on rank 0 alone."""
+    while True:
+        method, args = _receive(0, control)
+        if method == "exit":
+            _send(Outcome(), 0, control)
+            dist.destroy_process_group()
+            sys.exit(0)
+        _send(getattr(host, method)(*args), 0, control)
+
+
+def _node_name() -> str:
+    return socket.gethostname()
+
+
+def _node_ip() -> str:
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1 or master in ("127.0.0.1", "localhost"):
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # the address that others see; nothing is sent
+        probe.connect((master, int(os.environ["MASTER_PORT"])))
+        return probe.getsockname()[0]

@@ -1,0 +1,67 @@
+"""Packs: rows of a padded batch laid end to end in one-dimensional tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlite.errors import DataError
+
+LAYOUT_KEYS = ("cu_seqlens", "max_seqlen", "position_ids")
+
+
+def check_batch(batch: Any) -> None:
+    """Raise DataError unless `batch` is a right-padded batch: input_ids and attention_mask [N, L], first key N."""
+    missing = [key for key in ("input_ids", "attention_mask") if key not in batch]
+    if missing:
+        raise DataError(f"a batch needs input_ids and attention_mask [N, L]; missing: {', '.join(missing)}")
+    shape = tuple(batch["input_ids"].shape)
+    if len(shape) != 2 or tuple(batch["attention_mask"].shape) != shape:
+        raise DataError(
+            f"input_ids {shape} and attention_mask {tuple(batch['attention_mask'].shape)}: expected both [N, L]"
+        )
+    for key, value in batch.items():
+        if value.shape[0] != shape[0] or (value.dim() > 1 and tuple(value.shape[:2]) != shape and value.shape[1] != 1):
+            raise DataError(f"{key} {tuple(value.shape)}: expected [{shape[0]}] or [{shape[0]}, {shape[1]}]")
+    mask = batch["attention_mask"].bool()
+    if (mask[:, 1:] & ~mask[:, :-1]).any() or not mask[:, 0].all():
+        row = int(((mask[:, 1:] & ~mask[:, :-1]).any(1) | ~mask[:, 0]).nonzero()[0])
+        raise DataError(f"row {row}: attention_mask must be ones and then zeros (right padding), at least one one")
+
+
+def sequence_lengths(batch: Any) -> list[int]:
+    return batch["attention_mask"].sum(-1).tolist()
+
+
+def pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """Lay `rows` of a right-padded batch end to end.
+
+    Keys of shape [N, L, ...] become [T, ...]; keys of shape [N] or [N, 1] keep one entry per sequence [n] or [n, 1].
+    Adds cu_seqlens [n + 1] int32, position_ids [T] and max_seqlen.
+    """
+    index = torch.as_tensor(rows)
+    mask = batch["attention_mask"][index].bool()
+    lengths = mask.sum(-1)
+    packed: dict[str, Any] = {}
+    for key, value in batch.items():
+        if key in LAYOUT_KEYS:
+            continue
+        selected = value[index]
+        packed[key] = (selected[mask] if selected.shape[:2] == mask.shape else selected).to(device)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
+    packed["cu_seqlens"] = starts.to(device)
+    packed["position_ids"] = (torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)).to(device)
+    packed["max_seqlen"] = int(lengths.max())
+    return packed
+
+
+def unpack(values: Tensor, cu_seqlens: Tensor, width: int, fill: float = 0.0) -> Tensor:
+    """The inverse of `pack` for one key: [T, ...] -> [n, width, ...], right-padded with `fill`."""
+    lengths = cu_seqlens.diff()
+    mask = torch.arange(width, device=values.device) < lengths[:, None]
+    padded = values.new_full((len(lengths), width, *values.shape[1:]), fill)
+    padded[mask] = values
+    return padded

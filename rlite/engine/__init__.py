@@ -1,0 +1,1 @@
+"""Engines: driver-side handles of sharded models."""

@@ -1,0 +1,350 @@
+"""The programming model: an Engine has Executors (data-parallel replicas), an Executor has Workers (one per device).
+
+Engines and executors live in the driver; workers live where the launcher puts them. An engine's life:
+
+    Engine(...) ── build() ──> on the device ── cpu() ──> offloaded ── cuda() ──> on the device
+                                    └────────── meta() ─> released: memory is free, weights are gone;
+                                                          cuda("weights") makes room, a sync or load() fills it
+    release() ends the workers and gives the devices back, from any state.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import partial
+from typing import Any, ClassVar, Literal, Protocol
+
+from torch import Tensor
+
+from rlite.cluster.group import WorkerGroup
+from rlite.cluster.host import WorkerContext
+from rlite.cluster.placement import PlacementRequest
+from rlite.cluster.session import Session, current_session
+from rlite.errors import ConfigError, ResidencyError, RliteError, UnknownOptionError, did_you_mean
+from rlite.parallel.arena import SharedArena
+from rlite.parallel.processes import set_up_device
+from rlite.parallel.shards import ParameterShard
+
+Part = Literal["all", "weights", "kv_cache"]
+
+
+class Worker(Protocol):
+    """What every worker offers to its engine, whatever it computes."""
+
+    def to_device(self, what: Part) -> None:
+        """Bring a part to the device; weights that were released come back as unwritten memory."""
+        ...
+
+    def to_cpu(self) -> None: ...
+
+    def to_meta(self) -> None: ...
+
+    def parameter_shards(self) -> dict[str, ParameterShard]:
+        """This worker's boxes of the parameters that weight sync reads or writes in place; tied ones once."""
+        ...
+
+    def weights_changed(self) -> None:
+        """Called after weights were written into `parameter_shards()` from outside."""
+        ...
+
+    def memory_bytes(self) -> dict[str, int]: ...
+
+
+class SourceWorker(Worker, Protocol):
+    """A worker that weights can be synced from."""
+
+    arena: SharedArena | None
+    """on CPU: the memory of its parameters, for other processes to read"""
+    staged: Any
+    """whatever weight sync keeps alive here between two calls"""
+
+    def served_shards(self) -> dict[str, ParameterShard]:
+        """Its boxes under the names and with the values that leave the engine."""
+        ...
+
+    def aliases(self) -> dict[str, str]:
+        """Other names of tied tensors, to the name under which they are served."""
+        ...
+
+    def full_tensor(self, name: str) -> Tensor:
+        """A served tensor whole; a collective of all ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How an executor of some name is made: its options and its worker."""
+
+    options: type
+    """a frozen dataclass; its fields are the keywords that `build` accepts beside its own"""
+    worker: Callable[[WorkerContext, Any, Any, int], Worker]
+    """worker(context, source, options, executor_size); runs in the worker process"""
+
+
+_backends: dict[tuple[str, str], Backend | str] = {
+    ("train", "fsdp2"): "rlite.engine.fsdp2.worker:BACKEND",
+    ("inference", "torch"): "rlite.engine.embedded.backend:BACKEND",
+}
+
+
+def register_executor(kind: Literal["train", "inference"], name: str, backend: Backend | str) -> None:
+    """Make `executor=name` known; `backend` may be given as "module:attribute", imported when it is first used."""
+    _backends[kind, name] = backend
+
+
+def find_backend(kind: str, name: str) -> Backend:
+    """Raises ConfigError for an executor that nobody registered."""
+    if (kind, name) not in _backends:
+        known = [n for k, n in _backends if k == kind]
+        raise ConfigError(f"unknown {kind} executor {name!r}; {did_you_mean(name, known)}")
+    backend = _backends[kind, name]
+    if isinstance(backend, str):
+        module, attribute = backend.split(":")
+        backend = _backends[kind, name] = getattr(importlib.import_module(module), attribute)
+    return backend
+
+
+class Weights(Enum):
+    """Where an engine's weights are."""
+
+    DEVICE = "on the device"
+    HOST = "offloaded by cpu()"
+    EMPTY = "allocated, but not written yet"
+    RELEASED = "released by meta()"
+
+
+@dataclass(frozen=True)
+class Executor:
+    """One data-parallel replica: ranks [first, first + size) of the engine's worker group."""
+
+    index: int
+    group: WorkerGroup
+    size: int
+
+    @property
+    def ranks(self) -> range:
+        return range(self.index * self.size, (self.index + 1) * self.size)
+
+    def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call all of this replica's workers with the same arguments; its first rank's result counts."""
+        calls: list[tuple[tuple, dict]] = [(args, {})] * self.size
+        return self.group.call(method, calls, ranks=self.ranks, timeout=timeout)[0]
+
+
+class Engine:
+    """What train and inference engines share: building, placement, residency, release."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, executor: str) -> None:
+        self._backend = find_backend(self.kind, executor)
+        self.executor_name = executor
+        self.name = ""
+        self.executors: list[Executor] = []
+        self._group: WorkerGroup | None = None
+        self._session: Session | None = None
+        self.weights = Weights.RELEASED
+        self.options: Any = None
+        self._version = 0
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def build(
+        self,
+        *,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int | None = None,
+        colocate_with: Engine | Sequence[Engine] | None = None,
+        not_colocate_with: Engine | Sequence[Engine] | None = None,
+        acceptable_node_ips: Sequence[str] | None = None,
+        exclusive: bool = False,
+        **executor_options: Any,
+    ) -> None:
+        """Place the engine and start its workers, with the weights on the device.
+
+        Args:
+            tensor_parallel_size: workers that hold one copy of the model.
+            data_parallel_size: copies; None is as many as the placement allows.
+            colocate_with: share the devices of these engines. Without it an engine takes free devices only.
+            not_colocate_with: never share a device with these engines.
+            acceptable_node_ips: use only these nodes.
+            exclusive: let nobody share this engine's devices.
+            **executor_options: fields of the executor's options.
+
+        Raises: UnknownOptionError, ConfigError, PlacementError, before any process starts; what a worker raises.
+        """
+        if self._group is not None:
+            raise ConfigError(f"{self.name} is built already; call release() first")
+        self.options = self._parse_options(executor_options)
+        for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
+            if size is not None and (not isinstance(size, int) or size < 1):
+                raise ConfigError(f"{name}={size!r}: expected a whole number of at least 1")
+        self._validate(tensor_parallel_size)
+        session = current_session()
+        owner = session.new_name(self.kind)
+        executors = session.place(
+            PlacementRequest(
+                owner=owner,
+                executor_size=tensor_parallel_size,
+                num_executors=data_parallel_size,
+                colocate_with=_names(colocate_with),
+                not_colocate_with=_names(not_colocate_with),
+                acceptable_node_ips=None if acceptable_node_ips is None else tuple(acceptable_node_ips),
+                exclusive=exclusive,
+            )
+        )
+        factory = partial(
+            make_worker, self._backend.worker, self._source(), self.options, tensor_parallel_size, session.device
+        )
+        try:
+            group = session.start(owner, [device for devices in executors for device in devices], factory)
+        except BaseException:
+            session.release(owner)
+            raise
+        self.name, self._session, self._group = owner, session, group
+        self.executors = [Executor(index, group, tensor_parallel_size) for index in range(len(executors))]
+        self.weights = Weights.DEVICE
+        self._built()
+
+    def release(self) -> None:
+        """End the workers and give the devices back. The engine can be built again."""
+        if self._group is None or self._session is None:
+            return
+        self._released()
+        self._session.release(self.name)
+        self._group, self.executors, self.weights = None, [], Weights.RELEASED
+
+    def _parse_options(self, given: dict[str, Any]) -> Any:
+        known = {f.name for f in fields(self._backend.options)}
+        for key in given:
+            if key not in known:
+                everything = known | {"tensor_parallel_size", "data_parallel_size", "colocate_with"}
+                everything |= {"not_colocate_with", "acceptable_node_ips", "exclusive"}
+                raise UnknownOptionError(
+                    f"executor {self.executor_name!r} does not know the option {key!r}; {did_you_mean(key, everything)}"
+                )
+        return self._backend.options(**given)
+
+    def _validate(self, executor_size: int) -> None:
+        """Refuse what cannot work, before anything is placed."""
+
+    def _source(self) -> Any:
+        """What the worker's constructor needs to know of the model; it travels to every worker."""
+        raise NotImplementedError
+
+    def _built(self) -> None:
+        """Called when the workers stand."""
+
+    def _released(self) -> None:
+        """Called before the workers end."""
+
+    # -- residency -----------------------------------------------------------------------------------------------
+
+    def cuda(self, what: Part = "all") -> None:
+        """Move to the device: everything, only the weights, or only the KV cache. On a CPU slot the device is CPU."""
+        if what not in ("all", "weights", "kv_cache"):
+            raise ConfigError(f'cuda({what!r}): expected "weights", "kv_cache" or nothing')
+        group = self.group
+        if what in ("all", "weights") and self.weights is Weights.RELEASED and what == "all":
+            raise ResidencyError(
+                f"{self.name} was released by meta(): its weights are gone. Call load() to read them again, or "
+                'cuda("weights") and p2p_weight_sync into it, then cuda("kv_cache").'
+            )
+        self._before_move()
+        group.broadcast("to_device", what)
+        if what != "kv_cache":
+            self.weights = {Weights.HOST: Weights.DEVICE, Weights.RELEASED: Weights.EMPTY}.get(
+                self.weights, self.weights
+            )
+        self._moved(what, resident=True)
+
+    def cpu(self) -> None:
+        """Offload everything to host memory, optimizer state too; a KV cache is dropped."""
+        self._before_move()
+        self.group.broadcast("to_cpu")
+        if self.weights is Weights.DEVICE:
+            self.weights = Weights.HOST
+        self._moved("all", resident=False)
+
+    def meta(self) -> None:
+        """Give all memory back, on the device and on the host. The weights are gone."""
+        self._before_move()
+        self.group.broadcast("to_meta")
+        self.weights = Weights.RELEASED
+        self._moved("all", resident=False)
+
+    def to(self, device: str) -> None:
+        """`to("cuda")`, `to("cpu")`, `to("meta")`, as in PyTorch."""
+        moves = {"cuda": self.cuda, "cpu": self.cpu, "meta": self.meta}
+        if device not in moves:
+            raise ConfigError(f"to({device!r}): expected one of {', '.join(map(repr, moves))}")
+        moves[device]()
+
+    def _before_move(self) -> None:
+        """Called before anything moves."""
+
+    def _moved(self, what: Part, resident: bool) -> None:
+        """Called after a part has moved to the device or away from it."""
+
+    def memory_bytes(self) -> list[dict[str, int]]:
+        """Bytes that each worker holds, by part: weights, kv_cache, optimizer, ..."""
+        return self.group.broadcast("memory_bytes")
+
+    # -- access --------------------------------------------------------------------------------------------------
+
+    @property
+    def group(self) -> WorkerGroup:
+        """This engine's workers. Raises RliteError if it is not built."""
+        if self._group is None:
+            raise RliteError(f"this {self.kind} engine is not built: call build() first")
+        return self._group
+
+    @property
+    def is_built(self) -> bool:
+        return self._group is not None
+
+    def get_version(self) -> int:
+        """The policy version of the weights here: how often they were updated since the start."""
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        """Say which policy version the weights here are, e.g. after a resume."""
+        self._version = version
+
+    @contextmanager
+    def receiving_weights(self, on_inflight: str) -> Iterator[None]:
+        """Around the writing of weights from outside: the engine is unusable until the whole has arrived."""
+        self.weights = Weights.EMPTY
+        yield
+        self.weights = Weights.DEVICE
+        self.set_version(self._version + 1)
+
+    def _need_weights(self, what: str) -> None:
+        """Raise unless the weights are on the device and written."""
+        remedy = {
+            Weights.HOST: "call cuda() first",
+            Weights.EMPTY: "sync weights into it (p2p_weight_sync) or call load() first",
+            Weights.RELEASED: 'call load(), or cuda("weights") and p2p_weight_sync into it, first',
+        }
+        if self.weights is not Weights.DEVICE:
+            raise ResidencyError(f"{what}: the weights of {self.name} are {self.weights.value}; {remedy[self.weights]}")
+
+
+def make_worker(
+    worker: Callable[..., Worker], source: Any, options: Any, size: int, device_kind: str, context: WorkerContext
+) -> Worker:
+    """Runs in the worker process: set the process up, then make the backend's worker."""
+    set_up_device(context.torch_device, context.num_threads)
+    return worker(context, source, options, size)
+
+
+def _names(engines: Engine | Sequence[Engine] | None) -> tuple[str, ...]:
+    engines = [engines] if isinstance(engines, Engine) else engines or []
+    for engine in engines:
+        if not engine.is_built:
+            raise ConfigError("an engine named in colocate_with or not_colocate_with is not built; build it first")
+    return tuple(engine.name for engine in engines)

@@ -1,0 +1,37 @@
+"""Options of the train executor "fsdp2"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlite.errors import ConfigError, did_you_mean
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fsdp2Options:
+    """What `build` accepts beside placement."""
+
+    max_tokens_per_microbatch: int = 16384
+    """most tokens in one forward of train_batch, eval_batch and forward; the longest sequence must fit"""
+    param_dtype: str = "float32"
+    """master weights and optimizer state"""
+    compute_dtype: str | None = None
+    """forward and backward; default: bfloat16 on CUDA, the master's on CPU"""
+    max_grad_norm: float = 1.0
+    """gradients are scaled down to this global norm in train_batch; infinity is off"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
+    seed: int = 0
+    """of each worker's random numbers, plus its rank"""
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "compute_dtype"):
+            value = getattr(self, name)
+            if value is not None and value not in DTYPES:
+                raise ConfigError(f"{name}={value!r}: {did_you_mean(str(value), DTYPES)}")
+        if self.max_tokens_per_microbatch < 1:
+            raise ConfigError(f"max_tokens_per_microbatch={self.max_tokens_per_microbatch}: expected at least 1")
+        if not self.max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm={self.max_grad_norm}: expected more than 0")

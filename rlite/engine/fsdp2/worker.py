@@ -1,0 +1,330 @@
+"""The worker of the train executor "fsdp2": holds a shard of a user's module and runs its methods."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rlite.checkpoint import huggingface, sharded
+from rlite.cluster.host import WorkerContext
+from rlite.data.packs import pack, unpack
+from rlite.engine.base import Backend, Part
+from rlite.engine.fsdp2.options import Fsdp2Options
+from rlite.errors import CheckpointError, ConfigError
+from rlite.nn.base import BaseTrainModule
+from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, exported_class, local_checkpoint
+from rlite.nn.meta import real_tensors
+from rlite.parallel.arena import SharedArena
+from rlite.parallel.fsdp import allocate, local_shard, local_tensor, make_mesh, set_gradient_sync, shard
+from rlite.parallel.processes import subgroup
+from rlite.parallel.shards import CheckpointReader, ParameterShard
+
+Loss = Callable[[Tensor, dict[str, Any]], Any]
+"""loss_fn(logits [T, V], data) -> mean loss, or (mean loss, dict of means to report)"""
+Weight = Callable[[dict[str, Any]], Any]
+
+
+class Fsdp2Worker:
+    """One rank of a train engine. All ranks get the same calls in the same order."""
+
+    def __init__(self, context: WorkerContext, source: bytes, options: Fsdp2Options, executor_size: int) -> None:
+        self._context = context
+        self._options = options
+        self._source = source
+        self._device = torch.device(context.torch_device)
+        self._param_dtype = getattr(torch, options.param_dtype)
+        default = "bfloat16" if self._device.type == "cuda" else options.param_dtype
+        self._compute_dtype = getattr(torch, options.compute_dtype or default)
+        self._mesh = make_mesh(self._device.type, context.world_ranks, context.rank, executor_size)
+        self._everyone = subgroup(context.world_ranks)
+        self.module: BaseTrainModule
+        self.arena: SharedArena | None = None
+        self.staged: Any = None
+        torch.manual_seed(options.seed + context.rank)
+        self._materialize()
+
+    # -- making the module real ----------------------------------------------------------------------------------
+
+    def _materialize(self, path: str | None = None, is_read: bool = True) -> None:
+        """Shard the module, allocate this rank's part, and read it (or leave it unwritten, for a sync to fill)."""
+        with real_tensors(self._device):
+            module: BaseTrainModule = cloudpickle.loads(self._source)
+            if isinstance(module, HuggingFaceFsdp2TrainModule):
+                module.tie_weights()  # type: ignore[operator]
+                if self._options.gradient_checkpointing:
+                    module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            shard(module, module.fsdp_units(), self._mesh, self._compute_dtype, self._param_dtype)
+            self.arena = allocate(module, self._device, self._param_dtype)
+            self.module = module
+            if is_read:
+                self._read_weights(path)
+            module.on_weights_materialized()
+
+    @torch.no_grad()
+    def _read_weights(self, path: str | None = None) -> None:
+        """Fill this rank's boxes; nothing else of the checkpoint is read."""
+        source = self.module.materialization_source() if path is None else path
+        reader: Any = _Tensors(source) if isinstance(source, Mapping) else CheckpointReader(local_checkpoint(source))
+        for name, parameter in self.module.named_parameters():
+            box = local_shard(parameter)
+            stored = self.module.checkpoint_name(name)
+            shape = reader.shape(stored)
+            if shape != box.global_shape:
+                raise CheckpointError(f"{stored}: the model needs shape {box.global_shape}, {source} has {shape}")
+            box.tensor.copy_(self.module.preprocess_named_parameter(name, reader.read(stored, box.box)))
+
+    # -- the user's methods --------------------------------------------------------------------------------------
+
+    def invoke(self, method: str, args: tuple, kwargs: dict) -> Any:
+        """Call a method of the user's module."""
+        return getattr(self.module, method)(*args, **kwargs)
+
+    # -- atomic operations ---------------------------------------------------------------------------------------
+
+    def set_mode(self, is_training: bool) -> None:
+        self.module.train(is_training)
+
+    def train_batch(
+        self, batch: Mapping[str, Tensor], microbatches: list[list[int]], loss_fn: Loss, loss_weight_fn: Weight
+    ) -> dict[str, float]:
+        """Forward and backward over this rank's microbatches, then one optimizer step.
+
+        An empty microbatch is filled with the first row at weight zero, so that every rank takes part in every
+        collective. Returns the batch's means: loss, what loss_fn reports; grad_norm and lr.
+        """
+        optimizer = self._need_optimizer()
+        optimizer.zero_grad(set_to_none=True)
+        weights = [float(loss_weight_fn(pack(batch, rows, self._device))) if rows else 0.0 for rows in microbatches]
+        total = self._sum([sum(weights)])[0]
+        if total == 0:
+            return {"loss": 0.0, "grad_norm": 0.0, "weight": 0.0, "is_skipped": 1.0}
+        means: dict[str, float] = {}
+        for index, (rows, weight) in enumerate(zip(microbatches, weights, strict=True)):
+            data = pack(batch, rows or [0], self._device)
+            set_gradient_sync(self.module, is_last=index == len(microbatches) - 1)
+            with self.module.packed():
+                loss, report = self._loss(loss_fn, data)
+                # FSDP averages gradients over ranks; the weights already divide by the whole batch
+                (loss * (weight / total * self._mesh.size)).backward()
+            for key, value in {"loss": loss, **report}.items():
+                means[key] = means.get(key, 0.0) + float(value) * (weight / total if weight else 0.0)
+        grad_norm = self._clip()
+        is_skipped = not torch.isfinite(torch.tensor(grad_norm))
+        if is_skipped:
+            optimizer.zero_grad(set_to_none=True)
+        else:
+            optimizer.step()
+        names = sorted(means)
+        summed = dict(zip(names, self._sum([means[name] for name in names]), strict=True))
+        lr = float(optimizer.param_groups[0]["lr"])
+        return {**summed, "grad_norm": grad_norm, "lr": lr, "weight": total, "is_skipped": float(is_skipped)}
+
+    @torch.no_grad()
+    def eval_batch(
+        self, batch: Mapping[str, Tensor], microbatches: list[list[int]], loss_fn: Loss, loss_weight_fn: Weight
+    ) -> dict[str, float]:
+        """As train_batch, without gradients and without a step."""
+        weights = [float(loss_weight_fn(pack(batch, rows, self._device))) if rows else 0.0 for rows in microbatches]
+        total = self._sum([sum(weights)])[0]
+        means: dict[str, float] = {}
+        for rows, weight in zip(microbatches, weights, strict=True):
+            loss, report = self._loss(loss_fn, pack(batch, rows or [0], self._device))
+            for key, value in {"loss": loss, **report}.items():
+                means[key] = means.get(key, 0.0) + float(value) * (weight / total if weight else 0.0)
+        names = sorted(means)
+        return {**dict(zip(names, self._sum([means[name] for name in names]), strict=True)), "weight": total}
+
+    @torch.no_grad()
+    def forward(
+        self, batch: Mapping[str, Tensor], microbatches: list[list[int]], post_hook: Callable[..., Tensor]
+    ) -> dict[int, Tensor]:
+        """post_hook(logits [T, V], data) -> [T, ...] for every row of this rank: local row -> its values, padded."""
+        width = batch["attention_mask"].shape[1]
+        results: dict[int, Tensor] = {}
+        for rows in microbatches:
+            data = pack(batch, rows or [0], self._device)
+            values = post_hook(self.module.compute_logits(data), data)
+            padded = unpack(values, data["cu_seqlens"], width).cpu()
+            results.update(zip(rows, padded, strict=False))
+        return results
+
+    def step_lr_scheduler(self) -> float:
+        """Advance the module's lr_scheduler; returns the new learning rate."""
+        if self.module.lr_scheduler is None:
+            raise ConfigError("step_lr_scheduler needs self.lr_scheduler: set it in on_weights_materialized")
+        self.module.lr_scheduler.step()
+        return float(self.module.lr_scheduler.get_last_lr()[0])
+
+    def _loss(self, loss_fn: Loss, data: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        result = loss_fn(self.module.compute_logits(data), data)
+        return result if isinstance(result, tuple) else (result, {})
+
+    def _need_optimizer(self) -> torch.optim.Optimizer:
+        if self.module.optimizer is None:
+            raise ConfigError("train_batch needs self.optimizer: set it in on_weights_materialized")
+        return self.module.optimizer
+
+    def _clip(self) -> float:
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._options.max_grad_norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _sum(self, values: list[float]) -> list[float]:
+        """Sums over all ranks, in float64."""
+        summed = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(summed, group=self._everyone)
+        return summed.tolist()
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def parameter_shards(self) -> dict[str, ParameterShard]:
+        return {name: local_shard(parameter) for name, parameter in self.module.named_parameters()}
+
+    def served_shards(self) -> dict[str, ParameterShard]:
+        """The boxes as they leave this engine: renamed and changed by `postprocess_named_parameter`."""
+        served = {}
+        for name, box in self.parameter_shards().items():
+            out = self.module.postprocess_named_parameter(name, box.tensor)
+            if out is not None:
+                served[out[0]] = ParameterShard(out[1], box.offset, box.global_shape)
+        return served
+
+    def aliases(self) -> dict[str, str]:
+        """Tied parameters: every further name -> the name under which it is served."""
+        served = {id(p): name for name, p in self.module.named_parameters()}
+        every = self.module.named_parameters(remove_duplicate=False)
+        return {name: served[id(p)] for name, p in every if served[id(p)] != name}
+
+    def full_tensor(self, name: str) -> Tensor:
+        """A parameter gathered whole on this device; a collective of all ranks."""
+        parameter = self.module.get_parameter(name)
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        out = self.module.postprocess_named_parameter(name, whole.detach())
+        return whole.detach() if out is None else out[1]
+
+    def export_values(self) -> dict[str, tuple[tuple[slice, ...], tuple[int, ...], Tensor]]:
+        """Copies of this rank's boxes on CPU: name -> (box, global shape, values)."""
+        return {
+            name: (shard.box, shard.global_shape, shard.tensor.detach().cpu().clone())
+            for name, shard in self.served_shards().items()
+        }
+
+    def weights_changed(self) -> None:
+        """Nothing is derived from the weights here."""
+
+    def load(self, path: str | None) -> None:
+        """Read the weights again, from a Hugging Face checkpoint or from the module's own source."""
+        if not hasattr(self, "module"):
+            self._materialize(path)
+        else:
+            self._read_weights(path)
+
+    def save(self, path: str) -> None:
+        """Write a Hugging Face checkpoint; every rank takes part, rank 0 writes."""
+        tensors = (
+            (name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data)
+            for name, parameter in self.module.named_parameters()
+        )
+        served = (
+            out for name, full in tensors if (out := self.module.postprocess_named_parameter(name, full.detach()))
+        )
+        writer = huggingface.Writer(Path(path)) if self._context.rank == 0 else None
+        for name, tensor in served:
+            if writer:
+                writer.add(name, tensor)
+        if writer:
+            if isinstance(self.module, HuggingFaceFsdp2TrainModule):
+                source = self.module.config._name_or_path
+                folder = local_checkpoint(source, weights=False) if source else None
+                writer.add_config(self.module.config, exported_class(self.module), folder)
+            writer.finish()
+        dist.barrier(group=self._everyone)
+
+    def save_state(self, path: str) -> None:
+        """Write all that resume needs: weights, optimizer, scheduler, random numbers of this rank."""
+        sharded.save(
+            Path(path), self.module, self.module.optimizer, self.module.lr_scheduler, self._context.rank, self._everyone
+        )
+
+    def load_state(self, path: str) -> None:
+        sharded.load(
+            Path(path), self.module, self.module.optimizer, self.module.lr_scheduler, self._context.rank, self._everyone
+        )
+
+    # -- residency -----------------------------------------------------------------------------------------------
+
+    def to_device(self, what: Part) -> None:
+        if what == "kv_cache":
+            return
+        if not hasattr(self, "module"):
+            self._materialize(is_read=False)
+        self._move(self._device)
+
+    def to_cpu(self) -> None:
+        if hasattr(self, "module"):
+            self._move(torch.device("cpu"))
+
+    def to_meta(self) -> None:
+        if hasattr(self, "module"):
+            del self.module
+            self.arena = self.staged = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _move(self, device: torch.device) -> None:
+        """Move parameters, gradients and optimizer state; on a CPU slot they are there already."""
+        if self._device.type == "cpu":
+            return
+        self.module.to(device)
+        optimizer = self.module.optimizer
+        for state in optimizer.state.values() if optimizer else ():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:  # step counters stay where torch wants them
+                    state[key] = value.to(device, non_blocking=True)
+        torch.cuda.synchronize()
+        if device.type == "cpu":
+            torch.cuda.empty_cache()
+
+    def memory_bytes(self) -> dict[str, int]:
+        if not hasattr(self, "module"):
+            return {"weights": 0, "optimizer": 0}
+        weights = sum(_bytes(parameter) for parameter in self.module.parameters())
+        optimizer = self.module.optimizer
+        states = optimizer.state.values() if optimizer else ()
+        held = sum(_bytes(value) for state in states for value in state.values() if isinstance(value, Tensor))
+        return {"weights": weights, "optimizer": held}
+
+
+class _Tensors:
+    """A dict of tensors, read as a checkpoint is."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._tensors:
+            raise CheckpointError(f"materialization_source() has no tensor named {name!r}")
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        return self._tensors[name][box]
+
+
+def _bytes(tensor: Tensor) -> int:
+    local = local_tensor(tensor)
+    return local.numel() * local.element_size()
+
+
+def method_names(module: type) -> set[str]:
+    """Public callables of a module class."""
+    return {name for name, value in inspect.getmembers(module, callable) if not name.startswith("_")}
+
+
+BACKEND = Backend(options=Fsdp2Options, worker=Fsdp2Worker)

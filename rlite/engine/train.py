@@ -1,0 +1,224 @@
+"""The train engine: a user's module, sharded over workers, called as if it were here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+from rlite.checkpoint.atomic import publish, seal, staging, verify
+from rlite.data.packing import plan_microbatches
+from rlite.data.packs import check_batch, sequence_lengths
+from rlite.dispatch import gather, gather_of, plan_shares, scatter
+from rlite.engine.base import Engine, Weights
+from rlite.engine.weight_sync import OnInflight, SyncReport, sync_weights
+from rlite.errors import CheckpointError, ConfigError, DataError
+from rlite.nn.base import BaseTrainModule, is_on_meta
+
+
+class RliteTrainEngine(Engine):
+    """Trains a module that you define; its methods are the engine's methods.
+
+    Args:
+        module: a `BaseTrainModule` on the meta device.
+        executor: how it is parallelised; "fsdp2".
+
+    `tensor_parallel_size` in `build` counts the workers that hold one copy of the model, `data_parallel_size` the
+    copies; gradients are averaged over all of them. A method's arguments are copied to every data-parallel rank, those
+    in `NeedParallel` are split; the result is a list with one entry per rank, unless the method says `@gathered(...)`.
+    """
+
+    kind: ClassVar[str] = "train"
+
+    def __init__(self, module: nn.Module, executor: str = "fsdp2") -> None:
+        super().__init__(executor)
+        if not isinstance(module, BaseTrainModule):
+            raise ConfigError(
+                f"expected a rlite.nn.BaseTrainModule, found {type(module).__name__}: "
+                "subclass it beside your model class, and move the algorithm into its methods"
+            )
+        if not is_on_meta(module):
+            raise ConfigError(
+                f"{type(module).__name__} holds real weights; a train module travels to its workers without any. "
+                "Build it inside `with accelerate.init_empty_weights():`"
+            )
+        self.module = module
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """The module's public methods, called on every data-parallel rank."""
+        module = self.__dict__.get("module")
+        method = getattr(type(module), name, None)
+        if module is None or name.startswith("_") or not callable(method):
+            raise AttributeError(
+                f"{type(self).__name__} has no method {name!r}, and neither has its module {type(module).__name__}"
+            )
+
+        def call(*args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+            self._need_weights(name)
+            shares = plan_shares(args, kwargs, self.num_data_ranks)
+            calls = scatter(args, kwargs, self.num_data_ranks, shares=shares)
+            results = self.group.call("invoke", [((name, *call), {}) for call in calls], timeout=timeout)
+            return gather(results, gather_of(method), shares)
+
+        call.__name__ = name
+        call.__doc__ = method.__doc__
+        return call
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks over which batches are split."""
+        return len(self.group)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the driver should keep batches for this engine."""
+        return torch.device("cpu")
+
+    def _source(self) -> bytes:
+        return cloudpickle.dumps(self.module)
+
+    # -- atomic operations ---------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Put the module into training mode."""
+        self.group.broadcast("set_mode", True)
+
+    def eval(self) -> None:
+        """Put the module into evaluation mode."""
+        self.group.broadcast("set_mode", False)
+
+    def train_batch(
+        self, batch: Mapping[str, Tensor], loss_fn: Callable[..., Any], loss_weight_fn: Callable[..., Any]
+    ) -> dict[str, float]:
+        """One optimizer step over a batch.
+
+        The batch is balanced by tokens over ranks and packed into microbatches of at most `max_tokens_per_microbatch`.
+
+        Args:
+            batch: right-padded TensorDict or dict: `input_ids`, `attention_mask` [N, L]; other keys [N, L, ...] or [N].
+            loss_fn: (logits [T, V], data) -> a mean, or (mean, dict of means to report). `data` holds the batch's keys
+                packed ([T, ...] and [n]) and `cu_seqlens` [n + 1], `position_ids` [T], `max_seqlen`.
+            loss_weight_fn: data -> what the microbatch's mean counts, e.g. its number of action tokens.
+
+        Returns: the batch's `loss`, what loss_fn reports, `grad_norm`, `lr`, `weight`, `num_microbatches`, `num_tokens`;
+            `is_skipped` is 1 if no step was made, because the weight is 0 or a gradient is not finite.
+        Raises: DataError for a batch of another form, or a sequence longer than a microbatch.
+        """
+        return self._atomic("train_batch", batch, loss_fn, loss_weight_fn)
+
+    def eval_batch(
+        self, batch: Mapping[str, Tensor], loss_fn: Callable[..., Any], loss_weight_fn: Callable[..., Any]
+    ) -> dict[str, float]:
+        """The loss of a batch, as in train_batch, without a step."""
+        return self._atomic("eval_batch", batch, loss_fn, loss_weight_fn)
+
+    def forward(self, batch: Mapping[str, Tensor], post_hook: Callable[..., Tensor]) -> Tensor:
+        """Apply `post_hook(logits [T, V], data) -> [T, ...]` to a batch; returns [N, L, ...], padded with 0."""
+        plan, calls = self._plan("forward", batch)
+        results = self.group.call("forward", [((*call, post_hook), {}) for call in calls])
+        first = next(iter(results[0].values()))
+        padded = first.new_zeros(len(batch["input_ids"]), *first.shape)
+        for rows, values in zip(plan, results, strict=True):
+            for local, value in values.items():
+                padded[rows[local]] = value
+        return padded
+
+    def step_lr_scheduler(self) -> float:
+        """Advance the module's learning-rate schedule; returns the new rate."""
+        return self.group.broadcast("step_lr_scheduler")[0]
+
+    def _atomic(self, method: str, batch: Mapping[str, Tensor], *functions: Callable[..., Any]) -> dict[str, float]:
+        plan, calls = self._plan(method, batch)
+        stats = self.group.call(method, [((*call, *functions), {}) for call in calls])[0]
+        num_tokens = float(sum(sequence_lengths(batch)))
+        return {**stats, "num_microbatches": float(len(calls[0][1])), "num_tokens": num_tokens}
+
+    def _plan(self, what: str, batch: Mapping[str, Tensor]) -> tuple[list[list[int]], list[tuple[dict, list]]]:
+        """Rows of each rank, and each rank's (its part of the batch, its microbatches as rows of that part)."""
+        self._need_weights(what)
+        check_batch(batch)
+        if len(batch["input_ids"]) == 0:
+            raise DataError(f"{what}: the batch has no rows")
+        lengths = sequence_lengths(batch)
+        plan = plan_microbatches(lengths, self.num_data_ranks, self.options.max_tokens_per_microbatch)
+        rows_of, calls = [], []
+        for microbatches in plan:
+            rows = [row for microbatch in microbatches for row in microbatch] or [0]  # a rank without rows needs a shape
+            local = {row: index for index, row in enumerate(rows)}
+            width = max(lengths[row] for row in rows)
+            index = torch.tensor(rows)
+            full_width = batch["input_ids"].shape[1]
+            part = {
+                key: value[index][:, :width] if value.dim() > 1 and value.shape[1] == full_width else value[index]
+                for key, value in batch.items()
+            }
+            rows_of.append(rows)
+            calls.append((part, [[local[row] for row in microbatch] for microbatch in microbatches]))
+        return rows_of, calls
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def p2p_weight_sync(
+        self, target: Engine, on_inflight: OnInflight = "continue", verify_checksums: bool = False
+    ) -> SyncReport:
+        """Write this engine's weights into `target` and raise its policy version by one.
+
+        Args:
+            target: an inference engine, or a train engine, with its weights on the device.
+            on_inflight: what becomes of generation in flight: "continue" goes on from the tokens so far, with the cache
+                computed again; "abort" ends it with stop_reason "abort".
+            verify_checksums: compare every tensor at both ends afterwards.
+
+        Raises: ResidencyError; WeightSyncError if a tensor does not match; the target then refuses to serve.
+        """
+        self._need_weights("p2p_weight_sync")
+        return sync_weights(self, target, on_inflight, verify_checksums)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model on the driver's CPU, by parameter name; tied parameters once."""
+        if self.weights in (Weights.EMPTY, Weights.RELEASED):
+            self._need_weights("state_dict")
+        shards = self.group.call("export_values", [((), {})] * self.executors[0].size, ranks=self.executors[0].ranks)
+        full: dict[str, Tensor] = {}
+        for part in shards:
+            for name, (box, global_shape, values) in part.items():
+                if name not in full:
+                    full[name] = torch.empty(global_shape, dtype=values.dtype)
+                full[name][box] = values
+        return full
+
+    def save(self, path: str | Path) -> None:
+        """Write a Hugging Face checkpoint that transformers opens, with the tokenizer of the original beside it."""
+        self._need_weights("save")
+        self.group.broadcast("save", str(path))
+
+    def load(self, path: str | Path | None = None) -> None:
+        """Read weights from a Hugging Face checkpoint; without a path, from the module's own source."""
+        self.group.broadcast("load", None if path is None else str(path))
+        self.weights = Weights.DEVICE
+
+    def save_state(self, path: str | Path, **facts: Any) -> None:
+        """Write a checkpoint to resume from: weights, optimizer, scheduler, random numbers. Whole or not at all."""
+        self._need_weights("save_state")
+        final = Path(path).absolute()
+        folder = staging(final)
+        self.group.broadcast("save_state", str(folder))
+        seal(folder, module=type(self.module).__name__, **facts)
+        publish(folder, final)
+
+    def load_state(self, path: str | Path) -> dict[str, Any]:
+        """Resume from what save_state wrote, with any number of workers; returns its facts.
+
+        Raises: CheckpointError if it is damaged or of another module; then nothing was changed.
+        """
+        self._need_weights("load_state")
+        folder = Path(path).absolute()
+        facts = verify(folder)
+        if facts["module"] != type(self.module).__name__:
+            raise CheckpointError(f"{folder}: saved from {facts['module']}, this engine has {type(self.module).__name__}")
+        self.group.broadcast("load_state", str(folder))
+        return facts

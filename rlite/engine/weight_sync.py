@@ -1,0 +1,299 @@
+"""Weight sync: any sharding to any sharding, strict, in place, versioned.
+
+    layouts     what box of which tensor each worker holds, at both ends (names and shapes only)
+    plan        for each box of the target, the source boxes that cover it, each element exactly once; else an error
+    move        the target reads each piece where it lies (shared memory, CUDA IPC), or receives it in buckets
+    version     raised by one, only when everything has arrived
+
+A target that could not be written whole refuses to serve until a sync succeeds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import cloudpickle
+
+from rlite.cluster.group import WorkerGroup, apply_on_processes
+from rlite.engine.base import Engine, Executor, Weights
+from rlite.engine.transport import (
+    Broadcast,
+    Bucket,
+    Layout,
+    Piece,
+    Place,
+    is_finite,
+    read,
+    share,
+    source_checksums,
+    source_layout,
+    take_part,
+    target_checksums,
+    target_layout,
+)
+from rlite.errors import ConfigError, ResidencyError, WeightSyncError
+from rlite.parallel.arena import can_share_memory
+from rlite.parallel.processes import open_store
+from rlite.parallel.shards import Box
+
+OnInflight = Literal["continue", "abort"]
+Transport = Literal["auto", "shared", "gathered", "broadcast"]
+BUCKET_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """What one sync did."""
+
+    version: int
+    num_bytes: int
+    """written, over all workers of the target"""
+    seconds: float
+    transport: str
+    num_tensors: int
+
+    def __str__(self) -> str:
+        rate = self.num_bytes / max(self.seconds, 1e-9) / 2**30
+        megabytes = self.num_bytes / 2**20
+        return f"version {self.version}: {megabytes:.1f} MiB in {self.seconds:.3f} s ({rate:.2f} GiB/s, {self.transport})"
+
+
+def sync_weights(
+    source: Engine, target: Engine, on_inflight: OnInflight, verify_checksums: bool, transport: Transport = "auto"
+) -> SyncReport:
+    """Write the source's weights into the target; see `RliteTrainEngine.p2p_weight_sync`."""
+    if on_inflight not in ("continue", "abort"):
+        raise ConfigError(f"on_inflight={on_inflight!r}: expected 'continue' or 'abort'")
+    if target is source:
+        raise ConfigError(f"{source.name} cannot be synced with itself")
+    if not target.is_built or target.weights not in (Weights.DEVICE, Weights.EMPTY):
+        raise ResidencyError(
+            f'the target {target.name or target.kind} has no memory for weights: call build(), or cuda("weights"), first'
+        )
+    started = time.perf_counter()
+    with target.receiving_weights(on_inflight):
+        sources = _layouts(source, source_layout)
+        targets = _layouts(target, target_layout)
+        copy = _nearest_copy(source, sources, targets)
+        offered = [sources[rank] for rank in copy.ranks]
+        plan = [make_plan(offered, layout, target.name) for layout in targets]
+        chosen = _transport(source, target, copy, offered, targets) if transport == "auto" else transport
+        move = {"shared": _read_shared, "gathered": _read_gathered, "broadcast": _broadcast}[chosen]
+        written = move(source, target, copy, offered, plan)
+        if verify_checksums:
+            _verify(source, target, copy, targets, plan)
+        for rank, names in enumerate(_apply(target.group, is_finite, "look for NaN")) if verify_checksums else ():
+            if names:
+                raise WeightSyncError(f"{target.group.describe(rank)} received weights that are not finite: {names[:3]}")
+        target.group.broadcast("weights_changed")
+    return SyncReport(
+        version=target.get_version(),
+        num_bytes=written,
+        seconds=time.perf_counter() - started,
+        transport=chosen,
+        num_tensors=len(targets[0].places),
+    )
+
+
+# -- planning (pure) --------------------------------------------------------------------------------------------------
+
+
+def make_plan(sources: Sequence[Layout], target: Layout, target_name: str) -> list[Piece]:
+    """The pieces that write one target worker's every element exactly once.
+
+    Raises: WeightSyncError naming tensors that one side lacks, that differ in shape, or that are not covered.
+    """
+    aliases = sources[0].aliases
+    known = set().union(*(layout.places for layout in sources))
+    missing = sorted(name for name in target.places if aliases.get(name, name) not in known)
+    used = {aliases.get(name, name) for name in target.places}
+    unexpected = sorted(known - used)
+    if missing or unexpected:
+        raise WeightSyncError(
+            f"the source does not fit {target_name}: missing in the source: {missing[:5]} ({len(missing)}), "
+            f"unknown to the target: {unexpected[:5]} ({len(unexpected)}). Are they the same model, tied alike?"
+        )
+    pieces = []
+    for name, place in target.places.items():
+        source_name = aliases.get(name, name)
+        covered = 0
+        for index, layout in enumerate(sources):
+            held = layout.places.get(source_name)
+            if held is None:
+                continue
+            if held.global_shape != place.global_shape:
+                raise WeightSyncError(
+                    f"{name}: {target_name} has shape {place.global_shape}, the source {held.global_shape}"
+                )
+            overlap = _overlap(held, place)
+            if overlap is not None:
+                pieces.append(Piece(name, source_name, index, *overlap))
+                covered += math.prod(s.stop - s.start for s in overlap[0])
+        if covered != math.prod(place.shape):
+            raise WeightSyncError(
+                f"{name}: the source's shards cover {covered} of the {math.prod(place.shape)} elements "
+                f"that {target_name} holds; each must be written exactly once"
+            )
+    return pieces
+
+
+def _overlap(source: Place, target: Place) -> tuple[Box, Box] | None:
+    """The boxes that both places share, relative to each; None if there is nothing."""
+    low = [max(a, b) for a, b in zip(source.offset, target.offset, strict=True)]
+    high = [min(a, b) for a, b in zip(source.end, target.end, strict=True)]
+    if any(a >= b for a, b in zip(low, high, strict=True)):
+        return None
+    boxes = [
+        tuple(slice(a - o, b - o) for a, b, o in zip(low, high, place.offset, strict=True))
+        for place in (source, target)
+    ]
+    return boxes[0], boxes[1]
+
+
+def make_buckets(layouts: Sequence[Layout], most_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
+    """Every box of every source once, in broadcasts of at most `most_bytes` (a larger box travels alone)."""
+    buckets = []
+    for index, layout in enumerate(layouts):
+        bucket = Bucket(index, (), ())
+        for name, place in layout.places.items():
+            one = Bucket(index, (name,), (place,))
+            if bucket.names and bucket.nbytes + one.nbytes > most_bytes:
+                buckets.append(bucket)
+                bucket = Bucket(index, (), ())
+            bucket = Bucket(index, (*bucket.names, name), (*bucket.places, place))
+        if bucket.names:
+            buckets.append(bucket)
+    return tuple(buckets)
+
+
+def _nearest_copy(source: Engine, sources: Sequence[Layout], targets: Sequence[Layout]) -> Executor:
+    """The source's replica on the target's machine if there is one."""
+    hosts = {layout.host for layout in targets}
+    near = [copy for copy in source.executors if {sources[rank].host for rank in copy.ranks} == hosts]
+    return near[0] if near else source.executors[0]
+
+
+def _transport(
+    source: Engine, target: Engine, copy: Executor, offered: Sequence[Layout], targets: Sequence[Layout]
+) -> Transport:
+    one_host = len({layout.host for layout in [*offered, *targets]}) == 1
+    devices = [source.group.devices[rank] for rank in copy.ranks]
+    if devices[0].kind == "cpu":
+        return "shared" if one_host and can_share_memory() else "broadcast"
+    if set(target.group.devices) == set(devices):
+        return "shared" if len(devices) == 1 else "gathered"
+    return "broadcast"
+
+
+# -- moving -----------------------------------------------------------------------------------------------------------
+
+
+def _read_shared(source: Engine, target: Engine, copy: Executor, offered: Any, plan: list[list[Piece]]) -> int:
+    handles = _apply(source.group, share, "share weights", copy.ranks, lambda rank: (None, False))
+    return sum(_apply(target.group, read, "read weights", None, lambda rank: (plan[rank], handles)))
+
+
+def _read_gathered(source: Engine, target: Engine, copy: Executor, offered: Any, plan: list[list[Piece]]) -> int:
+    """Bucket by bucket: the source gathers whole tensors on every device, the target reads them on its own."""
+    ranks = {source.group.devices[rank]: rank for rank in range(len(source.group))}
+    local = [ranks[device] for device in target.group.devices]
+    whole: dict[str, Place] = {
+        name: Place(place.dtype, (0,) * len(place.shape), place.global_shape, place.global_shape)
+        for layout in offered
+        for name, place in layout.places.items()
+    }
+    targets = _layouts(target, target_layout)
+    everything = Layout(whole, offered[0].host, offered[0].aliases)
+    pieces = [make_plan([everything], layout, target.name) for layout in targets]
+    written = 0
+    for bucket in make_buckets([everything]):
+        names = set(bucket.names)
+        shared = _apply(source.group, share, "gather weights", None, lambda rank, b=bucket: (b.names, True))
+        written += sum(
+            _apply(
+                target.group,
+                read,
+                "read weights",
+                None,
+                lambda rank, n=names, s=shared: ([p for p in pieces[rank] if p.source_name in n], [s[local[rank]]]),
+            )
+        )
+    return written
+
+
+def _broadcast(source: Engine, target: Engine, copy: Executor, offered: list[Layout], plan: list[list[Piece]]) -> int:
+    """One process group over the processes of both; every source rank broadcasts its own boxes."""
+    sources = {source.group.handles[rank].process: rank for rank in copy.ranks}
+    targets = {handle.process: rank for rank, handle in enumerate(target.group.handles)}
+    processes = list(dict.fromkeys([*sources, *targets]))
+    ip = source.group.devices[copy.ranks[0]].ip
+    port = source.group.handles[copy.ranks[0]].apply((), cloudpickle.dumps(open_store), (ip,)).result().unwrap("store")
+    first = copy.ranks[0]
+    meeting = Broadcast(
+        ip=ip,
+        port=port,
+        size=len(processes),
+        buckets=make_buckets(offered),
+        roots=tuple(processes.index(source.group.handles[rank].process) for rank in copy.ranks),
+        timeout_s=source.group.call_timeout,
+    )
+    calls = []
+    for number, process in enumerate(processes):
+        source_rank, target_rank = sources.get(process), targets.get(process)
+        group, rank = (source.group, source_rank) if source_rank is not None else (target.group, target_rank)
+        keys = (
+            None if source_rank is None else source.group.key(source_rank),
+            None if target_rank is None else target.group.key(target_rank),
+        )
+        args = (
+            meeting,
+            number,
+            None if source_rank is None else source_rank - first,
+            [] if target_rank is None else plan[target_rank],
+        )
+        assert rank is not None  # every process hosts one or the other
+        calls.append((group.handles[rank], keys, args, group.describe(rank)))
+    written = apply_on_processes(
+        calls, take_part, [source.group, target.group], "weight sync", source.group.call_timeout
+    )
+    return sum(written)
+
+
+def _verify(
+    source: Engine, target: Engine, copy: Executor, targets: Sequence[Layout], plan: list[list[Piece]]
+) -> None:
+    by_source: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for rank, pieces in enumerate(plan):
+        for number, piece in enumerate(pieces):
+            by_source[piece.source].append((rank, number))
+
+    def wanted(rank: int) -> tuple[list[Piece], list[Any]]:
+        chosen = by_source[rank - copy.ranks[0]]
+        pieces = [plan[r][n] for r, n in chosen]
+        return pieces, [targets[r].places[piece.name].dtype for (r, _), piece in zip(chosen, pieces, strict=True)]
+
+    sent = _apply(source.group, source_checksums, "checksum", copy.ranks, wanted)
+    arrived = _apply(target.group, target_checksums, "checksum", None, lambda rank: (plan[rank],))
+    for index, sums in enumerate(sent):
+        for (rank, number), expected in zip(by_source[index], sums, strict=True):
+            if arrived[rank][number] != expected:
+                name = plan[rank][number].name
+                raise WeightSyncError(f"{name} on {target.group.describe(rank)} is not what {source.name} sent")
+
+
+def _layouts(engine: Engine, function: Any) -> list[Layout]:
+    return _apply(engine.group, function, "describe weights")
+
+
+def _apply(
+    group: WorkerGroup, function: Any, what: str, ranks: Sequence[int] | None = None, args_of: Any = lambda rank: ()
+) -> list[Any]:
+    """Run `function(worker, *args_of(rank))` on workers of one group."""
+    chosen = range(len(group)) if ranks is None else ranks
+    calls = [(group.handles[r], (group.key(r),), args_of(r), group.describe(r)) for r in chosen]
+    return apply_on_processes(calls, function, [group], what, group.call_timeout)

@@ -1,0 +1,77 @@
+"""The module that carries an algorithm: an ordinary `torch.nn.Module`, on the meta device until an engine builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlite.errors import ConfigError
+
+CheckpointSource = str | Path | Mapping[str, Tensor]
+"""a Hugging Face folder or hub name, or the tensors themselves by parameter name"""
+
+
+class BaseTrainModule(nn.Module):
+    """Subclass it (beside a model class, or alone), build it on meta, and call its methods on the engine.
+
+    The module travels to the workers as code, config and meta tensors; each worker then makes its own shard of the
+    weights. Real attributes that you set (a coefficient, a tokenizer) travel too.
+
+    An instance may set `self.optimizer` and `self.lr_scheduler`; the engine's atomic operations use them.
+    """
+
+    optimizer: torch.optim.Optimizer | None = None
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+
+    def materialization_source(self) -> CheckpointSource:
+        """Where the weights come from. Called in every worker."""
+        raise ConfigError(
+            f"{type(self).__name__} does not say where its weights come from: define materialization_source(), "
+            "returning the path of a checkpoint or a dict of tensors by parameter name"
+        )
+
+    def on_weights_materialized(self) -> None:
+        """Called in every worker when its shard of the weights is on the device: make the optimizer here."""
+
+    def fsdp_units(self) -> list[nn.Module]:
+        """The submodules whose parameters are gathered together; by default each entry of each `nn.ModuleList`."""
+        return [child for module in self.modules() if isinstance(module, nn.ModuleList) for child in module]
+
+    def checkpoint_name(self, name: str) -> str:
+        """The name in the checkpoint of the parameter that is called `name` in this module."""
+        return name
+
+    def preprocess_named_parameter(self, name: str, tensor: Tensor) -> Tensor:
+        """Change a parameter on its way in. `tensor` is this worker's box of it; the shape must stay."""
+        return tensor
+
+    def postprocess_named_parameter(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+        """Change a parameter on its way out, to a checkpoint or another engine; None leaves it out.
+
+        `tensor` is this worker's box; the shape must stay.
+        """
+        return name, tensor
+
+    def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
+        """Logits [T, V] of a pack: `input_ids` [T], `position_ids` [T], `cu_seqlens` [n + 1], `max_seqlen`."""
+        raise ConfigError(
+            f"{type(self).__name__} has no compute_logits(data): define it to use train_batch, eval_batch and forward"
+        )
+
+    def packed(self) -> AbstractContextManager[None]:
+        """Held around forward and backward of packs; a place to switch the model's attention."""
+        return nullcontext()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.parameters()).device
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    return all(parameter.is_meta for parameter in module.parameters())

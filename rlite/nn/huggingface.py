@@ -1,0 +1,100 @@
+"""Hugging Face causal models as train modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from rlite.errors import ConfigError
+from rlite.nn.attention import PACKED, PackedLayout, attention
+from rlite.nn.base import BaseTrainModule, CheckpointSource
+from rlite.nn.meta import meta_parameters, real_tensors
+
+
+class HuggingFaceFsdp2TrainModule(BaseTrainModule):
+    """Put it before a transformers class: `class Mine(HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM)`.
+
+    Inside `accelerate.init_empty_weights()` or `torch.device("meta")`, `from_pretrained` reads the config alone and
+    remembers the path; outside it is transformers' own, so that the module can be tried without an engine.
+    """
+
+    config: PretrainedConfig
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *args: Any, **kwargs: Any) -> Any:
+        if not nn.Linear(1, 1, bias=False).weight.is_meta:
+            return super().from_pretrained(path, *args, **kwargs)  # type: ignore[misc]
+        if args or kwargs:
+            raise ConfigError(
+                f"from_pretrained on meta takes the path alone, not {[*map(repr, args), *kwargs]}; "
+                "dtypes are options of build()"
+            )
+        folder = local_checkpoint(path, weights=False)
+        with real_tensors(), meta_parameters():
+            module = cls(cls.config_class.from_pretrained(folder))  # type: ignore[attr-defined]
+        module.config._name_or_path = str(path)
+        return module
+
+    def materialization_source(self) -> CheckpointSource:
+        if not self.config._name_or_path:
+            raise ConfigError(
+                f"{type(self).__name__} was made from a config, so there are no weights to read: use from_pretrained, "
+                "or define materialization_source()"
+            )
+        return self.config._name_or_path
+
+    def fsdp_units(self) -> list[nn.Module]:
+        names = set(self._no_split_modules or ())
+        units = [module for module in self.modules() if type(module).__name__ in names]
+        return units or super().fsdp_units()
+
+    def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
+        """The model's own forward over a pack, with attention kept inside each sequence."""
+        layout = PackedLayout(data["cu_seqlens"], data["max_seqlen"])
+        with self.packed():
+            return self(
+                input_ids=data["input_ids"][None],
+                position_ids=data["position_ids"][None],
+                use_cache=False,
+                packed_layout=layout,
+            ).logits[0]
+
+    def packed(self) -> AbstractContextManager[None]:
+        return attention(self.config, PACKED)
+
+
+def exported_class(module: nn.Module) -> str:
+    """The transformers class that a checkpoint of `module` names, whatever the user's subclass is called."""
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith("transformers.models."):
+            return cls.__name__
+    return type(module).__name__
+
+
+def local_checkpoint(path: str | Path, weights: bool = True) -> Path:
+    """The folder of a checkpoint, fetched from the hub if `path` is a name there; without weights if they can wait.
+
+    Raises: ConfigError if there is neither a folder nor such a name.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise ConfigError(f"model folder {str(path)!r}: expected a config.json in it, found none")
+        return folder
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if weights else [])]
+    try:
+        if str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1:
+            raise HFValidationError("a path, not a name on the hub")
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model {str(path)!r}: no such folder, and the Hugging Face hub does not give it ({type(error).__name__}). "
+            "Check the path, or download the model first."
+        ) from error

@@ -1,0 +1,1 @@
+"""torch.distributed mechanics inside a worker."""

@@ -1,0 +1,105 @@
+"""CPU memory that another process of this machine can read where it lies.
+
+An arena is one anonymous memory file (`memfd_create`): it has no name, needs no room in /dev/shm, and is gone when the
+last process that maps it ends, however it ends. Where the system has none (macOS), an arena is ordinary memory and
+`handle_of` says None; then weights travel by a process group.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class SharedBlock:
+    """A tensor in another process's arena: everything that a reader needs to map it."""
+
+    host: str
+    pid: int
+    fd: int
+    arena_bytes: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+class SharedArena:
+    """Hands out tensors from one shared mapping of `nbytes`; they keep the mapping alive."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = max(nbytes, ALIGNMENT)
+        self._fd = os.memfd_create("rlite-arena") if can_share_memory() else -1
+        if self._fd >= 0:
+            os.ftruncate(self._fd, self.nbytes)
+        self._map = mmap.mmap(self._fd, self.nbytes)
+        self._base = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._used = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor with unspecified content."""
+        start, self._used = self._used, self._used + aligned_bytes(shape, dtype)
+        return self._base[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def reset(self) -> None:
+        """Forget what was handed out; the next tensors take the same memory."""
+        self._used = 0
+
+    def handle_of(self, tensor: Tensor) -> SharedBlock | None:
+        """How another process finds `tensor`; None if it does not lie in this arena or cannot be shared."""
+        offset = tensor.data_ptr() - self._base.data_ptr()
+        if self._fd < 0 or not 0 <= offset < self.nbytes or not tensor.is_contiguous():
+            return None
+        return SharedBlock(
+            host_identity(), os.getpid(), self._fd, self.nbytes, offset, tuple(tensor.shape), tensor.dtype
+        )
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+class ArenaReader:
+    """Maps other processes' arenas, each once, and gives tensors in them."""
+
+    def __init__(self) -> None:
+        self._maps: dict[tuple[int, int, int], Tensor] = {}
+
+    def view(self, block: SharedBlock) -> Tensor:
+        """The tensor itself, to be read only. Raises OSError if the process is gone or is not ours."""
+        key = (block.pid, block.fd, block.arena_bytes)
+        if key not in self._maps:
+            fd = os.open(f"/proc/{block.pid}/fd/{block.fd}", os.O_RDWR)
+            try:
+                self._maps[key] = torch.frombuffer(mmap.mmap(fd, block.arena_bytes), dtype=torch.uint8)
+            finally:
+                os.close(fd)
+        flat = self._maps[key][block.offset : block.offset + prod(block.shape) * block.dtype.itemsize]
+        return flat.view(block.dtype).view(block.shape)
+
+
+def can_share_memory() -> bool:
+    """Whether another process can map an arena: Linux, with /proc."""
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+
+
+def host_identity() -> str:
+    """Equal for processes that share memory and process numbers."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,127 @@
+"""Sharding a meta module with FSDP2, and making this rank's shard of its weights real."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from rlite.errors import ConfigError
+from rlite.parallel.arena import SharedArena, aligned_bytes
+from rlite.parallel.processes import subgroup
+from rlite.parallel.shards import ParameterShard
+
+
+@dataclass(frozen=True)
+class DataMesh:
+    """The ranks of one engine as copies x shards: gradients are averaged over all, parameters divided over shards."""
+
+    mesh: DeviceMesh
+    num_copies: int
+    num_shards: int
+    copy: int
+    """which copy of the model this rank belongs to"""
+    rank: int
+
+    @property
+    def size(self) -> int:
+        return self.num_copies * self.num_shards
+
+
+def make_mesh(device_type: str, world_ranks: Sequence[int], rank: int, num_shards: int) -> DataMesh:
+    """world_ranks: the engine's workers in the default group, copy-major. Every worker of the engine must call this."""
+    num_copies = len(world_ranks) // num_shards
+    table = torch.tensor(world_ranks, dtype=torch.int).view(num_copies, num_shards)
+    copy, shard = divmod(rank, num_shards)
+    if num_copies == 1:
+        group = subgroup(world_ranks)
+        mesh = DeviceMesh.from_group(group, device_type, mesh=table[0], mesh_dim_names=("shard",))
+    else:
+        lines = [subgroup(table[:, shard].tolist()), subgroup(table[copy].tolist())]
+        mesh = DeviceMesh.from_group(lines, device_type, mesh=table, mesh_dim_names=("replicate", "shard"))
+    return DataMesh(mesh, num_copies, num_shards, copy, rank)
+
+
+def shard(
+    module: nn.Module, units: Sequence[nn.Module], mesh: DataMesh, compute_dtype: torch.dtype, param_dtype: torch.dtype
+) -> None:
+    """Apply FSDP2 to each unit and to the module itself. One rank without mixed precision needs none."""
+    if mesh.size == 1 and compute_dtype == param_dtype:
+        return
+    policy = MixedPrecisionPolicy()
+    if compute_dtype != param_dtype:
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for unit in units:
+        fully_shard(unit, mesh=mesh.mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh.mesh, mp_policy=policy)
+
+
+def set_gradient_sync(module: nn.Module, is_last: bool) -> None:
+    """Reduce gradients over ranks in this backward pass only if it is the batch's last."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(is_last)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_shard(parameter: Tensor) -> ParameterShard:
+    """The box that this rank holds of a parameter, sharing its memory."""
+    if not isinstance(parameter, DTensor):
+        return ParameterShard(parameter.data, (0,) * parameter.dim(), tuple(parameter.shape))
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return ParameterShard(parameter.data.to_local(), tuple(offset), tuple(parameter.shape))
+
+
+def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> SharedArena | None:
+    """Give every meta parameter unwritten memory on `device` (on CPU in an arena); move real buffers there.
+
+    Parameters that were shared stay shared. FSDP moves a shard of uneven size out of the arena, into padded memory.
+    Raises: ConfigError for a buffer on meta: nothing says what it should hold.
+    """
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise ConfigError(
+                f"buffer {name!r} is on meta, so its values are lost: build the module inside "
+                "accelerate.init_empty_weights(), which keeps buffers real, instead of torch.device('meta')"
+            )
+    parameters = dict(module.named_parameters())
+    shapes = {name: tuple(local_tensor(parameter).shape) for name, parameter in parameters.items()}
+    on_cpu = device.type == "cpu"
+    arena = SharedArena(sum(aligned_bytes(shape, dtype) for shape in shapes.values())) if on_cpu else None
+
+    def empty(shape: tuple[int, ...]) -> Tensor:
+        return arena.empty(shape, dtype) if arena else torch.empty(shape, dtype=dtype, device=device)
+
+    replaced = {id(parameter): _like(parameter, empty(shapes[name])) for name, parameter in parameters.items()}
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None:
+                submodule._parameters[name] = replaced[id(parameter)]
+        for name, buffer in submodule._buffers.items():
+            if buffer is not None:
+                submodule._buffers[name] = buffer.to(device)
+    if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
+        module._apply(lambda tensor: tensor)  # FSDP takes notice of its parameters' new memory
+    return arena
+
+
+def _like(parameter: nn.Parameter, local: Tensor) -> nn.Parameter:
+    """A parameter like `parameter`, whose local block is `local`."""
+    if isinstance(parameter, DTensor):
+        local = DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return nn.Parameter(local, requires_grad=parameter.requires_grad)

@@ -1,0 +1,81 @@
+"""Joining and leaving torch.distributed, and process groups over any subset of ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
+
+_open_stores: list[dist.Store] = []  # a TCPStore serves as long as somebody holds it
+
+
+def backend_for(device_kind: str) -> str:
+    """gloo for CPU tensors, NCCL for CUDA tensors; a CUDA process has both."""
+    return "gloo" if device_kind == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+def join_alone(device_kind: str) -> None:
+    """Make this process a world of its own, without a network."""
+    if not dist.is_initialized():
+        dist.init_process_group(backend_for(device_kind), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def open_store(ip: str) -> int:
+    """Start a rendezvous store on this node, listening on `ip` alone; returns its port."""
+    listener = socket.socket()
+    listener.bind((ip, 0))
+    listener.listen(1024)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(ip, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    _open_stores.append(store)
+    return port
+
+
+def connect_store(ip: str, port: int, timeout_s: float) -> dist.Store:
+    return dist.TCPStore(ip, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def join(rank: int, world_size: int, ip: str, port: int, device_kind: str, timeout_s: float) -> None:
+    """Join the world that meets at the store on `ip:port`."""
+    if ip.startswith("127."):  # a loopback world must not depend on what the host name resolves to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    store = connect_store(ip, port, timeout_s)
+    dist.init_process_group(
+        backend_for(device_kind), store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+    )
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _open_stores.clear()
+
+
+def subgroup(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A process group over `ranks` of the default group; only they need to call, in the same order."""
+    group = dist.new_group(list(ranks), use_local_synchronization=True, timeout=COLLECTIVE_TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup)  # a rank that is not a member gets a sentinel instead
+    return group
+
+
+def set_up_device(torch_device: str, num_threads: int) -> torch.device:
+    """Give this process its device and its share of the cores (0 leaves torch's default)."""
+    device = torch.device(torch_device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    return device
+
+
+def call_on(function: Any, *args: Any) -> Any:
+    """Apply `function`; lets a launcher run a function of this module in a process that hosts no worker yet."""
+    return function(*args)
