@@ -59,9 +59,9 @@ def decoupled_ppo(
     dual_clip: float | None = None,
     max_weight: float | None = None,
 ) -> TokenLoss:
-    """L = b * L_clip(rho), rho against the proximal policy, b = exp(proximal - behaviour) detached, at most `max_weight`.
+    """L = b * L_clip(rho) with rho against the proximal policy and b = exp(proximal - behaviour), detached.
 
-    arXiv:2110.00641; AReaL, arXiv:2505.24298. Other bounds: `ppo_clip` with `behaviour_weights`.
+    `max_weight` caps b. arXiv:2110.00641; AReaL, arXiv:2505.24298. Other bounds: `ppo_clip` with `behaviour_weights`.
     """
     with torch.no_grad():
         weights = (proximal_logprobs - behaviour_logprobs).exp()

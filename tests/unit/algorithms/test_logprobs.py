@@ -87,7 +87,7 @@ def test_shapes_and_temperatures_that_cannot_be_meant_are_refused() -> None:
 def test_shifts_stay_inside_each_packed_sequence(lengths: list[int]) -> None:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     rows = [list(range(10 * i + 1, 10 * i + 1 + n)) for i, n in enumerate(lengths)]
-    packed = torch.tensor(sum(rows, []), dtype=torch.long)
+    packed = torch.tensor([token for row in rows for token in row], dtype=torch.long)
     following = [token for row in rows for token in [*row[1:], -7][: len(row)]]
     preceding = [token for row in rows for token in [-7, *row[:-1]][: len(row)]]
     assert next_token(packed, cu_seqlens, fill=-7).tolist() == following

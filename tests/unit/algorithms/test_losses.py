@@ -117,5 +117,5 @@ def test_a_wild_log_ratio_keeps_losses_finite() -> None:
 
 
 def test_an_unknown_estimator_is_an_error_that_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'k4'.*k1, abs, k2, k3"):
+    with pytest.raises(ConfigError, match=r"'k4'.*k1, abs, k2, k3"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k4")

@@ -83,7 +83,7 @@ def test_an_empty_batch_has_loss_zero(how: str) -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    with pytest.raises(ConfigError, match="'tokens'.*token, sequence, constant"):
+    with pytest.raises(ConfigError, match=r"'tokens'.*token, sequence, constant"):
         aggregate(torch.ones(2, 3), torch.ones(2, 3), "tokens")
     with pytest.raises(ConfigError, match="length=None"):
         aggregate(torch.ones(2, 3), torch.ones(2, 3), "constant")

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import enum
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlite.config import describe, from_mapping, inherit, load, save
+from rlite.errors import ConfigError, UnknownOptionError
+
+
+class Kind(enum.Enum):
+    ADAMW = "adamw"
+    SGD = "sgd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    path: str
+    """a file or a Hugging Face dataset"""
+    batch_size: int = 128
+    """sequences per optimizer step"""
+    split: tuple[int, int] = (9, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    kind: Kind = Kind.ADAMW
+    lr: float = 5e-6
+    """peak learning rate"""
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ConfigError(f"lr={self.lr}: expected a positive number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Actor:
+    model_name: str | None = None
+    avg_level: Literal["token", "sequence", "constant"] = "token"
+    tp_size: int | None = None
+    use_liger_kernel: bool = False
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=1e-3))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    max_new_tokens: int
+    stop: list[str] = field(default_factory=list)
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    data: Data
+    actor: Actor = field(default_factory=Actor)
+    critic: Actor = field(default_factory=Actor)
+    sampling: Sampling | None = None
+    name: str = "run"
+    save_dir: Path | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def write(folder: Path, text: str, name: str = "recipe.yaml") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_arguments_win_over_files_which_win_over_defaults(tmp_path: Path) -> None:
+    first = write(tmp_path, "data: {path: a.json, batch_size: 4}\nactor: {optimizer: {lr: 1e-4}}\n")
+    second = write(tmp_path, "data: {batch_size: 8}\n", "second.yaml")
+    config = load(Run, ["--config", first, f"--config={second}", "data.path=b.json"])
+    assert config.data == Data(path="b.json", batch_size=8)
+    assert config.actor.optimizer == Optimizer(lr=1e-4)
+    assert config.critic.optimizer == Optimizer(lr=1e-3), "a group's own default instance is the base of its fields"
+
+
+def test_text_is_read_as_the_type_of_its_field_says() -> None:
+    config = load(
+        Run,
+        [
+            *["data.path=001", "data.split=[3, 2]", "name={% for m in messages %}", "save_dir=out/a=b"],
+            *["actor.use_liger_kernel=True", "actor.optimizer.kind=sgd", "actor.optimizer.clip=1e-6"],
+            *["sampling.max_new_tokens=1_000", "sampling.stop=[</s>, '1']", "extra.kwargs.lr=1e-6", "extra.n=3"],
+        ],
+    )
+    assert (config.data.path, config.name) == ("001", "{% for m in messages %}")
+    assert config.data.split == (3, 2)
+    assert config.save_dir == Path("out/a=b")
+    assert config.actor.use_liger_kernel is True
+    assert config.actor.optimizer == Optimizer(kind=Kind.SGD, lr=1e-3, clip=1e-6)
+    assert config.sampling == Sampling(max_new_tokens=1000, stop=["</s>", "1"])
+    assert config.extra == {"kwargs": {"lr": 1e-6}, "n": 3}
+
+
+def test_a_group_can_be_left_out_and_switched_off(tmp_path: Path) -> None:
+    assert load(Run, ["data.path=x"]).sampling is None
+    recipe = write(tmp_path, "data: {path: x}\nsampling: {max_new_tokens: 4}\n")
+    assert load(Run, ["--config", recipe]).sampling == Sampling(max_new_tokens=4)
+    assert load(Run, ["--config", recipe, "sampling=null"]).sampling is None
+    assert load(Run, ["data.path=x", "sampling={max_new_tokens: 7}"]).sampling == Sampling(max_new_tokens=7)
+
+
+def test_interpolations_see_arguments_and_defaults(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "data: {path: '${name}.json', batch_size: '${data.split.0}'}\nname: a\n")
+    config = load(Run, ["--config", recipe, "name=b"])
+    assert config.data == Data(path="b.json", batch_size=9)
+    with pytest.raises(ConfigError, match=r"data\.path.*no_such"):
+        load(Run, ["--config", write(tmp_path, "data: {path: '${no_such}'}")])
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("data.batch_size=abc", "data.batch_size=abc: expected an int"),
+        ("data.batch_size=1.5", "data.batch_size=1.5: expected an int"),
+        ("data.batch_size=null", "data.batch_size=null: expected an int"),
+        ("actor.tp_size=two", "actor.tp_size=two: expected an int"),
+        ("actor.avg_level=tokens", "actor.avg_level=tokens: expected one of token, sequence, constant"),
+        ("actor.use_liger_kernel=maybe", "actor.use_liger_kernel=maybe: expected true or false"),
+        ("actor.optimizer.lr=fast", "actor.optimizer.lr=fast: expected a float"),
+        ("actor.optimizer.kind=lion", "actor.optimizer.kind=lion: expected one of ADAMW, SGD"),
+        ("data.split=[1]", "data.split=[1]: expected 2 values"),
+        ("sampling.stop=word", "sampling.stop=word: expected a list of str, written [a, b]"),
+        ("sampling.stop=[1]", "sampling.stop=[1]: expected a string (in yaml, quote it)"),
+        ("sampling.stop=[a", "sampling.stop=[a: not valid yaml"),
+        ("actor=3", "actor=3: expected keys of Actor, e.g. actor.model_name=..."),
+        ("actor.optimizer.lr=-1", "actor.optimizer.lr=-1.0: expected a positive number"),
+        ("data", "argument 'data': expected key=value"),
+        ("--verbose", "argument '--verbose': expected key=value"),
+    ],
+)
+def test_a_wrong_value_names_its_key_and_what_was_expected(argument: str, message: str) -> None:
+    required = ["data.path=x", "sampling.max_new_tokens=1"]
+    with pytest.raises(ConfigError) as caught:
+        load(Run, [*required, argument])
+    assert str(caught.value).startswith(message), caught.value
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("actor.modle_name", "'actor.model_name'"),
+        ("dta.path", "'data.path'"),
+        ("lr", "'actor.optimizer.lr' or 'critic.optimizer.lr'"),
+        ("actor.optimizer.momentum", "actor.optimizer.kind"),
+        ("data.path.x", "'data.path'"),
+        ("zzz", "known: actor, critic, data"),
+    ],
+)
+def test_an_unknown_key_is_named_whole_with_the_nearest_real_one(key: str, nearest: str, tmp_path: Path) -> None:
+    nested = "".join(f"{'  ' * depth}{part}:\n" for depth, part in enumerate(key.split(".")))
+    from_file = ["--config", write(tmp_path, f"{nested.rstrip()} 1\n"), "data.batch_size=4"]
+    sources = [[f"{key}=1"]] if key == "data.path.x" else [[f"{key}=1"], from_file]
+    for argv in sources:
+        with pytest.raises(UnknownOptionError) as caught:
+            load(Run, argv)
+        assert f"unknown key {key!r}" in str(caught.value)
+        assert nearest in str(caught.value)
+
+
+def test_required_keys_that_are_missing_are_listed_together(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "data:\n  path: ???\nsampling: {temperature: 0.5}\n")
+    with pytest.raises(ConfigError, match=r"not set: data\.path, sampling\.max_new_tokens \("):
+        load(Run, ["--config", recipe])
+
+
+def test_all_wrong_values_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(Run, {"data": {"path": 3, "batch_size": "x"}, "name": None})
+    assert str(caught.value).splitlines() == [
+        "data.path=3: expected a string (in yaml, quote it)",
+        "data.batch_size=x: expected an int",
+        "name=null: expected a string (in yaml, quote it)",
+    ]
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    bad = {"list.yaml": ("- 1\n", "found a list"), "broken.yaml": ("a: [1\n", "not valid yaml")}
+    for name, (text, message) in bad.items():
+        with pytest.raises(ConfigError, match=f"{name}: .*{message}"):
+            load(Run, ["--config", write(tmp_path, text, name)])
+    with pytest.raises(ConfigError, match=r"missing\.yaml: No such file"):
+        load(Run, ["--config", str(tmp_path / "missing.yaml")])
+    with pytest.raises(ConfigError, match="--config: expected a yaml file"):
+        load(Run, ["--config"])
+
+
+def test_other_spellings_reach_the_field_they_mean(tmp_path: Path) -> None:
+    aliases = {"actor.data.path": "data.path"}
+    assert load(Run, ["actor.data.path=env.py"], aliases=aliases).data.path == "env.py"
+    recipe = write(tmp_path, "actor: {data: {path: env.py}}\n")
+    assert load(Run, ["--config", recipe], aliases=aliases).data.path == "env.py"
+    both = write(tmp_path, "actor: {data: {path: env.py}}\ndata: {path: x}\n")
+    with pytest.raises(ConfigError, match="give only one of them"):
+        load(Run, ["--config", both], aliases=aliases)
+
+
+text_values = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]))
+
+
+@given(
+    path=text_values.filter(lambda s: s != "???"),
+    lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    stop=st.lists(text_values),
+    extra=st.dictionaries(st.text("abc", min_size=1), st.none() | st.booleans() | st.integers() | text_values),
+    kind=st.sampled_from(Kind),
+)
+def test_a_saved_config_loads_as_an_equal_one(tmp_path_factory, path, lr, stop, extra, kind) -> None:
+    config = Run(
+        data=Data(path=path),
+        actor=Actor(optimizer=Optimizer(lr=lr, kind=kind)),
+        sampling=Sampling(max_new_tokens=3, stop=stop),
+        extra=extra,
+        save_dir=Path("a/b"),
+    )
+    saved = tmp_path_factory.getbasetemp() / "config.yaml"
+    save(config, saved)
+    assert load(Run, ["--config", str(saved)]) == config
+
+
+def test_a_child_inherits_only_what_it_leaves_open() -> None:
+    actor = Actor(model_name="m", tp_size=2, optimizer=Optimizer(lr=1.0, clip=0.5))
+    critic = Actor(tp_size=4, optimizer=Optimizer(lr=2.0))
+    inherited = inherit(critic, actor)
+    assert inherited == Actor(model_name="m", tp_size=4, optimizer=Optimizer(lr=2.0, clip=0.5))
+    assert critic.model_name is None
+
+
+def test_help_prints_every_key_with_default_and_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        load(Run, ["data.path=x", "--help"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.rstrip() == describe(Run)
+    lines = describe(Run).splitlines()
+    at = lines.index("data.path=<required>  (a str)")
+    assert lines[at + 1].strip() == "a file or a Hugging Face dataset"
+    assert "actor.optimizer.lr=0.001  (a float)" in lines
+    assert "sampling.max_new_tokens=<required>  (an int)" in lines
+
+
+def test_the_module_is_light() -> None:
+    program = "import sys, rlite.config; assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
