@@ -93,6 +93,12 @@ def test_microbatches_that_run_together_are_of_like_size() -> None:
     assert waits <= 0.02 * sum(lengths)
 
 
+def test_ranks_are_a_little_uneven_where_that_saves_a_microbatch() -> None:
+    # Rows dealt for balance alone leave a share of more than 20 tokens, and so a second microbatch on every rank.
+    plan = plan_microbatches([5, 8, 10, 5, 11, 19], 3, 20)
+    assert [len(share) for share in plan] == [1, 1, 1]
+
+
 def test_fewer_rows_than_ranks_leave_empty_microbatches() -> None:
     assert plan_microbatches([5, 5], 4, 8) == [[[0]], [[1]], [[]], [[]]]
 
