@@ -199,23 +199,33 @@ class Ledger:
                 barred[name] = ""
         return barred
 
-    def _candidates(self, request: PlacementRequest) -> list[Device]:
-        """The devices that the request can have, in the order of preference."""
+    def _suitable(self, request: PlacementRequest) -> list[Device]:
+        """The devices that would do if nobody else held them, in the order of preference."""
         pool: Iterable[Device] = self.devices
         if request.colocate_with:
             pool = dict.fromkeys(d for name in request.colocate_with for d in self.placements[name].devices)
-        barred = {device for name in self._barred(request) for device in self.placements[name].devices}
         ips = request.acceptable_node_ips
-        return [device for device in pool if device not in barred and (ips is None or device.ip in ips)]
+        return [device for device in pool if ips is None or device.ip in ips]
+
+    def _candidates(self, request: PlacementRequest) -> list[Device]:
+        """The devices that the request can have, in the order of preference."""
+        barred = {device for name in self._barred(request) for device in self.placements[name].devices}
+        return [device for device in self._suitable(request) if device not in barred]
 
     def _refusal(self, request: PlacementRequest, candidates: list[Device], num_fit: int) -> str:
-        barred = self._barred(request)
+        suitable = set(self._suitable(request))
+        barred = {
+            name: reason
+            for name, reason in self._barred(request).items()
+            if not suitable.isdisjoint(self.placements[name].devices)
+        }
         held = [
             f"{name!r} holds {_listing(self.placements[name].devices)}" + (f" ({reason})" if reason else "")
             for name, reason in barred.items()
         ]
         free = self.free()
-        is_split = len(candidates) >= request.executor_size * (request.num_executors or 1)
+        is_enough = len(candidates) >= request.executor_size * (request.num_executors or 1)
+        apart = ", which lie apart: an executor needs one node, or whole ones if none is large enough"
 
         remedies = []
         if shareable := [repr(name) for name, reason in barred.items() if not reason]:
@@ -234,11 +244,7 @@ class Ledger:
             f"{request}; {num_fit or 'none'} can be placed. "
             + f"It can have {len(candidates)} of {len(self.devices)} devices"
             + (f", {_listing(candidates)}" if candidates else "")
-            + (
-                ", which lie apart: an executor needs one node, or whole ones if none is large enough"
-                if is_split
-                else ""
-            )
+            + (apart if is_enough else "")
             + f". Free: {_listing(free) if free else 'none'}. "
             + f"In the way: {_shortened(held, '; ') if held else 'nobody'}. "
             + f"Remedy: {', or '.join(remedies)}"
