@@ -69,7 +69,8 @@ def test_nothing_is_lost_or_repeated_and_the_order_comes_back(
     weights = data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count)) if is_balanced else None
     marked = NeedParallel(value, balance_by=weights)
     shares = plan_shares((marked,), {}, num_ranks, allow_empty=True)
-    assert shares is not None and pickle.loads(pickle.dumps(shares)) == shares
+    assert shares is not None
+    assert pickle.loads(pickle.dumps(shares)) == shares
     calls = scatter((marked, "copied"), {}, num_ranks, shares=shares, allow_empty=True)
     parts = [args[0] for args, _ in calls]
     assert len(parts) == num_ranks
@@ -82,8 +83,11 @@ def test_nothing_is_lost_or_repeated_and_the_order_comes_back(
 def test_contiguous_shares_differ_by_at_most_one_row_and_the_larger_come_first(count: int, num_ranks: int) -> None:
     shares = Shares.contiguous(count, num_ranks)
     sizes = [len(rows) for rows in shares.rows]
-    assert shares.is_contiguous and sum(sizes) == count and len(sizes) == num_ranks
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+    assert shares.is_contiguous
+    assert sum(sizes) == count
+    assert len(sizes) == num_ranks
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
 
 
 @pytest.mark.parametrize(("count", "num_ranks", "sizes"), [(7, 2, [4, 3]), (5, 4, [2, 1, 1, 1]), (9, 8, [2] + [1] * 7)])
@@ -96,7 +100,8 @@ def test_uneven_rows_are_shared_as_documented(count: int, num_ranks: int, sizes:
 def test_shares_of_consecutive_rows_are_views_of_a_tensor() -> None:
     rows = torch.arange(10)
     first, second = split(rows, Shares.contiguous(10, 2))
-    assert first.data_ptr() == rows.data_ptr() and second.data_ptr() == rows[5:].data_ptr()
+    assert first.data_ptr() == rows.data_ptr()
+    assert second.data_ptr() == rows[5:].data_ptr()
     same_rows = split(rows, Shares(((0, 1, 2, 3), (4, 5, 6, 7, 8, 9))))[0]
     assert same_rows.data_ptr() == rows.data_ptr()
 
@@ -228,8 +233,10 @@ def test_sequences_are_cut_along_dimension_one_and_join_again(rows: int, length:
         assert all(torch.equal(part["rewards"], batch["rewards"]) for part in batches)
         assert [list(chain(*pieces)) for pieces in zip(*lists, strict=True)] == ids.tolist()
         sizes = [part.shape[1] for part in tensors]
-        assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
-    assert set(batch.keys()) == {"ids", "rewards"} and torch.equal(batch["ids"], ids)  # the input is left alone
+        assert sizes == sorted(sizes, reverse=True)
+        assert sizes[0] - sizes[-1] <= 1
+    assert set(batch.keys()) == {"ids", "rewards"}
+    assert torch.equal(batch["ids"], ids)
 
 
 def test_rows_and_sequences_can_be_split_in_one_call() -> None:
@@ -292,7 +299,8 @@ def test_a_method_states_how_its_results_are_gathered() -> None:
 
         def step(self) -> None: ...
 
-    assert gather_of(Module().loss) == "mean" and gather_of(Module.step) == "list"
+    assert gather_of(Module().loss) == "mean"
+    assert gather_of(Module.step) == "list"
 
 
 def test_results_are_gathered_as_asked() -> None:

@@ -226,7 +226,8 @@ requests = st.fixed_dictionaries(
 def check(ledger: Ledger, request: PlacementRequest, executors: Executors) -> None:
     """What holds for every placement, whatever the algorithm."""
     taken = [device for executor in executors for device in executor]
-    assert len(set(taken)) == len(taken) and set(taken) <= set(ledger.devices)
+    assert len(set(taken)) == len(taken)
+    assert set(taken) <= set(ledger.devices)
     assert len(executors) == (request.num_executors or len(executors)) >= 1
     assert all(len(executor) == request.executor_size for executor in executors)
     for device in taken:
@@ -257,7 +258,8 @@ def test_every_placement_keeps_the_rules_and_release_restores(sizes: list[int], 
         assert ledger.place(request) == (after, executors)
         assert after.devices_of(request.owner) == tuple(device for executor in executors for device in executor)
         restored = after.release(request.owner)
-        assert restored == ledger and restored.free() == ledger.free()
+        assert restored == ledger
+        assert restored.free() == ledger.free()
         ledger = pickle.loads(pickle.dumps(after))
 
 
@@ -287,5 +289,6 @@ def test_ten_thousand_devices_are_placed_in_under_two_seconds(size: int, number:
     with pytest.raises(PlacementError) as refused:
         ledger.place(PlacementRequest(owner="z", executor_size=8))
     assert time.process_time() - started < 2
-    assert shared == executors and len(executors) == number
+    assert shared == executors
+    assert len(executors) == number
     assert len(str(refused.value)) < 2_000
