@@ -1,0 +1,32 @@
+"""Trackio, the local-first experiment tracker of Hugging Face. Imported only when asked for:
+`pip install 'rlite[trackio]'`. Look at the runs with `trackio show --project PROJECT`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import trackio
+
+from rlite.observability.sinks import MetricSink, Run
+
+
+class TrackioSink:
+    """One trackio run, kept in trackio's own directory (`TRACKIO_DIR`)."""
+
+    def __init__(self, *, project: str, name: str, config: Mapping[str, Any] | None = None) -> None:
+        self._run = trackio.init(project=project, name=name, config=dict(config or {}), embed=False)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Store the metrics of a step."""
+        self._run.log({key: float(value) for key, value in metrics.items()}, step=step)
+
+    def close(self) -> None:
+        """Finish the run; waits until what is held is written."""
+        self._run.finish()
+
+
+def open_trackio(run: Run) -> MetricSink:
+    """A run in `run.project`."""
+    return TrackioSink(project=run.project, name=run.name, config=run.config)

@@ -1,0 +1,177 @@
+"""Collects numbers where they arise, under names that say where that was.
+
+    with stats_tracker.record_timing("train_step"), stats_tracker.scope("actor"):
+        stats_tracker.denominator(tokens=mask)                    # bool mask
+        stats_tracker.stat(denominator="tokens", entropy=entropy) # a tensor of the mask's shape
+        stats_tracker.scalar(loss=loss, lr=lr)
+    stats_tracker.export()
+    # {"actor/tokens": 812.0, "actor/entropy/mean": ..., "actor/entropy/min": ..., "actor/entropy/max": ...,
+    #  "actor/loss": ..., "actor/lr": ..., "timeperf/train_step": ...}
+
+The functions work on one tracker of the process; make a `StatsTracker` for one of your own. Scopes and masks belong to
+the thread or task that set them, the collected numbers to the tracker: any thread may record. Tensors stay on their
+device until `export`, so recording does not wait for a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """What the current thread or task is inside of: the scopes' prefix, and the masks that were announced there."""
+
+    prefix: str = ""
+    masks: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Mean:
+    total: Any = 0.0
+    count: int = 0
+
+    def export(self, key: str) -> dict[str, float]:
+        return {key: float(self.total) / self.count}
+
+
+@dataclass
+class _Count:
+    total: Any = 0
+
+    def export(self, key: str) -> dict[str, float]:
+        return {key: float(self.total)}
+
+
+@dataclass
+class _Masked:
+    """Totals over all masked-in elements so far; tensors of one element, wherever they live."""
+
+    total: Any = 0.0
+    count: Any = 0
+    lowest: list[Any] = field(default_factory=list)
+    highest: list[Any] = field(default_factory=list)
+
+    def export(self, key: str) -> dict[str, float]:
+        if not float(self.count):  # no element: there is no mean
+            return {}
+        lowest, highest = min(map(float, self.lowest)), max(map(float, self.highest))
+        return {f"{key}/mean": float(self.total) / float(self.count), f"{key}/min": lowest, f"{key}/max": highest}
+
+
+class StatsTracker:
+    """A set of named statistics. See the module's text."""
+
+    def __init__(self) -> None:
+        self._frame: ContextVar[_Frame] = ContextVar("frame", default=_Frame())  # noqa: B039  (never mutated)
+        self._lock = threading.Lock()
+        self._stats: dict[str, _Mean | _Count | _Masked] = {}
+
+    @contextlib.contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Keys recorded inside begin with `name/`; scopes nest."""
+        frame = self._frame.get()
+        token = self._frame.set(replace(frame, prefix=f"{frame.prefix}{name}/"))
+        try:
+            yield
+        finally:
+            self._frame.reset(token)
+
+    @contextlib.contextmanager
+    def record_timing(self, key: str) -> Iterator[None]:
+        """The block's wall-clock seconds under `timeperf/key`; the mean of all calls, also of those that raise."""
+        name = f"{self._frame.get().prefix}timeperf/{key}"
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._add(name, _Mean, time.perf_counter() - started)
+
+    def denominator(self, **masks: Any) -> None:
+        """Announce bool masks by name for the `stat` calls that follow here; exports how many elements they select."""
+        frame = self._frame.get()
+        detached = {key: mask.detach().bool() for key, mask in masks.items()}
+        self._frame.set(replace(frame, masks={**frame.masks, **detached}))
+        for key, mask in detached.items():
+            self._add(f"{frame.prefix}{key}", _Count, mask.sum())
+
+    def stat(self, denominator: str, **values: Any) -> None:
+        """Record tensors of the mask's shape; exports the mean, min and max of the elements where the mask is true.
+
+        Raises: UnknownOptionError if no mask of that name was announced here; ConfigError if the shapes differ.
+        """
+        frame = self._frame.get()
+        if denominator not in frame.masks:
+            raise UnknownOptionError(f"no denominator {denominator!r} here; {did_you_mean(denominator, frame.masks)}")
+        mask = frame.masks[denominator]
+        for key, value in values.items():
+            if value.shape != mask.shape:
+                raise ConfigError(
+                    f"stat {frame.prefix}{key} has shape {list(value.shape)}, "
+                    f"its denominator {denominator!r} {list(mask.shape)}"
+                )
+            self._add(f"{frame.prefix}{key}", _Masked, (value.detach().double(), mask))
+
+    def scalar(self, **values: Any) -> None:
+        """Record numbers or tensors of one element; exports each key's mean over all calls."""
+        prefix = self._frame.get().prefix
+        for key, value in values.items():
+            self._add(f"{prefix}{key}", _Mean, _number(f"{prefix}{key}", value))
+
+    def export(self, reset: bool = True) -> dict[str, float]:
+        """All statistics, sorted by key; `reset` begins anew."""
+        with self._lock:
+            stats = dict(self._stats)
+            exported = {name: number for key in sorted(stats) for name, number in stats[key].export(key).items()}
+            if reset:
+                self._stats = {}
+        return exported
+
+    def _add(self, key: str, kind: type[_Mean] | type[_Count] | type[_Masked], value: Any) -> None:
+        with self._lock:
+            stat = self._stats.setdefault(key, kind())
+            if not isinstance(stat, kind):
+                raise ConfigError(f"{key!r} is recorded in two ways, as {_WORDS[type(stat)]} and as {_WORDS[kind]}")
+            if isinstance(stat, _Masked):
+                value, mask = value
+                if mask.numel():
+                    stat.total = stat.total + value.masked_fill(~mask, 0.0).sum()
+                    stat.count = stat.count + mask.sum()
+                    stat.lowest.append(value.masked_fill(~mask, float("inf")).min())
+                    stat.highest.append(value.masked_fill(~mask, float("-inf")).max())
+            else:
+                stat.total = stat.total + value
+                if isinstance(stat, _Mean):
+                    stat.count += 1
+
+
+_WORDS: dict[type, str] = {_Mean: "a scalar", _Count: "a denominator", _Masked: "a stat"}
+
+
+def _number(key: str, value: Any) -> Any:
+    if hasattr(value, "detach"):  # a tensor; this module imports no torch
+        if value.numel() != 1:
+            raise ConfigError(f"scalar {key} has {value.numel()} elements: use stat, or reduce it first")
+        return value.detach().double().reshape(())
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"scalar {key}={value!r}: expected a number") from error
+
+
+_default = StatsTracker()
+
+scope: Callable[[str], contextlib.AbstractContextManager[None]] = _default.scope
+record_timing: Callable[[str], contextlib.AbstractContextManager[None]] = _default.record_timing
+denominator = _default.denominator
+stat = _default.stat
+scalar = _default.scalar
+export = _default.export

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlite.errors import ConfigError, UnknownOptionError
+from rlite.observability.sinks import JsonlSink, MetricSinks, Run, open_sinks
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_step_is_a_line_of_strict_json_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "run" / "metrics.jsonl")
+    sink.log(1, {"loss": 0.5, "n": 3})
+    sink.log(2, {"loss": float("nan"), "top": float("-inf")})
+    assert read(sink.path) == [{"step": 1, "loss": 0.5, "n": 3}, {"step": 2, "loss": "nan", "top": "-inf"}]
+    with pytest.raises(ConfigError, match="cannot be named 'step'"):
+        sink.log(3, {"step": 1.0})
+    sink.close()
+
+
+def test_a_resumed_run_writes_the_file_of_an_undisturbed_one(tmp_path: Path) -> None:
+    undisturbed, killed = JsonlSink(tmp_path / "a.jsonl"), JsonlSink(tmp_path / "b.jsonl")
+    for step in range(1, 8):
+        undisturbed.log(step, {"loss": 1 / step})
+    for step in range(1, 6):
+        killed.log(step, {"loss": 1 / step})
+    killed.close()
+    with killed.path.open("a") as file:
+        file.write('{"step": 6, "lo')  # killed while it wrote
+    resumed = JsonlSink(killed.path)
+    resumed.truncate_after(3)
+    for step in range(4, 8):
+        resumed.log(step, {"loss": 1 / step})
+    assert resumed.path.read_bytes() == undisturbed.path.read_bytes()
+    undisturbed.close()
+    resumed.close()
+
+
+def test_sinks_are_opened_by_name_and_resume_together(tmp_path: Path) -> None:
+    for resume_after in (None, 1):
+        sinks = open_sinks(["jsonl"], Run(directory=tmp_path, resume_after=resume_after))
+        for step in (1, 2) if resume_after is None else (2, 3):
+            sinks.log(step, {"loss": float(step)})
+        sinks.close()
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    with pytest.raises(UnknownOptionError, match="'tensorbord'; did you mean 'tensorboard'"):
+        open_sinks(["jsonl", "tensorbord"], Run(directory=tmp_path))
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
+def test_an_absent_package_is_an_error_that_names_its_extra(name: str, tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib\n"
+        f"sys.modules[{name!r}] = None\n"
+        "from rlite.errors import ConfigError\n"
+        "from rlite.observability.sinks import Run, open_sinks\n"
+        f"try: open_sinks(['jsonl', {name!r}], Run(directory=pathlib.Path({str(tmp_path)!r})))\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert f"pip install 'rlite[{name}]'" in shown
+    assert not (tmp_path / "metrics.jsonl").exists(), "nothing is opened when one cannot be"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs rlite[tensorboard]")
+def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sinks = open_sinks(["tensorboard"], Run(directory=tmp_path))
+    for step in (1, 2):
+        sinks.log(step, {"actor/loss": step / 2})
+    sinks.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("actor/loss")
+    assert [(event.step, event.value) for event in events] == [(1, 0.5), (2, 1.0)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs rlite[wandb]")
+def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    sinks = open_sinks(["wandb"], Run(directory=tmp_path, config={"lr": 1e-3}))
+    sinks.log(1, {"loss": 0.5})
+    sinks.close()
+    written = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(written) == 1
+    assert b"loss" in written[0].read_bytes()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="needs rlite[trackio]")
+def test_trackio_keeps_a_run_locally(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, trackio\n"
+        "from rlite.observability.sinks import Run, open_sinks\n"
+        f"sinks = open_sinks(['trackio'], Run(directory=pathlib.Path({str(tmp_path)!r}), project='p', name='r'))\n"
+        "sinks.log(1, {'loss': 0.5})\n"
+        "sinks.close()\n"
+        "print('kept', trackio.Api().runs('p')[0].name)\n"
+    )
+    environment = {"TRACKIO_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    assert "kept r" in done.stdout
+
+
+class Recorder:
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.closed = fails, False
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+        if self.fails:
+            raise OSError("disk full")
+
+
+def test_a_sink_that_fails_to_close_does_not_keep_the_others_open() -> None:
+    sinks = [Recorder(), Recorder(fails=True), Recorder()]
+    with pytest.raises(OSError, match="disk full"):
+        MetricSinks(sinks).close()
+    assert all(sink.closed for sink in sinks)

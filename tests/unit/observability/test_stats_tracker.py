@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from rlite.errors import ConfigError, UnknownOptionError
+from rlite.observability import stats_tracker
+from rlite.observability.stats_tracker import StatsTracker
+
+
+def test_keys_carry_their_scopes_and_timings_stand_under_timeperf() -> None:
+    stats_tracker.export()
+    with stats_tracker.record_timing("train_step"), stats_tracker.scope("actor"):
+        stats_tracker.scalar(loss=1.0)
+        with stats_tracker.scope("optimizer"), stats_tracker.record_timing("step"):
+            stats_tracker.scalar(lr=torch.tensor(0.5, requires_grad=True))
+            time.sleep(0.01)
+    stats_tracker.scalar(reward=2)
+    report = stats_tracker.export()
+    timings = {key: report.pop(key) for key in ("timeperf/train_step", "actor/optimizer/timeperf/step")}
+    assert report == {"actor/loss": 1.0, "actor/optimizer/lr": 0.5, "reward": 2.0}
+    assert timings["timeperf/train_step"] >= timings["actor/optimizer/timeperf/step"] >= 0.01
+    assert stats_tracker.export() == {}
+
+
+def test_a_scalar_is_the_mean_of_its_calls_and_export_may_keep_it() -> None:
+    tracker = StatsTracker()
+    for loss in (1.0, torch.tensor([2.0], dtype=torch.bfloat16), 6):
+        tracker.scalar(loss=loss)
+    assert tracker.export(reset=False) == tracker.export() == {"loss": 3.0}
+    assert tracker.export() == {}
+
+
+def test_a_stat_looks_only_where_its_mask_is_true_and_weighs_every_element_alike() -> None:
+    tracker = StatsTracker()
+    with tracker.scope("actor"):
+        tracker.denominator(tokens=torch.tensor([[1, 1], [1, 0]]))
+        tracker.stat(denominator="tokens", entropy=torch.tensor([[1.0, 2.0], [3.0, float("nan")]]))
+        tracker.denominator(tokens=torch.tensor([True, False]))
+        tracker.stat(denominator="tokens", entropy=torch.tensor([10.0, -50.0], requires_grad=True))
+        tracker.denominator(nothing=torch.zeros(3, dtype=torch.bool), none=torch.zeros(0))
+        tracker.stat(denominator="nothing", kl=torch.ones(3))
+        tracker.stat(denominator="none", kl=torch.ones(0))
+    assert tracker.export() == {
+        "actor/entropy/max": 10.0,
+        "actor/entropy/mean": 4.0,
+        "actor/entropy/min": 1.0,
+        "actor/none": 0.0,
+        "actor/nothing": 0.0,
+        "actor/tokens": 4.0,
+    }
+
+
+def test_a_failing_block_leaves_its_scope_and_its_time() -> None:
+    tracker = StatsTracker()
+    with pytest.raises(ZeroDivisionError), tracker.scope("actor"), tracker.record_timing("step"):
+        _ = 1 / 0
+    tracker.scalar(x=1)
+    assert sorted(tracker.export()) == ["actor/timeperf/step", "x"]
+
+
+def test_tasks_and_threads_have_scopes_and_masks_of_their_own() -> None:
+    tracker = StatsTracker()
+
+    async def episode(name: str, size: int) -> None:
+        with tracker.scope(name):
+            tracker.denominator(tokens=torch.ones(size))
+            await asyncio.sleep(0.001 * (5 - size))
+            tracker.stat(denominator="tokens", reward=torch.full((size,), float(size)))
+
+    async def main() -> None:
+        await asyncio.gather(*(episode(f"task{size}", size) for size in range(1, 5)))
+
+    def count() -> None:
+        with tracker.scope("thread"):
+            for _ in range(500):
+                tracker.scalar(n=1.0)
+                tracker.denominator(seen=torch.ones(1))
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    asyncio.run(main())
+    for thread in threads:
+        thread.join()
+    report = tracker.export()
+    assert report["thread/n"] == 1.0
+    assert report["thread/seen"] == 2000.0
+    assert [report[f"task{size}/reward/mean"] for size in range(1, 5)] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_misuse_is_named() -> None:
+    tracker = StatsTracker()
+    tracker.denominator(tokens=torch.ones(3))
+    with pytest.raises(UnknownOptionError, match=r"'token' here; did you mean 'tokens'"):
+        tracker.stat(denominator="token", x=torch.ones(3))
+    with pytest.raises(ConfigError, match=r"x has shape \[2\], its denominator 'tokens' \[3\]"):
+        tracker.stat(denominator="tokens", x=torch.ones(2))
+    with pytest.raises(ConfigError, match="x has 2 elements"):
+        tracker.scalar(x=torch.ones(2))
+    with pytest.raises(ConfigError, match="x='high': expected a number"):
+        tracker.scalar(x="high")
+    with pytest.raises(ConfigError, match="'tokens' is recorded in two ways, as a denominator and as a scalar"):
+        tracker.scalar(tokens=3)
+
+
+def test_importing_it_imports_no_torch() -> None:
+    program = "import sys, rlite.observability.stats_tracker; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
