@@ -1,11 +1,11 @@
 """Worker groups: calls on many workers at once, with time-outs that name the late and errors that name the dead.
 
-    submit ──> waiting ──> all answered ──────────────> results, in rank order
-                  │
-                  ├── a worker raised ── peers end within the grace ──> its exception; the group goes on
-                  │          └── peers are stuck in a collective ─────> its exception; the group is stopped
-                  ├── a worker died ──────────────────────────────────> WorkerDied; the group is stopped
-                  └── time is up ─────────────────────────────────────> CallTimeout that names the late ranks
+submit ──> waiting ──> all answered ──────────────> results, in rank order
+              │
+              ├── a worker raised ── peers end within the grace ──> its exception; the group goes on
+              │          └── peers are stuck in a collective ─────> its exception; the group is stopped
+              ├── a worker died ──────────────────────────────────> WorkerDied; the group is stopped
+              └── time is up ─────────────────────────────────────> CallTimeout that names the late ranks
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class WorkerGroup:
     def describe(self, rank: int) -> str:
         return worker_name(self.name, rank, self.devices[rank])
 
-    def create(self, factory: Callable[[WorkerContext], Any], contexts: Sequence[WorkerContext], timeout: float) -> None:
+    def create(
+        self, factory: Callable[[WorkerContext], Any], contexts: Sequence[WorkerContext], timeout: float
+    ) -> None:
         """Make every worker; the factory travels pickled by value where it has to."""
         blob = cloudpickle.dumps(factory)
         futures = {

@@ -137,14 +137,13 @@ class RayLauncher:
         return group
 
     def _meet(self, group: WorkerGroup) -> None:
-        ip = group.devices[0].ip
+        is_one_node = len({device.node for device in group.devices}) == 1
+        ip = "127.0.0.1" if is_one_node else group.devices[0].ip
         opened = group.handles[0].apply((), cloudpickle.dumps(open_store), (ip,))
         (port,) = group.gather({0: opened}, what="open a rendezvous", timeout=self._start_timeout)
         blob = cloudpickle.dumps(join)
         joined = {
-            rank: handle.apply(
-                (), blob, (rank, len(group), ip, port, group.devices[rank].kind, self._start_timeout)
-            )
+            rank: handle.apply((), blob, (rank, len(group), ip, port, group.devices[rank].kind, self._start_timeout))
             for rank, handle in enumerate(group.handles)
         }
         group.gather(joined, what="meet", timeout=self._start_timeout)
@@ -214,4 +213,3 @@ def _reserve(resource: str, num_devices: int | None, timeout: float) -> Any:
             f"Free now: {ray.available_resources().get(resource, 0):g}. Ask for fewer (num_devices=) or wait for it."
         )
     return group
-

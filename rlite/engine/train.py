@@ -147,7 +147,9 @@ class RliteTrainEngine(Engine):
         plan = plan_microbatches(lengths, self.num_data_ranks, self.options.max_tokens_per_microbatch)
         rows_of, calls = [], []
         for microbatches in plan:
-            rows = [row for microbatch in microbatches for row in microbatch] or [0]  # a rank without rows needs a shape
+            rows = [row for microbatch in microbatches for row in microbatch] or [
+                0
+            ]  # a rank without rows needs a shape
             local = {row: index for index, row in enumerate(rows)}
             width = max(lengths[row] for row in rows)
             index = torch.tensor(rows)
@@ -219,6 +221,8 @@ class RliteTrainEngine(Engine):
         folder = Path(path).absolute()
         facts = verify(folder)
         if facts["module"] != type(self.module).__name__:
-            raise CheckpointError(f"{folder}: saved from {facts['module']}, this engine has {type(self.module).__name__}")
+            raise CheckpointError(
+                f"{folder}: saved from {facts['module']}, this engine has {type(self.module).__name__}"
+            )
         self.group.broadcast("load_state", str(folder))
         return facts

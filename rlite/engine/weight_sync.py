@@ -60,7 +60,9 @@ class SyncReport:
     def __str__(self) -> str:
         rate = self.num_bytes / max(self.seconds, 1e-9) / 2**30
         megabytes = self.num_bytes / 2**20
-        return f"version {self.version}: {megabytes:.1f} MiB in {self.seconds:.3f} s ({rate:.2f} GiB/s, {self.transport})"
+        return (
+            f"version {self.version}: {megabytes:.1f} MiB in {self.seconds:.3f} s ({rate:.2f} GiB/s, {self.transport})"
+        )
 
 
 def sync_weights(
@@ -89,7 +91,9 @@ def sync_weights(
             _verify(source, target, copy, targets, plan)
         for rank, names in enumerate(_apply(target.group, is_finite, "look for NaN")) if verify_checksums else ():
             if names:
-                raise WeightSyncError(f"{target.group.describe(rank)} received weights that are not finite: {names[:3]}")
+                raise WeightSyncError(
+                    f"{target.group.describe(rank)} received weights that are not finite: {names[:3]}"
+                )
         target.group.broadcast("weights_changed")
     return SyncReport(
         version=target.get_version(),
@@ -264,9 +268,7 @@ def _broadcast(source: Engine, target: Engine, copy: Executor, offered: list[Lay
     return sum(written)
 
 
-def _verify(
-    source: Engine, target: Engine, copy: Executor, targets: Sequence[Layout], plan: list[list[Piece]]
-) -> None:
+def _verify(source: Engine, target: Engine, copy: Executor, targets: Sequence[Layout], plan: list[list[Piece]]) -> None:
     by_source: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for rank, pieces in enumerate(plan):
         for number, piece in enumerate(pieces):

@@ -40,6 +40,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         with real_tensors(), meta_parameters():
             module = cls(cls.config_class.from_pretrained(folder))  # type: ignore[attr-defined]
         module.config._name_or_path = str(path)
+        module.loss_type = "ForCausalLM"  # transformers reads it off the class's name, which is the user's here
         return module
 
     def materialization_source(self) -> CheckpointSource:

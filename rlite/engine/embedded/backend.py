@@ -1,0 +1,22 @@
+"""The inference executor "torch": how its worker is made."""
+
+from __future__ import annotations
+
+import torch
+
+from rlite.cluster.host import WorkerContext
+from rlite.engine.base import Backend
+from rlite.engine.embedded.options import EmbeddedOptions
+from rlite.engine.embedded.worker import EmbeddedWorker
+from rlite.parallel.processes import subgroup
+
+
+def make_worker(context: WorkerContext, path: str, options: EmbeddedOptions, executor_size: int) -> EmbeddedWorker:
+    """One rank of one replica; the ranks of a replica share a process group."""
+    first = context.rank - context.rank % executor_size
+    replica = context.world_ranks[first : first + executor_size]
+    group = subgroup(replica) if executor_size > 1 else None
+    return EmbeddedWorker(path, options, torch.device(context.torch_device), group)
+
+
+BACKEND = Backend(options=EmbeddedOptions, worker=make_worker)

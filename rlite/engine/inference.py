@@ -1,0 +1,505 @@
+"""The inference engine: prompts in, completions out, through replicas that batch continuously.
+
+    generate / agenerate ──> router ──> pump of one replica ──advance(new, cancelled, steps)──> its workers
+            ^                                   │
+            └────────── tokens, by chunk ───────┘
+
+Each replica has a pump: a thread that sends it new requests and takes its tokens, a few decode steps per call. Workers
+are synchronous and know nothing of it. Pausing is not calling: generation rests at a token boundary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from rlite.engine.base import Engine, Executor, Part, Weights
+from rlite.errors import ConfigError, DataError, ResidencyError, RliteError
+from rlite.nn.huggingface import local_checkpoint
+from rlite.types import (
+    CompletionOutput,
+    GenerationHyperparameters,
+    LLMRequest,
+    LLMResponse,
+    RequestOutput,
+    SequenceRequest,
+    StopReason,
+    TokenChunk,
+)
+
+STEPS_PER_CALL = 8
+"""decode steps between two looks at the queue of new requests"""
+PROMPT_TYPES = "a text, a list of token ids, or a dict with prompt_token_ids"
+
+
+@dataclass
+class _Flight:
+    """One request on its way: what has arrived so far, and who waits for the end."""
+
+    request: SequenceRequest
+    done: Future[_Flight] = field(default_factory=Future)
+    on_chunk: Callable[[TokenChunk], None] | None = None
+    started: float = field(default_factory=time.perf_counter)
+    first_token: float = 0.0
+    ended: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: StopReason = "abort"
+
+    @property
+    def cost(self) -> int:
+        """Tokens that this request may still need; what the router balances."""
+        return len(self.request.input_ids) + self.request.gconfig.max_new_tokens - len(self.token_ids)
+
+    def take(self, chunk: TokenChunk) -> bool:
+        """Append a chunk; True if it was the last."""
+        if chunk.token_ids and not self.token_ids:
+            self.first_token = time.perf_counter()
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.sampling_logprobs += chunk.sampling_logprobs
+        self.versions += [chunk.version] * len(chunk.token_ids)
+        if self.on_chunk is not None:
+            self.on_chunk(chunk)
+        if chunk.finish_reason is None and chunk.error is None:
+            return False
+        self.ended = time.perf_counter()
+        if chunk.error is not None:
+            self.done.set_exception(DataError(chunk.error))
+        else:
+            self.finish_reason = chunk.finish_reason or "abort"
+            self.done.set_result(self)
+        return True
+
+
+class _Pump:
+    """Feeds one replica. Consumes: submitted requests. Waits for: requests, and leave to run. Ends with the engine."""
+
+    def __init__(self, executor: Executor, may_run: threading.Event) -> None:
+        self.executor = executor
+        self.failure: BaseException | None = None
+        self._may_run = may_run
+        self._changed = threading.Condition()
+        self._waiting: list[_Flight] = []
+        self._running: dict[int, _Flight] = {}
+        self._cancelled: list[int] = []
+        self._closing = False
+        self._calling = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"pump-{executor.index}", daemon=True)
+        self._thread.start()
+
+    @property
+    def outstanding(self) -> int:
+        """Tokens that this replica may still have to read or write."""
+        with self._changed:
+            return sum(flight.cost for flight in [*self._waiting, *self._running.values()])
+
+    @property
+    def num_in_flight(self) -> int:
+        with self._changed:
+            return len(self._waiting) + len(self._running)
+
+    def submit(self, flights: Sequence[_Flight]) -> None:
+        with self._changed:
+            if self.failure is not None:
+                raise type(self.failure)(*self.failure.args)
+            self._waiting += flights
+            self._changed.notify()
+
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        """Ask for these requests to end; they answer with stop_reason "abort"."""
+        with self._changed:
+            self._cancelled += request_ids
+            self._changed.notify()
+
+    def cancel_all(self) -> None:
+        with self._changed:
+            self.cancel([flight.request.request_id for flight in [*self._waiting, *self._running.values()]])
+
+    @contextmanager
+    def between_calls(self) -> Iterator[None]:
+        """No call is under way inside; the caller has cleared the permission to run before."""
+        with self._calling:
+            yield
+
+    def flush_cancelled(self) -> None:
+        """Deliver cancellations at once, while the pump is held."""
+        with self._changed:
+            new, cancelled = self._take()
+        self._advance(new, cancelled, 0)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._may_run.set()
+        self._thread.join(timeout=60)
+        self._fail(RliteError("the inference engine was released while this request was in flight"))
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._waiting or self._running or self._cancelled)
+                if self._closing:
+                    return
+            self._may_run.wait()
+            with self._calling:
+                if not self._may_run.is_set():
+                    continue
+                with self._changed:
+                    if self._closing:
+                        return
+                    new, cancelled = self._take()
+                try:
+                    self._advance(new, cancelled, STEPS_PER_CALL)
+                except RliteError as error:
+                    self._fail(error)
+                    return
+                except Exception as error:  # a worker's own exception belongs to everyone who waits
+                    self._fail(error)
+                    return
+
+    def _take(self) -> tuple[list[_Flight], list[int]]:
+        new, cancelled = self._waiting, self._cancelled
+        self._waiting, self._cancelled = [], []
+        self._running.update({flight.request.request_id: flight for flight in new})
+        return new, cancelled
+
+    def _advance(self, new: Sequence[_Flight], cancelled: list[int], steps: int) -> None:
+        chunks = self.executor.call("advance", [flight.request for flight in new], cancelled, steps)
+        for chunk in chunks:
+            flight = self._running.get(chunk.request_id)
+            if flight is not None and flight.take(chunk):
+                with self._changed:
+                    del self._running[chunk.request_id]
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self.failure = error
+            flights, self._waiting, self._running = [*self._waiting, *self._running.values()], [], {}
+        for flight in flights:
+            if not flight.done.done():
+                flight.done.set_exception(error)
+
+
+class RliteInferenceEngine(Engine):
+    """Serves a causal language model.
+
+    Args:
+        path: folder (or hub name) of a Hugging Face checkpoint.
+        executor: what computes: "torch" (built in), or a registered one.
+
+    `tensor_parallel_size` in `build` counts the workers of one replica, `data_parallel_size` the replicas.
+    """
+
+    kind: ClassVar[str] = "inference"
+
+    def __init__(self, path: str | Path, executor: str = "torch") -> None:
+        super().__init__(executor)
+        self.path = str(local_checkpoint(path))
+        self._config = AutoConfig.from_pretrained(self.path)
+        self._pumps: list[_Pump] = []
+        self._may_run = threading.Event()
+        self._is_paused = False
+        self._has_cache = False
+        self._ids = itertools.count()
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    # -- generating ----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[int] | Mapping[str, Any]],
+        sampling_params: Mapping[str, Any] | GenerationHyperparameters | None = None,
+        timeout: float | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; results come in the order of the prompts.
+
+        Args:
+            prompts: texts, lists of token ids, or dicts with `prompt_token_ids`.
+            sampling_params: in AReaL's or vLLM's names; one for all prompts.
+            timeout: seconds for the whole call.
+
+        Raises: DataError for a prompt that cannot be used, before anything is generated; ConfigError and
+            UnknownOptionError for the sampling parameters; ResidencyError; WorkerDied.
+        """
+        gconfig = GenerationHyperparameters.from_mapping(sampling_params)
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if len(prompts) == 0:
+            raise DataError("generate: the list of prompts is empty; expected at least one prompt")
+        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        tokens = [self._tokens(prompt, index) for index, prompt in enumerate(prompts)]
+        self._check_ready("generate")
+        flights = [[self._flight(ids, gconfig, sample) for sample in range(gconfig.n_samples)] for ids in tokens]
+        self._route(flights)
+        deadline = time.monotonic() + (self.group.call_timeout if timeout is None else timeout)
+        for flight in itertools.chain.from_iterable(flights):
+            try:
+                flight.done.result(timeout=max(deadline - time.monotonic(), 0))
+            except TimeoutError:
+                self._cancel(list(itertools.chain.from_iterable(flights)))
+                raise
+        return [
+            RequestOutput(
+                prompt=text,
+                prompt_token_ids=ids,
+                outputs=[self._output(index, flight) for index, flight in enumerate(siblings)],
+            )
+            for text, ids, siblings in zip(texts, tokens, flights, strict=True)
+        ]
+
+    async def agenerate(self, request: LLMRequest, on_chunk: Callable[[TokenChunk], None] | None = None) -> LLMResponse:
+        """Complete one request, while others run; every token carries its log-probability and policy version.
+
+        `on_chunk` is called in the pump's thread as tokens arrive. Cancelling the task ends the request.
+        """
+        if request.gconfig.n_samples != 1:
+            raise ConfigError(
+                f"agenerate makes one completion, not n_samples={request.gconfig.n_samples}; call it again"
+            )
+        self._check_ready("agenerate", may_wait=True)
+        flight = self._flight(self._tokens(request.input_ids, 0), request.gconfig, 0, on_chunk)
+        self._route([[flight]], affinity=request.rid)
+        try:
+            await asyncio.wrap_future(flight.done)
+        except asyncio.CancelledError:
+            self._cancel([flight])
+            raise
+        return LLMResponse(
+            input_tokens=list(request.input_ids),
+            output_tokens=flight.token_ids,
+            output_logprobs=flight.logprobs,
+            output_versions=flight.versions,
+            stop_reason=flight.finish_reason,
+            latency=flight.ended - flight.started,
+            ttft=(flight.first_token or flight.ended) - flight.started,
+            sampling_logprobs=flight.sampling_logprobs,
+            metadata=dict(request.metadata),
+        )
+
+    async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
+        """The tokens of one request as they are made; the last chunk has a finish_reason."""
+        loop = asyncio.get_running_loop()
+        chunks: asyncio.Queue[TokenChunk] = asyncio.Queue()
+        task = asyncio.ensure_future(
+            self.agenerate(request, lambda chunk: loop.call_soon_threadsafe(chunks.put_nowait, chunk) and None)
+        )
+        try:
+            while True:
+                get = asyncio.ensure_future(chunks.get())
+                await asyncio.wait({get, task}, return_when=asyncio.FIRST_COMPLETED)
+                if not get.done():
+                    get.cancel()
+                    task.result()
+                    while not chunks.empty():
+                        yield chunks.get_nowait()
+                    return
+                chunk = get.result()
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            task.cancel()
+
+    def pause(self) -> None:
+        """Rest at a token boundary; returns when no worker computes. Requests wait until `resume()`."""
+        self._is_paused = True
+        self._hold()
+
+    def resume(self) -> None:
+        """Go on after `pause()`."""
+        self._is_paused = False
+        self._let_run()
+
+    def abort_all(self) -> None:
+        """End every request in flight with stop_reason "abort"; what they have so far is theirs."""
+        self._hold()
+        try:
+            for pump in self._pumps:
+                pump.cancel_all()
+                with pump.between_calls():
+                    pump.flush_cancelled()
+        finally:
+            self._let_run()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have not ended."""
+        return sum(pump.num_in_flight for pump in self._pumps)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The checkpoint's tokenizer."""
+        if self._tokenizer is None:
+            self._tokenizer = AutoTokenizer.from_pretrained(self.path)
+        return self._tokenizer
+
+    def _tokens(self, prompt: Any, index: int) -> list[int]:
+        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
+            prompt = prompt["prompt_token_ids"]
+        if isinstance(prompt, str):
+            ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        elif isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
+            ids = list(prompt)
+        else:
+            raise DataError(f"prompt {index} is {type(prompt).__name__}: expected {PROMPT_TYPES}")
+        if not ids:
+            raise DataError(f"prompt {index} is empty: expected at least one token")
+        wrong = [token for token in ids if not 0 <= token < self._config.vocab_size]
+        if wrong:
+            raise DataError(
+                f"prompt {index} holds token id {wrong[0]}; the model's vocabulary has {self._config.vocab_size} tokens"
+            )
+        return ids
+
+    def _flight(
+        self,
+        ids: list[int],
+        gconfig: GenerationHyperparameters,
+        sample: int,
+        on_chunk: Callable[[TokenChunk], None] | None = None,
+    ) -> _Flight:
+        number = next(self._ids)
+        seed = _mix(self.options.seed, number) if gconfig.seed is None else _mix(gconfig.seed, sample)
+        request = SequenceRequest(request_id=number, input_ids=ids, gconfig=gconfig, seed=seed)
+        return _Flight(request, on_chunk=on_chunk)
+
+    def _route(self, flights: Sequence[Sequence[_Flight]], affinity: str | None = None) -> None:
+        """Siblings go to one replica, where they share the prefill; otherwise to the one with the least to do."""
+        loads = [pump.outstanding for pump in self._pumps]
+        shares: list[list[_Flight]] = [[] for _ in self._pumps]
+        for siblings in flights:
+            chosen = min(range(len(loads)), key=loads.__getitem__)
+            shares[chosen] += siblings
+            loads[chosen] += sum(flight.cost for flight in siblings)
+        for pump, share in zip(self._pumps, shares, strict=True):
+            if share:
+                pump.submit(share)
+
+    def _cancel(self, flights: Sequence[_Flight]) -> None:
+        for pump in self._pumps:
+            pump.cancel([flight.request.request_id for flight in flights])
+
+    def _output(self, index: int, flight: _Flight) -> CompletionOutput:
+        text = self.tokenizer.decode(flight.token_ids, skip_special_tokens=True)
+        for stop in flight.request.gconfig.stop:
+            text = text.partition(stop)[0]
+        return CompletionOutput(
+            index=index,
+            token_ids=flight.token_ids,
+            text=text,
+            logprobs=flight.logprobs,
+            sampling_logprobs=flight.sampling_logprobs,
+            versions=flight.versions,
+            finish_reason=flight.finish_reason,
+        )
+
+    def _check_ready(self, what: str, may_wait: bool = False) -> None:
+        group = self.group
+        group.check()
+        if may_wait and not self._may_run.is_set():
+            return  # paused, or between two weights: the request waits
+        self._need_weights(what)
+        if not self._has_cache:
+            raise ResidencyError(
+                f'{what}: the KV cache of {self.name} is not on the device; call cuda("kv_cache") first'
+            )
+        if self._is_paused:
+            raise ResidencyError(f"{what}: {self.name} is paused; call resume() first")
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def _validate(self, executor_size: int) -> None:
+        heads = getattr(self._config, "num_key_value_heads", None) or self._config.num_attention_heads
+        if heads % executor_size:
+            raise ConfigError(
+                f"tensor_parallel_size={executor_size} does not divide the model's {heads} key-value heads"
+            )
+
+    def _source(self) -> str:
+        return self.path
+
+    def _built(self) -> None:
+        self._has_cache = True
+        self._version = 0
+        self._may_run.set()
+        self._pumps = [_Pump(executor, self._may_run) for executor in self.executors]
+        assert self._session is not None
+        self._session.closing.append(self._released)
+
+    def _released(self) -> None:
+        for pump in self._pumps:
+            pump.close()
+        self._pumps = []
+
+    def _before_move(self) -> None:
+        self._hold()
+        if self.num_in_flight:
+            self._let_run()
+            raise ResidencyError(
+                f"{self.name} has {self.num_in_flight} requests in flight; wait for them or call abort_all() first"
+            )
+
+    def _moved(self, what: Part, resident: bool) -> None:
+        if what in ("all", "kv_cache"):
+            self._has_cache = resident
+        self._let_run()
+
+    def _hold(self) -> None:
+        self._may_run.clear()
+        for pump in self._pumps:
+            with pump.between_calls():
+                pass  # wait until the call under way has ended
+
+    def _let_run(self) -> None:
+        if not self._is_paused and self._has_cache and self.weights is Weights.DEVICE:
+            self._may_run.set()
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def load(self, path: str | Path | None = None) -> None:
+        """Read weights from a checkpoint of the same model; without a path, from the engine's own."""
+        self._hold()
+        self.group.broadcast("load", self.path if path is None else str(local_checkpoint(path)))
+        self.weights = Weights.DEVICE
+        self._let_run()
+
+    def set_version(self, version: int) -> None:
+        """Stamp tokens with this policy version from now on."""
+        super().set_version(version)
+        self.group.broadcast("set_version", version)
+
+    @contextmanager
+    def receiving_weights(self, on_inflight: str) -> Iterator[None]:
+        """Hold generation while weights arrive; then let it go on from its tokens so far, or abort it."""
+        self._hold()
+        if on_inflight == "abort":
+            for pump in self._pumps:
+                pump.cancel_all()
+                pump.flush_cancelled()
+        with super().receiving_weights(on_inflight):
+            yield
+            self.group.broadcast("recompute")
+        self._let_run()
+
+
+def _mix(seed: int, number: int) -> int:
+    """A 63-bit seed from two numbers (splitmix64)."""
+    mask = (1 << 64) - 1
+    z = (seed * 0x9E3779B97F4A7C15 + number + 0x632BE59BD9B4E019) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return (z ^ (z >> 31)) >> 1
