@@ -13,10 +13,14 @@ from rlite.observability.sinks import MetricSink, Run
 
 
 class TrackioSink:
-    """One trackio run, kept in trackio's own directory (`TRACKIO_DIR`)."""
+    """One trackio run, kept in trackio's own directory (`TRACKIO_DIR`); `resume` goes on with the run of that name."""
 
-    def __init__(self, *, project: str, name: str, config: Mapping[str, Any] | None = None) -> None:
-        self._run = trackio.init(project=project, name=name, config=dict(config or {}), embed=False)
+    def __init__(
+        self, *, project: str, name: str, config: Mapping[str, Any] | None = None, resume: bool = False
+    ) -> None:
+        self._run = trackio.init(
+            project=project, name=name, config=dict(config or {}), resume="allow" if resume else "never", embed=False
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Store the metrics of a step."""
@@ -29,4 +33,4 @@ class TrackioSink:
 
 def open_trackio(run: Run) -> MetricSink:
     """A run in `run.project`."""
-    return TrackioSink(project=run.project, name=run.name, config=run.config)
+    return TrackioSink(project=run.project, name=run.name, config=run.config, resume=run.resume_after is not None)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,29 +84,34 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs rlite[wandb]")
-def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_goes_on_with_the_run_that_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    sinks = open_sinks(["wandb"], Run(directory=tmp_path, config={"lr": 1e-3}))
-    sinks.log(1, {"loss": 0.5})
-    sinks.close()
-    written = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    assert len(written) == 1
-    assert b"loss" in written[0].read_bytes()
+    for resume_after in (None, 1):
+        sinks = open_sinks(["wandb"], Run(directory=tmp_path, config={"lr": 1e-3}, resume_after=resume_after))
+        sinks.log(1 + (resume_after or 0), {"loss": 0.25})
+        sinks.close()
+        assert "loss 0.25" in capfd.readouterr().err
+    runs = {path.name for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")}
+    assert len(runs) == 1, "both attempts belong to one run"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="needs rlite[trackio]")
-def test_trackio_keeps_a_run_locally(tmp_path: Path) -> None:
+def test_trackio_goes_on_with_the_run_that_is_resumed(tmp_path: Path) -> None:
     program = (
         "import pathlib, trackio\n"
         "from rlite.observability.sinks import Run, open_sinks\n"
-        f"sinks = open_sinks(['trackio'], Run(directory=pathlib.Path({str(tmp_path)!r}), project='p', name='r'))\n"
-        "sinks.log(1, {'loss': 0.5})\n"
-        "sinks.close()\n"
-        "print('kept', trackio.Api().runs('p')[0].name)\n"
+        "for resume_after in (None, 1):\n"
+        "    run = Run(directory=pathlib.Path('.'), project='p', name='r', resume_after=resume_after)\n"
+        "    sinks = open_sinks(['trackio'], run)\n"
+        "    sinks.log(1 + (resume_after or 0), {'loss': 0.5})\n"
+        "    sinks.close()\n"
+        "print('kept', [run.name for run in trackio.Api().runs('p')])\n"
     )
-    environment = {"TRACKIO_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
-    assert "kept r" in done.stdout
+    assert "kept ['r']" in done.stdout
 
 
 class Recorder:
