@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens, without a second copy of the logits.
 
 A softmax over T x V in float32 is the largest tensor of a training step. Here both directions walk over the rows in
-chunks: the forward keeps one log-sum-exp per row, the backward makes each chunk's softmax again.
+chunks: the forward keeps a number or two per row, the backward makes each chunk's softmax again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from rlite.errors import ConfigError
 
-_CHUNK_ELEMENTS = 1 << 24
-"""default chunk: 64 MiB of float32 logits"""
+# default chunks, in elements: on a CPU what its cache holds, on a GPU what keeps it busy
+_CPU_CHUNK = 1 << 20
+_GPU_CHUNK = 1 << 26
 
 
 def gather_logprobs(
@@ -102,16 +103,17 @@ def _logprobs(
         )
     if not temperature > 0:
         raise ConfigError(f"temperature={temperature}: expected a positive number (greedy sampling has temperature 1)")
-    rows = chunk_size or max(1, _CHUNK_ELEMENTS // max(1, logits.shape[-1]))
+    elements = _CPU_CHUNK if logits.device.type == "cpu" else _GPU_CHUNK
+    rows = chunk_size or max(1, elements // max(1, logits.shape[-1]))
     logprobs, entropies = _TokenLogprobs.apply(logits, labels, float(temperature), rows, with_entropy)
     return logprobs, entropies
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """x = logits / temperature, z = logsumexp(x), p = exp(x - z).
+    """p = softmax(x), x = logits / temperature.
 
-    log p_l = x_l - z        d/dx_v = [v = l] - p_v
-    H = z - sum_v p_v x_v    d/dx_v = -p_v (log p_v + H)
+    log p_l = x_l - logsumexp(x)    d/dx_v = [v = l] - p_v
+    H = -sum_v p_v log p_v          d/dx_v = -p_v log p_v - p_v H, with 0 log 0 = 0
     """
 
     @staticmethod
@@ -119,17 +121,15 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, temperature: float, chunk_size: int, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        normalizers = torch.empty(labels.numel(), dtype=dtype, device=logits.device)
-        logprobs, entropies = torch.empty_like(normalizers), torch.zeros_like(normalizers)
+        logprobs = torch.empty(labels.numel(), dtype=dtype, device=logits.device)
+        entropies = torch.zeros_like(logprobs)
         flat_labels = labels.reshape(-1).long()
         for rows, chunk in _row_chunks(logits, chunk_size):
-            x = chunk.to(dtype) / temperature
-            normalizers[rows] = z = x.logsumexp(-1)
-            logprobs[rows] = x.gather(-1, flat_labels[rows, None]).squeeze(-1) - z
+            log_p = _scaled(chunk, temperature, dtype).log_softmax(-1)
+            logprobs[rows] = log_p.gather(-1, flat_labels[rows, None]).squeeze(-1)
             if with_entropy:
-                p = (x - z[:, None]).exp_()
-                entropies[rows] = z - p.mul_(x.masked_fill(p == 0, 0.0)).sum(-1)  # 0 * -inf is 0 here
-        ctx.save_for_backward(logits, labels, normalizers, entropies)
+                entropies[rows] = torch.special.entr(log_p.exp_()).sum(-1)
+        ctx.save_for_backward(logits, labels, entropies)
         ctx.temperature, ctx.chunk_size, ctx.with_entropy = temperature, chunk_size, with_entropy
         if not with_entropy:
             ctx.mark_non_differentiable(entropies)
@@ -138,21 +138,25 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
-        logits, labels, normalizers, entropies = ctx.saved_tensors
+        logits, labels, entropies = ctx.saved_tensors
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         flat_grad, flat_labels = grad.view(-1, logits.shape[-1]), labels.reshape(-1).long()
         grad_logprobs = grad_logprobs.reshape(-1, 1) / ctx.temperature
         grad_entropies = grad_entropies.reshape(-1, 1) / ctx.temperature
         for rows, chunk in _row_chunks(logits, ctx.chunk_size):
-            log_p = (chunk.to(normalizers.dtype) / ctx.temperature).sub_(normalizers[rows, None])
-            p = log_p.exp()
-            out = p * -grad_logprobs[rows]
-            out.scatter_add_(-1, flat_labels[rows, None], grad_logprobs[rows])
+            p = _scaled(chunk, ctx.temperature, entropies.dtype).softmax(-1)
             if ctx.with_entropy:
-                surprise = log_p.masked_fill_(p == 0, 0.0).add_(entropies[rows, None])
-                out -= p.mul_(surprise).mul_(grad_entropies[rows])
-            flat_grad[rows] = out.to(grad.dtype)
+                out = torch.special.entr(p).mul_(grad_entropies[rows])
+                out.addcmul_(p, grad_logprobs[rows] + entropies[rows, None] * grad_entropies[rows], value=-1)
+            else:
+                out = p.mul_(-grad_logprobs[rows])
+            flat_grad[rows] = out.scatter_add_(-1, flat_labels[rows, None], grad_logprobs[rows])
         return grad, None, None, None, None
+
+
+def _scaled(chunk: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    wide = chunk.to(dtype)
+    return wide if temperature == 1.0 else wide / temperature
 
 
 def _row_chunks(logits: Tensor, chunk_size: int) -> Iterator[tuple[slice, Tensor]]:
