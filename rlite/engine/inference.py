@@ -472,8 +472,11 @@ class RliteInferenceEngine(Engine):
 
     def load(self, path: str | Path | None = None) -> None:
         """Read weights from a checkpoint of the same model; without a path, from the engine's own."""
+        folder = None if path is None else str(local_checkpoint(path))
         self._hold()
-        self.group.broadcast("load", self.path if path is None else str(local_checkpoint(path)))
+        self.weights = Weights.EMPTY
+        self.group.broadcast("load_weights", folder)
+        self.group.broadcast("recompute")
         self.weights = Weights.DEVICE
         self._let_run()
 

@@ -98,14 +98,18 @@ class ShardedModel:
             for p, names in owners.items()
         }
 
-    def load(self) -> None:
-        """Fill the parameters from the checkpoint, each rank reading its own blocks; allocates what has no memory."""
-        reader = CheckpointReader(self.path)
+    def load(self, path: str | None = None) -> None:
+        """Fill the parameters from a checkpoint of this model (default: its own), each rank reading its own blocks.
+
+        Parameters without memory get some. Raises: CheckpointError if the checkpoint does not fit.
+        """
+        path = path or self.path
+        reader = CheckpointReader(path)
         self.allocate()
         with torch.no_grad(), real_tensors():
             for name, place in self._places.items():
                 if (found := reader.shape(name)) != place.global_shape:
-                    raise CheckpointError(f"{self.path}: {name!r} is {found}, the config says {place.global_shape}")
+                    raise CheckpointError(f"{path}: {name!r} is {found}, the config says {place.global_shape}")
                 place.get().copy_(reader.read(name, place.box))
 
     def allocate(self) -> None:

@@ -250,9 +250,9 @@ class EmbeddedWorker:
 
     # --- residency --------------------------------------------------------------------------------------------------
 
-    def load_weights(self) -> None:
-        """Fill the weights from the checkpoint, on the device."""
-        self._weights.load()
+    def load_weights(self, path: str | None = None) -> None:
+        """Fill the weights from a checkpoint of the same model (default: the engine's own), on the device."""
+        self._weights.load(path)
         self._are_weights_here = True
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
