@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOME = {
     "init": "rlite.cluster.session",
     "shutdown": "rlite.cluster.session",
+    "current_session": "rlite.cluster.session",
     "NeedParallel": "rlite.dispatch",
     "gathered": "rlite.dispatch",
     "RliteTrainEngine": "rlite.engine.train",
@@ -26,7 +27,7 @@ _PACKAGES = ("algorithms", "control", "data", "engine", "errors", "nn", "rollout
 __all__ = [*_HOME, *_ALIASES, *_MODULES, "__version__"]
 
 if TYPE_CHECKING:
-    from rlite.cluster.session import init, shutdown
+    from rlite.cluster.session import current_session, init, shutdown
     from rlite.dispatch import NeedParallel, gathered
     from rlite.engine.base import register_executor
     from rlite.engine.inference import RliteInferenceEngine

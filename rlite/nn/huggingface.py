@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
 from rlite.errors import ConfigError
 from rlite.nn.attention import PACKED, PackedLayout, attention
@@ -69,6 +69,15 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
 
     def packed(self) -> AbstractContextManager[None]:
         return attention(self.config, PACKED)
+
+
+def causal_lm_class(path: str | Path, carrier: type[HuggingFaceFsdp2TrainModule]) -> Any:
+    """`carrier` before the transformers class of the checkpoint at `path`. Raises: ConfigError if there is none."""
+    config = AutoConfig.from_pretrained(local_checkpoint(path, weights=False))
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"{path}: transformers has no causal language model of type {config.model_type!r}")
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return type(f"{carrier.__name__}{model.__name__}", (carrier, model), {})
 
 
 def exported_class(module: nn.Module) -> str:

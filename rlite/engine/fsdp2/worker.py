@@ -21,6 +21,7 @@ from rlite.engine.fsdp2.options import Fsdp2Options
 from rlite.errors import CheckpointError, ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, exported_class, local_checkpoint
+from rlite.nn.linear import speed_up_linear_layers
 from rlite.nn.meta import real_tensors
 from rlite.parallel.arena import SharedArena
 from rlite.parallel.fsdp import allocate, local_shard, local_tensor, make_mesh, set_gradient_sync, shard
@@ -61,6 +62,8 @@ class Fsdp2Worker:
                 module.tie_weights()  # type: ignore[operator]
                 if self._options.gradient_checkpointing:
                     module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            if self._device.type == "cpu":
+                speed_up_linear_layers(module)
             shard(module, module.fsdp_units(), self._mesh, self._compute_dtype, self._param_dtype)
             self.arena = allocate(module, self._device, self._param_dtype)
             self.module = module
@@ -115,7 +118,7 @@ class Fsdp2Worker:
                 # FSDP averages gradients over ranks; the weights already divide by the whole batch
                 (loss * (weight / total * self._mesh.size)).backward()
             for key, value in {"loss": loss, **report}.items():
-                means[key] = means.get(key, 0.0) + float(value) * (weight / total if weight else 0.0)
+                means[key] = means.get(key, 0.0) + _number(value) * (weight / total if weight else 0.0)
         grad_norm = self._clip()
         is_skipped = not torch.isfinite(torch.tensor(grad_norm))
         if is_skipped:
@@ -138,7 +141,7 @@ class Fsdp2Worker:
         for rows, weight in zip(microbatches, weights, strict=True):
             loss, report = self._loss(loss_fn, pack(batch, rows or [0], self._device))
             for key, value in {"loss": loss, **report}.items():
-                means[key] = means.get(key, 0.0) + float(value) * (weight / total if weight else 0.0)
+                means[key] = means.get(key, 0.0) + _number(value) * (weight / total if weight else 0.0)
         names = sorted(means)
         return {**dict(zip(names, self._sum([means[name] for name in names]), strict=True)), "weight": total}
 
@@ -300,6 +303,10 @@ class Fsdp2Worker:
         states = optimizer.state.values() if optimizer else ()
         held = sum(_bytes(value) for state in states for value in state.values() if isinstance(value, Tensor))
         return {"weights": weights, "optimizer": held}
+
+
+def _number(value: Any) -> float:
+    return float(value.detach()) if isinstance(value, Tensor) else float(value)
 
 
 class _Tensors:

@@ -1,0 +1,61 @@
+"""Faster float32 linear layers on CPU.
+
+PyTorch multiplies float32 matrices with MKL, which leaves AVX-512 unused on processors that are not Intel's. oneDNN,
+which PyTorch ships too, uses it: two to three times as fast there, forward and backward, and as fast elsewhere.
+The numbers differ in the last bits only.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+MIN_ROWS = 12
+"""for fewer rows oneDNN's set-up costs more than it gains"""
+
+
+def speed_up_linear_layers(module: nn.Module) -> None:
+    """Let every plain `nn.Linear` in `module` compute with oneDNN where that is possible; elsewhere nothing changes."""
+    if not torch.backends.mkldnn.is_available():
+        return
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+
+
+def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    weight, bias = layer.weight, layer.bias
+    is_suitable = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
+    if not is_suitable or x.numel() < MIN_ROWS * x.shape[-1] or torch.is_autocast_enabled("cpu"):
+        return F.linear(x, weight, bias)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _Linear.apply(x, weight, bias)
+    return _multiply(x, weight, bias)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return _multiply(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        rows, grad_rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            _multiply(grad_rows, weight.t()).view_as(x) if needs_x else None,
+            _multiply(grad_rows.t(), rows.t()) if needs_weight else None,
+            grad_rows.sum(0) if needs_bias and ctx.has_bias else None,
+        )

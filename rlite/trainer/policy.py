@@ -1,0 +1,148 @@
+"""The policy that trainers train: any Hugging Face causal model with an AdamW, and its losses on packs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor
+
+from rlite.algorithms import (
+    aggregate,
+    aggregation_weight,
+    gather_logprobs,
+    gather_logprobs_entropy,
+    importance_weights,
+    masked_mean,
+    next_token,
+    ppo_clip,
+    previous_token,
+)
+from rlite.errors import ConfigError
+from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, causal_lm_class
+
+AvgLevel = Literal["token", "sequence", "constant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """AdamW with a schedule over `total_steps` optimizer steps."""
+
+    lr: float
+    weight_decay: float
+    scheduler: Literal["constant", "cosine", "linear"]
+    warmup_steps: int
+    total_steps: int
+
+
+class PolicyModule(HuggingFaceFsdp2TrainModule):
+    """A causal model with the optimizer that `optimizer_options` describe; without them it is a reference model."""
+
+    optimizer_options: OptimizerOptions | None = None
+
+    def on_weights_materialized(self) -> None:
+        options = self.optimizer_options
+        if options is None:
+            return
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(schedule, options=options))
+
+
+def schedule(step: int, options: OptimizerOptions) -> float:
+    """The factor of the peak rate at a step: linear warm-up to 1, then constant, linear or half a cosine down to 0."""
+    if step < options.warmup_steps:
+        return (step + 1) / options.warmup_steps
+    span = max(options.total_steps - options.warmup_steps, 1)
+    done = min((step - options.warmup_steps) / span, 1.0)
+    return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[options.scheduler]
+
+
+def policy_module(path: str | Path, optimizer_options: OptimizerOptions | None = None) -> PolicyModule:
+    """The checkpoint at `path` as a train module on meta."""
+    with init_empty_weights():
+        module = causal_lm_class(path, PolicyModule).from_pretrained(path)
+    module.optimizer_options = optimizer_options
+    return module
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """PPO's clipped loss on a pack; Dr. GRPO with its defaults. `data` needs advantages [T], logprobs [T], loss_mask [T].
+
+    Where `old_logprobs` [T] is absent, the policy of this very update is the old one: the ratio is 1 and carries the
+    gradient alone. The rollout's own log-probabilities then only weigh tokens (truncated importance sampling).
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    avg_level: AvgLevel = "token"
+    temperature: float = 1.0
+    max_new_tokens: int | None = None
+    """divisor of avg_level "constant" """
+    tis_coef: float | None = 2.0
+    """cap of the truncated importance weight exp(old - rollout); None is off"""
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.avg_level == "constant" and not self.max_new_tokens:
+            raise ConfigError("avg_level=constant divides by max_new_tokens: give rollout.train_sampling_params")
+
+    def __call__(self, logits: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        cu_seqlens = data["cu_seqlens"]
+        mask = next_token(data["loss_mask"], cu_seqlens).bool()
+        labels = next_token(data["input_ids"], cu_seqlens)
+        logprobs, entropy = gather_logprobs_entropy(logits, labels, self.temperature)
+        behaviour = next_token(data["logprobs"], cu_seqlens)
+        old = next_token(data["old_logprobs"], cu_seqlens) if "old_logprobs" in data else logprobs.detach()
+        weights = None
+        if self.tis_coef is not None:
+            weights = importance_weights(old, behaviour, mask, upper=self.tis_coef)
+        token_loss = ppo_clip(
+            logprobs,
+            old,
+            next_token(data["advantages"], cu_seqlens),
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            weights=weights,
+        )
+        per_token = token_loss.loss - self.entropy_coef * entropy
+        loss = aggregate(per_token, mask, self.avg_level, cu_seqlens=cu_seqlens, length=self.max_new_tokens)
+        drift = (old - behaviour).abs()
+        report = {**token_loss.metrics, "entropy": entropy.detach(), "logprob_drift": drift}
+        return loss, {key: masked_mean(value, mask) for key, value in report.items()}
+
+    def weight(self, data: Mapping[str, Any]) -> Tensor:
+        """What a microbatch's mean counts."""
+        mask = next_token(data["loss_mask"], data["cu_seqlens"])
+        return aggregation_weight(mask, self.avg_level, data["cu_seqlens"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftLoss:
+    """Cross entropy of the tokens where loss_mask is 1."""
+
+    avg_level: Literal["token", "sequence"] = "token"
+
+    def __call__(self, logits: Tensor, data: Mapping[str, Any]) -> Tensor:
+        cu_seqlens = data["cu_seqlens"]
+        logprobs = gather_logprobs(logits, next_token(data["input_ids"], cu_seqlens))
+        return aggregate(
+            -logprobs, next_token(data["loss_mask"], cu_seqlens).bool(), self.avg_level, cu_seqlens=cu_seqlens
+        )
+
+    def weight(self, data: Mapping[str, Any]) -> Tensor:
+        """What a microbatch's mean counts."""
+        mask = next_token(data["loss_mask"], data["cu_seqlens"])
+        return aggregation_weight(mask, self.avg_level, data["cu_seqlens"])
+
+
+def token_logprobs(logits: Tensor, data: Mapping[str, Any], temperature: float = 1.0) -> Tensor:
+    """A post_hook for `forward`: each token's log-probability [T], at its own position; 0 for a sequence's first."""
+    predicted = gather_logprobs(logits, next_token(data["input_ids"], data["cu_seqlens"]), temperature)
+    return previous_token(predicted, data["cu_seqlens"])
