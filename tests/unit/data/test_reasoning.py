@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from rlite.data.reasoning import (
+    build_problems,
+    held_out_split,
+    impatient_demonstrations,
+    question_of,
+    verify,
+    verify_exactly,
+)
+from rlite.errors import ConfigError, DataError
+
+
+def score(reward: Any, completion: str, row: dict[str, Any]) -> float:
+    return reward(question_of(row), completion, [], [], **row)
+
+
+def test_problems_are_distinct_and_depend_on_the_seed_alone() -> None:
+    rows = build_problems("spell_backward", 300, seed=1, max_word_len=7)
+    assert len({question_of(row).casefold() for row in rows}) == len(rows) == 300
+    assert rows == build_problems("spell_backward", 300, seed=1, max_word_len=7)
+    assert rows != build_problems("spell_backward", 300, seed=2, max_word_len=7)
+    assert max(len(row["answer"]) for row in rows) == 7
+
+
+def test_excluded_questions_do_not_occur_in_any_case() -> None:
+    rows = build_problems("spell_backward", 50, seed=1)
+    others = build_problems("spell_backward", 50, seed=1, exclude=[question_of(row).upper() for row in rows])
+    assert not {question_of(row).casefold() for row in rows} & {question_of(row).casefold() for row in others}
+
+
+def test_held_out_problems_occur_nowhere_in_training_and_do_not_move_with_its_size() -> None:
+    train, held_out = held_out_split("spell_backward", 400, 100, seed=3)
+    assert (len(train), len(held_out)) == (400, 100)
+    assert not {question_of(row).casefold() for row in train} & {question_of(row).casefold() for row in held_out}
+    assert held_out_split("spell_backward", 40, 100, seed=3) == (train[:40], held_out)
+
+
+@pytest.mark.parametrize("name", ["spell_backward", "chain_sum", "gcd", "number_sorting"])
+def test_the_verifier_takes_a_tasks_own_answers_from_rows_that_went_through_json(name: str) -> None:
+    for row in json.loads(json.dumps(build_problems(name, 5, seed=0))):
+        assert score(verify, f" {row['answer']}\n", row) == score(verify_exactly, row["answer"], row) == 1.0
+        assert score(verify_exactly, "", row) == 0.0
+
+
+def test_partial_credit_is_the_tasks_own_and_never_full() -> None:
+    row = next(row for row in build_problems("spell_backward", 200, seed=0) if len(row["answer"]) == 9)
+    assert score(verify, row["answer"][:4], row) == pytest.approx(4 / 9)
+    too_long = row["answer"] + "x"
+    assert score(verify, too_long, row) == pytest.approx(1.0)  # nine ninths, which add up to more than 1
+    assert score(verify_exactly, too_long, row) == score(verify_exactly, row["answer"][:4], row) == 0.0
+
+
+def test_reward_functions_and_rows_pickle() -> None:
+    row = build_problems("spell_backward", 1, seed=0)[0]
+    reward, copy = pickle.loads(pickle.dumps((verify_exactly, row)))
+    assert score(reward, row["answer"], copy) == 1.0
+
+
+def test_the_impatient_teacher_stops_early_in_the_stated_share_of_long_answers() -> None:
+    rows = build_problems("spell_backward", 1000, seed=0)
+    demonstrations = impatient_demonstrations(rows, seed=0, patience=4, impatience=0.6)
+    cut = [demo != row["answer"] for demo, row in zip(demonstrations, rows, strict=True)]
+    long = [len(row["answer"]) > 4 for row in rows]
+    assert all(row["answer"].startswith(demo) for demo, row in zip(demonstrations, rows, strict=True))
+    assert sum(cut) / sum(long) == pytest.approx(0.6, abs=0.05)
+    assert all(len(demo) == 4 for demo, is_cut in zip(demonstrations, cut, strict=True) if is_cut)
+    assert demonstrations == impatient_demonstrations(rows, seed=0, patience=4, impatience=0.6)
+
+
+def test_a_task_with_too_few_problems_says_so() -> None:
+    with pytest.raises(DataError, match=r"lcm gave 2[0-9] distinct problems in 5000 draws, but 100"):
+        build_problems("lcm", 100, seed=0, min_value=1, max_value=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("spell_backwards", {}, "did you mean 'spell_backward'"),
+        ("spell_backward", {"max_len": 3}, "max_len"),
+        ("spell_backward", {"min_word_len": 0}, "must be positive"),
+    ],
+)
+def test_an_unknown_task_or_option_is_a_config_error(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_problems(name, 1, seed=0, **options)
+
+
+def test_without_reasoning_gym_the_error_names_the_extra() -> None:
+    program = """
+import sys
+sys.modules["reasoning_gym"] = None  # as if it were not installed
+from rlite.data.reasoning import build_problems
+from rlite.errors import ConfigError
+try:
+    build_problems("spell_backward", 1, seed=0)
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert "pip install 'rlite[quickstart]'" in done.stdout
