@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from rlite.engine.embedded.cache import SlotCache
+from rlite.engine.embedded.cache import BLOCK, SlotCache
 from rlite.engine.embedded.scheduler import Chunk
 
 ATTENTION = "rlite_slots"
@@ -62,7 +62,7 @@ class PrefillPlan:
         self.rows = cache.rows_of(slots, positions)
         self.is_varlen = (
             device.type == "cuda"
-            and cache.storage.dtype in (torch.float16, torch.bfloat16)
+            and cache.values.dtype in (torch.float16, torch.bfloat16)
             and all(c.start == 0 for c in chunks)
         )
         if self.is_varlen:
@@ -96,8 +96,7 @@ class PrefillPlan:
             if chunk.start == 0:
                 k, v, mask = key[:, :, begin : begin + num], value[:, :, begin : begin + num], None
             else:
-                k = self.cache.keys[layer][chunk.slot, None, :, : chunk.stop]
-                v = self.cache.values[layer][chunk.slot, None, :, : chunk.stop]
+                k, v = self.cache.sequence(layer, chunk.slot, chunk.stop)
                 mask = torch.ones(num, chunk.stop, dtype=torch.bool, device=q.device).tril(chunk.start)
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
@@ -108,76 +107,85 @@ class PrefillPlan:
 
 
 class DecodePlan:
-    """One token for each of the first `lengths` slots, which attend over views of the cache.
+    """One token for each of the first slots, whose sequences have the given lengths, that token included.
 
-    The query heads that share a key head are folded into the query length, so keys and values are never repeated.
-    Rows are taken in groups of neighbours, each at the length of its longest: padding is not read, and a group's
-    keys and values stay in the processor's cache between the two products.
+    Rows are taken in groups of neighbours, each at the length of its longest, so that little padding is read.
+
+    Where keys are blocked, both products of attention are weighted sums of rows: a query's with a block of keys, weighted
+    by the query; and the values', weighted by the probabilities. torch's `embedding_bag` is just that, and reads memory
+    nearly as fast as it can be read, while a batched matrix product with the one or two queries that share a key head
+    took twice as long.
+
+    Elsewhere the query heads that share a key head are folded into the query length, so keys and values, views of the
+    cache, are never repeated.
     """
 
     GROUP = 16
 
     def __init__(self, cache: SlotCache, lengths: Sequence[int], num_steps: int, device: torch.device) -> None:
         self.cache = cache
-        num = len(lengths)
-        longest = max(lengths) + num_steps
-        slots = torch.arange(num, device=device)
+        self._slots = torch.arange(len(lengths), device=device)
         self.positions = torch.tensor(lengths, device=device) - 1
-        self.rows = cache.rows_of(slots, self.positions)
-        self._slots = slots
-        self.groups = row_groups(lengths, self.GROUP)
-        heads = cache.num_kv_heads
-        visible = torch.arange(longest, device=device) <= self.positions[:, None]
-        self.is_product = device.type == "cpu" and cache.storage.dtype in (torch.float32, torch.float64)
-        bias = torch.zeros(num, longest, dtype=cache.storage.dtype, device=device)
-        bias.masked_fill_(~visible, float("-inf"))
-        self.bias = bias[:, None, None].repeat(1, heads if self.is_product else 1, 1, 1)
-        self._set_views()
+        self.rows = cache.rows_of(self._slots, self.positions)
+        self._groups = row_groups(lengths, self.GROUP)
+        width = min(_round_up(max(lengths) + num_steps), cache.max_len)
+        is_hidden = torch.arange(width, device=device) > self.positions[:, None]
+        bias = torch.zeros(len(lengths), 1, 1, width, dtype=cache.values.dtype, device=device)
+        self._bias = bias.masked_fill_(is_hidden[:, None, None], float("-inf"))
 
     def step(self) -> None:
         """Go on to the next position."""
         self.positions = self.positions + 1
         self.rows += 1
-        self.bias[self._slots, :, :, self.positions] = 0
-        self.groups = [(start, stop, length + 1) for start, stop, length in self.groups]
-        self._set_views()
-
-    def _set_views(self) -> None:
-        heads = self.cache.num_kv_heads
-        self._bias = [
-            self.bias[start:stop, ..., :length].flatten(0, 1)
-            if self.is_product
-            else self.bias[start:stop, ..., :length]
-            for start, stop, length in self.groups
-        ]
-        self._heads = [slice(start * heads, stop * heads) for start, stop, _ in self.groups]
+        self._bias[self._slots, :, :, self.positions] = 0
+        self._groups = [(start, stop, length + 1) for start, stop, length in self._groups]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         batch, heads, _, dim = query.shape
-        kv_heads = self.cache.num_kv_heads
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        if not self.is_product:
-            folded = query.reshape(batch, kv_heads, heads // kv_heads, dim)
-            parts = [
-                F.scaled_dot_product_attention(
-                    folded[start:stop],
-                    keys[start:stop, :, :length],
-                    values[start:stop, :, :length],
-                    attn_mask=bias,
-                    scale=scale,
-                )
-                for (start, stop, length), bias in zip(self.groups, self._bias, strict=True)
-            ]
-            return torch.cat(parts).view(batch, 1, heads * dim)
-        folded = query.reshape(batch * kv_heads, heads // kv_heads, dim)
-        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-        out = torch.empty_like(folded)
-        for rows, (_, _, length), bias in zip(self._heads, self.groups, self._bias, strict=True):
-            scores = torch.baddbmm(bias, folded[rows], keys[rows, :length].transpose(1, 2), alpha=scale)
-            torch.bmm(torch.softmax(scores, -1), values[rows, :length], out=out[rows])
+        attend = self._weighted_sums if self.cache.is_blocked else self._product
+        query = query.view(batch, heads, dim)
+        parts = [attend(layer, query[start:stop], start, stop, length, scale) for start, stop, length in self._groups]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.view(batch, 1, heads * dim)
+
+    def _weighted_sums(
+        self, layer: int, query: torch.Tensor, start: int, stop: int, length: int, scale: float
+    ) -> torch.Tensor:
+        cache = self.cache
+        num, heads, dim = query.shape
+        blocks = -(-length // BLOCK)
+        key_rows, key_bags, value_rows, value_bags = cache.bags(start, stop, blocks)
+        weights = (query * scale)[:, :, None].expand(num, heads, blocks, dim)
+        scores = F.embedding_bag(
+            key_rows, cache.keys[layer].view(-1, BLOCK), key_bags, mode="sum", per_sample_weights=weights.flatten()
+        ).view(num, heads, blocks * BLOCK)
+        scores += self._bias[start:stop, 0, :, : blocks * BLOCK]
+        return F.embedding_bag(
+            value_rows,
+            cache.values[layer].view(-1, dim),
+            value_bags,
+            mode="sum",
+            per_sample_weights=torch.softmax(scores, dim=-1).flatten(),
+        )
+
+    def _product(
+        self, layer: int, query: torch.Tensor, start: int, stop: int, length: int, scale: float
+    ) -> torch.Tensor:
+        num, heads, dim = query.shape
+        kv_heads = self.cache.num_kv_heads
+        return F.scaled_dot_product_attention(
+            query.view(num, kv_heads, heads // kv_heads, dim),
+            self.cache.keys[layer, start:stop, :, :length],
+            self.cache.values[layer, start:stop, :, :length],
+            attn_mask=self._bias[start:stop, ..., :length],
+            scale=scale,
+        )
+
+
+def _round_up(length: int) -> int:
+    return -(-length // BLOCK) * BLOCK
 
 
 def row_groups(lengths: Sequence[int], size: int) -> list[tuple[int, int, int]]:

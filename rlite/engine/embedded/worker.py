@@ -178,7 +178,7 @@ class EmbeddedWorker:
             if not chunks:
                 return
             plan = PrefillPlan(self._cache, chunks, self.device)
-            self._cache.rows = plan.rows
+            self._cache.write_to(plan.rows)
             self._weights.model.base_model(
                 input_ids=plan.input_ids,
                 position_ids=plan.position_ids,
@@ -212,7 +212,7 @@ class EmbeddedWorker:
         for step in range(steps):
             if step:
                 plan.step()
-            self._cache.rows = plan.rows
+            self._cache.write_to(plan.rows)
             logits = self._weights.model(
                 input_ids=tokens[:, None],
                 position_ids=plan.positions[:, None],
@@ -279,7 +279,7 @@ class EmbeddedWorker:
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes held by this rank."""
-        cache = 0 if self._cache is None else self._cache.storage.nbytes
+        cache = 0 if self._cache is None else self._cache.nbytes
         return {"weights": self._weights.memory_bytes(), "kv_cache": cache}
 
     def _drop_cache(self) -> None:
@@ -287,17 +287,18 @@ class EmbeddedWorker:
         self._cache = None
         self.recompute()
 
-    def _cache_shape(self) -> tuple[int, int, int, int, int]:
+    def _cache_shape(self) -> tuple[int, int, int, int, int, int]:
         config = self._weights.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        heads = config.num_key_value_heads // self._weights.tp_size
-        return config.num_hidden_layers, self._num_slots, heads, self.max_model_len, head_dim
+        heads = config.num_attention_heads // self._weights.tp_size
+        kv_heads = config.num_key_value_heads // self._weights.tp_size
+        return config.num_hidden_layers, self._num_slots, heads, kv_heads, self.max_model_len, head_dim
 
     def _affordable_slots(self) -> int:
         if self.device.type != "cuda":
             return self.options.max_num_seqs
         self._num_slots = 1
-        layers, _, heads, length, dim = self._cache_shape()
+        layers, _, _, heads, length, dim = self._cache_shape()
         per_slot = 2 * layers * heads * length * dim * self._weights.dtype.itemsize
         free, total = torch.cuda.mem_get_info(self.device)
         budget = total * self.options.gpu_memory_utilization - (total - free)
