@@ -16,7 +16,7 @@ help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 quickstart: $(VENV)/.installed  ## GRPO on a small reasoning task, on CPU, in a few minutes
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/rlite quickstart
 
 test: $(VENV)/.installed  ## all tests; those marked gpu skip themselves without one
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests

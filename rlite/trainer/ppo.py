@@ -183,6 +183,8 @@ class PpoConfig:
 class PpoTrainer:
     """Rolls out, computes advantages, updates, syncs; knows where it is and goes on from there.
 
+    Needs a session: call `rlite.init()` first.
+
     Args:
         options: the run's config.
         workflow: turns one row into rewarded trajectories.
@@ -328,7 +330,6 @@ class Engines:
 
     def build(self) -> None:
         """Place both on all devices. Raises: ConfigError if the sizes do not divide the world."""
-        rlite.init(**_launch(self._options))
         session = rlite.current_session()
         world, actor, rollout = len(session.devices), self._options.actor, self._options.rollout
         for key, size in (("actor.ddp_size", actor.ddp_size), ("rollout.tp_size", rollout.tp_size)):
@@ -481,6 +482,7 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(f"missing: {', '.join(missing)}")
     train_rows = read_rows(options.train_data.path)
     test_rows = read_rows(options.test_data.path) if options.test_data.path else []
+    rlite.init(**_launch(options))
     reward = RewardFunction(env_reward(options.rollout.env_path))
     tokenizer = RliteInferenceEngine(options.actor.model_name).tokenizer
     sampling = options.rollout

@@ -1,0 +1,36 @@
+"""The `rlite` command.
+
+rlite quickstart [key=value ...]     a small model learns a task by reinforcement learning, in a few minutes
+rlite ppo key=value ...              the PPO / GRPO trainer; also python -m rlite.trainer.ppo
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import rlite
+from rlite.errors import RliteError, did_you_mean
+
+COMMANDS = {"quickstart": "rlite.trainer.quickstart", "ppo": "rlite.trainer.ppo"}
+
+
+def main() -> None:
+    """Run the command named by the first argument; errors of ours end it with one readable message."""
+    command, *arguments = sys.argv[1:] or ["--help"]
+    if command in ("-h", "--help"):
+        print(__doc__)
+        return
+    if command == "--version":
+        print(rlite.__version__)
+        return
+    if command not in COMMANDS:
+        sys.exit(f"rlite: unknown command {command!r}; {did_you_mean(command, COMMANDS)}")
+    try:
+        importlib.import_module(COMMANDS[command]).main(arguments)
+    except RliteError as error:
+        sys.exit(f"rlite {command}: {type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""The quickstart: a small language model learns to spell words backwards, by reinforcement learning, on a CPU.
+
+    make quickstart        or        rlite quickstart [steps=120 folder=runs/quickstart seed=0]
+
+    1. a Qwen3 of 0.7 million parameters and a byte tokenizer are made in code
+    2. warm start: it imitates a teacher who is right about short words and too impatient for long ones
+    3. GRPO: it tries each word several times, reasoning-gym's verifier says which tries are right, it does more of that
+
+Killed and started again, it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+import rlite
+from rlite import config
+from rlite.data.prompts import PromptStream
+from rlite.data.reasoning import held_out_split, impatient_demonstrations, question_of, verify_exactly
+from rlite.engine.train import RliteTrainEngine
+from rlite.nn.tiny import build_tiny_qwen3
+from rlite.observability.console import ConsoleReporter
+from rlite.observability.plots import plot_learning_curve
+from rlite.rollout import RewardFunction, SingleTurnWorkflow
+from rlite.trainer.policy import OptimizerOptions, SftLoss, policy_module
+from rlite.trainer.ppo import (
+    ActorOptions,
+    PpoConfig,
+    PpoTrainer,
+    PromptOptions,
+    RolloutOptions,
+    SamplingOptions,
+    TrainerOptions,
+)
+
+TASK = "spell_backward"
+MAX_NEW_TOKENS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickstartConfig:
+    """All that the quickstart lets you change."""
+
+    folder: str = "runs/quickstart"
+    """everything is written here"""
+    seed: int = 0
+    """of problems, weights and sampling"""
+    num_train: int = 4000
+    """training problems"""
+    num_held_out: int = 256
+    """problems that are only tested on"""
+    warm_steps: int = 150
+    """supervised steps"""
+    steps: int = 120
+    """GRPO steps"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the quickstart, or what is left of it."""
+    options = config.load(QuickstartConfig, argv)
+    folder = Path(options.folder)
+    train, held_out = problems(options, folder)
+    rlite.init(num_devices=1)
+    warm = folder / "warm"
+    if not warm.exists():
+        warm_start(options, folder, train)
+    summary = reinforce(options, folder, warm, train, held_out)
+    rlite.shutdown()
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2))
+    plot_learning_curve(
+        folder / "metrics.jsonl",
+        folder / "learning_curve.png",
+        metrics=("accuracy", "reward"),
+        title="Spelling backwards, learned by GRPO",
+    )
+    ConsoleReporter().report("quickstart is done", report_rows(folder, summary))
+
+
+def problems(options: QuickstartConfig, folder: Path) -> tuple[list[Any], list[Any]]:
+    """Training and held-out problems; written beside the run for you to read."""
+    train, held_out = held_out_split(TASK, options.num_train, options.num_held_out, options.seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train", train), ("held_out", held_out)):
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    return train, held_out
+
+
+def warm_start(options: QuickstartConfig, folder: Path, train: Sequence[Any]) -> None:
+    """Teach the format, and short words, by imitation; writes folder/warm."""
+    blank = build_tiny_qwen3(folder / "blank", seed=options.seed)
+    answers = impatient_demonstrations(train, options.seed, patience=4, impatience=0.9)
+    rows = [{"question": question_of(row), "answer": answer} for row, answer in zip(train, answers, strict=True)]
+    optimizer = OptimizerOptions(
+        lr=1e-3, weight_decay=0.0, scheduler="constant", warmup_steps=10, total_steps=options.warm_steps
+    )
+    engine = RliteTrainEngine(policy_module(blank, optimizer))
+    engine.build()
+    tokenizer = AutoTokenizer.from_pretrained(blank)
+    console = ConsoleReporter(options.warm_steps, metrics=("loss",))
+    console.report("1/2 warm start", {"imitate": f"{len(rows)} demonstrations, {options.warm_steps} steps of 64"})
+    stream, loss = PromptStream(rows, 64, options.seed), SftLoss()
+    for step in range(options.warm_steps):
+        stats = engine.train_batch(demonstrations(tokenizer, stream.next()), loss, loss.weight)
+        engine.step_lr_scheduler()
+        if (step + 1) % 25 == 0:
+            console.log(step + 1, stats)
+    console.close()
+    engine.save(folder / "warm")
+    engine.release()
+
+
+def demonstrations(tokenizer: Any, rows: Sequence[Any]) -> dict[str, Tensor]:
+    """Question and answer as a right-padded batch; the answer and its end token are trained."""
+    sequences, masks = [], []
+    for row in rows:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": row["question"]}], add_generation_prompt=True, return_dict=False
+        )
+        answer = [*tokenizer(row["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        sequences.append(torch.tensor([*prompt, *answer]))
+        masks.append(torch.tensor([0] * len(prompt) + [1] * len(answer)))
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": pad(sequences, batch_first=True),
+        "loss_mask": pad(masks, batch_first=True),
+        "attention_mask": pad([torch.ones_like(mask) for mask in masks], batch_first=True),
+    }
+
+
+def reinforce(
+    options: QuickstartConfig, folder: Path, warm: Path, train: Sequence[Any], held_out: Sequence[Any]
+) -> dict[str, float]:
+    """GRPO from the warm start; returns held-out accuracy before and after."""
+    run = PpoConfig(
+        actor=ActorOptions(model_name=str(warm), lr=5e-4, weight_decay=0.0),
+        train_data=PromptOptions(prompts_per_rollout=32, responses_per_prompt=8),
+        rollout=RolloutOptions(
+            train_sampling_params=SamplingOptions(max_new_tokens=MAX_NEW_TOKENS),
+            test_sampling_params=SamplingOptions(temperature=0.0, max_new_tokens=MAX_NEW_TOKENS),
+            max_model_len=128,
+        ),
+        trainer=TrainerOptions(
+            save_dir=str(folder),
+            total_steps=options.steps,
+            save_freq=20,
+            test_freq=20,
+            load_ckpt_from="latest",
+            sinks=["jsonl", "tensorboard"],
+            experiment_name="quickstart",
+            seed=options.seed,
+        ),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(warm)
+    reward = RewardFunction(verify_exactly)
+    sampling = run.rollout
+    PpoTrainer(
+        run,
+        SingleTurnWorkflow(reward, sampling.train_sampling_params.gconfig(), tokenizer),
+        train,
+        held_out,
+        SingleTurnWorkflow(reward, sampling.test_sampling_params.gconfig(), tokenizer),
+    ).fit()
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    accuracies = [row["accuracy"] for row in logged if "accuracy" in row]
+    return {"accuracy_before": accuracies[0], "accuracy_after": accuracies[-1], "steps": logged[-1]["step"]}
+
+
+def report_rows(folder: Path, summary: dict[str, float]) -> dict[str, str]:
+    """What came out, where it lies, and what to do next."""
+    return {
+        "held-out accuracy": f"{summary['accuracy_before']:.2f} after the warm start, "
+        f"{summary['accuracy_after']:.2f} after {summary['steps']:.0f} GRPO steps",
+        "curve": f"{folder}/learning_curve.png",
+        "rollouts": f"{folder}/rollouts.jsonl: what the model tried, and what it got for it",
+        "metrics": f"{folder}/metrics.jsonl, or: tensorboard --logdir {folder}",
+        "model": f"{folder}/latest, opens with transformers",
+        "next": "examples/grpo.py configures this run for your own model and reward; "
+        "examples/grpo_from_engines.py writes the loop itself",
+    }
