@@ -3,8 +3,8 @@
 submit ──> waiting ──> all answered ──────────────> results, in rank order
               │
               ├── a worker raised ── peers end within the grace ──> its exception; the group goes on
-              │          └── peers are stuck in a collective ─────> its exception; the group is stopped
-              ├── a worker died ──────────────────────────────────> WorkerDied; the group is stopped
+              │          └── peers are stuck in a collective ─────> its exception; their groups are stopped
+              ├── a worker died ──────────────────────────────────> WorkerDied; its group is stopped
               └── time is up ─────────────────────────────────────> CallTimeout that names the late ranks
 """
 
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import cloudpickle
@@ -82,12 +83,16 @@ class WorkerGroup:
     def create(
         self, factory: Callable[[WorkerContext], Any], contexts: Sequence[WorkerContext], timeout: float
     ) -> None:
-        """Make every worker; the factory travels pickled by value where it has to."""
+        """Make every worker, or none; the factory travels pickled by value where it has to."""
         blob = cloudpickle.dumps(factory)
-        futures = {
-            rank: handle.create(self.key(rank), blob, contexts[rank]) for rank, handle in enumerate(self.handles)
-        }
-        self.gather(futures, what="start", timeout=timeout)
+        try:
+            with self.order:
+                handles = enumerate(self.handles)
+                futures = {rank: handle.create(self.key(rank), blob, contexts[rank]) for rank, handle in handles}
+            self.gather(futures, what="start", timeout=timeout)
+        except BaseException:
+            self.stop()
+            raise
 
     def submit(self, rank: int, method: str, args: tuple = (), kwargs: dict | None = None) -> Future[Outcome]:
         """Start one call on one worker. Calls on a worker run one at a time, in the order they were submitted."""
@@ -112,67 +117,12 @@ class WorkerGroup:
         return self.call(method, [(args, kwargs)] * len(self), timeout=timeout)
 
     def gather(self, futures: dict[int, Future[Outcome]], what: str, timeout: float | None = None) -> list[Any]:
-        """Wait for submitted calls (rank -> future); results in the order of `futures`.
+        """Wait for submitted calls (rank -> future); results in the order of `futures`. Raises: as `collect`."""
+        calls = [PendingCall(self, rank, future) for rank, future in futures.items()]
+        return collect(calls, what, self.call_timeout if timeout is None else timeout)
 
-        Raises: the first remote exception, with its type; WorkerDied; CallTimeout naming the ranks that are late.
-        """
-        timeout = self.call_timeout if timeout is None else timeout
-        self._await(futures, what, time.monotonic() + timeout, timeout)
-        return [future.result().unwrap(self.describe(rank)) for rank, future in futures.items()]
-
-    def _await(self, futures: dict[int, Future[Outcome]], what: str, deadline: float, timeout: float) -> None:
-        """Return when all futures hold a value; handle the first that does not as the module's drawing says."""
-        pending = dict(futures)
-        while pending:
-            deaths = {rank: self.handles[rank].death for rank in range(len(self))}
-            left = deadline - time.monotonic()
-            wait([*pending.values(), *deaths.values()], timeout=max(left, 0), return_when=FIRST_COMPLETED)
-            dead = [rank for rank, death in deaths.items() if death.done()]
-            for rank, future in list(pending.items()):
-                if not future.done():
-                    continue
-                del pending[rank]
-                error = future.exception()
-                if isinstance(error, WorkerDied):
-                    dead.append(rank)
-                elif error is not None:
-                    raise error
-                elif future.result().error is not None and not dead:
-                    self._after_error(rank, future.result(), pending, what)
-            if dead:
-                self._after_death(sorted(set(dead)), what)
-            if pending and time.monotonic() >= deadline:
-                late = tuple(self.describe(rank) for rank in pending)
-                raise CallTimeout(
-                    f"{what} on {self.name}: no answer within {timeout:g} s from {len(late)} of {len(futures)} workers: "
-                    f"{'; '.join(late)}. Give it more time (timeout=) or look at what these ranks are doing.",
-                    late,
-                )
-
-    def _after_error(self, rank: int, outcome: Outcome, pending: dict[int, Future[Outcome]], what: str) -> None:
-        """One rank raised: let its peers end; if they cannot, they sit in a collective that will never complete."""
-        wait(pending.values(), timeout=PEER_GRACE_S)
-        stuck = tuple(self.describe(peer) for peer, future in pending.items() if not future.done())
-        if stuck:
-            self._fail(
-                WorkerError(
-                    f"{what} raised on {self.describe(rank)} while {'; '.join(stuck)} waited for it in a collective; "
-                    f"{self.name} was stopped. Build the engine again."
-                )
-            )
-        elif any(isinstance(f.exception(), WorkerDied) for f in pending.values()):
-            return  # the death is the cause; the caller's loop reports it
-        outcome.unwrap(self.describe(rank))
-
-    def _after_death(self, dead: list[int], what: str) -> None:
-        names = tuple(self.describe(rank) for rank in dead)
-        error = WorkerDied(
-            f"{what}: worker process ended: {'; '.join(names)}. {self.name} was stopped; build the engine again.", names
-        )
-        self._fail(error)
-        raise error
-
-    def _fail(self, error: RliteError) -> None:
+    def fail(self, error: RliteError) -> None:
+        """Stop the group; every later call raises this error."""
         self.failure = error
         self.stop()
 
@@ -193,41 +143,113 @@ class WorkerGroup:
                 handle.stop(self.key(rank))
 
 
+@dataclass(frozen=True)
+class PendingCall:
+    """A call under way on one worker."""
+
+    group: WorkerGroup
+    rank: int
+    answer: Future[Outcome]
+
+    @property
+    def name(self) -> str:
+        return self.group.describe(self.rank)
+
+
+def collect(calls: Sequence[PendingCall], what: str, timeout: float) -> list[Any]:
+    """Wait for calls on workers of one or more groups; their results, in order. See the module's drawing.
+
+    Raises: the first remote exception, with its type; WorkerDied; CallTimeout naming the workers that are late.
+    """
+    deadline = time.monotonic() + timeout
+    groups = dict.fromkeys(call.group for call in calls)
+    deaths = {(group, rank): handle.death for group in groups for rank, handle in enumerate(group.handles)}
+    pending = list(calls)
+    while pending:
+        left = max(deadline - time.monotonic(), 0)
+        wait([call.answer for call in pending] + [*deaths.values()], timeout=left, return_when=FIRST_COMPLETED)
+        done: list[PendingCall] = []
+        waiting: list[PendingCall] = []
+        for call in pending:
+            (done if call.answer.done() else waiting).append(call)
+        pending = waiting
+        _raise_deaths(deaths, done, pending, what)
+        for call in done:
+            if (error := call.answer.exception()) is not None:
+                raise error
+            if call.answer.result().error is not None:
+                wait([peer.answer for peer in pending], timeout=PEER_GRACE_S)
+                _raise_deaths(deaths, pending, pending, what)  # then the death is the cause of the error
+                _stop_stuck(pending, f"{what} raised on {call.name}")
+                call.answer.result().unwrap(call.name)
+        if pending and time.monotonic() >= deadline:
+            late = tuple(call.name for call in pending)
+            raise CallTimeout(
+                f"{what}: no answer within {timeout:g} s from {len(late)} of {len(calls)} workers: {'; '.join(late)}. "
+                "Give it more time (timeout=, or call_timeout= in rlite.init) or look at what these workers are doing.",
+                late,
+            )
+    return [call.answer.result().unwrap(call.name) for call in calls]
+
+
+def _raise_deaths(
+    deaths: dict[tuple[WorkerGroup, int], Future[Any]],
+    ended: Sequence[PendingCall],
+    pending: Sequence[PendingCall],
+    what: str,
+) -> None:
+    """Raise WorkerDied if a process is gone, and stop its group, and the groups of peers that wait for it."""
+    dead = [worker for worker, death in deaths.items() if death.done()]
+    for call in ended:
+        if call.answer.done() and isinstance(call.answer.exception(), WorkerDied):
+            dead.append((call.group, call.rank))
+    if not dead:
+        return
+    names = tuple(dict.fromkeys(group.describe(rank) for group, rank in dead))
+    stopped = dict.fromkeys(group for group, _ in dead)
+    error = WorkerDied(
+        f"{what}: worker process ended: {'; '.join(names)}. "
+        f"{', '.join(group.name for group in stopped)} was stopped; build the engine again.",
+        names,
+    )
+    for group in stopped:
+        group.fail(error)
+    others = [call for call in pending if call.group not in stopped]
+    wait([call.answer for call in others], timeout=PEER_GRACE_S)
+    _stop_stuck(others, str(error))
+    raise error
+
+
+def _stop_stuck(pending: Sequence[PendingCall], cause: str) -> None:
+    """Stop the groups of workers that still wait, in a collective that will never complete."""
+    stuck = [call for call in pending if not call.answer.done()]
+    for group in dict.fromkeys(call.group for call in stuck):
+        names = "; ".join(call.name for call in stuck if call.group is group)
+        group.fail(
+            WorkerError(
+                f"{cause}, while {names} waited for it in a collective; {group.name} was stopped. "
+                "Build the engine again."
+            )
+        )
+
+
 def apply_on_processes(
-    calls: Iterable[tuple[WorkerHandle, tuple[WorkerKey | None, ...], tuple, str]],
+    calls: Iterable[tuple[WorkerGroup, int, tuple[WorkerKey | None, ...], tuple]],
     function: Callable[..., Any],
     groups: Sequence[WorkerGroup],
     what: str,
     timeout: float,
 ) -> list[Any]:
-    """Run `function(*workers, *args)` in several processes at once; each call names a handle, keys, args and a name.
+    """Run `function(*workers, *args)` in several processes at once; each call names a worker, keys and args.
 
     This is how two groups work together (weight sync): a process that hosts workers of both gets one call.
     """
     blob = cloudpickle.dumps(function)
-    names = {}
-    futures = {}
     with contextlib.ExitStack() as orders:
-        for group in groups:
+        for group in sorted(groups, key=lambda group: group.name):  # the same order in every thread
             group.check()
             orders.enter_context(group.order)
-        for number, (handle, keys, args, name) in enumerate(calls):
-            names[number] = name
-            futures[number] = handle.apply(keys, blob, args)
-    deadline = time.monotonic() + timeout
-    pending = set(futures.values())
-    deaths = [handle.death for group in groups for handle in group.handles]
-    while pending:
-        done, _ = wait([*pending, *deaths], timeout=max(deadline - time.monotonic(), 0), return_when=FIRST_COMPLETED)
-        for group in groups:
-            dead = [rank for rank, handle in enumerate(group.handles) if handle.death.done()]
-            if dead:
-                group._after_death(dead, what)
-        for number, future in futures.items():
-            if future in pending and future.done() and future.exception() is None:
-                future.result().unwrap(names[number])
-        pending -= done
-        if pending and time.monotonic() >= deadline:
-            late = tuple(names[number] for number, future in futures.items() if future in pending)
-            raise CallTimeout(f"{what}: no answer within {timeout:g} s from {'; '.join(late)}", late)
-    return [future.result().unwrap(names[number]) for number, future in futures.items()]
+        pending = [
+            PendingCall(group, rank, group.handles[rank].apply(keys, blob, args)) for group, rank, keys, args in calls
+        ]
+    return collect(pending, what, timeout)

@@ -46,6 +46,7 @@ def default_cpu_slots(cores: int) -> int:
 
 
 def worker_name(group: str, rank: int, device: Device) -> str:
+    """How messages name a worker: "train-0 rank 1 on 10.0.0.1/cuda:1"."""
     return f"{group} rank {rank} on {device}"
 
 

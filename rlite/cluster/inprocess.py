@@ -9,7 +9,7 @@ from typing import Any
 
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.host import Outcome, WorkerContext, WorkerHost, WorkerKey
-from rlite.cluster.placement import Device
+from rlite.cluster.placement import Device, DeviceKind
 from rlite.parallel.processes import join_alone, leave
 
 
@@ -47,8 +47,8 @@ class InprocessLauncher:
 
     kind = "inprocess"
 
-    def __init__(self, device: str, num_threads: int | None, call_timeout: float) -> None:
-        self.devices = (Device("local", 0, "127.0.0.1", device),)
+    def __init__(self, device: DeviceKind, num_threads: int | None, call_timeout: float) -> None:
+        self.devices: tuple[Device, ...] = (Device("local", 0, "127.0.0.1", device),)
         self._call_timeout = call_timeout
         self._num_threads = num_threads
         self._handle = InprocessHandle(WorkerHost(), threading.RLock())

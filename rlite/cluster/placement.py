@@ -23,6 +23,8 @@ from typing import Literal
 
 from rlite.errors import PlacementError, did_you_mean
 
+DeviceKind = Literal["cpu", "cuda"]
+
 
 @dataclass(frozen=True, order=True)
 class Device:
@@ -33,7 +35,7 @@ class Device:
     index: int
     """position on the node, from 0"""
     ip: str = "127.0.0.1"
-    kind: Literal["cpu", "cuda"] = "cpu"
+    kind: DeviceKind = "cpu"
 
     def __str__(self) -> str:
         return f"{self.ip}/{self.kind}:{self.index}"

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.host import Outcome, WorkerContext, WorkerHost, WorkerKey, default_cpu_slots, worker_name
-from rlite.cluster.placement import Device
+from rlite.cluster.placement import Device, DeviceKind
 from rlite.errors import PlacementError, WorkerDied, WorkerError
 from rlite.parallel.processes import join, open_store
 
@@ -41,6 +41,8 @@ class RayHost(WorkerHost):
 
 
 class RayHandle:
+    """A worker as an actor: calls are its tasks, and its death is the end of `pulse`."""
+
     def __init__(self, actor: Any, name: str) -> None:
         self._actor = actor
         self._name = name
@@ -86,7 +88,7 @@ class RayLauncher:
 
     def __init__(
         self,
-        device: str,
+        device: DeviceKind,
         num_devices: int | None,
         address: str | None,
         num_threads: int | None,
@@ -142,10 +144,11 @@ class RayLauncher:
         opened = group.handles[0].apply((), cloudpickle.dumps(open_store), (ip,))
         (port,) = group.gather({0: opened}, what="open a rendezvous", timeout=self._start_timeout)
         blob = cloudpickle.dumps(join)
-        joined = {
-            rank: handle.apply((), blob, (rank, len(group), ip, port, group.devices[rank].kind, self._start_timeout))
-            for rank, handle in enumerate(group.handles)
-        }
+        joined = {}
+        for rank, (handle, device) in enumerate(zip(group.handles, group.devices, strict=True)):
+            own_ip = ip if is_one_node else device.ip
+            args = (rank, len(group), ip, port, own_ip, device.kind, self._start_timeout)
+            joined[rank] = handle.apply((), blob, args)
         group.gather(joined, what="meet", timeout=self._start_timeout)
 
     def _contexts(self, group: WorkerGroup) -> list[WorkerContext]:

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Literal, Protocol
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.host import WorkerContext, default_cpu_slots
 from rlite.cluster.inprocess import InprocessLauncher
-from rlite.cluster.placement import Device, Ledger, PlacementRequest
+from rlite.cluster.placement import Device, DeviceKind, Ledger, PlacementRequest
 from rlite.cluster.torchrun import TorchrunLauncher
 from rlite.errors import ConfigError, RliteError
 
@@ -43,8 +44,7 @@ class Session:
         self._groups: dict[str, list[WorkerGroup]] = {}
         self._names: dict[str, int] = {}
         self._lock = threading.Lock()
-        self.closing: list[Callable[[], None]] = []
-        """called first at shutdown, newest first: engines stop their threads here"""
+        self._closing: dict[str, Callable[[], None]] = {}
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -67,26 +67,33 @@ class Session:
         self._groups.setdefault(owner, []).append(group)
         return group
 
+    def before_release(self, owner: str, act: Callable[[], None]) -> None:
+        """Have `act` called once before the owner's workers end, at shutdown too: engines end their threads here."""
+        self._closing[owner] = act
+
     def release(self, owner: str) -> None:
-        """Stop the owner's workers and give its devices back."""
+        """Stop the owner's workers and give its devices back; safe to call again."""
+        if act := self._closing.pop(owner, None):
+            act()
         for group in self._groups.pop(owner, []):
             group.stop()
         with self._lock:
-            self._ledger = self._ledger.release(owner)
+            if owner in self._ledger.placements:
+                self._ledger = self._ledger.release(owner)
 
     def close(self) -> None:
-        for close in reversed(self.closing):
-            close()
-        for owner in list(self._groups):
-            self.release(owner)
-        self.launcher.shutdown()
+        """Release every owner, newest first, and end the launcher."""
+        with ExitStack() as stack:  # all of it, even if a part raises
+            stack.callback(self.launcher.shutdown)
+            for owner in self._groups:
+                stack.callback(self.release, owner)
 
 
 _session: Session | None = None
 
 
 def init(
-    device: Literal["cpu", "cuda"] | None = None,
+    device: DeviceKind | None = None,
     num_devices: int | None = None,
     launcher: LauncherName | None = None,
     address: str | None = None,
@@ -111,7 +118,7 @@ def init(
     global _session
     if _session is not None:
         raise ConfigError("rlite.init() was called before in this process; call rlite.shutdown() first")
-    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    chosen: DeviceKind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen not in ("cpu", "cuda"):
         raise ConfigError(f"device={device!r}: expected 'cpu' or 'cuda'")
     if num_devices is not None and num_devices < 1:

@@ -13,6 +13,7 @@ import queue
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -23,12 +24,14 @@ import torch
 import torch.distributed as dist
 
 from rlite.cluster.group import WorkerGroup
-from rlite.cluster.host import Outcome, WorkerContext, WorkerHost, WorkerKey, worker_name
-from rlite.cluster.placement import Device
+from rlite.cluster.host import Outcome, WorkerContext, WorkerHost, WorkerKey
+from rlite.cluster.placement import Device, DeviceKind
 from rlite.errors import PlacementError, WorkerDied
 from rlite.parallel.processes import COLLECTIVE_TIMEOUT, backend_for
 
 IDLE_TIMEOUT = timedelta(days=365)  # a rank may wait this long for the driver's next call
+SHUTDOWN_S = 5.0
+"""at shutdown nobody waits for a result any more: a process that is still busy then sits in a collective"""
 LENGTH_TAG, BODY_TAG = 1, 2
 
 Call = tuple[str, tuple]
@@ -66,10 +69,10 @@ class _Process:
         self._calls.put((call, answer))
         return answer
 
-    def finish(self, timeout: float) -> bool:
-        """End the thread once its calls are done; False if it is stuck."""
+    def finish(self, deadline: float) -> bool:
+        """Wait until the calls are done and the thread has ended; False if it is stuck."""
         self._calls.put(None)
-        self._thread.join(timeout)
+        self._thread.join(max(deadline - time.monotonic(), 0))
         return not self._thread.is_alive()
 
     def _serve(self) -> None:
@@ -89,6 +92,8 @@ class _Process:
 
 
 class TorchrunHandle:
+    """A worker in one of torchrun's processes."""
+
     def __init__(self, process: _Process) -> None:
         self._process = process
         self.process = process.rank
@@ -113,7 +118,9 @@ class TorchrunLauncher:
 
     kind = "torchrun"
 
-    def __init__(self, device: str, num_devices: int | None, num_threads: int | None, call_timeout: float) -> None:
+    def __init__(
+        self, device: DeviceKind, num_devices: int | None, num_threads: int | None, call_timeout: float
+    ) -> None:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         if num_devices not in (None, world_size):
@@ -177,7 +184,8 @@ class TorchrunLauncher:
         """Let the other ranks end. If a rank is stuck in a collective the run cannot end well: it ends at once."""
         for process in self._processes[1:]:
             process.submit(("exit", ()))
-        finished = [process.finish(timeout=10) for process in self._processes]
+        deadline = time.monotonic() + SHUTDOWN_S
+        finished = [process.finish(deadline) for process in self._processes]
         if not all(finished):
             stuck = [process.rank for process, done in zip(self._processes, finished, strict=True) if not done]
             print(f"rlite: rank {stuck} did not finish its last call; the run is ended", file=sys.stderr, flush=True)

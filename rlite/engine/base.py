@@ -214,7 +214,6 @@ class Engine:
         """End the workers and give the devices back. The engine can be built again."""
         if self._group is None or self._session is None:
             return
-        self._released()
         self._session.release(self.name)
         self._group, self.executors, self.weights = None, [], Weights.RELEASED
 
@@ -239,9 +238,6 @@ class Engine:
     def _built(self) -> None:
         """Called when the workers stand."""
 
-    def _released(self) -> None:
-        """Called before the workers end."""
-
     # -- residency -----------------------------------------------------------------------------------------------
 
     def cuda(self, what: Part = "all") -> None:
@@ -249,7 +245,7 @@ class Engine:
         if what not in ("all", "weights", "kv_cache"):
             raise ConfigError(f'cuda({what!r}): expected "weights", "kv_cache" or nothing')
         group = self.group
-        if what in ("all", "weights") and self.weights is Weights.RELEASED and what == "all":
+        if what == "all" and self.weights is Weights.RELEASED:
             raise ResidencyError(
                 f"{self.name} was released by meta(): its weights are gone. Call load() to read them again, or "
                 'cuda("weights") and p2p_weight_sync into it, then cuda("kv_cache").'

@@ -15,7 +15,7 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rlite.engine.base import Engine, Executor, Part, Weights
-from rlite.errors import ConfigError, DataError, ResidencyError, RliteError
+from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError, RliteError
 from rlite.nn.huggingface import local_checkpoint
 from rlite.types import (
     CompletionOutput,
@@ -48,7 +48,7 @@ class _Flight:
 
     request: SequenceRequest
     done: Future[_Flight] = field(default_factory=Future)
-    on_chunk: Callable[[TokenChunk], None] | None = None
+    on_chunk: Callable[[TokenChunk], object] | None = None
     started: float = field(default_factory=time.perf_counter)
     first_token: float = 0.0
     ended: float = 0.0
@@ -213,6 +213,7 @@ class RliteInferenceEngine(Engine):
         self._pumps: list[_Pump] = []
         self._may_run = threading.Event()
         self._is_paused = False
+        self._is_receiving = False
         self._has_cache = False
         self._ids = itertools.count()
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -245,13 +246,9 @@ class RliteInferenceEngine(Engine):
         self._check_ready("generate")
         flights = [[self._flight(ids, gconfig, sample) for sample in range(gconfig.n_samples)] for ids in tokens]
         self._route(flights)
-        deadline = time.monotonic() + (self.group.call_timeout if timeout is None else timeout)
-        for flight in itertools.chain.from_iterable(flights):
-            try:
-                flight.done.result(timeout=max(deadline - time.monotonic(), 0))
-            except TimeoutError:
-                self._cancel(list(itertools.chain.from_iterable(flights)))
-                raise
+        self._wait(
+            list(itertools.chain.from_iterable(flights)), self.group.call_timeout if timeout is None else timeout
+        )
         return [
             RequestOutput(
                 prompt=text,
@@ -261,7 +258,9 @@ class RliteInferenceEngine(Engine):
             for text, ids, siblings in zip(texts, tokens, flights, strict=True)
         ]
 
-    async def agenerate(self, request: LLMRequest, on_chunk: Callable[[TokenChunk], None] | None = None) -> LLMResponse:
+    async def agenerate(
+        self, request: LLMRequest, on_chunk: Callable[[TokenChunk], object] | None = None
+    ) -> LLMResponse:
         """Complete one request, while others run; every token carries its log-probability and policy version.
 
         `on_chunk` is called in the pump's thread as tokens arrive. Cancelling the task ends the request.
@@ -295,7 +294,7 @@ class RliteInferenceEngine(Engine):
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[TokenChunk] = asyncio.Queue()
         task = asyncio.ensure_future(
-            self.agenerate(request, lambda chunk: loop.call_soon_threadsafe(chunks.put_nowait, chunk) and None)
+            self.agenerate(request, lambda chunk: loop.call_soon_threadsafe(chunks.put_nowait, chunk))
         )
         try:
             while True:
@@ -352,8 +351,10 @@ class RliteInferenceEngine(Engine):
             prompt = prompt["prompt_token_ids"]
         if isinstance(prompt, str):
             ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        elif isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             ids = list(prompt)
+            if others := [token for token in ids if not isinstance(token, int)]:
+                raise DataError(f"prompt {index} holds {others[0]!r}: expected {PROMPT_TYPES}")
         else:
             raise DataError(f"prompt {index} is {type(prompt).__name__}: expected {PROMPT_TYPES}")
         if not ids:
@@ -370,7 +371,7 @@ class RliteInferenceEngine(Engine):
         ids: list[int],
         gconfig: GenerationHyperparameters,
         sample: int,
-        on_chunk: Callable[[TokenChunk], None] | None = None,
+        on_chunk: Callable[[TokenChunk], object] | None = None,
     ) -> _Flight:
         number = next(self._ids)
         seed = _mix(self.options.seed, number) if gconfig.seed is None else _mix(gconfig.seed, sample)
@@ -388,6 +389,22 @@ class RliteInferenceEngine(Engine):
         for pump, share in zip(self._pumps, shares, strict=True):
             if share:
                 pump.submit(share)
+
+    def _wait(self, flights: Sequence[_Flight], timeout: float) -> None:
+        """Return when all have ended; raise what the first failed one did, or CallTimeout, and cancel the others."""
+        done, late = wait([flight.done for flight in flights], timeout=timeout, return_when=FIRST_EXCEPTION)
+        if late:
+            self._cancel([flight for flight in flights if flight.done in late])
+        for flight in flights:
+            if flight.done in done:
+                flight.done.result()
+        if late:
+            busy = tuple(self.group.describe(pump.executor.ranks[0]) for pump in self._pumps if pump.num_in_flight)
+            raise CallTimeout(
+                f"generate: {len(late)} of {len(flights)} completions were not done within {timeout:g} s, on "
+                f"{'; '.join(busy)}. Give it more time (timeout=) or ask for fewer tokens (max_new_tokens).",
+                busy,
+            )
 
     def _cancel(self, flights: Sequence[_Flight]) -> None:
         for pump in self._pumps:
@@ -410,14 +427,14 @@ class RliteInferenceEngine(Engine):
     def _check_ready(self, what: str, may_wait: bool = False) -> None:
         group = self.group
         group.check()
-        if may_wait and not self._may_run.is_set():
-            return  # paused, or between two weights: the request waits
+        if may_wait and self._is_receiving:
+            return  # between two weights: the request waits
         self._need_weights(what)
         if not self._has_cache:
             raise ResidencyError(
                 f'{what}: the KV cache of {self.name} is not on the device; call cuda("kv_cache") first'
             )
-        if self._is_paused:
+        if self._is_paused and not may_wait:
             raise ResidencyError(f"{what}: {self.name} is paused; call resume() first")
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -438,9 +455,9 @@ class RliteInferenceEngine(Engine):
         self._may_run.set()
         self._pumps = [_Pump(executor, self._may_run) for executor in self.executors]
         assert self._session is not None
-        self._session.closing.append(self._released)
+        self._session.before_release(self.name, self._stop_pumps)
 
-    def _released(self) -> None:
+    def _stop_pumps(self) -> None:
         for pump in self._pumps:
             pump.close()
         self._pumps = []
@@ -493,9 +510,13 @@ class RliteInferenceEngine(Engine):
             for pump in self._pumps:
                 pump.cancel_all()
                 pump.flush_cancelled()
-        with super().receiving_weights(on_inflight):
-            yield
-            self.group.broadcast("recompute")
+        self._is_receiving = True
+        try:
+            with super().receiving_weights(on_inflight):
+                yield
+                self.group.broadcast("recompute")
+        finally:
+            self._is_receiving = False
         self._let_run()
 
 

@@ -104,8 +104,9 @@ class RliteTrainEngine(Engine):
                 packed ([T, ...] and [n]) and `cu_seqlens` [n + 1], `position_ids` [T], `max_seqlen`.
             loss_weight_fn: data -> what the microbatch's mean counts, e.g. its number of action tokens.
 
-        Returns: the batch's `loss`, what loss_fn reports, `grad_norm`, `lr`, `weight`, `num_microbatches`, `num_tokens`;
-            `is_skipped` is 1 if no step was made, because the weight is 0 or a gradient is not finite.
+        Returns: the batch's `loss`, what loss_fn reports, `grad_norm`, `lr`, `weight`, `num_tokens`,
+            `num_microbatches` per rank; `is_skipped` is 1 if no step was made, because the weight is 0 or a gradient
+            is not finite.
         Raises: DataError for a batch of another form, or a sequence longer than a microbatch.
         """
         return self._atomic("train_batch", batch, loss_fn, loss_weight_fn)
@@ -132,7 +133,7 @@ class RliteTrainEngine(Engine):
         return self.group.broadcast("step_lr_scheduler")[0]
 
     def _atomic(self, method: str, batch: Mapping[str, Tensor], *functions: Callable[..., Any]) -> dict[str, float]:
-        plan, calls = self._plan(method, batch)
+        _, calls = self._plan(method, batch)
         stats = self.group.call(method, [((*call, *functions), {}) for call in calls])[0]
         num_tokens = float(sum(sequence_lengths(batch)))
         return {**stats, "num_microbatches": float(len(calls[0][1])), "num_tokens": num_tokens}
@@ -147,9 +148,7 @@ class RliteTrainEngine(Engine):
         plan = plan_microbatches(lengths, self.num_data_ranks, self.options.max_tokens_per_microbatch)
         rows_of, calls = [], []
         for microbatches in plan:
-            rows = [row for microbatch in microbatches for row in microbatch] or [
-                0
-            ]  # a rank without rows needs a shape
+            rows = [row for microbatch in microbatches for row in microbatch] or [0]  # who has none takes one's shape
             local = {row: index for index, row in enumerate(rows)}
             width = max(lengths[row] for row in rows)
             index = torch.tensor(rows)
@@ -184,7 +183,8 @@ class RliteTrainEngine(Engine):
         """The whole model on the driver's CPU, by parameter name; tied parameters once."""
         if self.weights in (Weights.EMPTY, Weights.RELEASED):
             self._need_weights("state_dict")
-        shards = self.group.call("export_values", [((), {})] * self.executors[0].size, ranks=self.executors[0].ranks)
+        one_copy = self.executors[0].ranks
+        shards = self.group.call("export_values", [((), {})] * len(one_copy), ranks=one_copy)
         full: dict[str, Tensor] = {}
         for part in shards:
             for name, (box, global_shape, values) in part.items():
@@ -217,7 +217,8 @@ class RliteTrainEngine(Engine):
 
         Raises: CheckpointError if it is damaged or of another module; then nothing was changed.
         """
-        self._need_weights("load_state")
+        if self.weights is not Weights.EMPTY:
+            self._need_weights("load_state")
         folder = Path(path).absolute()
         facts = verify(folder)
         if facts["module"] != type(self.module).__name__:
@@ -225,4 +226,5 @@ class RliteTrainEngine(Engine):
                 f"{folder}: saved from {facts['module']}, this engine has {type(self.module).__name__}"
             )
         self.group.broadcast("load_state", str(folder))
+        self.weights = Weights.DEVICE
         return facts

@@ -63,6 +63,7 @@ def source_layout(worker: SourceWorker) -> Layout:
 
 
 def target_layout(worker: Worker) -> Layout:
+    """The places that a target wants written."""
     return Layout({name: _place(s) for name, s in worker.parameter_shards().items()}, host_identity())
 
 
@@ -176,7 +177,9 @@ def take_part(
     store = dist.PrefixStore("rlite-weight-sync", connect_store(plan.ip, plan.port, plan.timeout_s))
     timeout = timedelta(seconds=plan.timeout_s)
     if some.is_cuda:
-        group: Any = dist.ProcessGroupNCCL(store, rank, plan.size, timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        group: Any = dist.ProcessGroupNCCL(store, rank, plan.size, options)
     else:
         group = dist.ProcessGroupGloo(store, rank, plan.size, timeout)
     offered = source.served_shards() if source is not None else {}
@@ -227,6 +230,7 @@ def source_checksums(worker: SourceWorker, pieces: Sequence[Piece], dtypes: Sequ
 
 @torch.no_grad()
 def target_checksums(worker: Worker, pieces: Sequence[Piece]) -> list[int]:
+    """One number for each piece as it has arrived."""
     shards = worker.parameter_shards()
     return [_checksum(shards[piece.name].tensor[piece.target_box]) for piece in pieces]
 

@@ -75,7 +75,8 @@ def sync_weights(
         raise ConfigError(f"{source.name} cannot be synced with itself")
     if not target.is_built or target.weights not in (Weights.DEVICE, Weights.EMPTY):
         raise ResidencyError(
-            f'the target {target.name or target.kind} has no memory for weights: call build(), or cuda("weights"), first'
+            f"the target {target.name or target.kind} has no memory for weights: "
+            'call build(), or cuda("weights"), first'
         )
     started = time.perf_counter()
     with target.receiving_weights(on_inflight):
@@ -261,7 +262,7 @@ def _broadcast(source: Engine, target: Engine, copy: Executor, offered: list[Lay
             [] if target_rank is None else plan[target_rank],
         )
         assert rank is not None  # every process hosts one or the other
-        calls.append((group.handles[rank], keys, args, group.describe(rank)))
+        calls.append((group, rank, keys, args))
     written = apply_on_processes(
         calls, take_part, [source.group, target.group], "weight sync", source.group.call_timeout
     )
@@ -297,5 +298,5 @@ def _apply(
 ) -> list[Any]:
     """Run `function(worker, *args_of(rank))` on workers of one group."""
     chosen = range(len(group)) if ranks is None else ranks
-    calls = [(group.handles[r], (group.key(r),), args_of(r), group.describe(r)) for r in chosen]
+    calls = [(group, rank, (group.key(rank),), args_of(rank)) for rank in chosen]
     return apply_on_processes(calls, function, [group], what, group.call_timeout)

@@ -26,6 +26,8 @@ class SharedBlock:
     host: str
     pid: int
     fd: int
+    inode: int
+    """tells an arena from a later one that got the same fd"""
     arena_bytes: int
     offset: int
     shape: tuple[int, ...]
@@ -33,6 +35,7 @@ class SharedBlock:
 
 
 def aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes that a tensor takes in an arena."""
     return -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
@@ -44,6 +47,7 @@ class SharedArena:
         self._fd = os.memfd_create("rlite-arena") if can_share_memory() else -1
         if self._fd >= 0:
             os.ftruncate(self._fd, self.nbytes)
+        self._inode = os.fstat(self._fd).st_ino if self._fd >= 0 else 0
         self._map = mmap.mmap(self._fd, self.nbytes)
         self._base = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used = 0
@@ -63,8 +67,20 @@ class SharedArena:
         if self._fd < 0 or not 0 <= offset < self.nbytes or not tensor.is_contiguous():
             return None
         return SharedBlock(
-            host_identity(), os.getpid(), self._fd, self.nbytes, offset, tuple(tensor.shape), tensor.dtype
+            host=host_identity(),
+            pid=os.getpid(),
+            fd=self._fd,
+            inode=self._inode,
+            arena_bytes=self.nbytes,
+            offset=offset,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
         )
+
+    def discard(self) -> None:
+        """Give the memory back now, wherever it is still mapped: every tensor in it is zeros from here on."""
+        if self._fd >= 0:
+            self._map.madvise(mmap.MADV_REMOVE)
 
     def __del__(self) -> None:
         if self._fd >= 0:
@@ -72,22 +88,37 @@ class SharedArena:
 
 
 class ArenaReader:
-    """Maps other processes' arenas, each once, and gives tensors in them."""
+    """Maps other processes' arenas, each once, and gives tensors in them. Not for several threads."""
 
     def __init__(self) -> None:
         self._maps: dict[tuple[int, int, int], Tensor] = {}
+        """by pid, fd and inode; while an arena is mapped, no other file has its inode"""
 
     def view(self, block: SharedBlock) -> Tensor:
-        """The tensor itself, to be read only. Raises OSError if the process is gone or is not ours."""
-        key = (block.pid, block.fd, block.arena_bytes)
+        """The tensor itself, to be read only. Raises OSError if the process or the arena is gone, or is not ours."""
+        key = (block.pid, block.fd, block.inode)
         if key not in self._maps:
-            fd = os.open(f"/proc/{block.pid}/fd/{block.fd}", os.O_RDWR)
+            self._maps = {known: arena for known, arena in self._maps.items() if _is_there(*known)}
+            fd = os.open(_path(block.pid, block.fd), os.O_RDWR)
             try:
+                if os.fstat(fd).st_ino != block.inode:
+                    raise FileNotFoundError(f"process {block.pid} has closed the arena that {block} lies in")
                 self._maps[key] = torch.frombuffer(mmap.mmap(fd, block.arena_bytes), dtype=torch.uint8)
             finally:
                 os.close(fd)
         flat = self._maps[key][block.offset : block.offset + prod(block.shape) * block.dtype.itemsize]
         return flat.view(block.dtype).view(block.shape)
+
+
+def _path(pid: int, fd: int) -> str:
+    return f"/proc/{pid}/fd/{fd}"
+
+
+def _is_there(pid: int, fd: int, inode: int) -> bool:
+    try:
+        return os.stat(_path(pid, fd)).st_ino == inode
+    except OSError:
+        return False
 
 
 def can_share_memory() -> bool:

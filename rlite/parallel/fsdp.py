@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,7 @@ def set_gradient_sync(module: nn.Module, is_last: bool) -> None:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's block of a DTensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -77,7 +79,7 @@ def local_shard(parameter: Tensor) -> ParameterShard:
     if not isinstance(parameter, DTensor):
         return ParameterShard(parameter.data, (0,) * parameter.dim(), tuple(parameter.shape))
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return ParameterShard(parameter.data.to_local(), tuple(offset), tuple(parameter.shape))
+    return ParameterShard(local_tensor(parameter.data), tuple(offset), tuple(parameter.shape))
 
 
 def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> SharedArena | None:
@@ -105,15 +107,15 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sha
         for name, parameter in submodule._parameters.items():
             if parameter is not None:
                 submodule._parameters[name] = replaced[id(parameter)]
-        for name, buffer in submodule._buffers.items():
-            if buffer is not None:
-                submodule._buffers[name] = buffer.to(device)
+        for name, tensor in submodule._buffers.items():
+            if tensor is not None:
+                submodule._buffers[name] = tensor.to(device)
     if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
         module._apply(lambda tensor: tensor)  # FSDP takes notice of its parameters' new memory
     return arena
 
 
-def _like(parameter: nn.Parameter, local: Tensor) -> nn.Parameter:
+def _like(parameter: nn.Parameter, local: Any) -> nn.Parameter:
     """A parameter like `parameter`, whose local block is `local`."""
     if isinstance(parameter, DTensor):
         local = DTensor.from_local(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -40,20 +41,30 @@ def open_store(ip: str) -> int:
 
 
 def connect_store(ip: str, port: int, timeout_s: float) -> dist.Store:
+    """A client of the store that `open_store` started on `ip:port`."""
     return dist.TCPStore(ip, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
-def join(rank: int, world_size: int, ip: str, port: int, device_kind: str, timeout_s: float) -> None:
-    """Join the world that meets at the store on `ip:port`."""
-    if ip.startswith("127."):  # a loopback world must not depend on what the host name resolves to
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+def join(rank: int, world_size: int, ip: str, port: int, own_ip: str, device_kind: str, timeout_s: float) -> None:
+    """Join the world that meets at the store on `ip:port`; `own_ip` is how the others reach this node."""
+    if (interface := _interface(own_ip)) is not None:  # else gloo would ask what the host name resolves to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     store = connect_store(ip, port, timeout_s)
     dist.init_process_group(
         backend_for(device_kind), store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
     )
 
 
+def _interface(ip: str) -> str | None:
+    """The network interface of this node that has the address `ip`."""
+    if ip.startswith("127."):
+        return "lo0" if sys.platform == "darwin" else "lo"
+    found = (name for name, addresses in psutil.net_if_addrs().items() if any(a.address == ip for a in addresses))
+    return next(found, None)
+
+
 def leave() -> None:
+    """Leave torch.distributed, and close the stores that were opened here."""
     if dist.is_initialized():
         dist.destroy_process_group()
     _open_stores.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import gc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,18 +107,21 @@ class Fsdp2Worker:
         optimizer.zero_grad(set_to_none=True)
         weights = [float(loss_weight_fn(pack(batch, rows, self._device))) if rows else 0.0 for rows in microbatches]
         total = self._sum([sum(weights)])[0]
+        lr = float(optimizer.param_groups[0]["lr"])
         if total == 0:
-            return {"loss": 0.0, "grad_norm": 0.0, "weight": 0.0, "is_skipped": 1.0}
+            return {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "weight": 0.0, "is_skipped": 1.0}
         means: dict[str, float] = {}
         for index, (rows, weight) in enumerate(zip(microbatches, weights, strict=True)):
             data = pack(batch, rows or [0], self._device)
             set_gradient_sync(self.module, is_last=index == len(microbatches) - 1)
             with self.module.packed():
-                loss, report = self._loss(loss_fn, data)
+                logits = self.module.compute_logits(data)
+                loss, report = _loss(loss_fn, logits, data)
+                if weight == 0:
+                    loss = logits.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
                 # FSDP averages gradients over ranks; the weights already divide by the whole batch
                 (loss * (weight / total * self._mesh.size)).backward()
-            for key, value in {"loss": loss, **report}.items():
-                means[key] = means.get(key, 0.0) + _number(value) * (weight / total if weight else 0.0)
+            _add(means, {"loss": loss, **report}, weight / total)
         grad_norm = self._clip()
         is_skipped = not torch.isfinite(torch.tensor(grad_norm))
         if is_skipped:
@@ -127,7 +130,6 @@ class Fsdp2Worker:
             optimizer.step()
         names = sorted(means)
         summed = dict(zip(names, self._sum([means[name] for name in names]), strict=True))
-        lr = float(optimizer.param_groups[0]["lr"])
         return {**summed, "grad_norm": grad_norm, "lr": lr, "weight": total, "is_skipped": float(is_skipped)}
 
     @torch.no_grad()
@@ -139,9 +141,9 @@ class Fsdp2Worker:
         total = self._sum([sum(weights)])[0]
         means: dict[str, float] = {}
         for rows, weight in zip(microbatches, weights, strict=True):
-            loss, report = self._loss(loss_fn, pack(batch, rows or [0], self._device))
-            for key, value in {"loss": loss, **report}.items():
-                means[key] = means.get(key, 0.0) + _number(value) * (weight / total if weight else 0.0)
+            data = pack(batch, rows or [0], self._device)
+            loss, report = _loss(loss_fn, self.module.compute_logits(data), data)
+            _add(means, {"loss": loss, **report}, weight / total if total else 0.0)
         names = sorted(means)
         return {**dict(zip(names, self._sum([means[name] for name in names]), strict=True)), "weight": total}
 
@@ -165,10 +167,6 @@ class Fsdp2Worker:
             raise ConfigError("step_lr_scheduler needs self.lr_scheduler: set it in on_weights_materialized")
         self.module.lr_scheduler.step()
         return float(self.module.lr_scheduler.get_last_lr()[0])
-
-    def _loss(self, loss_fn: Loss, data: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        result = loss_fn(self.module.compute_logits(data), data)
-        return result if isinstance(result, tuple) else (result, {})
 
     def _need_optimizer(self) -> torch.optim.Optimizer:
         if self.module.optimizer is None:
@@ -277,7 +275,11 @@ class Fsdp2Worker:
     def to_meta(self) -> None:
         if hasattr(self, "module"):
             del self.module
+            for arena in (self.arena, self.staged):
+                if isinstance(arena, SharedArena):
+                    arena.discard()
             self.arena = self.staged = None
+            gc.collect()  # a module and its FSDP state refer to each other
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -329,9 +331,15 @@ def _bytes(tensor: Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def method_names(module: type) -> set[str]:
-    """Public callables of a module class."""
-    return {name for name, value in inspect.getmembers(module, callable) if not name.startswith("_")}
+def _loss(loss_fn: Loss, logits: Tensor, data: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    result = loss_fn(logits, data)
+    return result if isinstance(result, tuple) else (result, {})
+
+
+def _add(means: dict[str, float], values: Mapping[str, Any], weight: float) -> None:
+    """Add a microbatch's means, each counting `weight`; what has no weight may be NaN."""
+    for key, value in values.items():
+        means[key] = means.get(key, 0.0) + (_number(value) * weight if weight else 0.0)
 
 
 BACKEND = Backend(options=Fsdp2Options, worker=Fsdp2Worker)
