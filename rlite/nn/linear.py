@@ -39,7 +39,9 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    product = torch.ops.mkldnn._linear_pointwise(x.reshape(-1, x.shape[-1]), weight, bias, "none", [], "")
+    # a plain view would make FSDP warn that a module's output must not be changed in place
+    return torch.ops.aten._unsafe_view(product, (*x.shape[:-1], weight.shape[0]))
 
 
 class _Linear(torch.autograd.Function):
