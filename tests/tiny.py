@@ -23,7 +23,7 @@ CHATML = (
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer without merges: 256 bytes and three special tokens, with a ChatML template."""
-    pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + [END_OF_TEXT, TURN_START, TURN_END]
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), END_OF_TEXT, TURN_START, TURN_END]
     core = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()

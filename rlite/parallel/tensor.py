@@ -43,7 +43,7 @@ class TensorParallelPlan:
         self._embedding = model.get_input_embeddings()
         self._head = model.get_output_embeddings()
         self._axis: dict[nn.Parameter, int] = {}
-        self._rows: list[nn.Module] = []
+        self._rows: list[nn.Linear] = []
         if self.world_size > 1:
             self._check_heads()
             self._read_plan()
@@ -91,7 +91,7 @@ class TensorParallelPlan:
 
     def install(self) -> None:
         """Give the modules that need the other ranks a forward that asks them. Nothing to do for one rank."""
-        if self.world_size == 1:
+        if self.group is None or self.world_size == 1:
             return
         vocab_size = self._embedding.num_embeddings
         start, _ = span(vocab_size, self.rank, self.world_size)

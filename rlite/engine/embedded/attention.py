@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
@@ -32,7 +31,7 @@ class AttentionPlan(Protocol):
 
 
 def slot_attention(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -92,10 +91,9 @@ class PrefillPlan:
         begin = 0
         for chunk in self.chunks:
             num = chunk.stop - chunk.start
-            q = query[:, :, begin : begin + num]
-            if chunk.start == 0:
-                k, v, mask = key[:, :, begin : begin + num], value[:, :, begin : begin + num], None
-            else:
+            q, k, v = (t[:, :, begin : begin + num] for t in (query, key, value))
+            mask = None
+            if chunk.start > 0:
                 k, v = self.cache.sequence(layer, chunk.slot, chunk.stop)
                 mask = torch.ones(num, chunk.stop, dtype=torch.bool, device=q.device).tril(chunk.start)
             out = F.scaled_dot_product_attention(

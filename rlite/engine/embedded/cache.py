@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlite.engine.embedded.scheduler import Move
@@ -44,13 +46,13 @@ class SlotCache:
         max_len = -(-max_len // BLOCK) * BLOCK
         shape = (num_layers, num_slots, num_kv_heads, max_len, head_dim)
         blocked = (num_layers, num_slots, num_kv_heads, max_len // BLOCK, head_dim, BLOCK)
-        self.keys = torch.zeros(blocked if self.is_blocked else shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = _zeros(blocked if self.is_blocked else shape, dtype, device)
+        self.values = _zeros(shape, dtype, device)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.max_len, self.head_dim = max_len, head_dim
         self._flat_keys = [k.view(-1, head_dim, BLOCK) if self.is_blocked else k.view(-1, head_dim) for k in self.keys]
         self._flat_values = [v.view(-1, head_dim) for v in self.values]
-        self._bags: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = {}
+        self._bags: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -68,6 +70,8 @@ class SlotCache:
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Write `[batch, kv_heads, tokens, head_dim]` to `rows`; called by the model's attention layers."""
+        if self._targets is None:
+            raise RuntimeError("write_to has not said where keys and values go")
         rows, blocks, offsets = self._targets
         flat_key = key.transpose(1, 2).reshape(-1, self.head_dim)
         if self.is_blocked:
@@ -124,3 +128,13 @@ class SlotCache:
             for storage, stop in ((self.keys, blocks), (self.values, length)):
                 for slot in slots:
                     storage[:, slot, :, :stop] = storage[:, source, :, :stop]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that on CPU take memory only where something is written: torch's own write all of it, numpy's do not."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    line = 64  # bytes of the cache line at which torch aligns
+    memory = np.zeros(math.prod(shape) * dtype.itemsize + line, dtype=np.uint8)
+    start = -memory.ctypes.data % line
+    return torch.from_numpy(memory[start : start + memory.size - line]).view(dtype).view(shape)

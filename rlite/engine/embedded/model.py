@@ -33,7 +33,7 @@ class _Place:
 
     def get(self) -> nn.Parameter:
         module, name = self.owners[0]
-        return module._parameters[name]
+        return module.get_parameter(name)
 
     def set(self, tensor: torch.Tensor) -> None:
         parameter = nn.Parameter(tensor, requires_grad=False)

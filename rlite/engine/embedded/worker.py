@@ -7,13 +7,12 @@ the same decisions, because the only thing they depend on besides the calls, the
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import cached_property
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlite.engine.embedded.attention import DecodePlan, PrefillPlan
 from rlite.engine.embedded.cache import SlotCache
@@ -64,13 +63,13 @@ class EmbeddedWorker:
         self._refused: list[TokenChunk] = []
         self.to_device("kv_cache")
 
-    def _max_model_len(self, config) -> int:
+    def _max_model_len(self, config: PreTrainedConfig) -> int:
         limit = config.max_position_embeddings
         length = self.options.max_model_len or min(limit, CONTEXT_LIMIT)
         if length > limit:
             raise ConfigError(f"max_model_len={length} is beyond the model's max_position_embeddings={limit}")
         layers = set(getattr(config, "layer_types", None) or [])
-        window = getattr(config, "sliding_window", None)
+        window = getattr(config, "sliding_window", None) or 0
         if layers - {"full_attention", "sliding_attention"} or ("sliding_attention" in layers and length > window):
             raise ConfigError(
                 f"{self.path}: attention of kinds {sorted(layers)} with window {window} is not supported at "
@@ -96,22 +95,18 @@ class EmbeddedWorker:
         Returns one chunk for each request that made progress, ended or was refused (`error`, without tokens).
         Raises: ResidencyError if weights or KV cache are not on the device.
         """
-        if not self._are_weights_here or self._cache is None:
-            missing = "weights" if not self._are_weights_here else "kv_cache"
-            raise ResidencyError(
-                f"generation needs the {missing} on {self.device}; call cuda({missing!r}) on the engine"
-            )
+        cache = self._serving_cache()
         for request in new:
             self._accept(request)
         if aborted:
-            self._cache.apply(self._scheduler.abort(set(aborted)))
+            cache.apply(self._scheduler.abort(set(aborted)))
         steps = 0
         while steps < max_steps:
             self._scheduler.admit()
-            self._prefill()
+            self._prefill(cache)
             if not self._scheduler.running:
                 break
-            steps += self._decode(max_steps - steps)
+            steps += self._decode(cache, max_steps - steps)
         return self._drain()
 
     def abort_all(self) -> list[TokenChunk]:
@@ -171,23 +166,23 @@ class EmbeddedWorker:
 
     # --- computation ------------------------------------------------------------------------------------------------
 
-    def _prefill(self) -> None:
+    def _prefill(self, cache: SlotCache) -> None:
         while True:
             moves, chunks = self._scheduler.next_prefill()
-            self._cache.apply(moves)
+            cache.apply(moves)
             if not chunks:
                 return
-            plan = PrefillPlan(self._cache, chunks, self.device)
-            self._cache.write_to(plan.rows)
+            plan = PrefillPlan(cache, chunks, self.device)
+            cache.write_to(plan.rows)
             self._weights.model.base_model(
                 input_ids=plan.input_ids,
                 position_ids=plan.position_ids,
-                past_key_values=self._cache,
+                past_key_values=cache,
                 use_cache=True,
                 plan=plan,
             )
 
-    def _decode(self, max_steps: int) -> int:
+    def _decode(self, cache: SlotCache, max_steps: int) -> int:
         """One burst: steps between which neither the batch nor its sampling parameters change. Returns their number."""
         sequences = self._scheduler.running
         gconfigs = [s.request.gconfig for s in sequences]
@@ -202,41 +197,45 @@ class EmbeddedWorker:
             self.vocab_size,
             self.device,
         )
-        is_watched = batch.stop_ids is not None and self.device.type == "cpu"
-        if batch.stop_ids is not None and not is_watched:
+        watched = batch.stop_ids if self.device.type == "cpu" else None
+        if batch.stop_ids is not None and watched is None:
             steps = min(steps, CUDA_STEPS)
-        plan = DecodePlan(self._cache, [len(s.tokens) for s in sequences], steps, self.device)
+        plan = DecodePlan(cache, [len(s.tokens) for s in sequences], steps, self.device)
         random = uniforms(batch.seeds, plan.positions + torch.arange(1, steps + 1, device=self.device)[:, None])
         tokens = torch.tensor([s.tokens[-1] for s in sequences], device=self.device)
-        made: list[tuple[torch.Tensor, ...]] = []
+        made: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         for step in range(steps):
             if step:
                 plan.step()
-            self._cache.write_to(plan.rows)
+            cache.write_to(plan.rows)
             logits = self._weights.model(
                 input_ids=tokens[:, None],
                 position_ids=plan.positions[:, None],
-                past_key_values=self._cache,
+                past_key_values=cache,
                 use_cache=True,
                 plan=plan,
             ).logits[:, -1]
-            tokens, *logprobs = sample(logits, batch, random[step])
+            tokens, taken, taken_of_cut = sample(logits, batch, random[step])
             if self._group is not None:
                 dist.broadcast(tokens, group_src=0, group=self._group)
-            made.append((tokens, *logprobs))
-            if is_watched and bool((tokens[:, None] == batch.stop_ids).any()):
+            made.append((tokens, taken, taken_of_cut))
+            if watched is not None and torch.eq(tokens[:, None], watched).any():
                 break
-        columns = [torch.stack(column, dim=1).tolist() for column in zip(*made, strict=True)]
-        self._cache.apply(self._scheduler.record(*columns, find_stop=self._find_stop))
+        # [row][step] each: tokens and the two kinds of log-probabilities
+        ids, logprobs, sampling_logprobs = (torch.stack(c, dim=1).tolist() for c in zip(*made, strict=True))
+        cache.apply(self._scheduler.record(ids, logprobs, sampling_logprobs, self._find_stop))
         return len(made)
 
     def _find_stop(self, sequence: RunningSequence, start: int) -> int | None:
         stops = sequence.request.gconfig.stop
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise RuntimeError("a request with stop strings was accepted without a tokenizer")
         # a token holds at least a byte: a stop string cannot begin further back, but for tokens without text
         reach = max(len(s.encode()) for s in stops) + 8
         for length in range(start + 1, len(sequence.tokens) + 1):
             tail = sequence.tokens[max(sequence.prompt_len, length - reach) : length]
-            text = self._tokenizer.decode(tail, skip_special_tokens=True)
+            text = tokenizer.decode(tail, skip_special_tokens=True)
             if any(s in text for s in stops):
                 return length
         return None
@@ -281,6 +280,14 @@ class EmbeddedWorker:
         """Bytes held by this rank."""
         cache = 0 if self._cache is None else self._cache.nbytes
         return {"weights": self._weights.memory_bytes(), "kv_cache": cache}
+
+    def _serving_cache(self) -> SlotCache:
+        if not self._are_weights_here or self._cache is None:
+            missing = "weights" if not self._are_weights_here else "kv_cache"
+            raise ResidencyError(
+                f"generation needs the {missing} on {self.device}; call cuda({missing!r}) on the engine"
+            )
+        return self._cache
 
     def _drop_cache(self) -> None:
         self._are_weights_here = False

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tests.tiny import build_model_dir
 
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
 from rlite.errors import ConfigError
 from rlite.types import GenerationHyperparameters, SequenceRequest
+from tests.tiny import build_model_dir
 
 CPU = torch.device("cpu")
 OPTIONS = EmbeddedOptions(max_model_len=128, max_num_seqs=3)

@@ -31,7 +31,8 @@ def test_uniforms_are_splitmix64_of_seed_and_position_in_integer_arithmetic() ->
 
 def test_uniforms_fill_the_unit_interval_evenly_over_seeds_and_over_positions() -> None:
     for u in (uniforms(torch.arange(20_000), torch.tensor(3)), uniforms(torch.tensor(3), torch.arange(20_000))):
-        assert 0 <= u.min() and u.max() < 1
+        assert u.min() >= 0
+        assert u.max() < 1
         counts = torch.histc(u, bins=20, min=0, max=1)
         assert ((counts - 1000) ** 2 / 1000).sum() < 60  # chi-squared, 19 degrees of freedom: p < 1e-5
 
@@ -93,7 +94,8 @@ def test_stop_tokens_cannot_be_made_early_not_even_greedily() -> None:
     batch = batch_of(*gconfigs, vocab_size=3, stop_ids=frozenset([1]), is_early=True)
     for u in (0.0, 0.3, 0.999):
         tokens, logprobs, _ = sample(logits, batch, torch.tensor([u, u]))
-        assert tokens[0] == 2 and tokens[1] != 1
+        assert tokens[0] == 2
+        assert tokens[1] != 1
         assert logprobs[0] == torch.log_softmax(logits[0], -1)[2]  # of the unfiltered distribution
 
 
@@ -102,4 +104,5 @@ def test_the_largest_random_number_never_finds_a_token_of_probability_zero() -> 
     logits[:, -300:] = float("-inf")
     batch = batch_of(*[GenerationHyperparameters()] * 64, vocab_size=1000)
     tokens, logprobs, _ = sample(logits, batch, torch.full((64,), 1 - 2.0**-24))
-    assert tokens.max() < 700 and logprobs.isfinite().all()
+    assert tokens.max() < 700
+    assert logprobs.isfinite().all()

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import init_empty_weights
-from tests.tiny import build_model_dir, build_tokenizer
 from transformers import AutoModelForCausalLM
 
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
 from rlite.errors import CheckpointError, ConfigError, ResidencyError
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
+from tests.tiny import build_model_dir, build_tokenizer
 
 CPU = torch.device("cpu")
 MODELS = [(kind, tie) for kind in ("qwen2", "qwen3", "llama") for tie in (True, False)]
@@ -152,7 +152,8 @@ def test_running_requests_continue_unchanged_when_the_cache_is_computed_anew(mod
     worker.recompute()
     worker.set_version(1)
     rest = run(worker, [])
-    assert {c.version for c in first.values()} == {0} and {c.version for c in rest.values()} == {1}
+    assert {c.version for c in first.values()} == {0}
+    assert {c.version for c in rest.values()} == {1}
     joined = {i: first[i].token_ids if i in first else [] for i in undisturbed}
     for i, chunk in rest.items():
         joined[i] = joined[i] + chunk.token_ids
@@ -186,10 +187,12 @@ def test_abort_ends_requests_with_what_they_have_and_leaves_the_others_alone(mod
     chunks = {c.request_id: c for c in worker.advance([], [0, 3, 99], 1000)}
     assert chunks[0].finish_reason == chunks[3].finish_reason == "abort"
     assert (chunks[0].token_ids, chunks[3].token_ids) == ([], [])
-    assert undisturbed[1][5:] == chunks[1].token_ids and undisturbed[2][5:] == chunks[2].token_ids
+    assert undisturbed[1][5:] == chunks[1].token_ids
+    assert undisturbed[2][5:] == chunks[2].token_ids
     worker.advance(requests, [], 5)
     assert sorted(c.request_id for c in worker.abort_all()) == [0, 1, 2, 3]
-    assert worker.num_unfinished == 0 and worker.advance([], [], 5) == []
+    assert worker.num_unfinished == 0
+    assert worker.advance([], [], 5) == []
 
 
 def test_a_completion_ends_at_stop_tokens_stop_strings_and_lengths(model_dir) -> None:
@@ -208,7 +211,9 @@ def test_a_completion_ends_at_stop_tokens_stop_strings_and_lengths(model_dir) ->
     first = free.index(stop)
     assert finish(stop_token_ids=[stop]) == (free[: first + 1], "stop")
     made, reason = finish(stop_token_ids=[stop], min_new_tokens=40)
-    assert stop not in made[:40] and len(made) >= 40 and reason in ("stop", "length")
+    assert stop not in made[:40]
+    assert len(made) >= 40
+    assert reason in ("stop", "length")
     # a byte that is a whole character by itself, and the first place where the text has it
     position = next(i for i, t in enumerate(free) if i > 4 and letters.decode([t]).isalnum())
     text = letters.decode([free[position]])
@@ -224,7 +229,8 @@ def test_the_models_own_end_token_ends_a_completion_unless_it_is_ignored(model_d
     end = build_tokenizer().eos_token_id
     made = run(worker_of(path), requests)
     stopped = [c for c in made.values() if c.finish_reason == "stop"]
-    assert stopped and all(c.token_ids.index(end) == len(c.token_ids) - 1 for c in stopped)
+    assert stopped
+    assert all(c.token_ids.index(end) == len(c.token_ids) - 1 for c in stopped)
     assert all(end not in c.token_ids for c in made.values() if c.finish_reason == "length")
     ignoring = requests_of([r.input_ids for r in requests], max_new_tokens=200, ignore_eos=True)
     assert {c.finish_reason for c in run(worker_of(path), ignoring).values()} == {"length"}
@@ -235,10 +241,13 @@ def test_a_request_that_cannot_be_served_is_refused_alone(model_dir) -> None:
     good, long, foreign = [1, 2, 3], [1] * 32, [1, 259]
     requests = requests_of([good, long, foreign, [], [-1], [1] * 31])
     made = run(worker_of(path, max_model_len=32), requests)
-    assert "32 tokens" in made[1].error and "259" in made[2].error
-    assert "empty" in made[3].error and "-1" in made[4].error
+    assert "32 tokens" in made[1].error
+    assert "259" in made[2].error
+    assert "empty" in made[3].error
+    assert "-1" in made[4].error
     assert all(made[i].token_ids == [] and made[i].finish_reason is None for i in (1, 2, 3, 4))
-    assert made[0].error is None and made[0].finish_reason is not None
+    assert made[0].error is None
+    assert made[0].finish_reason is not None
     assert len(made[5].token_ids) == 1
 
 
@@ -247,7 +256,8 @@ def test_memory_can_be_given_back_and_weights_come_back_from_the_checkpoint(mode
     requests = requests_of(prompts_of(7, 9))
     expected = tokens_of(run(worker, requests))
     held = worker.memory_bytes()
-    assert held["weights"] > 0 and held["kv_cache"] == 2 * 2 * 8 * 2 * 256 * 16 * 4
+    assert held["weights"] > 0
+    assert held["kv_cache"] == 2 * 2 * 8 * 2 * 256 * 16 * 4
     worker.to_meta()
     assert worker.memory_bytes() == {"weights": 0, "kv_cache": 0}
     with pytest.raises(ResidencyError, match="weights"):
@@ -293,7 +303,8 @@ def test_parameters_are_named_once_and_shaped_as_in_the_checkpoint(model_dir) ->
         reference = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
         assert shards.keys() == reference.keys()
         for name, shard in shards.items():
-            assert shard.global_shape == tuple(shard.tensor.shape) and not any(shard.offset)
+            assert shard.global_shape == tuple(shard.tensor.shape)
+            assert not any(shard.offset)
             assert torch.equal(shard.tensor, reference[name])
 
 
