@@ -3,8 +3,8 @@
     python benchmarks/generation.py --threads 1
 
 Every prompt has a length and a number of new tokens of its own (end tokens are ignored). `generate` cannot give rows
-different lengths: it runs until the longest is done, and what is counted is what was asked for. Both are warmed up, then
-measured in turns; the medians and their ratio are printed, with all settings.
+different lengths: it runs until the longest is done, and what is counted is what was asked for. Both are warmed up,
+then measured in turns; the medians and their ratio are printed, with all settings.
 """
 
 from __future__ import annotations

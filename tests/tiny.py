@@ -1,4 +1,4 @@
-"""Tiny random checkpoints for tests and benchmarks: ordinary Hugging Face folders, made in a moment, nothing downloaded."""
+"""Tiny random checkpoints for tests and benchmarks: ordinary Hugging Face folders, made in a moment, not downloaded."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch import nn
 
 @contextmanager
 def real_tensors(device: torch.device | str = "cpu") -> Iterator[None]:
-    """Inside, parameters and buffers are made on `device`, even within `init_empty_weights` or a `torch.device` mode."""
+    """Inside, parameters and buffers are made on `device`, even within `init_empty_weights` or a device mode."""
     patched = nn.Module.register_parameter, nn.Module.register_buffer
     nn.Module.register_parameter = _original(patched[0], "Module.register_parameter")  # type: ignore[method-assign]
     nn.Module.register_buffer = _original(patched[1], "Module.register_buffer")  # type: ignore[method-assign]

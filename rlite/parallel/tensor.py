@@ -1,7 +1,7 @@
 """Tensor parallelism for inference: which block of each parameter a rank holds, and the forwards that make it whole.
 
-Shards are plain tensors. The plan is the model's own (`base_model_tp_plan` and `_tp_plan` in transformers); embedding and
-head are split over the vocabulary besides. Blocks are contiguous, and uneven where a size does not divide.
+Shards are plain tensors. The plan is the model's own (`base_model_tp_plan` in transformers); embedding and head are
+split over the vocabulary besides. Blocks are contiguous, and uneven where a size does not divide.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedModel
 
 from rlite.errors import ConfigError
 from rlite.parallel.shards import Box
@@ -23,7 +24,7 @@ ROW = ("rowwise",)
 
 
 def span(size: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Start and stop of this rank's part of `size` elements; the first parts are longer by one where it does not divide."""
+    """Start and stop of this rank's part of `size` elements; where it does not divide, the first are longer by one."""
     base, extra = divmod(size, world_size)
     start = rank * base + min(rank, extra)
     return start, start + base + (rank < extra)
@@ -35,7 +36,7 @@ class TensorParallelPlan:
     Raises: ConfigError if heads do not divide, or the model has no plan or one with a style that is not known here.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup | None) -> None:
         self.model = model
         self.group = group
         self.rank = 0 if group is None else group.rank()
@@ -76,7 +77,7 @@ class TensorParallelPlan:
             if style in COLUMN:
                 self._axis.update(dict.fromkeys(module.parameters(), 0))
             else:
-                self._axis[module.weight] = 1
+                self._axis[module.get_parameter("weight")] = 1
                 self._rows.append(module)
         for module in (self._embedding, self._head):
             self._axis.update(dict.fromkeys(module.parameters(), 0))
@@ -98,7 +99,7 @@ class TensorParallelPlan:
         self._embedding.forward = partial(_embedding_forward, self._embedding, start, self.group)
         self._head.forward = partial(_head_forward, self._head, self._head.forward, self._head.out_features, self.group)
         for module in self._rows:
-            module.forward = partial(_row_forward, module, module.forward, self.group)
+            module.forward = partial(_row_forward, module, module.forward, self.group)  # type: ignore[method-assign]
 
 
 def _embedding_forward(module: nn.Embedding, start: int, group: dist.ProcessGroup, ids: torch.Tensor) -> torch.Tensor:

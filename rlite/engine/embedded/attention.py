@@ -23,7 +23,7 @@ ATTENTION = "rlite_slots"
 
 
 class AttentionPlan(Protocol):
-    """What one forward attends to. Queries are `[batch, heads, tokens, head_dim]`; the result is `[batch, tokens, ...]`."""
+    """What one forward attends to: queries `[batch, heads, tokens, head_dim]` to a result `[batch, tokens, ...]`."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -40,6 +40,7 @@ def slot_attention(
     plan: AttentionPlan,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
+    """What a model's attention layers call; hands over to the plan."""
     return plan.attend(module.layer_idx, query, key, value, scaling), None
 
 
@@ -86,7 +87,7 @@ class PrefillPlan:
                 window_size=(-1, 0),
                 enable_gqa=True,
             )
-            return out[None]
+            return out.unsqueeze(0)  # type: ignore[union-attr]  # a tuple only where more was asked for
         outputs = []
         begin = 0
         for chunk in self.chunks:
@@ -109,9 +110,9 @@ class DecodePlan:
 
     Rows are taken in groups of neighbours, each at the length of its longest, so that little padding is read.
 
-    Where keys are blocked, both products of attention are weighted sums of rows: a query's with a block of keys, weighted
-    by the query; and the values', weighted by the probabilities. torch's `embedding_bag` is just that, and reads memory
-    nearly as fast as it can be read, while a batched matrix product with the one or two queries that share a key head
+    Where keys are blocked, both products of attention are weighted sums of rows: a query's with a block of keys,
+    weighted by the query; and the values', weighted by the probabilities. torch's `embedding_bag` is just that. It reads
+    memory nearly as fast as it can be read; a batched matrix product with the one or two queries that share a key head
     took twice as long.
 
     Elsewhere the query heads that share a key head are folded into the query length, so keys and values, views of the

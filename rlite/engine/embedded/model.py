@@ -69,7 +69,7 @@ class ShardedModel:
         if device.type == "cpu" and self.dtype == torch.float32 and torch.backends.mkldnn.is_available():
             for module in self.model.modules():
                 if isinstance(module, nn.Linear):
-                    module.forward = partial(_onednn_linear, module)
+                    module.forward = partial(_onednn_linear, module)  # type: ignore[method-assign]
         plan.install()
 
     def _build(self) -> PreTrainedModel:

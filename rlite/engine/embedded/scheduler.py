@@ -98,7 +98,7 @@ class Scheduler:
         return num > 0
 
     def next_prefill(self) -> tuple[list[Move], list[Chunk]]:
-        """The next cache copies, and after them the next forward of at most `max_prefill_tokens`; both empty at the end.
+        """The next cache copies, and after them the next forward of at most `max_prefill_tokens`; empty at the end.
 
         A prompt that another running sequence shares is copied from it. Where that one is not ready yet, it waits.
         """

@@ -156,7 +156,8 @@ class EmbeddedWorker:
         if not ids:
             return "the prompt is empty; give at least one token"
         if len(ids) > self.max_model_len - 1:
-            return f"the prompt has {len(ids)} tokens, max_model_len={self.max_model_len} leaves room for {self.max_model_len - 1}"
+            room = self.max_model_len - 1
+            return f"the prompt has {len(ids)} tokens, max_model_len={self.max_model_len} leaves room for {room}"
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
             return f"token id {wrong} is not in the vocabulary of {self.vocab_size}"
@@ -255,7 +256,7 @@ class EmbeddedWorker:
         self._are_weights_here = True
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
-        """This rank's blocks of the parameters, each once (tied ones under the embedding's name), to be written in place."""
+        """This rank's blocks of the parameters, each once (tied: the embedding's name), to be written in place."""
         return self._weights.parameter_shards()
 
     def to_device(self, what: Literal["all", "weights", "kv_cache"] = "all") -> None:
@@ -315,7 +316,8 @@ class EmbeddedWorker:
         if slots < 1:
             raise ConfigError(
                 f"one sequence of max_model_len={length} needs {per_slot / 2**20:.0f} MiB of KV cache, "
-                f"{max(budget, 0) / 2**20:.0f} MiB are left at gpu_memory_utilization={self.options.gpu_memory_utilization}; "
+                f"{max(budget, 0) / 2**20:.0f} MiB are left at "
+                f"gpu_memory_utilization={self.options.gpu_memory_utilization}; "
                 "lower max_model_len or raise gpu_memory_utilization"
             )
         return int(slots)
