@@ -3,9 +3,9 @@
     python benchmarks/peers/transformers_generate.py MODEL_DIR PROMPTS.json --threads 1
 
 PROMPTS.json is a list of lists of token ids. The last line of standard output is one JSON object: the settings,
-`tokens_per_second` (the median over the repeats, generated tokens only), the same per second of CPU time, and every repeat. A busy
-machine disturbs CPU time less than wall time, but only at one thread: waiting OpenMP threads spin. After the end token
-of a row nothing counts, although the batch goes on until its last row ends.
+`tokens_per_second` (the median over the repeats, generated tokens only), the same per second of CPU time, and every
+repeat. A busy machine disturbs CPU time less than wall time, but only at one thread: waiting OpenMP threads spin.
+After the end token of a row nothing counts, although the batch goes on until its last row ends.
 """
 
 from __future__ import annotations

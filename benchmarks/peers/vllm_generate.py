@@ -3,11 +3,11 @@
     make bench-vllm-env                                         # once: .venv-vllm
     .venv-vllm/bin/python benchmarks/peers/vllm_generate.py MODEL_DIR PROMPTS.json --threads 1
 
-Runs in vLLM's own environment and imports nothing of rlite. PROMPTS.json is a list of lists of token ids. The last line
-of standard output is one JSON object: the settings, `tokens_per_second` (the median over the repeats, generated tokens
-only), the same per second of CPU time, and every repeat. A busy machine disturbs CPU time less than wall time, but only at
-one thread: waiting OpenMP threads spin. vLLM is given what suits it: all prompts at once, room in the cache for all of
-them, no detokenisation; `--compile` lets it compile the model, which needs a C++ compiler.
+Runs in vLLM's own environment and imports nothing of rlite. PROMPTS.json is a list of lists of token ids. The last
+line of standard output is one JSON object: the settings, `tokens_per_second` (the median over the repeats, generated
+tokens only), the same per second of CPU time, and every repeat. A busy machine disturbs CPU time less than wall time,
+but only at one thread: waiting OpenMP threads spin. vLLM is given what suits it: all prompts at once, room in the
+cache for all of them, no detokenisation; `--compile` lets it compile the model, which needs a C++ compiler.
 """
 
 from __future__ import annotations
