@@ -111,8 +111,8 @@ class DecodePlan:
     Rows are taken in groups of neighbours, each at the length of its longest, so that little padding is read.
 
     Where keys are blocked, both products of attention are weighted sums of rows: a query's with a block of keys,
-    weighted by the query; and the values', weighted by the probabilities. torch's `embedding_bag` is just that. It reads
-    memory nearly as fast as it can be read; a batched matrix product with the one or two queries that share a key head
+    weighted by the query; and the values', weighted by the probabilities. torch's `embedding_bag` is just that. It
+    reads memory nearly as fast as it can be read; a batched matrix product with the few queries that share a key head
     took twice as long.
 
     Elsewhere the query heads that share a key head are folded into the query length, so keys and values, views of the
