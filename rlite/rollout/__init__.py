@@ -1,0 +1,61 @@
+"""Rollouts: workflows, rewards that can be killed, and the collector that runs them with bounded staleness."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlite.rollout.batch import check_trajectory, pad_trajectories
+    from rlite.rollout.collector import RolloutCollector
+    from rlite.rollout.options import CollectorOptions
+    from rlite.rollout.rewards import (
+        RewardCrash,
+        RewardError,
+        RewardFunction,
+        RewardInvalid,
+        RewardRaised,
+        RewardTimeout,
+        from_trl,
+        from_verl,
+    )
+    from rlite.rollout.scripted import ScriptedEngine
+    from rlite.rollout.staleness import RolloutCounters, capacity
+    from rlite.rollout.workflow import RolloutError, RolloutWorkflow, SingleTurnWorkflow, trajectory
+    from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
+
+# lazy, so that a reward process imports no torch
+_MODULES = {
+    "rlite.rollout.batch": ("check_trajectory", "pad_trajectories"),
+    "rlite.rollout.collector": ("RolloutCollector",),
+    "rlite.rollout.options": ("CollectorOptions",),
+    "rlite.rollout.rewards": (
+        "RewardCrash",
+        "RewardError",
+        "RewardFunction",
+        "RewardInvalid",
+        "RewardRaised",
+        "RewardTimeout",
+        "from_trl",
+        "from_verl",
+    ),
+    "rlite.rollout.scripted": ("ScriptedEngine",),
+    "rlite.rollout.staleness": ("RolloutCounters", "capacity"),
+    "rlite.rollout.workflow": ("RolloutError", "RolloutWorkflow", "SingleTurnWorkflow", "trajectory"),
+    "rlite.types": ("GenerationHyperparameters", "LLMRequest", "LLMResponse"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,115 @@
+"""Trajectories into a batch: checked, right-padded, with the group of every row.
+
+A trajectory is a TensorDict of k rows (mostly one): `input_ids` and `attention_mask` [k, L], further keys per token
+[k, L, ...] or per row [k, ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from rlite.errors import DataError
+
+FILL: dict[str, float] = {"versions": -1}
+"""what stands in the padding, where that is not 0"""
+
+
+def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
+    """Raise DataError, naming the key, unless this is a TensorDict that can be trained on.
+
+    Checks the required keys and the shapes; that every row is ones and then zeros in `attention_mask` and has a token;
+    that `loss_mask` selects only tokens that are there; that floating-point values are finite.
+    """
+    if not isinstance(trajectory, TensorDict):
+        raise DataError(f"{what} is {type(trajectory).__name__}: expected a TensorDict of batch size [1], or None")
+    missing = [key for key in ("input_ids", "attention_mask") if key not in trajectory]
+    if missing:
+        raise DataError(f"{what} has no {' and no '.join(missing)}; expected input_ids and attention_mask [1, L]")
+    shape = trajectory["input_ids"].shape
+    if len(shape) != 2 or 0 in shape:
+        raise DataError(f"{what}: input_ids has shape {list(shape)}; expected [1, L] with L > 0")
+    for key, value in trajectory.items():
+        if not isinstance(value, Tensor) or value.shape[:1] != shape[:1]:
+            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise DataError(
+                f"{what}: {key} is {found}; expected a tensor, {list(shape)} per token or [{shape[0]}] per row"
+            )
+        if key in ("attention_mask", "loss_mask", "logprobs", "versions") and value.shape != shape:
+            raise DataError(f"{what}: {key} has shape {list(value.shape)}, input_ids {list(shape)}; expected the same")
+        if value.is_floating_point() and not value.isfinite().all():
+            raise DataError(f"{what}: {key} holds a value that is not finite: {value.flatten()[:8].tolist()}")
+    mask = trajectory["attention_mask"].bool()
+    if not mask.all() and ((mask[:, 1:] & ~mask[:, :-1]).any() or not mask[:, 0].all()):
+        raise DataError(f"{what}: attention_mask must be ones and then zeros (right padding), at least one one")
+    if "loss_mask" in trajectory and (trajectory["loss_mask"].bool() & ~mask).any():
+        raise DataError(f"{what}: loss_mask selects positions that attention_mask leaves out")
+
+
+def pad_trajectories(trajectories: Sequence[TensorDict], group_ids: Sequence[int] | None = None) -> TensorDict:
+    """One right-padded batch from trajectories of any lengths, rows in their order.
+
+    Keys that are [k, L, ...] in every trajectory become [N, max L, ...], padded with 0 (`versions` with -1); keys of
+    equal shape beyond the rows are concatenated to [N, ...].
+
+    Args:
+        trajectories: at least one, all with the same keys.
+        group_ids: one per trajectory, for all of its rows; default: its index.
+
+    Returns: TensorDict of batch size [N] with `group_ids` [N] int64 added.
+    Raises: DataError that names the key and the item, for keys that are missing or too many, and shapes or types that
+        do not fit together.
+    """
+    if not trajectories:
+        raise DataError("pad_trajectories: the list is empty; expected at least one trajectory")
+    for index, trajectory in enumerate(trajectories):
+        check_trajectory(trajectory, f"trajectory {index}")
+    columns: list[dict[str, Any]] = [dict(trajectory.items()) for trajectory in trajectories]
+    keys = [key for key in columns[0] if key != "group_ids"]
+    for index, column in enumerate(columns):
+        odd = sorted(set(keys) ^ (set(column) - {"group_ids"}))
+        if odd:
+            has, lacks = (index, 0) if odd[0] in column else (0, index)
+            raise DataError(f"trajectory {has} has {odd[0]!r} and trajectory {lacks} has not; expected the same keys")
+    lengths = [column["input_ids"].shape[1] for column in columns]
+    batch = {key: _join(key, [column[key] for column in columns], lengths) for key in keys}
+    ids = torch.tensor(range(len(columns)) if group_ids is None else group_ids, dtype=torch.int64)
+    if len(ids) != len(columns):
+        raise DataError(f"{len(ids)} group_ids for {len(columns)} trajectories; expected one each")
+    batch["group_ids"] = ids.repeat_interleave(torch.tensor([len(column["input_ids"]) for column in columns]))
+    return TensorDict(batch, batch_size=[len(batch["group_ids"])])
+
+
+def _join(key: str, values: list[Tensor], lengths: list[int]) -> Tensor:
+    first = values[0]
+    for index, value in enumerate(values):
+        if value.dtype != first.dtype or value.dim() != first.dim() or value.shape[2:] != first.shape[2:]:
+            raise DataError(
+                f"{key} is {_describe(value)} in trajectory {index} and {_describe(first)} in trajectory 0; "
+                "expected the same type, the same dimensions and the same sizes after the second"
+            )
+    if first.dim() == 1:
+        return torch.cat(values)
+    widths = [value.shape[1] for value in values]
+    if widths == lengths:
+        padded = first.new_full((sum(map(len, values)), max(widths), *first.shape[2:]), FILL.get(key, 0))
+        row = 0
+        for value in values:
+            padded[row : row + len(value), : value.shape[1]] = value
+            row += len(value)
+        return padded
+    if len(set(widths)) == 1:
+        return torch.cat(values)
+    index = next(i for i, (width, length) in enumerate(zip(widths, lengths, strict=True)) if width != length)
+    raise DataError(
+        f"{key} is {_describe(values[index])} in trajectory {index}, which has {lengths[index]} tokens; "
+        f"expected [1, {lengths[index]}] per token, or one shape in all trajectories"
+    )
+
+
+def _describe(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

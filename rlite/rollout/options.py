@@ -1,0 +1,43 @@
+"""Options of the collector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlite.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectorOptions:
+    """How rollouts are run. Everything is counted in groups: the episodes of one data item."""
+
+    max_concurrent_rollouts: int | None = None
+    """groups that run at the same time; None: `rollout_batch` runs its whole batch, `submit` one consumer batch"""
+    consumer_batch_size: int | None = None
+    """groups that one weight update consumes; None: the length of the batches that `prepare_batch` reads"""
+    max_head_offpolicyness: int = 0
+    """weight updates that may happen between the start of a group and its consumption"""
+    request_timeout: float = 3600.0
+    """seconds for one attempt at an episode"""
+    request_retries: int = 3
+    """further attempts at an episode that raised; data and config errors are final"""
+    max_consecutive_failures: int = 16
+    """groups lost to exceptions, with none accepted between them, that stop the run"""
+    max_consecutive_rejections: int = 1024
+    """groups dropped by the workflow or by should_accept, with none accepted between them, that stop the run"""
+
+    def __post_init__(self) -> None:
+        least = {
+            "max_concurrent_rollouts": 1,
+            "consumer_batch_size": 1,
+            "max_head_offpolicyness": 0,
+            "request_retries": 0,
+            "max_consecutive_failures": 1,
+            "max_consecutive_rejections": 1,
+        }
+        for name, minimum in least.items():
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                raise ConfigError(f"{name}={value}: expected at least {minimum}")
+        if self.request_timeout <= 0:
+            raise ConfigError(f"request_timeout={self.request_timeout}: expected more than 0 seconds")

@@ -1,0 +1,115 @@
+"""An inference engine that answers from a script, in memory: for tests, for benchmarks, for trying a workflow out."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from rlite.types import LLMRequest, LLMResponse
+
+Answer = Callable[[LLMRequest], Sequence[int]] | Sequence[Sequence[int]]
+
+
+class ScriptedEngine:
+    """Implements `AsyncInference` without a model.
+
+    Args:
+        answer: the completion of a request, as a function of it (what it raises, `agenerate` raises), or a list of
+            completions that is gone through again and again. Cut at the request's `max_new_tokens`.
+        latency: seconds that a completion takes, or a function of the request. Tokens are made evenly spread over it.
+        logprob: log-probability of every token.
+
+    Each token carries the version at the moment when it was made; `pause` stops the engine's clock.
+    """
+
+    def __init__(
+        self,
+        answer: Answer,
+        latency: float | Callable[[LLMRequest], float] = 0.0,
+        logprob: float = -1.0,
+        version: int = 0,
+    ) -> None:
+        self._script = None if callable(answer) else itertools.cycle([list(tokens) for tokens in answer])
+        self._answer = answer
+        self._latency = latency
+        self._logprob = logprob
+        self._lock = threading.Lock()
+        self._paused_at: float | None = None
+        self._offset = 0.0
+        self._resumed: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._versions = [version]
+        self._set_at = [float("-inf")]
+        self.num_requests = 0
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        """The next answer of the script, when its time has passed."""
+        self.num_requests += 1
+        tokens = next(self._script) if self._script is not None else list(self._answer(request))  # type: ignore[operator]
+        tokens = tokens[: request.gconfig.max_new_tokens]
+        seconds = self._latency(request) if callable(self._latency) else self._latency
+        started = self._clock()
+        await self._sleep_until(started + seconds)
+        made_at = [started + seconds * (index + 1) / len(tokens) for index in range(len(tokens))]
+        with self._lock:
+            versions = [self._versions[bisect.bisect_right(self._set_at, moment) - 1] for moment in made_at]
+        return LLMResponse(
+            input_tokens=list(request.input_ids),
+            output_tokens=tokens,
+            output_logprobs=[self._logprob] * len(tokens),
+            output_versions=versions,
+            stop_reason="length" if len(tokens) == request.gconfig.max_new_tokens else "stop",
+            latency=seconds,
+            ttft=seconds / max(len(tokens), 1),
+            sampling_logprobs=[self._logprob] * len(tokens),
+            metadata=dict(request.metadata),
+        )
+
+    def get_version(self) -> int:
+        return self._versions[-1]
+
+    def set_version(self, version: int) -> None:
+        """Tokens that are made from now on carry this version."""
+        now = self._clock()
+        with self._lock:
+            self._versions.append(version)
+            self._set_at.append(now)
+
+    def pause(self) -> None:
+        """Stop the clock: nothing is made until `resume()`."""
+        now = self._clock()
+        with self._lock:
+            if self._paused_at is None:
+                self._paused_at = now
+
+    def resume(self) -> None:
+        """Let the clock go on."""
+        with self._lock:
+            if self._paused_at is not None:
+                self._offset = time.monotonic() - self._paused_at
+                self._paused_at = None
+            sleepers, self._resumed = self._resumed, []
+        for loop, event in sleepers:
+            loop.call_soon_threadsafe(event.set)
+
+    def _clock(self) -> float:
+        """Seconds, those in pauses not counted."""
+        with self._lock:
+            return time.monotonic() - self._offset if self._paused_at is None else self._paused_at
+
+    async def _sleep_until(self, moment: float) -> None:
+        while True:
+            with self._lock:
+                event = None
+                if self._paused_at is not None:
+                    event = asyncio.Event()
+                    self._resumed.append((asyncio.get_running_loop(), event))
+            if event is not None:
+                await event.wait()
+            remaining = moment - self._clock()
+            await asyncio.sleep(max(remaining, 0.0))
+            if moment <= self._clock():
+                return

@@ -1,0 +1,123 @@
+"""Workflows: ordinary async Python that turns one data item into what can be trained on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDict
+
+from rlite.errors import DataError, RliteError
+from rlite.rollout.rewards import RewardFunction
+from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse
+
+
+class RolloutError(RliteError, RuntimeError):
+    """Rollouts cannot go on, or one of them cannot be finished; the message has the reason."""
+
+
+class RolloutWorkflow(ABC):
+    """What data to generate: one method. Concurrency, retries, time-outs and staleness are the collector's."""
+
+    @abstractmethod
+    async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict | None:
+        """Turn one item into a trajectory, or into None to drop it.
+
+        Args:
+            engine: generates; many episodes share it.
+            data: the item, a copy of this episode's own.
+
+        Returns: a TensorDict of batch size [1] (or [k] for k rows that belong together) with `input_ids` and
+            `attention_mask` [1, L], and mostly `loss_mask`, `logprobs`, `versions` [1, L] and `rewards` [1].
+        """
+
+
+class Tokenizer(Protocol):
+    """What a workflow needs of a Hugging Face tokenizer."""
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+
+    def decode(self, token_ids: Any, **options: Any) -> Any: ...
+
+    def __call__(self, text: str, **options: Any) -> Any: ...
+
+
+def trajectory(response: LLMResponse, reward: float | None = None) -> TensorDict:
+    """One completion as a TensorDict of batch size [1], L = prompt and completion.
+
+    `input_ids` int64, `attention_mask` and `loss_mask` bool (true on the completion), `logprobs` float32 (0 on the
+    prompt), `versions` int64 (-1 on the prompt), all [1, L]; `truncated` bool [1], and with a reward `rewards`
+    float32 [1].
+    """
+    num_prompt, num_output = response.input_len, response.output_len
+    loss_mask = torch.ones(1, num_prompt + num_output, dtype=torch.bool)
+    loss_mask[:, :num_prompt] = False
+    columns = {
+        "input_ids": torch.tensor([response.input_tokens + response.output_tokens]),
+        "attention_mask": torch.ones(1, num_prompt + num_output, dtype=torch.bool),
+        "loss_mask": loss_mask,
+        "logprobs": torch.tensor([[0.0] * num_prompt + response.output_logprobs]),
+        "versions": torch.tensor([[-1] * num_prompt + response.output_versions]),
+        "truncated": torch.tensor([response.stop_reason == "length"]),
+    }
+    if reward is not None:
+        columns["rewards"] = torch.tensor([reward], dtype=torch.float32)
+    return TensorDict(columns, batch_size=[1])
+
+
+class SingleTurnWorkflow(RolloutWorkflow):
+    """One prompt, one completion, one reward: reinforcement learning from verifiable rewards.
+
+    The prompt is the item's `input_ids`, its `messages` (by the chat template), or its `prompt`: a raw text, or
+    messages. What was generated is never tokenised again. The reward function receives the item's other keys.
+
+    Args:
+        reward_fn: a RewardFunction, or a function to make one of.
+        gconfig: how to sample; one completion per episode (groups are the collector's `group_size`).
+        tokenizer: of the model.
+        chat_template_options: further keyword arguments for `apply_chat_template`, e.g. {"enable_thinking": False}.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFunction | Callable[..., Any],
+        gconfig: GenerationHyperparameters,
+        tokenizer: Tokenizer,
+        chat_template_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.reward_fn = reward_fn if isinstance(reward_fn, RewardFunction) else RewardFunction(reward_fn)
+        self.gconfig = gconfig
+        self.tokenizer = tokenizer
+        self.chat_template_options = dict(chat_template_options or {})
+
+    async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
+        input_ids = self.prompt_ids(data)
+        response = await engine.agenerate(LLMRequest(input_ids=input_ids, gconfig=self.gconfig))
+        if response.stop_reason == "abort":
+            raise RolloutError(f"the engine aborted the completion after {response.output_len} tokens")
+        arguments = {
+            **data,
+            "prompt": self.tokenizer.decode(input_ids),
+            "completions": self.tokenizer.decode(response.output_tokens, skip_special_tokens=True),
+            "prompt_ids": response.input_tokens,
+            "completion_ids": response.output_tokens,
+        }
+        return trajectory(response, reward=await self.reward_fn(**arguments))
+
+    def prompt_ids(self, data: Mapping[str, Any]) -> list[int]:
+        """The item's prompt as tokens. Raises: DataError if it has none."""
+        if "input_ids" in data:
+            return [int(token) for token in data["input_ids"]]
+        prompt = data.get("messages", data.get("prompt"))
+        if isinstance(prompt, str) and prompt:
+            return self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if isinstance(prompt, list) and prompt and all(isinstance(message, Mapping) for message in prompt):
+            return self.tokenizer.apply_chat_template(
+                prompt, tokenize=True, add_generation_prompt=True, return_dict=False, **self.chat_template_options
+            )
+        raise DataError(
+            f"the item has the keys {sorted(data)} and no prompt: expected input_ids (token ids), messages (a list of "
+            "{role, content}) or prompt (a text)"
+        )
