@@ -1,0 +1,1 @@
+"""Data: prompts, packing and balancing."""
