@@ -14,18 +14,22 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tensordict import TensorDict
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rlite.engine.base import Engine, Executor, Part, Weights
 from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError, RliteError
 from rlite.nn.huggingface import local_checkpoint
+from rlite.rollout.collector import RolloutCollector
+from rlite.rollout.options import CollectorOptions
+from rlite.rollout.workflow import RolloutWorkflow
 from rlite.types import (
     CompletionOutput,
     GenerationHyperparameters,
@@ -217,6 +221,9 @@ class RliteInferenceEngine(Engine):
         self._has_cache = False
         self._ids = itertools.count()
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self.rollout_options = CollectorOptions()
+        """read when the first rollout is asked for"""
+        self._collector: RolloutCollector | None = None
 
     # -- generating ----------------------------------------------------------------------------------------------
 
@@ -346,6 +353,45 @@ class RliteInferenceEngine(Engine):
             self._tokenizer = AutoTokenizer.from_pretrained(self.path)
         return self._tokenizer
 
+    # -- rollouts ------------------------------------------------------------------------------------------------
+
+    @property
+    def collector(self) -> RolloutCollector:
+        """Runs this engine's rollouts; made when it is first used, closed with the engine."""
+        self.group.check()
+        if self._collector is None:
+            self._collector = RolloutCollector(self, self.rollout_options)
+        return self._collector
+
+    def rollout_batch(
+        self,
+        data: Sequence[Mapping[str, Any]],
+        workflow: RolloutWorkflow,
+        group_size: int = 1,
+        timeout: float | None = None,
+    ) -> TensorDict:
+        """Run a workflow on every item now; see `RolloutCollector.rollout_batch`."""
+        return self.collector.rollout_batch(data, workflow, group_size, timeout)
+
+    def submit(self, data: Mapping[str, Any], workflow: RolloutWorkflow, group_size: int = 1) -> int:
+        """Let one item run when capacity allows; see `RolloutCollector.submit`."""
+        return self.collector.submit(data, workflow, group_size)
+
+    def wait(self, count: int, timeout: float | None = None) -> TensorDict:
+        """The oldest `count` groups that were submitted; see `RolloutCollector.wait`."""
+        return self.collector.wait(count, timeout)
+
+    def prepare_batch(
+        self,
+        loader: Iterable[Any],
+        workflow: RolloutWorkflow,
+        should_accept: Callable[[TensorDict], bool] | None = None,
+        group_size: int = 1,
+        timeout: float | None = None,
+    ) -> TensorDict:
+        """The next batch, while further items run ahead; see `RolloutCollector.prepare_batch`."""
+        return self.collector.prepare_batch(loader, workflow, should_accept, group_size, timeout)
+
     def _tokens(self, prompt: Any, index: int) -> list[int]:
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
             prompt = prompt["prompt_token_ids"]
@@ -455,9 +501,12 @@ class RliteInferenceEngine(Engine):
         self._may_run.set()
         self._pumps = [_Pump(executor, self._may_run) for executor in self.executors]
         assert self._session is not None
-        self._session.before_release(self.name, self._stop_pumps)
+        self._session.before_release(self.name, self._stop_serving)
 
-    def _stop_pumps(self) -> None:
+    def _stop_serving(self) -> None:
+        if self._collector is not None:
+            self._collector.close()
+            self._collector = None
         for pump in self._pumps:
             pump.close()
         self._pumps = []
