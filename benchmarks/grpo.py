@@ -3,10 +3,10 @@
     make bench-trl-env
     .venv/bin/python -m benchmarks.grpo --trl-python .venv-trl/bin/python [--threads 1] [--rounds 3]
 
-A step is whole on both sides: 8 prompts x 8 generations of up to 128 tokens (about 40 on average, geometric: the stopping
-is in the weights), rewards, log-probabilities, loss, backward, AdamW, and on ours the weight sync. float32, no reference
-model, no gradient checkpointing. Rounds alternate; the ratio is of the medians, and of CPU time beside it, which a busy
-machine disturbs less.
+A step is whole on both sides: 8 prompts x 8 generations of up to 128 tokens (about 40 on average, geometric: the
+stopping is in the weights), rewards, log-probabilities, loss, backward, AdamW, and on ours the weight sync. float32,
+no reference model, no gradient checkpointing. Rounds alternate; the ratio is of the medians, and of CPU time beside it,
+which a busy machine disturbs less.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ import transformers
 import rlite
 from benchmarks.model import build_model
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
-from rlite.trainer.ppo import ActorOptions, PpoConfig, PpoTrainer, PromptOptions, RolloutOptions, TrainerOptions
+from rlite.trainer.engines import ActorOptions, RolloutOptions
+from rlite.trainer.ppo import PpoConfig, PpoTrainer, PromptOptions
+from rlite.trainer.run import TrainerOptions
 from rlite.types import GenerationHyperparameters
 
 STOP_PROBABILITY = 0.0235

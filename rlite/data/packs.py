@@ -33,6 +33,7 @@ def check_batch(batch: Any) -> None:
 
 
 def sequence_lengths(batch: Any) -> list[int]:
+    """Tokens of each row of a right-padded batch."""
     return batch["attention_mask"].sum(-1).tolist()
 
 

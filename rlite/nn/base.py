@@ -74,4 +74,5 @@ class BaseTrainModule(nn.Module):
 
 
 def is_on_meta(module: nn.Module) -> bool:
+    """Whether no parameter of `module` holds memory."""
     return all(parameter.is_meta for parameter in module.parameters())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     """
 
     config: PretrainedConfig
+    loss_type: str
+    _no_split_modules: Sequence[str] | None
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *args: Any, **kwargs: Any) -> Any:

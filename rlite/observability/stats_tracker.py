@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -169,8 +169,8 @@ def _number(key: str, value: Any) -> Any:
 
 _default = StatsTracker()
 
-scope: Callable[[str], contextlib.AbstractContextManager[None]] = _default.scope
-record_timing: Callable[[str], contextlib.AbstractContextManager[None]] = _default.record_timing
+scope = _default.scope
+record_timing = _default.record_timing
 denominator = _default.denominator
 stat = _default.stat
 scalar = _default.scalar

@@ -73,7 +73,7 @@ def policy_module(path: str | Path, optimizer_options: OptimizerOptions | None =
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """PPO's clipped loss on a pack; Dr. GRPO with its defaults. `data` needs advantages [T], logprobs [T], loss_mask [T].
+    """PPO's clipped loss on a pack, Dr. GRPO by default; `data` holds advantages, logprobs and loss_mask, each [T].
 
     Where `old_logprobs` [T] is absent, the policy of this very update is the old one: the ratio is 1 and carries the
     gradient alone. The rollout's own log-probabilities then only weigh tokens (truncated importance sampling).

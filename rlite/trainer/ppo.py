@@ -9,30 +9,28 @@ A row of data holds `messages` or `prompt`; whatever else it holds reaches the r
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
+from transformers import AutoTokenizer
 
 import rlite
 from rlite import config
 from rlite.algorithms import group_advantages
 from rlite.data.prompts import PromptStream, check_prompts, read_rows
-from rlite.engine.inference import RliteInferenceEngine
-from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
+from rlite.nn.huggingface import local_checkpoint
 from rlite.observability import stats_tracker
 from rlite.rollout import RewardFunction, RolloutWorkflow, SingleTurnWorkflow
-from rlite.trainer.policy import AvgLevel, OptimizerOptions, PolicyLoss, policy_module, token_logprobs
+from rlite.rollout.env import EnvironmentReward
+from rlite.trainer.engines import ActorOptions, Engines, RolloutOptions, init_devices
+from rlite.trainer.policy import PolicyLoss, token_logprobs
 from rlite.trainer.run import TrainerOptions, TrainingRun
-from rlite.types import GenerationHyperparameters
 
 SHOWN = (
     "reward",
@@ -70,98 +68,11 @@ class TestOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorOptions:
-    """The policy that is trained."""
-
-    model_name: str
-    """folder or hub name of a Hugging Face checkpoint"""
-    ddp_size: int = 1
-    """copies of the model; each is sharded over world / ddp_size devices"""
-    max_length_per_device: int = 16384
-    """tokens in one microbatch; the longest sequence must fit"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass"""
-    lr: float = 1e-6
-    """peak learning rate of AdamW"""
-    weight_decay: float = 1e-2
-    """of AdamW"""
-    max_grad_norm: float = 1.0
-    """global norm to which gradients are clipped"""
-    scheduler: Literal["constant", "cosine", "linear"] = "constant"
-    """after the warm-up"""
-    warmup_ratio: float = 0.0
-    """share of all optimizer steps in which the rate rises"""
-    update_per_rollout: int = 1
-    """optimizer steps on each rollout batch"""
-    clip: float = 0.2
-    """PPO's clip range below 1 (and above, unless clip_high says otherwise)"""
-    clip_high: float | None = None
-    """clip range above 1"""
-    avg_level: AvgLevel = "token"
-    """mean of the loss over: all tokens; sequences' means; tokens divided by a constant length (Dr. GRPO's paper)"""
-    tis_coef: float | None = 2.0
-    """cap of the importance weight trainer / engine; null is off"""
-    entropy_coef: float = 0.0
-    """weight of the entropy bonus"""
-    offload_model: bool | None = None
-    """leave the device to generation between updates; default: on GPUs"""
-
-
-@dataclass(frozen=True, kw_only=True)
 class AdvantageOptions:
     """From rewards to advantages."""
 
     norm_var: bool = False
     """divide by the group's standard deviation (GRPO)"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """How responses are sampled."""
-
-    temperature: float = 1.0
-    """0 is greedy"""
-    max_new_tokens: int = 1024
-    """longest response"""
-    top_p: float = 1.0
-    """1 is off"""
-    top_k: int = 0
-    """0 is off"""
-    stop: list[str] = field(default_factory=list)
-    """texts that end a response"""
-
-    def gconfig(self) -> GenerationHyperparameters:
-        return GenerationHyperparameters(
-            temperature=self.temperature,
-            max_new_tokens=self.max_new_tokens,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop=tuple(self.stop),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutOptions:
-    """The engine that generates, and what rewards it."""
-
-    executor: str = "torch"
-    """inference executor"""
-    tp_size: int = 1
-    """devices that share one replica"""
-    dtype: str | None = None
-    """of the served weights; default: the actor's compute dtype"""
-    gpu_memory_utilization: float = 0.6
-    """share of a GPU's memory for generation"""
-    max_num_seqs: int = 256
-    """sequences that a replica decodes at once"""
-    max_model_len: int | None = None
-    """longest prompt and response together"""
-    env_path: str | None = None
-    """Python file with `async step(state, action, extra_info) -> {"reward": ..., "score": ..., "done": ...}`"""
-    train_sampling_params: SamplingOptions = field(default_factory=SamplingOptions)
-    """sampling for training"""
-    test_sampling_params: SamplingOptions = field(default_factory=lambda: SamplingOptions(temperature=0.0))
-    """sampling for evaluation"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +121,8 @@ class PpoTrainer:
         self.prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, options.trainer.seed)
         self.loss = _loss(options)
         self.run = TrainingRun(options.trainer, options, SHOWN)
-        self.engines = Engines(options)
+        num_updates = options.trainer.total_steps * options.actor.update_per_rollout
+        self.engines = Engines(options.actor, options.rollout, num_updates, options.trainer.seed)
 
     def fit(self) -> dict[str, float]:
         """Train to the last step; returns the last metrics."""
@@ -241,7 +153,7 @@ class PpoTrainer:
         if self.run.step == 0 and self.test_rows:
             self.run.log(self.evaluate())
 
-    def batches(self) -> Any:
+    def batches(self) -> Iterator[list[Mapping[str, Any]]]:
         """Prompts for each step that is left."""
         while self.run.step < self.options.trainer.total_steps:
             yield self.prompts.next()
@@ -319,82 +231,24 @@ class PpoTrainer:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-class Engines:
-    """The actor and the rollout engine on the same devices, taking turns where memory asks for it."""
-
-    def __init__(self, options: PpoConfig) -> None:
-        self._options = options
-        self.rollout = RliteInferenceEngine(options.actor.model_name, executor=options.rollout.executor)
-        self.actor = RliteTrainEngine(policy_module(options.actor.model_name, _optimizer(options)), executor="fsdp2")
-        self._takes_turns = False
-
-    def build(self) -> None:
-        """Place both on all devices. Raises: ConfigError if the sizes do not divide the world."""
-        session = rlite.current_session()
-        world, actor, rollout = len(session.devices), self._options.actor, self._options.rollout
-        for key, size in (("actor.ddp_size", actor.ddp_size), ("rollout.tp_size", rollout.tp_size)):
-            if world % size:
-                raise ConfigError(f"{key}={size} does not divide the world of {world} devices")
-        self.rollout.build(
-            tensor_parallel_size=rollout.tp_size,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            max_num_seqs=rollout.max_num_seqs,
-            max_model_len=rollout.max_model_len,
-            dtype=rollout.dtype,
-            seed=self._options.trainer.seed,
-        )
-        self._takes_turns = actor.offload_model if actor.offload_model is not None else session.device == "cuda"
-        self.actor.build(
-            tensor_parallel_size=world // actor.ddp_size,
-            data_parallel_size=actor.ddp_size,
-            colocate_with=self.rollout,
-            max_tokens_per_microbatch=actor.max_length_per_device,
-            max_grad_norm=actor.max_grad_norm,
-            gradient_checkpointing=actor.gradient_checkpointing,
-            seed=self._options.trainer.seed,
-        )
-
-    def for_training(self) -> None:
-        """Give the devices to the actor."""
-        if self._takes_turns:
-            self.rollout.meta()
-            self.actor.cuda()
-
-    def sync(self) -> Any:
-        """Write the actor's weights into the rollout engine, and give it the devices."""
-        if not self._takes_turns:
-            return self.actor.p2p_weight_sync(self.rollout)
-        self.actor.cuda()
-        self.rollout.cuda("weights")
-        report = self.actor.p2p_weight_sync(self.rollout)
-        self.actor.cpu()
-        self.rollout.cuda("kv_cache")
-        return report
-
-
 def batch_plan(options: PpoConfig, engines: Engines) -> dict[str, str]:
     """How a step's work is divided, in words and numbers."""
-    data, actor, rollout = options.train_data, options.actor, options.rollout
-    prompts, responses = data.prompts_per_rollout, data.responses_per_prompt
-    ranks = engines.actor.num_data_ranks
-    sequences = prompts * responses
-    longest = rollout.train_sampling_params.max_new_tokens
+    data, actor, rollout, trainer = options.train_data, options.actor, options.rollout, options.trainer
+    session, ranks = rlite.current_session(), engines.actor.num_data_ranks
+    sequences = data.prompts_per_rollout * data.responses_per_prompt
+    per_update = sequences // actor.update_per_rollout
+    deviation = "divided by the group's deviation (GRPO)" if options.adv.norm_var else "not divided (Dr. GRPO)"
     return {
         "model": f"{actor.model_name}, {_count(engines.actor.module)} parameters",
-        "devices": f"{ranks} x {rlite.current_session().device}, launcher {rlite.current_session().launcher.kind}",
-        "step": f"{prompts} prompts x {responses} responses = {sequences} sequences of at most {longest} new tokens",
-        "update": f"{actor.update_per_rollout} optimizer step(s) of about {sequences // actor.update_per_rollout} sequences; "
-        f"{sequences // actor.update_per_rollout // ranks} on each of {ranks} rank(s), packed into microbatches of at most "
-        f"{actor.max_length_per_device} tokens",
-        "rollout": f"{len(engines.rollout.executors)} replica(s) of {rollout.tp_size} device(s), "
-        f"at most {rollout.max_num_seqs} sequences each at once, executor {rollout.executor}",
-        "loss": f"clip {actor.clip}, mean per {actor.avg_level}, advantages "
-        + (
-            "divided by the group's deviation (GRPO)"
-            if options.adv.norm_var
-            else "not divided by the deviation (Dr. GRPO)"
-        ),
-        "run": f"{options.trainer.total_steps} steps, checkpoint every {options.trainer.save_freq}, in {options.trainer.save_dir}",
+        "devices": f"{ranks} x {session.device}, launcher {session.launcher.kind}",
+        "step": f"{data.prompts_per_rollout} prompts x {data.responses_per_prompt} responses = {sequences} sequences, "
+        f"at most {rollout.train_sampling_params.max_new_tokens} new tokens each",
+        "update": f"{actor.update_per_rollout} optimizer step(s) of {per_update} sequences: {per_update // ranks} on "
+        f"each of {ranks} rank(s), in packs of at most {actor.max_length_per_device} tokens",
+        "rollout": f"{len(engines.rollout.executors)} replica(s) of {rollout.tp_size} device(s), executor "
+        f"{rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each",
+        "loss": f"clip {actor.clip}, mean per {actor.avg_level}, group advantages {deviation}",
+        "run": f"{trainer.total_steps} steps, checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
     }
 
 
@@ -402,29 +256,9 @@ def batch_metrics(batch: TensorDict) -> dict[str, float]:
     """What a batch of rollouts says of itself."""
     lengths = batch["loss_mask"].sum(-1).float()
     metrics = {"reward": batch["rewards"].float().mean().item(), "response_length": lengths.mean().item()}
-    if "truncated" in batch.keys():
+    if "truncated" in batch:  # workflows of your own may not say
         metrics["truncated"] = batch["truncated"].float().mean().item()
     return metrics
-
-
-def env_reward(path: str) -> Callable[..., Any]:
-    """The reward of an environment file: its `step` after one turn. Raises: ConfigError if there is no such thing."""
-    if not Path(path).is_file():
-        raise ConfigError(f"rollout.env_path={path!r}: no such file")
-    spec = importlib.util.spec_from_file_location("rlite_env", path)
-    assert spec is not None and spec.loader is not None  # a .py file always has both
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, "step", None)):
-        raise ConfigError(
-            f"rollout.env_path={path!r}: expected a function `async step(state, action, extra_info)` in it"
-        )
-
-    async def reward(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
-        response = await module.step(prompt, completions, data.get("extra_info", {}))
-        return float(response["reward"])
-
-    return reward
 
 
 def _loss(options: PpoConfig) -> PolicyLoss:
@@ -438,25 +272,6 @@ def _loss(options: PpoConfig) -> PolicyLoss:
         tis_coef=actor.tis_coef,
         entropy_coef=actor.entropy_coef,
     )
-
-
-def _optimizer(options: PpoConfig) -> OptimizerOptions:
-    total = options.trainer.total_steps * options.actor.update_per_rollout
-    return OptimizerOptions(
-        lr=options.actor.lr,
-        weight_decay=options.actor.weight_decay,
-        scheduler=options.actor.scheduler,
-        warmup_steps=round(options.actor.warmup_ratio * total),
-        total_steps=total,
-    )
-
-
-def _launch(options: PpoConfig) -> dict[str, Any]:
-    """Arguments of rlite.init: one device under plain python on CPU."""
-    is_plain = options.launcher is None and "TORCHELASTIC_RUN_ID" not in os.environ
-    if is_plain and options.num_devices is None and not torch.cuda.is_available():
-        return {"num_devices": 1}
-    return {"launcher": options.launcher, "num_devices": options.num_devices}
 
 
 def _flat(stats: Mapping[str, float]) -> dict[str, float]:
@@ -473,26 +288,23 @@ def _count(module: torch.nn.Module) -> str:
 def main(argv: Sequence[str]) -> None:
     """Run the trainer from the command line."""
     options = config.load(PpoConfig, argv, aliases={"actor.rollout.env_path": "rollout.env_path"})
-    missing = [
-        key
-        for key, value in (("train_data.path", options.train_data.path), ("rollout.env_path", options.rollout.env_path))
-        if not value
-    ]
-    if missing or options.train_data.path is None or options.rollout.env_path is None:
-        raise ConfigError(f"missing: {', '.join(missing)}")
-    train_rows = read_rows(options.train_data.path)
+    data_path, env_path = options.train_data.path, options.rollout.env_path
+    if data_path is None or env_path is None:
+        missing = [k for k, v in {"train_data.path": data_path, "rollout.env_path": env_path}.items() if v is None]
+        raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
+    train_rows = read_rows(data_path)
     test_rows = read_rows(options.test_data.path) if options.test_data.path else []
-    rlite.init(**_launch(options))
-    reward = RewardFunction(env_reward(options.rollout.env_path))
-    tokenizer = RliteInferenceEngine(options.actor.model_name).tokenizer
-    sampling = options.rollout
-    PpoTrainer(
+    reward = RewardFunction(EnvironmentReward(env_path))
+    tokenizer = AutoTokenizer.from_pretrained(local_checkpoint(options.actor.model_name, weights=False))
+    init_devices(options.launcher, options.num_devices)
+    trainer = PpoTrainer(
         options,
-        SingleTurnWorkflow(reward, sampling.train_sampling_params.gconfig(), tokenizer),
+        SingleTurnWorkflow(reward, options.rollout.train_sampling_params.gconfig(), tokenizer),
         train_rows,
         test_rows,
-        SingleTurnWorkflow(reward, sampling.test_sampling_params.gconfig(), tokenizer),
-    ).fit()
+        SingleTurnWorkflow(reward, options.rollout.test_sampling_params.gconfig(), tokenizer),
+    )
+    trainer.fit()
     rlite.shutdown()
 
 

@@ -30,16 +30,10 @@ from rlite.nn.tiny import build_tiny_qwen3
 from rlite.observability.console import ConsoleReporter
 from rlite.observability.plots import plot_learning_curve
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
+from rlite.trainer.engines import ActorOptions, RolloutOptions, SamplingOptions
 from rlite.trainer.policy import OptimizerOptions, SftLoss, policy_module
-from rlite.trainer.ppo import (
-    ActorOptions,
-    PpoConfig,
-    PpoTrainer,
-    PromptOptions,
-    RolloutOptions,
-    SamplingOptions,
-    TrainerOptions,
-)
+from rlite.trainer.ppo import PpoConfig, PpoTrainer, PromptOptions
+from rlite.trainer.run import TrainerOptions
 
 TASK = "spell_backward"
 MAX_NEW_TOKENS = 12
