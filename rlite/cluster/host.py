@@ -6,6 +6,7 @@ type, and its traceback reaches the caller as text.
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,7 +90,13 @@ class WorkerHost:
         return _outcome(lambda: cloudpickle.loads(function)(*workers, *args))
 
     def drop(self, key: WorkerKey) -> Outcome:
-        return _outcome(lambda: self._workers.pop(key, None) and None)
+        """Forget the worker `key` and give its memory back."""
+
+        def forget() -> None:
+            self._workers.pop(key, None)
+            gc.collect()  # modules refer to themselves
+
+        return _outcome(forget)
 
 
 def _outcome(act: Callable[[], Any]) -> Outcome:

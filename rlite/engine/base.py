@@ -320,7 +320,8 @@ class Engine:
         self.set_version(self._version + 1)
 
     def _need_weights(self, what: str) -> None:
-        """Raise unless the weights are on the device and written."""
+        """Raise unless the engine is built and its weights are on the device and written."""
+        self.group.check()
         remedy = {
             Weights.HOST: "call cuda() first",
             Weights.EMPTY: "sync weights into it (p2p_weight_sync) or call load() first",

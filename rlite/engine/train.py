@@ -121,11 +121,11 @@ class RliteTrainEngine(Engine):
         """Apply `post_hook(logits [T, V], data) -> [T, ...]` to a batch; returns [N, L, ...], padded with 0."""
         plan, calls = self._plan("forward", batch)
         results = self.group.call("forward", [((*call, post_hook), {}) for call in calls])
-        first = next(iter(results[0].values()))
-        padded = first.new_zeros(len(batch["input_ids"]), *first.shape)
+        first = next(value for part in results for value in part.values())
+        padded = first.new_zeros(*batch["input_ids"].shape, *first.shape[1:])
         for rows, values in zip(plan, results, strict=True):
             for local, value in values.items():
-                padded[rows[local]] = value
+                padded[rows[local], : len(value)] = value  # as wide as its rank's longest row
         return padded
 
     def step_lr_scheduler(self) -> float:

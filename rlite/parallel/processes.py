@@ -12,9 +12,11 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 
+_subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 _open_stores: list[dist.Store] = []  # a TCPStore serves as long as somebody holds it
 
 
@@ -67,14 +69,32 @@ def leave() -> None:
     """Leave torch.distributed, and close the stores that were opened here."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    _subgroups.clear()
     _open_stores.clear()
 
 
 def subgroup(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A process group over `ranks` of the default group; only they need to call, in the same order."""
-    group = dist.new_group(list(ranks), use_local_synchronization=True, timeout=COLLECTIVE_TIMEOUT)
-    assert isinstance(group, dist.ProcessGroup)  # a rank that is not a member gets a sentinel instead
-    return group
+    """The process group over `ranks` of the default group, in that order; only they need to ask for it.
+
+    There is one for all who ask: a process runs one call at a time, in the same order as its peers. It is named by its
+    ranks, because torch's own `new_group` names a group by how many each process has been in, and ranks that have been
+    in different numbers of groups would wait for each other for ever.
+    """
+    key = tuple(ranks)
+    if key not in _subgroups:
+        group, _ = c10d._new_process_group_helper(
+            len(key),
+            key.index(dist.get_rank()),
+            list(key),
+            dist.Backend(dist.get_backend()),
+            c10d._get_default_store(),
+            c10d.GroupName(f"rlite-{'-'.join(map(str, key))}"),
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+        assert isinstance(group, dist.ProcessGroup)  # a rank that is not a member gets a sentinel instead
+        c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(key)}
+        _subgroups[key] = group
+    return _subgroups[key]
 
 
 def set_up_device(torch_device: str, num_threads: int) -> torch.device:

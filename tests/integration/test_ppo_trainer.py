@@ -1,0 +1,139 @@
+"""The PPO trainer on one device: it learns, it logs what it promises, it resumes, and it says no in time."""
+
+import json
+import sys
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import rlite
+from rlite import cli
+from rlite.errors import CheckpointError, DataError, RliteError
+from rlite.rollout import SingleTurnWorkflow
+from rlite.trainer.engines import ActorOptions, RolloutOptions, SamplingOptions
+from rlite.trainer.ppo import PpoConfig, PpoTrainer, PromptOptions
+from rlite.trainer.run import TrainerOptions
+from rlite.types import GenerationHyperparameters
+from tests.tiny import build_model_dir, build_tokenizer
+
+ROWS = [{"messages": [{"role": "user", "content": f"{a}+{b}="}]} for a in range(6) for b in range(6)]
+
+
+def digits(prompt, completions, prompt_ids, completion_ids, **row):
+    return sum(character.isdigit() for character in completions) / max(len(completions), 1)
+
+
+@pytest.fixture
+def model(tmp_path):
+    return str(build_model_dir(tmp_path / "model", "qwen3", hidden=64))
+
+
+@pytest.fixture
+def session():
+    yield rlite.init(num_devices=1)
+    rlite.shutdown()
+
+
+def trainer(model, save_dir, total_steps, rows=ROWS, test_rows=(), **changes):
+    sampling = SamplingOptions(max_new_tokens=8)
+    options = PpoConfig(
+        actor=ActorOptions(model_name=model, lr=3e-3, **changes.pop("actor", {})),
+        train_data=PromptOptions(prompts_per_rollout=8, responses_per_prompt=8),
+        rollout=RolloutOptions(train_sampling_params=sampling, max_model_len=64, max_num_seqs=64),
+        trainer=TrainerOptions(save_dir=str(save_dir), total_steps=total_steps, save_freq=4, test_freq=4, **changes),
+    )
+    workflow = SingleTurnWorkflow(digits, GenerationHyperparameters(max_new_tokens=8), build_tokenizer())
+    return PpoTrainer(options, workflow, rows, test_rows)
+
+
+def logged(save_dir):
+    return [json.loads(line) for line in (save_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_learns_and_leaves_metrics_rollouts_config_and_a_model(model, tmp_path, session):
+    out = tmp_path / "run"
+    trainer(model, out, total_steps=12, test_rows=ROWS[:8]).fit()
+    rows = logged(out)
+    assert [row["step"] for row in rows] == list(range(13))
+    assert rows[-1]["reward"] > rows[1]["reward"] + 0.2
+    assert "accuracy" in rows[0]
+    assert "accuracy" in rows[-1]
+    assert all(row["logprob_drift"] < 1e-4 for row in rows[1:])
+    assert {"loss", "entropy", "grad_norm", "response_length", "truncated", "sync_bytes", "seconds"} <= set(rows[-1])
+    samples = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
+    assert {"step", "reward", "prompt", "response"} == set(samples[0])
+    assert (out / "config.yaml").exists()
+    served, info = AutoModelForCausalLM.from_pretrained(out / "latest", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert type(served).__name__ == "Qwen3ForCausalLM"
+
+
+def test_a_stopped_run_goes_on_from_its_newest_checkpoint(model, tmp_path, session):
+    out = tmp_path / "run"
+    first = trainer(model, out, total_steps=6)
+    first.start()
+    for _, items in zip(range(5), first.batches(), strict=False):  # killed after step 5, one step past the checkpoint
+        batch = first.with_advantages(first.roll_out(items))
+        first.update(batch)
+        first.sync()
+        first.finish_step(batch)
+    first.run.close()
+    rlite.shutdown()
+    rlite.init(num_devices=1)
+    second = trainer(model, out, total_steps=8, load_ckpt_from="latest")
+    second.start()
+    assert second.run.step == 4
+    assert second.prompts.position == 32
+    assert second.engines.rollout.get_version() == 4
+    assert [row["step"] for row in logged(out)] == [1, 2, 3, 4]
+    rlite.shutdown()
+    rlite.init(num_devices=1)
+    trainer(model, out, total_steps=8, load_ckpt_from="latest").fit()
+    assert [row["step"] for row in logged(out)] == list(range(1, 9))
+    assert sorted(path.name for path in (out / "state").iterdir()) == ["step-4", "step-8"]
+
+
+def test_several_updates_on_one_batch_use_the_old_policy(model, tmp_path, session):
+    out = tmp_path / "run"
+    trainer(model, out, total_steps=2, actor={"update_per_rollout": 4}).fit()
+    last = logged(out)[-1]
+    assert last["ratio"] == pytest.approx(1.0, abs=0.2)
+    assert last["approx_kl"] != 0
+
+
+def test_rows_without_a_prompt_are_refused_before_anything_starts(model, tmp_path, session):
+    with pytest.raises(DataError, match="train_data, row 1"):
+        trainer(model, tmp_path, total_steps=1, rows=[ROWS[0], {"question": "?"}])
+
+
+def test_a_missing_checkpoint_is_refused_before_anything_starts(model, tmp_path, session):
+    with pytest.raises(CheckpointError, match="no such folder"):
+        trainer(model, tmp_path, total_steps=1, load_ckpt_from=str(tmp_path / "nowhere"))
+
+
+def test_a_trainer_without_a_session_says_what_to_call(model, tmp_path):
+    with pytest.raises(RliteError, match="rlite.init"):
+        trainer(model, tmp_path, total_steps=1).fit()
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("actor.modle_name=x", "did you mean 'actor.model_name'"),
+        ("train_data.path=missing.json", "missing.json"),
+        ("trainer.total_steps=abc", "trainer.total_steps"),
+        ("rollout.env_path=missing.py", "missing.py"),
+        ("rollout.executor=vlm", "unknown inference executor 'vlm'"),
+    ],
+)
+def test_the_command_line_names_what_is_wrong(model, tmp_path, monkeypatch, argument, expected):
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    (tmp_path / "env.py").write_text("async def step(state, action, extra_info): return {}\n")
+    settings = [f"actor.model_name={model}", f"train_data.path={tmp_path}/rows.json"]
+    settings += [f"rollout.env_path={tmp_path}/env.py", argument]
+    monkeypatch.setattr(sys, "argv", ["rlite", "ppo", *settings])
+    with pytest.raises(SystemExit) as error:
+        cli.main()
+    rlite.shutdown()
+    assert expected in str(error.value)

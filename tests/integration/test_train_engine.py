@@ -1,0 +1,407 @@
+"""The train engine on real processes: four CPU slots over gloo, rank 0 in this process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
+
+from rlite import NeedParallel, RliteTrainEngine
+from rlite.errors import CheckpointError, ConfigError, DataError, PlacementError, ResidencyError, RliteError
+from rlite.nn import BaseTrainModule, HuggingFaceFsdp2TrainModule
+from tests.integration.modules import (
+    LlamaPolicy,
+    Policy,
+    Qwen2Policy,
+    make_batch,
+    next_token_logprobs,
+    num_counted,
+    on_meta,
+    token_loss,
+)
+from tests.integration.worlds import world
+
+Build = Callable[..., RliteTrainEngine]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    with world(4):
+        yield
+
+
+@pytest.fixture
+def build(models: dict[str, Path]) -> Iterator[Build]:
+    """build(module or class, size=, copies=, **options): an engine that is released after the test."""
+    built = []
+
+    def build_engine(module: Any = Qwen2Policy, size: int = 1, copies: int = 1, **options: Any) -> RliteTrainEngine:
+        if isinstance(module, type):
+            module = on_meta(module, models["llama" if issubclass(module, LlamaPolicy) else "qwen2"])
+        engine = RliteTrainEngine(module)
+        engine.build(tensor_parallel_size=size, data_parallel_size=copies, **options)
+        built.append(engine)
+        return engine
+
+    yield build_engine
+    for engine in built:
+        engine.release()
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_split_over_ranks_unevenly_and_the_rest_is_copied(build: Build) -> None:
+    engine = build(size=2)
+    assert engine.first_tokens(NeedParallel([[i] for i in range(5)])) == [[0, 1, 2], [3, 4]]
+    assert engine.first_tokens([[7], [8]]) == [[7, 8], [7, 8]]
+    assert [result["rows"] for result in engine.train_step(NeedParallel([[1, 2, 3]] * 7))] == [4, 3]
+    assert engine.all_first_tokens(NeedParallel([[i] for i in range(5)])) == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="1 rows for 2 data-parallel ranks"):
+        engine.first_tokens(NeedParallel([[1]]))
+
+
+def test_a_module_keeps_its_state_between_calls(build: Build) -> None:
+    engine = build()
+    engine.counter(by=2)
+    engine.counter(by=3)
+    assert engine.counter() == 5
+
+
+def test_only_the_modules_own_public_methods_are_callable(build: Build) -> None:
+    engine = build()
+    for name in ("train_stepp", "_private", "model", "config"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(engine, name)
+
+
+def test_a_remote_exception_keeps_its_type_and_shows_where_it_was_raised(build: Build) -> None:
+    engine = build(size=2)
+    with pytest.raises(TypeError, match="takes") as caught:
+        engine.first_tokens([[1]], [[2]])
+    assert "raised in worker train-" in str(caught.value.__cause__)
+    assert engine.counter(by=1) == 1, "the engine goes on"
+
+
+# -- other modules -----------------------------------------------------------------------------------------------------
+
+
+class TwoLayers(BaseTrainModule):
+    """Not a Hugging Face model, and its weights come from a dict."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 6, bias=False), nn.Linear(6, 3)])
+        self.weights = weights
+
+    def materialization_source(self) -> dict[str, Tensor]:
+        return self.weights
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def fit_to_zero(self, x: Tensor) -> float:
+        for layer in self.layers:
+            x = layer(x)
+        loss = x.square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_ordinary_torch_module_trains_as_it_does_alone(build: Build, size: int) -> None:
+    torch.manual_seed(0)
+    alone = TwoLayers({})
+    weights = {name: tensor.clone() for name, tensor in alone.state_dict().items()}
+    with init_empty_weights():
+        module = TwoLayers(weights)
+    engine = build(module, size=size)
+    x = torch.randn(6, 4)
+    alone.on_weights_materialized()
+    for _ in range(2):
+        losses = engine.fit_to_zero(NeedParallel(x))
+        assert sum(losses) / size == pytest.approx(alone.fit_to_zero(x), rel=1e-5)
+    for name, tensor in engine.state_dict().items():
+        torch.testing.assert_close(tensor, alone.state_dict()[name])
+
+
+class Frozen(HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
+    """Sets no optimizer."""
+
+
+def test_a_module_without_an_optimizer_scores_and_says_what_training_needs(build: Build, tmp_path: Path) -> None:
+    engine = build(Frozen, size=2)
+    batch = make_batch([5, 3])
+    assert engine.eval_batch(batch, token_loss, num_counted)["loss"] > 1
+    with pytest.raises(ConfigError, match=r"self\.optimizer"):
+        engine.train_batch(batch, token_loss, num_counted)
+    engine.save_state(tmp_path / "state")
+    engine.load_state(tmp_path / "state")
+
+
+def test_a_module_with_real_weights_or_of_another_kind_is_refused(models: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="init_empty_weights"):
+        RliteTrainEngine(Qwen2Policy(AutoConfig.from_pretrained(models["qwen2"])))
+    with pytest.raises(ConfigError, match="BaseTrainModule, found Linear"):
+        RliteTrainEngine(nn.Linear(1, 1, device="meta"))
+
+
+def test_more_shards_than_devices_are_refused_and_nothing_is_taken(build: Build) -> None:
+    with pytest.raises(PlacementError, match="5 devices"):
+        build(size=5)
+    build(size=2, copies=2)
+
+
+# -- sharding ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_of_two_ranks_holds_about_half_of_the_parameters(build: Build) -> None:
+    whole, halves = build(size=1).memory_bytes(), build(size=2).memory_bytes()
+    assert all(half["weights"] <= 0.6 * whole[0]["weights"] for half in halves)
+    assert sum(half["weights"] for half in halves) >= whole[0]["weights"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tied_embeddings_stay_tied(build: Build, size: int) -> None:
+    engine = build(size=size)
+    assert engine.is_tied()
+    engine.train_step(NeedParallel([[1, 2, 3]] * 2))
+    assert engine.is_tied()
+    assert "lm_head.weight" not in engine.state_dict()
+    assert "lm_head.weight" in build(LlamaPolicy, size=size).state_dict()
+
+
+LENGTHS = [9, 4, 17, 2, 30, 11, 5]
+
+
+def reference_weights(path: Path, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What transformers and torch alone make of it: one sequence at a time, in float64, on one device."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for batch in batches:
+        total = batch["loss_mask"].sum()
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+            row = ids[: mask.sum()][None]
+            logits = model(row).logits[0, :-1]
+            (nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum") / total).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("module", [Qwen2Policy, LlamaPolicy])
+def test_train_batch_gives_the_weights_of_plain_torch_whatever_the_ranks_copies_and_microbatches(
+    build: Build, models: dict[str, Path], module: type
+) -> None:
+    batches = [make_batch(LENGTHS, seed) for seed in range(2)]
+    expected = reference_weights(models["qwen2" if module is Qwen2Policy else "llama"], batches)
+    for size, copies, max_tokens in [(1, 1, 1000), (1, 1, 30), (2, 1, 40), (2, 2, 1000)]:
+        engine = build(module, size, copies, param_dtype="float64", max_tokens_per_microbatch=max_tokens)
+        for batch in batches:
+            stats = engine.train_batch(batch, token_loss, num_counted)
+        assert stats["weight"] == sum(LENGTHS) - len(LENGTHS)
+        assert stats["is_skipped"] == 0
+        for name, tensor in engine.state_dict().items():
+            torch.testing.assert_close(tensor, expected[name].detach(), atol=1e-9, rtol=0)
+        engine.release()
+
+
+def test_a_batch_with_fewer_rows_than_ranks_trains_as_on_one_rank(build: Build) -> None:
+    batch = make_batch([6])
+    weights = []
+    for size in (1, 2):
+        engine = build(size=size, param_dtype="float64")
+        engine.train_batch(batch, token_loss, num_counted)
+        weights.append(engine.state_dict())
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, atol=1e-9, rtol=0)
+
+
+def test_rows_that_count_nothing_change_nothing_though_their_mean_is_not_a_number(build: Build) -> None:
+    batch = make_batch([8, 8, 8, 8])
+    batch["loss_mask"][2:] = 0
+    part = {key: value[:2] for key, value in batch.items()}
+    expected = build(param_dtype="float64")
+    expected.train_batch(part, token_loss, num_counted)
+    engine = build(size=2, param_dtype="float64", max_tokens_per_microbatch=8)  # every row is a microbatch
+    stats = engine.train_batch(batch, token_loss, num_counted)
+    assert stats["is_skipped"] == 0
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(engine.state_dict()[name], tensor, atol=1e-9, rtol=0)
+    batch["loss_mask"][:] = 0
+    assert engine.train_batch(batch, token_loss, num_counted)["is_skipped"] == 1
+
+
+def scaled_in_place_loss(logits: Tensor, data: dict[str, Any]) -> Tensor:
+    return token_loss(logits.div_(0.7), data)
+
+
+def scaled_loss(logits: Tensor, data: dict[str, Any]) -> Tensor:
+    return token_loss(logits / 0.7, data)
+
+
+def test_logits_may_be_changed_in_place(build: Build) -> None:
+    batch = make_batch([6, 9])
+    weights = []
+    for size, loss in ((1, scaled_loss), (2, scaled_in_place_loss)):
+        engine = build(size=size, param_dtype="float64")
+        engine.train_batch(batch, loss, num_counted)
+        weights.append(engine.state_dict())
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, atol=1e-9, rtol=0)
+
+
+def test_forward_returns_the_rows_in_their_order(build: Build, models: dict[str, Path]) -> None:
+    batch = make_batch(LENGTHS)
+    model = AutoModelForCausalLM.from_pretrained(models["qwen2"])
+    engine = build(size=2, max_tokens_per_microbatch=32)
+    values = engine.forward(batch, next_token_logprobs)
+    assert values.shape == batch["input_ids"].shape
+    for row, length in enumerate(LENGTHS):
+        ids = batch["input_ids"][row, :length]
+        with torch.no_grad():
+            logprobs = model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+        torch.testing.assert_close(values[row, : length - 1], logprobs, atol=5e-5, rtol=0)
+        assert not values[row, length:].any()
+
+
+def test_batches_of_another_form_are_refused_by_name(build: Build) -> None:
+    engine = build(max_tokens_per_microbatch=16)
+    batch = make_batch([4, 6])
+    for broken, words in [
+        ({"input_ids": batch["input_ids"]}, "missing: attention_mask"),
+        ({**batch, "attention_mask": batch["attention_mask"].flip(1)}, "right padding"),
+        ({key: value[:0] for key, value in batch.items()}, "no rows"),
+        (make_batch([4, 17]), "row 1 has 17 tokens"),
+    ]:
+        with pytest.raises(DataError, match=words):
+            engine.train_batch(broken, token_loss, num_counted)
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(build: Build) -> None:
+    batch = make_batch([12, 12])
+    engine = build(size=2, compute_dtype="bfloat16")
+    assert engine.forward(batch, lambda logits, data: logits[:, 0]).dtype == torch.bfloat16
+    first = engine.train_batch(batch, token_loss, num_counted)["loss"]
+    for _ in range(3):
+        last = engine.train_batch(batch, token_loss, num_counted)["loss"]
+    assert last < first - 0.1
+    assert all(tensor.dtype == torch.float32 for tensor in engine.state_dict().values())
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "architecture"), [(Qwen2Policy, "Qwen2ForCausalLM"), (LlamaPolicy, "LlamaForCausalLM")]
+)
+def test_a_saved_model_opens_in_transformers_whole(
+    build: Build, tmp_path: Path, module: type, architecture: str
+) -> None:
+    engine = build(module, size=2)
+    engine.train_step(NeedParallel([[1, 2, 3]] * 2))
+    engine.save(tmp_path / "model")
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.config.architectures == [architecture]
+    assert model.dtype == torch.float32
+    for name, tensor in engine.state_dict().items():
+        assert torch.equal(model.get_parameter(name), tensor)
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")("a")["input_ids"]
+    again = build(module)
+    again.load(tmp_path / "model")
+    assert all(torch.equal(tensor, engine.state_dict()[name]) for name, tensor in again.state_dict().items())
+
+
+class Scheduled(Policy, Qwen2ForCausalLM):
+    def on_weights_materialized(self) -> None:
+        super().on_weights_materialized()
+        self.lr_scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=10)
+
+
+@pytest.mark.parametrize(("before", "sizes"), [(2, (2, 2)), (2, (2, 1)), (2, (1, 2)), (0, (1, 1))])
+def test_a_resumed_run_goes_on_exactly(build: Build, tmp_path: Path, before: int, sizes: tuple[int, int]) -> None:
+    batches = [make_batch([5, 7, 3], seed) for seed in range(before + 2)]
+    engine = build(Scheduled, sizes[0], param_dtype="float64")
+    for batch in batches[:before]:
+        engine.train_batch(batch, token_loss, num_counted)
+        engine.step_lr_scheduler()
+    engine.save_state(tmp_path / "state", step=before)
+    resumed = build(Scheduled, sizes[1], param_dtype="float64")
+    resumed.train_batch(batches[-1], token_loss, num_counted)  # what it was before must not matter
+    assert resumed.load_state(tmp_path / "state")["step"] == before
+    for batch in batches[before:]:
+        expected = engine.train_batch(batch, token_loss, num_counted)
+        stats = resumed.train_batch(batch, token_loss, num_counted)
+        assert stats["lr"] == expected["lr"]
+        assert engine.step_lr_scheduler() == resumed.step_lr_scheduler()
+    tolerance = 0 if sizes[0] == sizes[1] else 1e-12
+    for name, tensor in engine.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], tensor, atol=tolerance, rtol=0)
+
+
+def test_a_damaged_or_foreign_state_is_refused_and_changes_nothing(build: Build, tmp_path: Path) -> None:
+    engine = build()
+    engine.save_state(tmp_path / "state")
+    before = copy.deepcopy(engine.state_dict())
+    engine.train_step([[1, 2, 3]])
+    with pytest.raises(CheckpointError, match="saved from Qwen2Policy"):
+        build(Scheduled).load_state(tmp_path / "state")
+    file = next((tmp_path / "state").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    after = engine.state_dict()
+    with pytest.raises(CheckpointError, match="damaged"):
+        engine.load_state(tmp_path / "state")
+    for name, tensor in engine.state_dict().items():
+        assert torch.equal(tensor, after[name])
+    assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
+
+
+# -- residency ---------------------------------------------------------------------------------------------------------
+
+
+def test_weights_leave_and_come_back_and_calls_in_between_name_the_remedy(build: Build) -> None:
+    engine = build(size=2)
+    engine.train_step(NeedParallel([[1, 2, 3]] * 2))
+    trained = engine.state_dict()
+    engine.cpu()
+    with pytest.raises(ResidencyError, match=r"call cuda\(\) first"):
+        engine.train_step(NeedParallel([[1, 2, 3]] * 2))
+    engine.to("cuda")
+    assert torch.equal(engine.state_dict()["model.norm.weight"], trained["model.norm.weight"])
+    engine.meta()
+    assert engine.memory_bytes() == [{"weights": 0, "optimizer": 0}] * 2
+    with pytest.raises(ResidencyError, match="released by meta"):
+        engine.train_step(NeedParallel([[1, 2, 3]] * 2))
+    with pytest.raises(ResidencyError, match=r"load\(\)"):
+        engine.cuda()
+    engine.cuda("weights")
+    with pytest.raises(ResidencyError, match="not written yet"):
+        engine.save("nowhere")
+    engine.load()
+    engine.train_step(NeedParallel([[1, 2, 3]] * 2))
+    with pytest.raises(ConfigError, match="cuda:1"):
+        engine.to("cuda:1")
+
+
+def test_a_released_engine_gives_its_devices_back_and_can_be_built_again(build: Build) -> None:
+    engine = build(size=4)
+    with pytest.raises(ConfigError, match="built already"):
+        engine.build()
+    engine.release()
+    engine.release()
+    with pytest.raises(RliteError, match="not built"):
+        engine.train_step([[1]])
+    engine.build(tensor_parallel_size=2, data_parallel_size=1)
+    assert engine.counter(by=1) == 1
