@@ -1,0 +1,51 @@
+"""Every example and the quickstart run as a user runs them, shortened."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command, cwd):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["grpo.py", "grpo_from_engines.py"])
+def test_a_grpo_example_prints_its_reward(name, tmp_path):
+    assert "reward" in run(str(ROOT / "examples" / name), "2", cwd=tmp_path)
+
+
+def test_the_tutorial_runs_under_torchrun_and_its_loss_falls(tmp_path):
+    program = str(ROOT / "examples" / "tutorial.py")
+    out = run("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", program, cwd=tmp_path)
+    losses = [float(line.rsplit(" ", 1)[1]) for line in out.splitlines() if line.startswith("step ")]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert "version 1:" in out
+
+
+def test_the_quickstart_goes_on_where_it_was_stopped_and_ends_with_a_model_and_a_picture(tmp_path):
+    small = ["num_train=400", "num_held_out=32", "warm_steps=4"]
+    command = ["-m", "rlite.cli", "quickstart", *small]
+    run(*command, "steps=2", cwd=tmp_path)
+    out = run(*command, "steps=4", cwd=tmp_path)
+    folder = tmp_path / "runs" / "quickstart"
+    assert "warm start" not in out.split("rlite ppo")[0]
+    assert "held-out accuracy" in out
+    assert (folder / "learning_curve.png").stat().st_size > 1000
+    assert {"accuracy_before", "accuracy_after", "steps"} <= set(json.loads((folder / "summary.json").read_text()))
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [0, 1, 2, 3, 4]
+    trained = {json.loads(line)["answer"] for line in (folder / "train.jsonl").read_text().splitlines()}
+    held_out = {json.loads(line)["answer"] for line in (folder / "held_out.jsonl").read_text().splitlines()}
+    assert not trained & held_out

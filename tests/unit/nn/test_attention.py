@@ -1,0 +1,46 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rlite.nn.attention import PackedLayout, packed_attention
+
+
+def pack_of(lengths, query_heads, key_heads, dim=8):
+    total = sum(lengths)
+    torch.manual_seed(total)
+    shapes = ((1, query_heads, total, dim), (1, key_heads, total, dim), (1, key_heads, total, dim))
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    return tensors, PackedLayout(cu_seqlens, max(lengths))
+
+
+@pytest.mark.parametrize("lengths", [[5], [3, 9, 1, 4], [20, 19, 2, 18, 1]])
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_each_sequence_of_a_pack_attends_as_if_it_were_alone(lengths, key_heads):
+    (query, key, value), layout = pack_of(lengths, 4, key_heads)
+    out, _ = packed_attention(None, query, key, value, None, scaling=0.3, packed_layout=layout)
+    pieces = []
+    for start, end in zip(layout.cu_seqlens[:-1], layout.cu_seqlens[1:], strict=True):
+        rows = [x[:, :, start:end] for x in (query, key, value)]
+        alone = F.scaled_dot_product_attention(*rows, is_causal=True, scale=0.3, enable_gqa=True)
+        pieces.append(alone.transpose(1, 2))
+    expected = torch.cat(pieces, dim=1)
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn_like(out)
+    actual_gradients = torch.autograd.grad((out * weights).sum(), [query, key, value])
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), [query, key, value])
+    for actual, reference in zip(actual_gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(actual, reference)
+
+
+def test_every_position_lies_in_exactly_one_bucket():
+    _, layout = pack_of([20, 19, 2, 18, 1], 1, 1)
+    positions = torch.cat([index[is_real] for index, is_real in layout.buckets])
+    assert sorted(positions.tolist()) == list(range(60))
+    assert len(layout.buckets) == 3
+
+
+def test_packed_attention_without_a_layout_is_refused():
+    (query, key, value), _ = pack_of([3], 1, 1)
+    with pytest.raises(ValueError, match="packed_layout"):
+        packed_attention(None, query, key, value, None)
