@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL = 10.0
 """seconds after which a caller that waits looks whether the event loop still turns"""
+CLOSE_TIMEOUT = 10.0
+"""seconds in which cancelled episodes must end when the collector is closed"""
 NUM_NAMED = 5
 """groups that a message lists by name"""
 
@@ -244,12 +246,10 @@ class RolloutCollector:
     def close(self) -> None:
         """Cancel what runs and end the thread. Safe to call again."""
         with self._changed:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=60)
+            is_stopping, self._is_closed = self._is_closed, True
+        if not is_stopping:
+            self._call_in_loop(self._loop.stop)
+        self._thread.join(timeout=2 * CLOSE_TIMEOUT)
 
     # -- in the caller's thread ----------------------------------------------------------------------------------
 
@@ -432,11 +432,12 @@ class RolloutCollector:
             self._death = self._death or death
             self._is_closed = True
             self._changed.notify_all()
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        deadline = time.monotonic() + CLOSE_TIMEOUT
+        while (tasks := asyncio.all_tasks(self._loop)) and time.monotonic() < deadline:
+            for task in tasks:
+                task.cancel()
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # these leave the loop, other tasks are left
+                self._loop.run_until_complete(asyncio.wait(tasks, timeout=1))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
@@ -476,7 +477,7 @@ class RolloutCollector:
     def _check_task(self, group: _Group, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # before its first step, so that it could not see it
             self._end(group, "cancelled")
-        elif (error := task.exception()) is not None:  # not a workflow's: _run_group catches those
+        elif isinstance(error := task.exception(), Exception):  # not a workflow's: _run_group catches those
             with self._changed:
                 self._death = error
             self._loop.stop()

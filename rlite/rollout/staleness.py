@@ -79,7 +79,8 @@ def capacity(
     min(max(1, max_concurrent) - running, (eta + version + 1) max(1, batch) - (accepted + running)),
 
     which is the paper's floor((N - 1) / B) <= i + eta with N groups started, batches of B, version i. A group that
-    starts now is consumed at the latest by the update that makes version i + eta + 1, hence at most eta versions old.
+    starts now, consumed in the order of the starts, goes into the update that makes version i + eta + 1 at the latest,
+    and is then at most eta versions old.
     """
     by_concurrency = max(1, max_concurrent) - counters.running
     by_staleness = (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size)

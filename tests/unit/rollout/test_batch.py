@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlite.errors import DataError
+from rlite.rollout import check_trajectory, pad_trajectories
+
+
+def row(length: int, **columns: Any) -> TensorDict:
+    base = {
+        "input_ids": torch.arange(1, length + 1)[None],
+        "attention_mask": torch.ones(1, length, dtype=torch.bool),
+        "versions": torch.full((1, length), 7),
+        "rewards": torch.tensor([float(length)]),
+    }
+    return TensorDict({**base, **columns}, batch_size=[1])
+
+
+def test_token_keys_are_padded_on_the_right_and_row_keys_stacked() -> None:
+    batch = pad_trajectories([row(2), row(4)], group_ids=[11, 12])
+    assert batch.batch_size == torch.Size([2])
+    assert batch["input_ids"].tolist() == [[1, 2, 0, 0], [1, 2, 3, 4]]
+    assert batch["attention_mask"].tolist() == [[True, True, False, False], [True] * 4]
+    assert batch["versions"].tolist() == [[7, 7, -1, -1], [7] * 4]
+    assert batch["rewards"].tolist() == [2.0, 4.0]
+    assert batch["group_ids"].tolist() == [11, 12]
+
+
+def test_keys_with_further_dimensions_keep_them() -> None:
+    per_token = [row(n, hidden=torch.full((1, n, 3), float(n)), summary=torch.full((1, 5), float(n))) for n in (1, 2)]
+    batch = pad_trajectories(per_token)
+    assert batch["hidden"].shape == (2, 2, 3)
+    assert batch["hidden"][0, 1].tolist() == [0.0, 0.0, 0.0]
+    assert batch["summary"].shape == (2, 5)
+
+
+def test_a_trajectory_of_several_rows_is_one_group() -> None:
+    pair = pad_trajectories([row(3), row(5)])
+    batch = pad_trajectories([pair, row(1)], group_ids=[4, 9])
+    assert batch["group_ids"].tolist() == [4, 4, 9]
+    assert batch["attention_mask"].sum(1).tolist() == [3, 5, 1]
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (row(2, extra=torch.zeros(1)), "trajectory 1 has 'extra' and trajectory 0 has not"),
+        (row(2).exclude("rewards"), "trajectory 0 has 'rewards' and trajectory 1 has not"),
+        (row(2, rewards=torch.zeros(1, 2)), r"rewards is float32 \[1, 2\] in trajectory 1 and float32 \[1\]"),
+        (row(2, rewards=torch.zeros(1, dtype=torch.int64)), "rewards is int64"),
+        (row(2, rewards=torch.tensor([float("nan")])), "trajectory 1: rewards holds a value that is not finite"),
+        (row(2, loss_mask=torch.ones(1, 3)), r"trajectory 1: loss_mask has shape \[1, 3\], input_ids \[1, 2\]"),
+        (row(2, attention_mask=torch.tensor([[False, True]])), "trajectory 1: attention_mask must be ones"),
+        (row(2).exclude("attention_mask"), "trajectory 1 has no attention_mask"),
+        (row(2, input_ids=torch.arange(2)[:1]), r"trajectory 1: input_ids has shape \[1\]"),
+        ({"input_ids": torch.zeros(1, 2)}, "trajectory 1 is dict: expected a TensorDict"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_key_and_item(second: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        pad_trajectories([row(3), second])
+
+
+def test_a_key_that_is_neither_per_token_nor_of_one_shape_is_named() -> None:
+    with pytest.raises(DataError, match=r"scores is float32 \[1, 4\] in trajectory 1, which has 2 tokens"):
+        pad_trajectories([row(3, scores=torch.zeros(1, 3)), row(2, scores=torch.zeros(1, 4))])
+
+
+def test_a_loss_on_padding_is_refused() -> None:
+    padded = row(3, attention_mask=torch.tensor([[1, 1, 0]]), loss_mask=torch.tensor([[0, 1, 1]]))
+    with pytest.raises(DataError, match="loss_mask selects positions that attention_mask leaves out"):
+        check_trajectory(padded)
+
+
+def test_an_empty_list_is_refused() -> None:
+    with pytest.raises(DataError, match="the list is empty"):
+        pad_trajectories([])

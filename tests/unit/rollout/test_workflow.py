@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rlite.errors import DataError
+from rlite.rollout import (
+    GenerationHyperparameters,
+    LLMRequest,
+    LLMResponse,
+    RewardFunction,
+    RolloutError,
+    ScriptedEngine,
+    SingleTurnWorkflow,
+    trajectory,
+)
+from tests.tiny import build_tokenizer
+
+TOKENIZER = build_tokenizer()
+GCONFIG = GenerationHyperparameters(max_new_tokens=8)
+
+
+def echo(request: LLMRequest) -> list[int]:
+    return request.input_ids[:2]
+
+
+def workflow(seen: list[dict[str, Any]] | None = None) -> SingleTurnWorkflow:
+    def reward(**call: Any) -> float:
+        if seen is not None:
+            seen.append(call)
+        return 0.5
+
+    return SingleTurnWorkflow(RewardFunction(reward, in_process=True), GCONFIG, TOKENIZER)
+
+
+def test_a_trajectory_marks_what_was_generated() -> None:
+    response = LLMResponse(
+        input_tokens=[4, 5],
+        output_tokens=[6, 7, 8],
+        output_logprobs=[-1.0, -2.0, -3.0],
+        output_versions=[1, 1, 2],
+        stop_reason="length",
+        latency=0.1,
+        ttft=0.1,
+    )
+    row = trajectory(response, reward=0.25)
+    assert row.batch_size == (1,)
+    assert row["input_ids"].tolist() == [[4, 5, 6, 7, 8]]
+    assert row["attention_mask"].tolist() == [[True] * 5]
+    assert row["loss_mask"].tolist() == [[False, False, True, True, True]]
+    assert row["logprobs"].tolist() == [[0.0, 0.0, -1.0, -2.0, -3.0]]
+    assert row["versions"].tolist() == [[-1, -1, 1, 1, 2]]
+    assert row["rewards"].tolist() == [0.25]
+    assert row["truncated"].tolist() == [True]
+    assert "rewards" not in trajectory(response)
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        ({"input_ids": [72, 105]}, None),
+        ({"prompt": "2+2="}, "2+2="),
+        (
+            {"messages": [{"role": "user", "content": "2+2="}]},
+            "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        ({"prompt": [{"role": "user", "content": "?"}]}, "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_prompts_are_token_ids_messages_or_text(item: dict[str, Any], text: str | None) -> None:
+    expected = item["input_ids"] if text is None else TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    row = asyncio.run(workflow().arun_episode(ScriptedEngine(echo), item))
+    assert row["input_ids"].tolist() == [expected + expected[:2]]
+    assert row["rewards"].tolist() == [0.5]
+
+
+def test_the_reward_sees_text_tokens_and_the_items_keys() -> None:
+    seen: list[dict[str, Any]] = []
+    item = {"prompt": "2+2=", "answer": 4}
+    asyncio.run(workflow(seen).arun_episode(ScriptedEngine(echo), item))
+    ids = TOKENIZER("2+2=")["input_ids"]
+    assert seen == [{"prompt": "2+2=", "completions": "2+", "prompt_ids": ids, "completion_ids": ids[:2], "answer": 4}]
+
+
+def test_an_item_without_a_prompt_is_refused_with_its_keys() -> None:
+    with pytest.raises(DataError, match=r"the item has the keys \['answer', 'question'\] and no prompt"):
+        asyncio.run(workflow().arun_episode(ScriptedEngine(echo), {"question": "2+2=", "answer": 4}))
+
+
+def test_an_aborted_completion_is_not_trained_on() -> None:
+    class AbortingEngine(ScriptedEngine):
+        async def agenerate(self, request: LLMRequest) -> LLMResponse:
+            response = await super().agenerate(request)
+            return LLMResponse(**{**vars(response), "stop_reason": "abort"})
+
+    with pytest.raises(RolloutError, match="aborted the completion after 2 tokens"):
+        asyncio.run(workflow().arun_episode(AbortingEngine(echo), {"prompt": "2+2="}))
