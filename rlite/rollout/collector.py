@@ -33,6 +33,7 @@ from rlite.observability import stats_tracker
 from rlite.rollout.batch import pad_trajectories
 from rlite.rollout.episodes import ENGINE_FAILURES, EpisodeFailed, run_episodes
 from rlite.rollout.options import CollectorOptions
+from rlite.rollout.reward_pool import close_shared_pool
 from rlite.rollout.staleness import RolloutCounters, capacity
 from rlite.rollout.workflow import RolloutError, RolloutWorkflow
 from rlite.types import AsyncInference
@@ -85,6 +86,9 @@ class _Lane:
     ready: dict[int, _Group] = field(default_factory=dict)
 
 
+_open_collectors: set[RolloutCollector] = set()
+
+
 class RolloutCollector:
     """Runs workflows on an engine, in an event loop of its own. Made once, closed at the end.
 
@@ -122,6 +126,7 @@ class RolloutCollector:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="rollout-collector", daemon=True)
         self._thread.start()
+        _open_collectors.add(self)
 
     # -- what callers use ----------------------------------------------------------------------------------------
 
@@ -244,12 +249,15 @@ class RolloutCollector:
         self._poke()
 
     def close(self) -> None:
-        """Cancel what runs and end the thread. Safe to call again."""
+        """Cancel what runs and end the thread, and with the last collector the reward processes. Safe to call again."""
         with self._changed:
             is_stopping, self._is_closed = self._is_closed, True
         if not is_stopping:
             self._call_in_loop(self._loop.stop)
         self._thread.join(timeout=2 * CLOSE_TIMEOUT)
+        _open_collectors.discard(self)
+        if not _open_collectors:
+            close_shared_pool()
 
     # -- in the caller's thread ----------------------------------------------------------------------------------
 
