@@ -1,0 +1,275 @@
+"""What breaks is reported soon, by name and with its type; afterwards the engine can be built again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+import rlite
+from rlite import RliteInferenceEngine, RliteTrainEngine
+from rlite.cluster.group import apply_on_processes
+from rlite.engine.base import Engine
+from rlite.errors import CallTimeout, ResidencyError, RliteError, WorkerDied, WorkerError
+from tests.integration.modules import Policy, on_meta
+from tests.integration.worlds import environment, free_port, processes_with
+
+pytestmark = pytest.mark.slow
+SOON_S = 10.0
+MARK = "RLITE_TEST_RUN"
+
+
+class Fragile(Policy, LlamaForCausalLM):
+    """Breaks in the ways that tests ask for."""
+
+    def sum_over_ranks(self) -> float:
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        return ones.item()
+
+    def raise_on_one_rank(self, broken: int) -> float:
+        if dist.get_rank() == broken:
+            raise LookupError("broken on purpose")
+        return self.sum_over_ranks()
+
+    def sleep_on_one_rank(self, late: int, seconds: float) -> None:
+        if dist.get_rank() == late:
+            time.sleep(seconds)
+
+    def train_for_ever(self, rows: list[list[int]]) -> None:
+        while True:
+            self.train_step(rows)
+
+    def die(self, rank: int) -> float:
+        if dist.get_rank() == rank:
+            print(f"dying at {time.time()}", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.sum_over_ranks()
+
+    def leave_slowly(self, seconds: float) -> None:
+        self.delay = seconds
+
+    def postprocess_named_parameter(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        time.sleep(getattr(self, "delay", 0.0))
+        return name, tensor
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    mark = os.environ[MARK] = uuid.uuid4().hex
+    rlite.init(device="cpu", num_devices=2, launcher="ray", num_threads=1)
+    yield
+    rlite.shutdown()
+    del os.environ[MARK]
+    assert processes_with(MARK, mark) == []
+
+
+@pytest.fixture(scope="module")
+def train(models: dict[str, Path]) -> RliteTrainEngine:
+    """Built anew by each test that finds it broken: `sound(train)`."""
+    return RliteTrainEngine(on_meta(Fragile, models["llama"]))
+
+
+def sound(engine: RliteTrainEngine, size: int = 2) -> RliteTrainEngine:
+    """The engine, built again if it is broken; it computes."""
+    if not engine.is_built or engine.group.failure is not None:
+        engine.release()
+        engine.build(tensor_parallel_size=size, data_parallel_size=1)
+    assert engine.sum_over_ranks() == [size] * size
+    return engine
+
+
+@contextmanager
+def soon() -> Iterator[None]:
+    """What is inside takes less than SOON_S."""
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < SOON_S
+
+
+def kill(engine: Engine, rank: int, after: float) -> threading.Timer:
+    """SIGKILL the process of this rank, in so many seconds."""
+    (pid,) = apply_on_processes([(engine.group, rank, (), ())], os.getpid, [engine.group], "ask", 60)
+    timer = threading.Timer(after, os.kill, (pid, signal.SIGKILL))
+    timer.start()
+    return timer
+
+
+def generate_for_ever(engine: RliteInferenceEngine) -> None:
+    while True:
+        engine.generate([[1, 2, 3]] * 64, {"max_tokens": 2000, "ignore_eos": True})
+
+
+# -- on Ray ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_late_rank_is_named_and_the_engine_goes_on(train: RliteTrainEngine) -> None:
+    sound(train)
+    with soon(), pytest.raises(CallTimeout, match=r"no answer within 0\.5 s from 1 of 2 workers: .*rank 1") as caught:
+        train.sleep_on_one_rank(1, 2.0, timeout=0.5)
+    assert caught.value.late == (train.group.describe(1),)
+    assert isinstance(caught.value, TimeoutError)
+    assert sound(train).group.failure is None
+
+
+def test_an_exception_on_one_rank_frees_the_peers_that_wait_for_it(train: RliteTrainEngine) -> None:
+    sound(train)
+    name = train.group.describe(1)
+    with soon(), pytest.raises(LookupError, match="broken on purpose") as caught:
+        train.raise_on_one_rank(1)
+    assert f"raised in worker {name}" in str(caught.value.__cause__)
+    assert "raise_on_one_rank" in str(caught.value.__cause__), "the remote traceback"
+    with soon(), pytest.raises(WorkerError, match="waited for it in a collective"):
+        train.sum_over_ranks()
+    sound(train)
+
+
+def test_an_exception_on_every_rank_leaves_the_engine_sound(train: RliteTrainEngine) -> None:
+    sound(train)
+    with soon(), pytest.raises(IndexError):
+        train.first_tokens([[]])
+    assert sound(train).group.failure is None
+
+
+def test_a_worker_that_dies_in_training_is_named(train: RliteTrainEngine) -> None:
+    sound(train)
+    name = train.group.describe(1)
+    timer = kill(train, 1, after=0.5)
+    with soon(), pytest.raises(WorkerDied, match="worker process ended") as caught:
+        train.train_for_ever([[1, 2, 3]])
+    timer.join()
+    assert caught.value.workers == (name,)
+    with soon(), pytest.raises(WorkerDied):
+        train.sum_over_ranks()
+    sound(train)
+
+
+def test_a_worker_that_dies_between_calls_is_named_by_the_next(train: RliteTrainEngine) -> None:
+    sound(train)
+    kill(train, 0, after=0.0).join()
+    with soon(), pytest.raises(WorkerDied, match="rank 0"):
+        train.sum_over_ranks()
+    train.release()
+
+
+def test_a_worker_that_dies_in_generation_or_in_weight_sync_is_named(
+    train: RliteTrainEngine, models: dict[str, Path]
+) -> None:
+    sound(train, size=1)
+    serve = RliteInferenceEngine(models["llama"])
+    options = {"colocate_with": train, "max_model_len": 2048, "max_num_seqs": 64}
+    serve.build(**options)
+    name = serve.group.describe(0)
+    timer = kill(serve, 0, after=0.5)
+    with soon(), pytest.raises(WorkerDied, match="inference-"):
+        generate_for_ever(serve)
+    timer.join()
+    with soon(), pytest.raises(WorkerDied) as caught:
+        serve.generate([[1]], {"max_tokens": 1})
+    assert caught.value.workers == (name,)
+
+    serve.release()
+    serve.build(**options)
+    train.leave_slowly(0.2)
+    timer = kill(train, 0, after=0.5)
+    with soon(), pytest.raises(WorkerDied, match="train-"):
+        train.p2p_weight_sync(serve)
+    timer.join()
+    with pytest.raises(ResidencyError, match="not written yet"):
+        serve.generate([[1]], {"max_tokens": 1})
+
+    train.release()
+    train.build(colocate_with=serve)
+    train.leave_slowly(0.2)
+    timer = kill(serve, 0, after=0.5)
+    with soon(), pytest.raises(WorkerDied, match="inference-"):
+        train.p2p_weight_sync(serve)
+    timer.join()
+    serve.release()
+    serve.build(**options)
+    train.leave_slowly(0.0)
+    train.p2p_weight_sync(serve)
+    assert len(serve.generate([[1]], {"max_tokens": 1})) == 1
+    serve.release()
+    train.release()
+
+
+def test_a_worker_that_cannot_be_made_leaves_nothing_behind(train: RliteTrainEngine, models: dict[str, Path]) -> None:
+    train.release()
+    module = on_meta(Fragile, models["llama"])
+    module.config._name_or_path = str(models["qwen2"])
+    broken = RliteTrainEngine(module)
+    with pytest.raises(RliteError, match=r"lm_head\.weight"):
+        broken.build(tensor_parallel_size=2)
+    assert not broken.is_built
+    sound(train).release()
+
+
+# -- under torchrun ----------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys, time
+import rlite
+from tests.integration.modules import on_meta
+from tests.integration.test_faults import Fragile
+
+rlite.init(device="cpu")
+engine = rlite.RliteTrainEngine(on_meta(Fragile, sys.argv[1]))
+engine.build(tensor_parallel_size=2)
+print(f"calling at {time.time()}", flush=True)
+getattr(engine, sys.argv[2])(int(sys.argv[3]))
+"""
+
+
+def run_under_torchrun(model: Path, folder: Path, method: str, rank: int) -> tuple[subprocess.CompletedProcess, float]:
+    """Run `engine.method(rank)`; its output, and the seconds from the call to the end of the run."""
+    script, mark = folder / "program.py", uuid.uuid4().hex
+    script.write_text(PROGRAM)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    ran = subprocess.run(
+        [*launch, str(script), str(model), method, str(rank)],
+        env=environment(**{MARK: mark}),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    ended = time.time()
+    assert processes_with(MARK, mark) == []
+    called = re.search(r"calling at ([\d.]+)", ran.stdout)
+    assert called is not None, ran.stderr
+    return ran, ended - float(called[1])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_under_torchrun_ends_the_run_soon_and_is_named(
+    models: dict[str, Path], tmp_path: Path, rank: int
+) -> None:
+    ran, seconds = run_under_torchrun(models["llama"], tmp_path, "die", rank)
+    assert ran.returncode != 0
+    assert seconds < SOON_S
+    assert re.search(rf"rank\s+: {rank} ", ran.stderr)
+    assert "SIGKILL" in ran.stderr
+
+
+def test_an_exception_on_one_rank_under_torchrun_ends_the_run_soon_with_its_traceback(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    ran, seconds = run_under_torchrun(models["llama"], tmp_path, "raise_on_one_rank", 1)
+    assert ran.returncode != 0
+    assert seconds < 2 * SOON_S
+    assert "LookupError: broken on purpose" in ran.stderr
+    assert "raised in worker train-0 rank 1" in ran.stderr
