@@ -1,8 +1,8 @@
 """The quickstart: a small language model learns to spell words backwards, by reinforcement learning, on a CPU.
 
-    make quickstart        or        rlite quickstart [steps=120 folder=runs/quickstart seed=0]
+    make quickstart        or        rlite quickstart [steps=150 folder=runs/quickstart seed=0]
 
-    1. a Qwen3 of 0.7 million parameters and a byte tokenizer are made in code
+    1. a Qwen3 of 0.4 million parameters and a byte tokenizer are made in code
     2. warm start: it imitates a teacher who is right about short words and too impatient for long ones
     3. GRPO: it tries each word several times, reasoning-gym's verifier says which tries are right, it does more of that
 
@@ -51,9 +51,9 @@ class QuickstartConfig:
     """training problems"""
     num_held_out: int = 256
     """problems that are only tested on"""
-    warm_steps: int = 150
+    warm_steps: int = 200
     """supervised steps"""
-    steps: int = 120
+    steps: int = 150
     """GRPO steps"""
 
 
@@ -80,7 +80,10 @@ def main(argv: Sequence[str]) -> None:
 
 def problems(options: QuickstartConfig, folder: Path) -> tuple[list[Any], list[Any]]:
     """Training and held-out problems; written beside the run for you to read."""
-    train, held_out = held_out_split(TASK, options.num_train, options.num_held_out, options.seed)
+    train, held_out = (
+        [shortened(row) for row in rows]
+        for rows in held_out_split(TASK, options.num_train, options.num_held_out, options.seed)
+    )
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train", train), ("held_out", held_out)):
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -88,13 +91,18 @@ def problems(options: QuickstartConfig, folder: Path) -> tuple[list[Any], list[A
     return train, held_out
 
 
+def shortened(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with a question of a few bytes: a model that starts from nothing needs no long instruction."""
+    return {**row, "messages": [{"role": "user", "content": f"reverse {row['metadata']['word']}"}]}
+
+
 def warm_start(options: QuickstartConfig, folder: Path, train: Sequence[Any]) -> None:
     """Teach the format, and short words, by imitation; writes folder/warm."""
-    blank = build_tiny_qwen3(folder / "blank", seed=options.seed)
-    answers = impatient_demonstrations(train, options.seed, patience=4, impatience=0.9)
+    blank = build_tiny_qwen3(folder / "blank", seed=options.seed, hidden_size=128, intermediate_size=256)
+    answers = impatient_demonstrations(train, options.seed, patience=4, impatience=0.6)
     rows = [{"question": question_of(row), "answer": answer} for row, answer in zip(train, answers, strict=True)]
     optimizer = OptimizerOptions(
-        lr=1e-3, weight_decay=0.0, scheduler="constant", warmup_steps=10, total_steps=options.warm_steps
+        lr=2e-3, weight_decay=0.0, scheduler="linear", warmup_steps=10, total_steps=options.warm_steps
     )
     engine = RliteTrainEngine(policy_module(blank, optimizer))
     engine.build()
