@@ -1,0 +1,33 @@
+"""Every recipe that ships can be loaded, with what it leaves to its user given on the command line."""
+
+from pathlib import Path
+
+import pytest
+
+from rlite.config import load
+from rlite.errors import ConfigError
+from rlite.trainer.ppo import PpoConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+BASE = CONFIGS / "dr_grpo.yaml"
+USERS = ["actor.model_name=model", "train_data.path=rows.jsonl", "rollout.env_path=env.py"]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_a_recipe_loads_on_top_of_the_default(path):
+    config = load(PpoConfig, ["--config", str(BASE), "--config", str(path), *USERS])
+    assert config.actor.model_name == "model"
+    assert config.train_data.responses_per_prompt == 8
+
+
+def test_a_recipe_names_what_its_user_has_to_give():
+    with pytest.raises(ConfigError) as error:
+        load(PpoConfig, ["--config", str(BASE)])
+    assert "actor.model_name" in str(error.value)
+    assert "train_data.path" in str(error.value)
+
+
+def test_grpo_is_what_its_name_says():
+    config = load(PpoConfig, ["--config", str(BASE), "--config", str(CONFIGS / "grpo.yaml"), *USERS])
+    assert config.adv.norm_var
+    assert config.actor.avg_level == "sequence"
