@@ -316,8 +316,14 @@ class Engine:
         """Around the writing of weights from outside: the engine is unusable until the whole has arrived."""
         self.weights = Weights.EMPTY
         yield
+        version = self._version + 1
+        self.group.pipeline([("weights_changed", ()), *self._calls_after_weights(version)])
         self.weights = Weights.DEVICE
-        self.set_version(self._version + 1)
+        self._version = version
+
+    def _calls_after_weights(self, version: int) -> list[tuple[str, tuple]]:
+        """What else workers have to be told when new weights have arrived: (method, arguments)."""
+        return []
 
     def _need_weights(self, what: str) -> None:
         """Raise unless the engine is built and its weights are on the device and written."""

@@ -51,7 +51,7 @@ class _Flight:
     """One request on its way: what has arrived so far, and who waits for the end."""
 
     request: SequenceRequest
-    done: Future[_Flight] = field(default_factory=Future)
+    done: Future[_Flight] = field(default_factory=lambda: _running_future())
     on_chunk: Callable[[TokenChunk], object] | None = None
     started: float = field(default_factory=time.perf_counter)
     first_token: float = 0.0
@@ -86,6 +86,13 @@ class _Flight:
             self.finish_reason = chunk.finish_reason or "abort"
             self.done.set_result(self)
         return True
+
+
+def _running_future() -> Future[_Flight]:
+    """A future that only the pump can end: a task that stops waiting for it must not cancel it under the pump."""
+    future: Future[_Flight] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 class _Pump:
@@ -541,8 +548,7 @@ class RliteInferenceEngine(Engine):
         folder = None if path is None else str(local_checkpoint(path))
         self._hold()
         self.weights = Weights.EMPTY
-        self.group.broadcast("load_weights", folder)
-        self.group.broadcast("recompute")
+        self.group.pipeline([("load_weights", (folder,)), ("recompute", ())])
         self.weights = Weights.DEVICE
         self._let_run()
 
@@ -563,10 +569,12 @@ class RliteInferenceEngine(Engine):
         try:
             with super().receiving_weights(on_inflight):
                 yield
-                self.group.broadcast("recompute")
         finally:
             self._is_receiving = False
         self._let_run()
+
+    def _calls_after_weights(self, version: int) -> list[tuple[str, tuple]]:
+        return [("recompute", ()), ("set_version", (version,))]
 
 
 def _mix(seed: int, number: int) -> int:

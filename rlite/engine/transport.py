@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from rlite.engine.base import SourceWorker, Worker
 from rlite.parallel.arena import ArenaReader, SharedArena, SharedBlock, aligned_bytes, host_identity
-from rlite.parallel.processes import connect_store
+from rlite.parallel.processes import close_store, connect_store
 from rlite.parallel.shards import Box, ParameterShard
 
 
@@ -44,6 +44,8 @@ class Layout:
     host: str
     aliases: dict[str, str] = field(default_factory=dict)
     """other names of tied tensors, to the name in `places`"""
+    handles: dict[str, Any] | None = field(default=None, compare=False)
+    """how a process on `host` reads each place where it lies, if it was asked for"""
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,19 @@ class Piece:
     target_box: Box
 
 
-def source_layout(worker: SourceWorker) -> Layout:
-    """The places that a source offers, without their memory."""
-    return Layout({name: _place(s) for name, s in worker.served_shards().items()}, host_identity(), worker.aliases())
-
-
-def target_layout(worker: Worker) -> Layout:
-    """The places that a target wants written."""
-    return Layout({name: _place(s) for name, s in worker.parameter_shards().items()}, host_identity())
+@torch.no_grad()
+def describe(worker: SourceWorker | Worker, is_source: bool, is_shared: bool) -> Layout:
+    """The places that a source offers or a target wants written; a source's with handles if `is_shared`."""
+    if not is_source:
+        return Layout({name: _place(s) for name, s in worker.parameter_shards().items()}, host_identity())
+    source = cast(SourceWorker, worker)
+    served = source.served_shards()
+    return Layout(
+        places={name: _place(shard) for name, shard in served.items()},
+        host=host_identity(),
+        aliases=source.aliases(),
+        handles=_handles(source, {name: shard.tensor for name, shard in served.items()}) if is_shared else None,
+    )
 
 
 def _place(shard: ParameterShard) -> Place:
@@ -87,6 +94,10 @@ def share(worker: SourceWorker, names: Sequence[str] | None, is_gathered: bool) 
     chosen = {name: shards[name].tensor for name in (shards if names is None else names)}
     if is_gathered:
         chosen = {name: worker.full_tensor(name) for name in chosen}
+    return _handles(worker, chosen)
+
+
+def _handles(worker: SourceWorker, chosen: dict[str, Tensor]) -> dict[str, Any]:
     if any(tensor.is_cuda for tensor in chosen.values()):
         worker.staged = chosen  # held until the next call: the target maps this memory
         torch.cuda.synchronize()
@@ -182,6 +193,26 @@ def take_part(
         group: Any = dist.ProcessGroupNCCL(store, rank, plan.size, options)
     else:
         group = dist.ProcessGroupGloo(store, rank, plan.size, timeout)
+    try:
+        written = _exchange(group, source, target, plan, source_index, pieces, some.device)
+        group.barrier().wait()  # nobody closes its end while another still sends
+    finally:
+        if source_index == 0:
+            close_store(plan.port)  # they met here
+    if some.is_cuda:
+        torch.cuda.synchronize()
+    return written
+
+
+def _exchange(
+    group: Any,
+    source: SourceWorker | None,
+    target: Worker | None,
+    plan: Broadcast,
+    source_index: int | None,
+    pieces: Sequence[Piece],
+    device: torch.device,
+) -> int:
     offered = source.served_shards() if source is not None else {}
     wanted: dict[tuple[int, str], list[Piece]] = {}
     for piece in pieces:
@@ -189,7 +220,7 @@ def take_part(
     held = target.parameter_shards() if target is not None else {}
     written = 0
     for bucket in plan.buckets:
-        buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=some.device)
+        buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
         views = _views(buffer, bucket)
         if bucket.source == source_index:
             for name, view in zip(bucket.names, views, strict=True):
@@ -200,9 +231,6 @@ def take_part(
                 place = held[piece.name].tensor[piece.target_box]
                 place.copy_(view[piece.source_box])
                 written += place.numel() * place.element_size()
-    group.barrier().wait()  # nobody closes its end while another still sends
-    if some.is_cuda:
-        torch.cuda.synchronize()
     return written
 
 

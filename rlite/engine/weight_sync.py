@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import cloudpickle
-
 from rlite.cluster.group import WorkerGroup, apply_on_processes
 from rlite.engine.base import Engine, Executor, Weights
 from rlite.engine.transport import (
@@ -27,14 +25,13 @@ from rlite.engine.transport import (
     Layout,
     Piece,
     Place,
+    describe,
     is_finite,
     read,
     share,
     source_checksums,
-    source_layout,
     take_part,
     target_checksums,
-    target_layout,
 )
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
 from rlite.parallel.arena import can_share_memory
@@ -43,6 +40,8 @@ from rlite.parallel.shards import Box
 
 OnInflight = Literal["continue", "abort"]
 Transport = Literal["auto", "shared", "gathered", "broadcast"]
+Plans = list[list[Piece]]
+"""[target rank][piece]"""
 BUCKET_BYTES = 256 * 2**20
 
 
@@ -80,14 +79,13 @@ def sync_weights(
         )
     started = time.perf_counter()
     with target.receiving_weights(on_inflight):
-        sources = _layouts(source, source_layout)
-        targets = _layouts(target, target_layout)
+        sources, targets = _describe(source, target, may_share=transport in ("auto", "shared"))
         copy = _nearest_copy(source, sources, targets)
         offered = [sources[rank] for rank in copy.ranks]
         plan = [make_plan(offered, layout, target.name) for layout in targets]
         chosen = _transport(source, target, copy, offered, targets) if transport == "auto" else transport
         move = {"shared": _read_shared, "gathered": _read_gathered, "broadcast": _broadcast}[chosen]
-        written = move(source, target, copy, offered, plan)
+        written = move(source, target, copy, offered, targets, plan)
         if verify_checksums:
             _verify(source, target, copy, targets, plan)
         for rank, names in enumerate(_apply(target.group, is_finite, "look for NaN")) if verify_checksums else ():
@@ -95,7 +93,6 @@ def sync_weights(
                 raise WeightSyncError(
                     f"{target.group.describe(rank)} received weights that are not finite: {names[:3]}"
                 )
-        target.group.broadcast("weights_changed")
     return SyncReport(
         version=target.get_version(),
         num_bytes=written,
@@ -198,12 +195,18 @@ def _transport(
 # -- moving -----------------------------------------------------------------------------------------------------------
 
 
-def _read_shared(source: Engine, target: Engine, copy: Executor, offered: Any, plan: list[list[Piece]]) -> int:
-    handles = _apply(source.group, share, "share weights", copy.ranks, lambda rank: (None, False))
+def _read_shared(
+    source: Engine, target: Engine, copy: Executor, offered: list[Layout], targets: list[Layout], plan: Plans
+) -> int:
+    handles = [layout.handles for layout in offered]
+    if any(handle is None for handle in handles):
+        handles = _apply(source.group, share, "share weights", copy.ranks, lambda rank: (None, False))
     return sum(_apply(target.group, read, "read weights", None, lambda rank: (plan[rank], handles)))
 
 
-def _read_gathered(source: Engine, target: Engine, copy: Executor, offered: Any, plan: list[list[Piece]]) -> int:
+def _read_gathered(
+    source: Engine, target: Engine, copy: Executor, offered: list[Layout], targets: list[Layout], plan: Plans
+) -> int:
     """Bucket by bucket: the source gathers whole tensors on every device, the target reads them on its own."""
     ranks = {source.group.devices[rank]: rank for rank in range(len(source.group))}
     local = [ranks[device] for device in target.group.devices]
@@ -212,7 +215,6 @@ def _read_gathered(source: Engine, target: Engine, copy: Executor, offered: Any,
         for layout in offered
         for name, place in layout.places.items()
     }
-    targets = _layouts(target, target_layout)
     everything = Layout(whole, offered[0].host, offered[0].aliases)
     pieces = [make_plan([everything], layout, target.name) for layout in targets]
     written = 0
@@ -231,25 +233,28 @@ def _read_gathered(source: Engine, target: Engine, copy: Executor, offered: Any,
     return written
 
 
-def _broadcast(source: Engine, target: Engine, copy: Executor, offered: list[Layout], plan: list[list[Piece]]) -> int:
+def _broadcast(
+    source: Engine, target: Engine, copy: Executor, offered: list[Layout], targets: list[Layout], plan: Plans
+) -> int:
     """One process group over the processes of both; every source rank broadcasts its own boxes."""
-    sources = {source.group.handles[rank].process: rank for rank in copy.ranks}
-    targets = {handle.process: rank for rank, handle in enumerate(target.group.handles)}
-    processes = list(dict.fromkeys([*sources, *targets]))
-    ip = source.group.devices[copy.ranks[0]].ip
-    port = source.group.handles[copy.ranks[0]].apply((), cloudpickle.dumps(open_store), (ip,)).result().unwrap("store")
-    first = copy.ranks[0]
+    senders = {source.group.handles[rank].process: rank for rank in copy.ranks}
+    receivers = {handle.process: rank for rank, handle in enumerate(target.group.handles)}
+    processes = list(dict.fromkeys([*senders, *receivers]))
+    first, timeout = copy.ranks[0], source.group.call_timeout
+    ip = source.group.devices[first].ip
+    call = (source.group, first, (), (ip,))
+    (port,) = apply_on_processes([call], open_store, [source.group], "open a rendezvous", timeout)
     meeting = Broadcast(
         ip=ip,
         port=port,
         size=len(processes),
         buckets=make_buckets(offered),
         roots=tuple(processes.index(source.group.handles[rank].process) for rank in copy.ranks),
-        timeout_s=source.group.call_timeout,
+        timeout_s=timeout,
     )
     calls = []
     for number, process in enumerate(processes):
-        source_rank, target_rank = sources.get(process), targets.get(process)
+        source_rank, target_rank = senders.get(process), receivers.get(process)
         group, rank = (source.group, source_rank) if source_rank is not None else (target.group, target_rank)
         keys = (
             None if source_rank is None else source.group.key(source_rank),
@@ -269,7 +274,7 @@ def _broadcast(source: Engine, target: Engine, copy: Executor, offered: list[Lay
     return sum(written)
 
 
-def _verify(source: Engine, target: Engine, copy: Executor, targets: Sequence[Layout], plan: list[list[Piece]]) -> None:
+def _verify(source: Engine, target: Engine, copy: Executor, targets: Sequence[Layout], plan: Plans) -> None:
     by_source: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for rank, pieces in enumerate(plan):
         for number, piece in enumerate(pieces):
@@ -289,8 +294,17 @@ def _verify(source: Engine, target: Engine, copy: Executor, targets: Sequence[La
                 raise WeightSyncError(f"{name} on {target.group.describe(rank)} is not what {source.name} sent")
 
 
-def _layouts(engine: Engine, function: Any) -> list[Layout]:
-    return _apply(engine.group, function, "describe weights")
+def _describe(source: Engine, target: Engine, may_share: bool) -> tuple[list[Layout], list[Layout]]:
+    """The layouts of all workers of both, asked for at once; a source on CPU says at once where its memory is."""
+    is_shared = may_share and can_share_memory() and source.group.devices[0].kind == "cpu"
+    calls = [
+        (engine.group, rank, (engine.group.key(rank),), (engine is source, is_shared))
+        for engine in (source, target)
+        for rank in range(len(engine.group))
+    ]
+    timeout = source.group.call_timeout
+    layouts = apply_on_processes(calls, describe, [source.group, target.group], "describe weights", timeout)
+    return layouts[: len(source.group)], layouts[len(source.group) :]
 
 
 def _apply(

@@ -17,7 +17,7 @@ import torch.distributed.distributed_c10d as c10d
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 
 _subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-_open_stores: list[dist.Store] = []  # a TCPStore serves as long as somebody holds it
+_open_stores: dict[int, dist.Store] = {}  # by port; a TCPStore serves as long as somebody holds it
 
 
 def backend_for(device_kind: str) -> str:
@@ -38,8 +38,13 @@ def open_store(ip: str) -> int:
     listener.listen(1024)
     port = listener.getsockname()[1]
     store = dist.TCPStore(ip, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    _open_stores.append(store)
+    _open_stores[port] = store
     return port
+
+
+def close_store(port: int) -> None:
+    """End the store that `open_store` started here on this port, if it did."""
+    _open_stores.pop(port, None)
 
 
 def connect_store(ip: str, port: int, timeout_s: float) -> dist.Store:

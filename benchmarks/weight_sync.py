@@ -1,0 +1,113 @@
+"""How fast weights reach a colocated inference engine on CPU, beside one thread's memcpy.
+
+    python -m benchmarks.weight_sync --megabytes 256
+
+A random float32 Llama of that size is built by a train engine and an inference engine on the same CPU slots, in
+processes of their own (local Ray). After warm-up syncs, whose buffers later ones find mapped, the medians of
+`p2p_weight_sync` and of a single-threaded copy of as many bytes, taken in turns, are compared: once unsharded, once
+sharded over two workers at both ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from transformers import LlamaForCausalLM
+
+import rlite
+from rlite.engine.weight_sync import SyncReport
+from rlite.nn import HuggingFaceFsdp2TrainModule
+from tests.tiny import build_model_dir
+
+LEAST = {1: 0.5, 2: 0.33}
+"""ratio to memcpy that a sync over so many workers has to reach"""
+HIDDEN, INTERMEDIATE, VOCABULARY = 1024, 2816, 9216
+
+
+class Policy(HuggingFaceFsdp2TrainModule, LlamaForCausalLM):
+    """Only its weights matter here."""
+
+
+def build_checkpoint(path: Path, megabytes: int) -> Path:
+    """A random untied Llama of about `megabytes` (2**20 bytes) in float32."""
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
+    per_layer = (2.5 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE) * 4 / 2**20
+    layers = max(1, round((megabytes - 2 * HIDDEN * VOCABULARY * 4 / 2**20) / per_layer))
+    shape: dict[str, Any] = {"intermediate_size": INTERMEDIATE, "vocab_size": VOCABULARY, **heads}
+    return build_model_dir(path, "llama", tie=False, hidden=HIDDEN, layers=layers, **shape)
+
+
+def gibibytes_per_second(copy: Any, num_bytes: int) -> float:
+    """The rate of one call of `copy`."""
+    begin = time.perf_counter()
+    copy()
+    return num_bytes / (time.perf_counter() - begin) / 2**30
+
+
+def measure(path: Path, workers: int, repeats: int) -> dict[str, Any]:
+    """Rates of syncs and of memcpy, in turns, and the last report."""
+    serve = rlite.RliteInferenceEngine(path)
+    serve.build(tensor_parallel_size=workers, data_parallel_size=1, max_model_len=16, max_num_seqs=1)
+    with init_empty_weights():
+        train = rlite.RliteTrainEngine(Policy.from_pretrained(path))
+    train.build(tensor_parallel_size=workers, data_parallel_size=1, colocate_with=serve)
+    report: SyncReport = train.p2p_weight_sync(serve)
+    source, target = torch.ones(report.num_bytes, dtype=torch.uint8), torch.zeros(report.num_bytes, dtype=torch.uint8)
+    syncs, copies = [], []
+    for repeat in range(repeats + 1):
+        copied = gibibytes_per_second(lambda: target.copy_(source), report.num_bytes)
+        report = train.p2p_weight_sync(serve)
+        if repeat > 0:
+            syncs.append(report.num_bytes / report.seconds / 2**30)
+            copies.append(copied)
+    train.release()
+    serve.release()
+    return {
+        "workers": workers,
+        "megabytes": report.num_bytes / 2**20,
+        "tensors": report.num_tensors,
+        "transport": report.transport,
+        "sync_gib_s": statistics.median(syncs),
+        "memcpy_gib_s": statistics.median(copies),
+        "ratio": statistics.median(syncs) / statistics.median(copies),
+        "least_ratio": LEAST[workers],
+    }
+
+
+def main() -> None:
+    """Parse, start, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    rlite.init(device="cpu", num_devices=2, launcher="ray", num_threads=1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = build_checkpoint(Path(folder) / "model", args.megabytes)
+        results = [measure(path, workers, args.repeats) for workers in LEAST]
+    rlite.shutdown()
+    settings = {**vars(args), "dtype": "float32", "threads_per_worker": 1, "torch": torch.__version__}
+    if args.json:
+        print(json.dumps({"settings": settings, "results": results}))
+        return
+    print(f"settings: {settings}")
+    for result in results:
+        print(
+            f"{result['workers']} worker(s) each, {result['megabytes']:.0f} MiB in {result['tensors']} tensors, "
+            f"{result['transport']}: sync {result['sync_gib_s']:.2f} GiB/s, one thread's memcpy "
+            f"{result['memcpy_gib_s']:.2f} GiB/s, ratio {result['ratio']:.2f} (at least {result['least_ratio']})"
+        )
+
+
+if __name__ == "__main__":
+    main()
