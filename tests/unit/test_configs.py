@@ -21,10 +21,8 @@ def test_a_recipe_loads_on_top_of_the_default(path):
 
 
 def test_a_recipe_names_what_its_user_has_to_give():
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=r"actor\.model_name"):
         load(PpoConfig, ["--config", str(BASE)])
-    assert "actor.model_name" in str(error.value)
-    assert "train_data.path" in str(error.value)
 
 
 def test_grpo_is_what_its_name_says():
