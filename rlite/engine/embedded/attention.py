@@ -16,18 +16,20 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from rlite.engine.embedded.cache import BLOCK, SlotCache
+from rlite.engine.embedded.cache import BLOCK, Bags, SlotCache
 from rlite.engine.embedded.scheduler import Chunk
 
 ATTENTION = "rlite_slots"
 
 
 class AttentionPlan(Protocol):
-    """What one forward attends to: queries `[batch, heads, tokens, head_dim]` to a result `[batch, tokens, ...]`."""
+    """What one forward attends to, and where its keys and values go."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """Queries `[tokens, heads, head_dim]`, keys and values `[tokens, kv_heads, head_dim]`; as the queries."""
+        ...
 
 
 def slot_attention(
@@ -40,8 +42,10 @@ def slot_attention(
     plan: AttentionPlan,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What a model's attention layers call; hands over to the plan."""
-    return plan.attend(module.layer_idx, query, key, value, scaling), None
+    """What a model's attention layers call with `[batch, heads, tokens, head_dim]`; hands over to the plan."""
+    batch, heads, tokens, dim = query.shape
+    query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    return plan.attend(module.layer_idx, query, key, value, scaling).view(batch, tokens, heads, dim), None
 
 
 AttentionInterface.register(ATTENTION, slot_attention)
@@ -56,10 +60,9 @@ class PrefillPlan:
         lengths = [c.stop - c.start for c in chunks]
         # the device is stated even for the host's tensors: the caller may be inside a `torch.device("meta")` mode
         slots = torch.tensor([c.slot for c in chunks for _ in c.tokens], device=device)
-        positions = torch.tensor([p for c in chunks for p in range(c.start, c.stop)], device=device)
-        self.input_ids = torch.tensor([[t for c in chunks for t in c.tokens]], device=device)
-        self.position_ids = positions[None]
-        self.rows = cache.rows_of(slots, positions)
+        self.tokens = torch.tensor([t for c in chunks for t in c.tokens], device=device)
+        self.positions = torch.tensor([p for c in chunks for p in range(c.start, c.stop)], device=device)
+        self._targets = cache.targets(slots, self.positions)
         self.is_varlen = (
             device.type == "cuda"
             and cache.values.dtype in (torch.float16, torch.bfloat16)
@@ -73,12 +76,12 @@ class PrefillPlan:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
+        self.cache.write(layer, self._targets, key, value)
         if self.is_varlen:
-            q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
             out = varlen_attn(
-                q,
-                k,
-                v,
+                query,
+                key,
+                value,
                 self.cumulative,
                 self.cumulative,
                 self.longest,
@@ -87,7 +90,8 @@ class PrefillPlan:
                 window_size=(-1, 0),
                 enable_gqa=True,
             )
-            return out.unsqueeze(0)  # type: ignore[union-attr]  # a tuple only where more was asked for
+            return out  # type: ignore[return-value]  # a tuple only where more was asked for
+        query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
         outputs = []
         begin = 0
         for chunk in self.chunks:
@@ -100,9 +104,9 @@ class PrefillPlan:
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
             )
-            outputs.append(out.transpose(1, 2))
+            outputs.append(out[0].transpose(0, 1))
             begin += num
-        return torch.cat(outputs, dim=1)
+        return torch.cat(outputs)
 
 
 class DecodePlan:
@@ -124,63 +128,71 @@ class DecodePlan:
     def __init__(self, cache: SlotCache, lengths: Sequence[int], num_steps: int, device: torch.device) -> None:
         self.cache = cache
         self._slots = torch.arange(len(lengths), device=device)
-        self.positions = torch.tensor(lengths, device=device) - 1
-        self.rows = cache.rows_of(self._slots, self.positions)
+        last = torch.tensor(lengths, device=device) - 1
+        self._all_positions = list(last + torch.arange(num_steps, device=device)[:, None])
         self._groups = row_groups(lengths, self.GROUP)
         width = min(_round_up(max(lengths) + num_steps), cache.max_len)
-        is_hidden = torch.arange(width, device=device) > self.positions[:, None]
+        is_hidden = torch.arange(width, device=device) > last[:, None]
         bias = torch.zeros(len(lengths), 1, 1, width, dtype=cache.values.dtype, device=device)
         self._bias = bias.masked_fill_(is_hidden[:, None, None], float("-inf"))
+        self._step = 0
+        self._look_up()
 
     def step(self) -> None:
         """Go on to the next position."""
-        self.positions = self.positions + 1
-        self.rows += 1
-        self._bias[self._slots, :, :, self.positions] = 0
+        self._step += 1
         self._groups = [(start, stop, length + 1) for start, stop, length in self._groups]
+        self._look_up()
+        self._bias[self._slots, :, :, self.positions] = 0
+
+    def _look_up(self) -> None:
+        self.positions = self._all_positions[self._step]
+        self._targets = self.cache.targets(self._slots, self.positions)
+        if self.cache.is_blocked:
+            # held here besides: the cache may forget them
+            self._bags = [self.cache.bags(start, stop, -(-length // BLOCK)) for start, stop, length in self._groups]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        batch, heads, _, dim = query.shape
-        attend = self._weighted_sums if self.cache.is_blocked else self._product
-        query = query.view(batch, heads, dim)
-        parts = [attend(layer, query[start:stop], start, stop, length, scale) for start, stop, length in self._groups]
+        self.cache.write(layer, self._targets, key, value)
+        if self.cache.is_blocked:
+            parts = [
+                self._weighted_sums(layer, query[start:stop] * scale, self._bias[start:stop, 0], bags)
+                for (start, stop, _), bags in zip(self._groups, self._bags, strict=True)
+            ]
+        else:
+            parts = [self._product(layer, query, *group, scale) for group in self._groups]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out.view(batch, 1, heads * dim)
+        return out.view(query.shape)
 
-    def _weighted_sums(
-        self, layer: int, query: torch.Tensor, start: int, stop: int, length: int, scale: float
-    ) -> torch.Tensor:
-        cache = self.cache
+    def _weighted_sums(self, layer: int, query: torch.Tensor, bias: torch.Tensor, bags: Bags) -> torch.Tensor:
         num, heads, dim = query.shape
-        blocks = -(-length // BLOCK)
-        key_rows, key_bags, value_rows, value_bags = cache.bags(start, stop, blocks)
-        weights = (query * scale)[:, :, None].expand(num, heads, blocks, dim)
-        scores = F.embedding_bag(
-            key_rows, cache.keys[layer].view(-1, BLOCK), key_bags, mode="sum", per_sample_weights=weights.flatten()
-        ).view(num, heads, blocks * BLOCK)
-        scores += self._bias[start:stop, 0, :, : blocks * BLOCK]
-        return F.embedding_bag(
-            value_rows,
-            cache.values[layer].view(-1, dim),
-            value_bags,
-            mode="sum",
-            per_sample_weights=torch.softmax(scores, dim=-1).flatten(),
-        )
+        weights = query[:, :, None].expand(num, heads, bags.num_blocks, dim).flatten()
+        scores = _weighted_sum(self.cache.key_rows[layer], bags.key_rows, bags.key_starts, weights)
+        scores = scores.view(num, heads, bags.num_blocks * BLOCK)
+        scores += bias[..., : scores.shape[-1]]
+        probs = torch.softmax(scores, dim=-1).flatten()
+        return _weighted_sum(self.cache.value_rows[layer], bags.value_rows, bags.value_starts, probs)
 
     def _product(
         self, layer: int, query: torch.Tensor, start: int, stop: int, length: int, scale: float
     ) -> torch.Tensor:
-        num, heads, dim = query.shape
+        _, heads, dim = query.shape
         kv_heads = self.cache.num_kv_heads
-        return F.scaled_dot_product_attention(
-            query.view(num, kv_heads, heads // kv_heads, dim),
+        out = F.scaled_dot_product_attention(
+            query[start:stop].reshape(-1, kv_heads, heads // kv_heads, dim),
             self.cache.keys[layer, start:stop, :, :length],
             self.cache.values[layer, start:stop, :, :length],
             attn_mask=self._bias[start:stop, ..., :length],
             scale=scale,
         )
+        return out.reshape(-1, heads, dim)
+
+
+def _weighted_sum(table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`F.embedding_bag` in mode "sum", without its checks, which take as long as a short sum: `[bags, width]`."""
+    return torch.embedding_bag(table, rows, starts, False, 0, False, weights)[0]
 
 
 def _round_up(length: int) -> int:

@@ -1,19 +1,48 @@
-"""The slot KV cache, in the shape that Hugging Face models expect of `past_key_values`."""
+"""The slot KV cache: what it holds, and where a token's keys and values go."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from rlite.engine.embedded.scheduler import Move
 
-BLOCK = 32
-"""positions of a key block"""
-BAGS_KEPT = 64
-"""groups of slots whose rows are remembered, oldest forgotten first"""
+BLOCK = 64
+"""positions of a key block: shorter ones make more and shorter sums, longer ones more padding"""
+BAG_BYTES = 64 << 20
+"""memory for the rows that groups of slots read, oldest forgotten first"""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Where the keys and values of some tokens go: `[tokens * kv_heads]` each, token-major."""
+
+    rows: torch.Tensor
+    """of the flat values, and of the flat keys unless they are blocked"""
+    blocks: torch.Tensor
+    """of the flat blocked keys"""
+    offsets: torch.Tensor
+    """within a block"""
+
+
+@dataclass(frozen=True, slots=True)
+class Bags:
+    """What `embedding_bag` needs to decode some slots over their first `num_blocks` blocks."""
+
+    num_blocks: int
+    key_rows: torch.Tensor
+    key_starts: torch.Tensor
+    """where each bag begins, one bag per slot, query head and block"""
+    value_rows: torch.Tensor
+    value_starts: torch.Tensor
+    """the same, one bag per slot and query head"""
+
+    @property
+    def nbytes(self) -> int:
+        return self.key_rows.nbytes + self.key_starts.nbytes + self.value_rows.nbytes + self.value_starts.nbytes
 
 
 class SlotCache:
@@ -23,9 +52,7 @@ class SlotCache:
     `[slots, kv_heads, max_len / BLOCK, head_dim, BLOCK]`, so that a query's product with a block of keys is a weighted
     sum of rows (see `DecodePlan`). That is how it is on CPU in float32.
 
-    Before a forward, `rows` says where its keys and values go; `update` writes them there and hands back what it was
-    given, because attention reads the cache itself. It begins as zeros, not as garbage: a masked position still takes
-    part in the product with its weight of zero.
+    It begins as zeros, not as garbage: a masked position still takes part in the product with its weight of zero.
     """
 
     def __init__(
@@ -52,38 +79,29 @@ class SlotCache:
         self.max_len, self.head_dim = max_len, head_dim
         self._flat_keys = [k.view(-1, head_dim, BLOCK) if self.is_blocked else k.view(-1, head_dim) for k in self.keys]
         self._flat_values = [v.view(-1, head_dim) for v in self.values]
-        self._bags: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        self._targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.key_rows = [k.view(-1, BLOCK) for k in self.keys] if self.is_blocked else []
+        """the rows that `Bags.key_rows` counts, per layer"""
+        self.value_rows = self._flat_values
+        self._bags: dict[tuple[int, int, int], Bags] = {}
 
     @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
-    def rows_of(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rows of the flat cache for tokens at (slot, position), `[tokens * kv_heads]`, token-major."""
+    def targets(self, slots: torch.Tensor, positions: torch.Tensor) -> Targets:
+        """Where tokens at (slot, position) go. Both are `[tokens]`."""
         heads = torch.arange(self.num_kv_heads, device=slots.device)
-        return ((slots[:, None] * self.num_kv_heads + heads) * self.max_len + positions[:, None]).flatten()
+        rows = ((slots[:, None] * self.num_kv_heads + heads) * self.max_len + positions[:, None]).flatten()
+        return Targets(rows, rows // BLOCK, rows % BLOCK)
 
-    def write_to(self, rows: torch.Tensor) -> None:
-        """Where the next forward's keys and values go, as `rows_of` says."""
-        self._targets = rows, rows // BLOCK, rows % BLOCK
-
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """Write `[batch, kv_heads, tokens, head_dim]` to `rows`; called by the model's attention layers."""
-        if self._targets is None:
-            raise RuntimeError("write_to has not said where keys and values go")
-        rows, blocks, offsets = self._targets
-        flat_key = key.transpose(1, 2).reshape(-1, self.head_dim)
+    def write(self, layer: int, targets: Targets, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write keys and values `[tokens, kv_heads, head_dim]`."""
+        key, value = key.reshape(-1, self.head_dim), value.reshape(-1, self.head_dim)
         if self.is_blocked:
-            self._flat_keys[layer_idx][blocks, :, offsets] = flat_key
+            self._flat_keys[layer][targets.blocks, :, targets.offsets] = key
         else:
-            self._flat_keys[layer_idx].index_copy_(0, rows, flat_key)
-        self._flat_values[layer_idx].index_copy_(0, rows, value.transpose(1, 2).reshape(-1, self.head_dim))
-        return key, value
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions are always given, so nobody needs a length; models ask all the same."""
-        return 0
+            self._flat_keys[layer].index_copy_(0, targets.rows, key)
+        self._flat_values[layer].index_copy_(0, targets.rows, value)
 
     def sequence(self, layer: int, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first positions of one slot, keys and values `[1, kv_heads, length, head_dim]`."""
@@ -92,29 +110,28 @@ class SlotCache:
             keys = keys[:, : -(-length // BLOCK)].transpose(2, 3).flatten(1, 2)
         return keys[None, :, :length], self.values[layer, slot, None, :, :length]
 
-    def bags(self, start: int, stop: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What `embedding_bag` needs to decode slots [start, stop) over their first `blocks` blocks.
-
-        Rows of the keys and where each bag of them begins, one bag per slot, query head and block; and the same for the
-        values, one bag per slot and query head.
-        """
+    def bags(self, start: int, stop: int, blocks: int) -> Bags:
+        """The rows of slots [start, stop) over their first `blocks` blocks."""
         if (found := self._bags.get((start, stop, blocks))) is not None:
             return found
-        if len(self._bags) >= BAGS_KEPT:
-            self._bags.pop(next(iter(self._bags)))
         device, dim = self.values.device, self.head_dim
         num, heads = stop - start, self.num_heads
+        # half of the memory to read wherever it is enough
+        dtype = torch.int32 if self.values[0].numel() < 2**31 else torch.int64
         kv_heads = torch.arange(heads, device=device) // (heads // self.num_kv_heads)
         first = (torch.arange(start, stop, device=device)[:, None] * self.num_kv_heads + kv_heads)[..., None]
         value_rows = first * self.max_len + torch.arange(blocks * BLOCK, device=device)
         block = first * (self.max_len // BLOCK) + torch.arange(blocks, device=device)
         key_rows = block[..., None] * dim + torch.arange(dim, device=device)
-        found = (
-            key_rows.flatten(),
-            torch.arange(0, num * heads * blocks * dim, dim, device=device),
-            value_rows.flatten(),
-            torch.arange(0, num * heads * blocks * BLOCK, blocks * BLOCK, device=device),
+        found = Bags(
+            blocks,
+            key_rows.flatten().to(dtype),
+            torch.arange(0, num * heads * blocks * dim, dim, dtype=dtype, device=device),
+            value_rows.flatten().to(dtype),
+            torch.arange(0, num * heads * blocks * BLOCK, blocks * BLOCK, dtype=dtype, device=device),
         )
+        while self._bags and sum(bags.nbytes for bags in self._bags.values()) + found.nbytes > BAG_BYTES:
+            self._bags.pop(next(iter(self._bags)))
         self._bags[start, stop, blocks] = found
         return found
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from rlite.engine.embedded.attention import ATTENTION
+from rlite.engine.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan
+from rlite.engine.embedded.lean import LeanDecoder
 from rlite.errors import CheckpointError, ConfigError
+from rlite.nn.linear import speed_up_linear_layers
 from rlite.nn.meta import meta_parameters, real_tensors
 from rlite.parallel.shards import Box, CheckpointReader, ParameterShard
 from rlite.parallel.tensor import TensorParallelPlan
@@ -66,11 +66,10 @@ class ShardedModel:
         self._places = self._find_places(plan)
         for place in self._places.values():
             place.set(torch.empty(place.local_shape, dtype=self.dtype, device="meta"))
-        if device.type == "cpu" and self.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-            for module in self.model.modules():
-                if isinstance(module, nn.Linear):
-                    module.forward = partial(_onednn_linear, module)  # type: ignore[method-assign]
+        if device.type == "cpu":
+            speed_up_linear_layers(self.model)
         plan.install()
+        self._lean: LeanDecoder | None = None
 
     def _build(self) -> PreTrainedModel:
         # buffers are computed here for good: to_empty and friends would leave a rotary embedding of zeros
@@ -97,6 +96,26 @@ class ShardedModel:
             names[0][0]: _Place(plan.box(p), tuple(p.shape), tuple((module, name) for _, module, name in names))
             for p, names in owners.items()
         }
+
+    def specialise(self, max_len: int) -> None:
+        """Take the faster forward for sequences of at most `max_len`, if there is one for this model."""
+        self._lean = LeanDecoder.of(self.model, self.device, max_len)
+
+    def prefill(self, plan: PrefillPlan) -> None:
+        """Fill the cache."""
+        if self._lean is not None:
+            self._lean.hidden(plan.tokens, plan.positions, plan)
+        else:
+            self.model.base_model(
+                input_ids=plan.tokens[None], position_ids=plan.positions[None], use_cache=False, plan=plan
+            )
+
+    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        """One decode step: a token `[rows]` of each sequence to the next one's logits `[rows, vocabulary]`."""
+        if self._lean is not None:
+            return self._lean.logits(tokens, positions, plan)
+        output = self.model(input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False, plan=plan)
+        return output.logits[:, -1]
 
     def load(self, path: str | None = None) -> None:
         """Fill the parameters from a checkpoint of this model (default: its own), each rank reading its own blocks.
@@ -145,11 +164,3 @@ class ShardedModel:
         else:
             found = self.config.eos_token_id
         return frozenset([found] if isinstance(found, int) else found or [])
-
-
-def _onednn_linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    # MKL does not use AVX-512 on every processor that has it; oneDNN on the plain weight was two to three times as
-    # fast there, and as fast elsewhere. For few rows its set-up costs more than it gains.
-    if x.numel() < 12 * x.shape[-1]:
-        return F.linear(x, module.weight, module.bias)
-    return torch.ops.mkldnn._linear_pointwise(x, module.weight, module.bias, "none", [], "")

@@ -54,6 +54,7 @@ class EmbeddedWorker:
         config = self._weights.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self.max_model_len = self._max_model_len(config)
+        self._weights.specialise(self.max_model_len)
         self._end_ids = self._weights.end_ids()
         self._are_weights_here = False
         self._cache: SlotCache | None = None
@@ -173,15 +174,7 @@ class EmbeddedWorker:
             cache.apply(moves)
             if not chunks:
                 return
-            plan = PrefillPlan(cache, chunks, self.device)
-            cache.write_to(plan.rows)
-            self._weights.model.base_model(
-                input_ids=plan.input_ids,
-                position_ids=plan.position_ids,
-                past_key_values=cache,
-                use_cache=True,
-                plan=plan,
-            )
+            self._weights.prefill(PrefillPlan(cache, chunks, self.device))
 
     def _decode(self, cache: SlotCache, max_steps: int) -> int:
         """One burst: steps between which neither the batch nor its sampling parameters change. Returns their number."""
@@ -208,14 +201,7 @@ class EmbeddedWorker:
         for step in range(steps):
             if step:
                 plan.step()
-            cache.write_to(plan.rows)
-            logits = self._weights.model(
-                input_ids=tokens[:, None],
-                position_ids=plan.positions[:, None],
-                past_key_values=cache,
-                use_cache=True,
-                plan=plan,
-            ).logits[:, -1]
+            logits = self._weights.logits(tokens, plan.positions, plan)
             tokens, taken, taken_of_cut = sample(logits, batch, random[step])
             if self._group is not None:
                 dist.broadcast(tokens, group_src=0, group=self._group)

@@ -97,6 +97,18 @@ def test_greedy_text_and_logprobs_equal_hugging_face(model_dir, kind: str, tie: 
         torch.testing.assert_close(torch.tensor(made[i].logprobs), expected, atol=5e-5, rtol=0)
 
 
+def test_a_model_served_by_its_own_forward_makes_the_same(model_dir) -> None:
+    path = model_dir("qwen3")
+    requests = requests_of(prompts_of(3, 40, 1, 17), temperature=0)
+    lean, own = worker_of(path, max_num_seqs=3), worker_of(path, max_num_seqs=3)
+    assert lean._weights._lean is not None
+    own._weights._lean = None
+    expected, made = run(lean, requests, max_steps=5), run(own, requests, max_steps=5)
+    assert tokens_of(made) == tokens_of(expected)
+    for i, chunk in expected.items():
+        assert made[i].logprobs == pytest.approx(chunk.logprobs, abs=5e-5)
+
+
 def test_sampled_logprobs_are_of_the_tempered_distribution(model_dir) -> None:
     path = model_dir("qwen3")
     prompts = prompts_of(9, 30)
@@ -119,7 +131,7 @@ def test_a_sample_depends_on_its_seed_alone_not_on_the_crowd_around_it(model_dir
 
 
 def test_siblings_get_their_own_samples_from_one_prefill(model_dir) -> None:
-    worker = worker_of(model_dir())
+    worker = worker_of(model_dir(), dtype="float64")  # served by the model's own forward, which has hooks
     prefilled = []
     base = worker._weights.model.base_model
     handle = base.register_forward_pre_hook(lambda _, __, kw: prefilled.append(kw["input_ids"].shape), with_kwargs=True)
