@@ -1,0 +1,38 @@
+"""The public surface: a name joins or leaves it on purpose, and each can be had."""
+
+import rlite
+import rlite.algorithms
+import rlite.nn
+import rlite.rollout
+
+
+def test_the_package_exports_these_names_and_no_others():
+    assert sorted(rlite.__all__) == [
+        "NeedParallel",
+        "RLiteInferenceEngine",
+        "RLiteTrainEngine",
+        "RliteInferenceEngine",
+        "RliteTrainEngine",
+        "__version__",
+        "current_session",
+        "gathered",
+        "init",
+        "register_executor",
+        "shutdown",
+        "stats_tracker",
+    ]
+
+
+def test_every_exported_name_exists():
+    for package in (rlite, rlite.algorithms, rlite.nn, rlite.rollout):
+        for name in package.__all__:
+            assert getattr(package, name) is not None, f"{package.__name__}.{name}"
+
+
+def test_both_spellings_name_one_class():
+    assert rlite.RLiteInferenceEngine is rlite.RliteInferenceEngine
+    assert rlite.RLiteTrainEngine is rlite.RliteTrainEngine
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    assert not hasattr(rlite, "RliteTrainEngin")
