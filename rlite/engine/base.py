@@ -184,6 +184,7 @@ class Engine:
             if size is not None and (not isinstance(size, int) or size < 1):
                 raise ConfigError(f"{name}={size!r}: expected a whole number of at least 1")
         self._validate(tensor_parallel_size)
+        colocated, apart = _names(colocate_with), _names(not_colocate_with)
         session = current_session()
         owner = session.new_name(self.kind)
         executors = session.place(
@@ -191,8 +192,8 @@ class Engine:
                 owner=owner,
                 executor_size=tensor_parallel_size,
                 num_executors=data_parallel_size,
-                colocate_with=_names(colocate_with),
-                not_colocate_with=_names(not_colocate_with),
+                colocate_with=colocated,
+                not_colocate_with=apart,
                 acceptable_node_ips=None if acceptable_node_ips is None else tuple(acceptable_node_ips),
                 exclusive=exclusive,
             )

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlite.checkpoint import huggingface
+from rlite.checkpoint.atomic import MANIFEST, publish, seal, staging, verify
+from rlite.errors import CheckpointError
+
+
+def write(path: Path, text: str, **facts: object) -> None:
+    folder = staging(path)
+    (folder / "deep").mkdir()
+    (folder / "deep" / "file").write_text(text)
+    seal(folder, **facts)
+    publish(folder, path)
+
+
+def test_a_checkpoint_appears_whole_with_its_facts_and_replaces_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    write(path, "first", step=1)
+    write(path, "second", step=2)
+    assert verify(path)["step"] == 2
+    assert (path / "deep" / "file").read_text() == "second"
+    assert [child.name for child in tmp_path.iterdir()] == ["checkpoint"], "nothing else is left"
+
+
+def test_a_write_that_was_cut_short_leaves_the_one_before_and_is_cleared_by_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    write(path, "first", step=1)
+    (staging(path) / "half").write_text("...")
+    assert verify(path)["step"] == 1
+    write(path, "second", step=2)
+    assert not (path / "half").exists()
+
+
+def test_what_is_damaged_missing_or_unfinished_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    with pytest.raises(CheckpointError, match=f"no {MANIFEST}"):
+        verify(path)
+    write(path, "text")
+    (path / "deep" / "file").write_text("texT")
+    with pytest.raises(CheckpointError, match="deep/file is damaged"):
+        verify(path)
+    (path / "deep" / "file").unlink()
+    with pytest.raises(CheckpointError, match="deep/file is missing"):
+        verify(path)
+
+
+def test_a_model_larger_than_a_file_is_split_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface, "MAX_FILE_BYTES", 100)
+    tensors = {name: torch.full((16,), float(i)) for i, name in enumerate("abc")}
+    writer = huggingface.Writer(tmp_path / "model")
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.finish()
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 3 * 64
+    assert len(set(index["weight_map"].values())) == 3
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "model" / file)[name], tensors[name])

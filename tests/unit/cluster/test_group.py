@@ -1,0 +1,206 @@
+"""Worker groups over threads: real hosts and workers, each with a queue of its own, without processes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from rlite.cluster import group as group_module
+from rlite.cluster.group import WorkerGroup, apply_on_processes
+from rlite.cluster.host import Outcome, WorkerContext, WorkerHost, WorkerKey
+from rlite.cluster.placement import Device
+from rlite.errors import CallTimeout, WorkerDied, WorkerError
+
+
+class ThreadHandle:
+    """A worker whose "process" is a thread; `die` makes it answer no more."""
+
+    def __init__(self, number: int) -> None:
+        self.process = number
+        self.death: Future[Any] = Future()
+        self.stopped: list[WorkerKey] = []
+        self._host = WorkerHost()
+        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        self._open: list[Future] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def create(self, key: WorkerKey, factory: bytes, context: WorkerContext) -> Future[Outcome]:
+        return self._submit(lambda: self._host.create(key, factory, context))
+
+    def call(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Future[Outcome]:
+        return self._submit(lambda: self._host.call(key, method, args, kwargs))
+
+    def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Future[Outcome]:
+        return self._submit(lambda: self._host.apply(keys, function, args))
+
+    def stop(self, key: WorkerKey) -> None:
+        self.stopped.append(key)
+
+    def die(self) -> None:
+        self.death.set_exception(WorkerDied("gone"))
+        for answer in self._open:
+            if not answer.done():
+                answer.set_exception(WorkerDied("gone"))
+
+    def _submit(self, act: Callable[[], Outcome]) -> Future[Outcome]:
+        answer: Future[Outcome] = Future()
+        self._open.append(answer)
+        self._calls.put((act, answer))
+        return answer
+
+    def _serve(self) -> None:
+        while True:
+            act, answer = self._calls.get()
+            outcome = act()
+            if not answer.done():
+                answer.set_result(outcome)
+
+
+class Stubborn(Exception):
+    """Does not survive pickling."""
+
+    def __init__(self, lock: Any) -> None:
+        super().__init__("locked")
+        self.lock = lock
+
+
+class Counter:
+    def __init__(self, context: WorkerContext) -> None:
+        self.rank = context.rank
+        self.log: list[int] = []
+
+    def add(self, number: int) -> tuple[int, int]:
+        self.log.append(number)
+        return self.rank, number
+
+    def sleep(self, seconds: list[float]) -> int:
+        time.sleep(seconds[self.rank])
+        return self.rank
+
+    def stumble(self, broken: int, others_sleep: float) -> None:
+        if self.rank == broken:
+            raise KeyError("lost")
+        time.sleep(others_sleep)
+
+    def lock_up(self) -> None:
+        raise Stubborn(threading.Lock())
+
+    def history(self) -> list[int]:
+        return self.log
+
+
+def make_group(name: str = "train-0", size: int = 3) -> WorkerGroup:
+    devices = [Device("node", i, "10.0.0.1") for i in range(size)]
+    group = WorkerGroup(name, devices, [ThreadHandle(i) for i in range(size)], call_timeout=20.0)
+    contexts = [
+        WorkerContext(
+            group=name,
+            rank=rank,
+            world_size=size,
+            local_rank=rank,
+            local_world_size=size,
+            device=device,
+            torch_device="cpu",
+            num_threads=1,
+            world_ranks=tuple(range(size)),
+        )
+        for rank, device in enumerate(devices)
+    ]
+    group.create(Counter, contexts, timeout=20.0)
+    return group
+
+
+@pytest.fixture
+def group() -> WorkerGroup:
+    return make_group()
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "PEER_GRACE_S", 0.2)
+
+
+def test_results_come_in_rank_order_whoever_is_first(group: WorkerGroup) -> None:
+    assert group.broadcast("sleep", [0.1, 0.05, 0.0]) == [0, 1, 2]
+    assert group.call("add", [((5,), {}), ((), {"number": 7})], ranks=[2, 0]) == [(2, 5), (0, 7)]
+
+
+def test_pipelined_calls_run_in_their_order(group: WorkerGroup) -> None:
+    group.pipeline([("add", (number,)) for number in range(5)])
+    assert group.broadcast("history") == [list(range(5))] * 3
+
+
+def test_late_workers_are_named_and_the_group_goes_on(group: WorkerGroup) -> None:
+    with pytest.raises(CallTimeout, match=r"sleep: no answer within 0\.1 s from 2 of 3 workers") as caught:
+        group.broadcast("sleep", [0.0, 0.4, 0.4], timeout=0.1)
+    assert caught.value.late == ("train-0 rank 1 on 10.0.0.1/cpu:1", "train-0 rank 2 on 10.0.0.1/cpu:2")
+    assert group.broadcast("add", 1) == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_an_exception_keeps_its_type_and_says_where_it_was_raised(group: WorkerGroup) -> None:
+    with pytest.raises(KeyError, match="lost") as caught:
+        group.broadcast("stumble", 1, 0.0)
+    assert "raised in worker train-0 rank 1 on 10.0.0.1/cpu:1" in str(caught.value.__cause__)
+    assert "in stumble" in str(caught.value.__cause__)
+    assert group.failure is None
+
+
+def test_an_exception_that_cannot_travel_is_told(group: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="Stubborn: locked"):
+        group.broadcast("lock_up")
+
+
+def test_peers_that_do_not_end_after_an_exception_stop_the_group(group: WorkerGroup) -> None:
+    with pytest.raises(KeyError, match="lost"):
+        group.broadcast("stumble", 0, 3.0)
+    assert [handle.stopped for handle in group.handles] == [[("train-0", rank)] for rank in range(3)]
+    with pytest.raises(WorkerError, match=r"rank 1 .* rank 2 .* waited for it in a collective"):
+        group.broadcast("add", 1)
+
+
+def test_a_death_is_the_cause_even_where_a_peer_complains_first(group: WorkerGroup) -> None:
+    threading.Timer(0.1, group.handles[2].die).start()
+    with pytest.raises(WorkerDied, match="rank 2") as caught:
+        group.broadcast("stumble", 0, 1.0)
+    assert caught.value.workers == ("train-0 rank 2 on 10.0.0.1/cpu:2",)
+    with pytest.raises(WorkerDied, match="build the engine again"):
+        group.broadcast("add", 1)
+
+
+def test_a_stopped_group_says_so(group: WorkerGroup) -> None:
+    group.stop()
+    group.stop()
+    with pytest.raises(WorkerError, match="was released"):
+        group.broadcast("add", 1)
+    assert group.handles[0].stopped == [("train-0", 0)]
+
+
+def names(*workers: Counter | None) -> list[int | None]:
+    return [None if worker is None else worker.rank for worker in workers]
+
+
+def wait_long(worker: Counter, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_a_function_reaches_workers_of_two_groups_in_one_call() -> None:
+    first, second = make_group("train-0", 2), make_group("inference-0", 2)
+    calls = [(first, 1, (first.key(1), None), ()), (second, 0, (second.key(0),), ())]
+    assert apply_on_processes(calls, names, [first, second], "ask", 10.0) == [[1, None], [0]]
+
+
+def test_a_death_in_one_group_stops_the_other_only_if_it_hangs() -> None:
+    for seconds, is_stuck in ((0.15, False), (3.0, True)):
+        first, second = make_group("train-0", 2), make_group("inference-0", 1)
+        calls = [(first, 0, (first.key(0),), (3.0,)), (second, 0, (second.key(0),), (seconds,))]
+        threading.Timer(0.05, first.handles[0].die).start()
+        with pytest.raises(WorkerDied, match="train-0 rank 0"):
+            apply_on_processes(calls, wait_long, [first, second], "weight sync", 10.0)
+        assert isinstance(first.failure, WorkerDied)
+        assert (second.failure is not None) == is_stuck

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlite.data.packs import check_batch, pack, sequence_lengths, unpack
+from rlite.errors import DataError
+
+CPU = torch.device("cpu")
+
+
+def make_batch(lengths: list[int]) -> dict[str, torch.Tensor]:
+    width = max(lengths)
+    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.arange(len(lengths) * width).view(len(lengths), width)
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "rewards": torch.arange(len(lengths)).float(),
+        "columns": torch.arange(len(lengths))[:, None],
+        "vectors": ids[..., None].expand(-1, -1, 3),
+    }
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6).filter(lambda lengths: max(lengths) > 1), st.randoms())
+def test_unpack_undoes_pack_for_any_rows_in_any_order(lengths: list[int], random) -> None:
+    batch = make_batch(lengths)
+    check_batch(batch)
+    rows = random.sample(range(len(lengths)), random.randint(1, len(lengths)))
+    data = pack(batch, rows, CPU)
+    assert data["cu_seqlens"].tolist() == [sum(lengths[r] for r in rows[:i]) for i in range(len(rows) + 1)]
+    assert data["max_seqlen"] == max(lengths[r] for r in rows)
+    assert data["position_ids"].tolist() == [step for r in rows for step in range(lengths[r])]
+    assert data["rewards"].tolist() == rows
+    assert data["columns"].tolist() == [[r] for r in rows]
+    width = batch["input_ids"].shape[1]
+    for key in ("input_ids", "vectors"):
+        again = unpack(data[key], data["cu_seqlens"], width, fill=-7)
+        for row, values in zip(rows, again, strict=True):
+            assert torch.equal(values[: lengths[row]], batch[key][row, : lengths[row]])
+            assert bool((values[lengths[row] :] == -7).all())
+
+
+def test_sequence_lengths_count_the_mask() -> None:
+    assert sequence_lengths(make_batch([3, 1, 4])) == [3, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attention_mask": None}, "missing: attention_mask"),
+        ({"input_ids": torch.zeros(2, 4)}, "expected both"),
+        ({"rewards": torch.zeros(3)}, r"rewards \(3,\): expected \[2\] or \[2, 3\]"),
+        ({"attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])}, "row 1: .*right padding"),
+        ({"attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}, "row 0: .*right padding"),
+        ({"attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "row 1: .*at least one one"),
+    ],
+)
+def test_a_batch_of_another_form_is_refused_with_the_key_or_row(changes: dict, words: str) -> None:
+    batch = {**make_batch([3, 2]), **changes}
+    with pytest.raises(DataError, match=words):
+        check_batch({key: value for key, value in batch.items() if value is not None})

@@ -1,0 +1,107 @@
+"""What a user gets wrong is refused before any process starts: here there is not even a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen2ForCausalLM
+
+import rlite
+from rlite import RliteInferenceEngine, RliteTrainEngine
+from rlite.errors import ConfigError, RliteError, UnknownOptionError
+from rlite.nn import HuggingFaceFsdp2TrainModule
+from rlite.nn.meta import meta_parameters
+from tests.tiny import build_model_dir
+
+
+class Policy(HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
+    pass
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model_dir(tmp_path_factory.mktemp("model") / "qwen2", "qwen2", hidden=64, layers=1)
+
+
+@pytest.fixture(scope="module")
+def train(path: Path) -> RliteTrainEngine:
+    rlite.shutdown()
+    with meta_parameters():
+        return RliteTrainEngine(Policy.from_pretrained(path))
+
+
+@pytest.fixture(scope="module")
+def serve(path: Path) -> RliteInferenceEngine:
+    rlite.shutdown()
+    return RliteInferenceEngine(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"param_dtype": "float23"}, ConfigError, "param_dtype='float23'; did you mean 'float32'|float32"),
+        ({"compute_dtype": "bf16"}, ConfigError, "compute_dtype='bf16'"),
+        ({"max_tokens_per_microbatch": 0}, ConfigError, "max_tokens_per_microbatch=0"),
+        ({"max_grad_norm": 0.0}, ConfigError, "max_grad_norm"),
+        ({"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size=0: expected a whole number"),
+        ({"data_parallel_size": 1.5}, ConfigError, "data_parallel_size=1.5"),
+        ({"tensor_paralel_size": 2}, UnknownOptionError, "did you mean 'tensor_parallel_size'"),
+        ({"max_token_per_microbatch": 2}, UnknownOptionError, "did you mean 'max_tokens_per_microbatch'"),
+    ],
+)
+def test_build_options_of_a_train_engine(
+    train: RliteTrainEngine, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        train.build(**options)
+    assert not train.is_built
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"dtype": "float12"}, ConfigError, "dtype='float12'"),
+        ({"max_model_len": 1}, ConfigError, "max_model_len=1: expected at least 2"),
+        ({"gpu_memory_utilization": 1.5}, ConfigError, "gpu_memory_utilization=1.5"),
+        ({"max_num_seq": 8}, UnknownOptionError, "did you mean 'max_num_seqs'"),
+        ({"tensor_parallel_size": 3}, ConfigError, "does not divide the model's 2 key-value heads"),
+    ],
+)
+def test_build_options_of_an_inference_engine(
+    serve: RliteInferenceEngine, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        serve.build(**options)
+    assert not serve.is_built
+
+
+def test_executors_that_nobody_registered(path: Path, train: RliteTrainEngine) -> None:
+    with pytest.raises(ConfigError, match="unknown inference executor 'torhc'; did you mean 'torch'"):
+        RliteInferenceEngine(path, executor="torhc")
+    with pytest.raises(ConfigError, match="unknown train executor 'fsdp'; did you mean 'fsdp2'"):
+        RliteTrainEngine(train.module, executor="fsdp")
+
+
+def test_models_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        RliteInferenceEngine(tmp_path / "nowhere")
+    with meta_parameters(), pytest.raises(ConfigError, match="no such folder"):
+        Policy.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"expected a config\.json"):
+        RliteInferenceEngine(tmp_path)
+
+
+def test_calls_on_an_engine_that_was_not_built(train: RliteTrainEngine, serve: RliteInferenceEngine) -> None:
+    for call in (
+        lambda: train.cuda(),
+        lambda: train.save("x"),
+        lambda: train.p2p_weight_sync(serve),
+        lambda: serve.generate(["a"]),
+        lambda: serve.meta(),
+    ):
+        with pytest.raises(RliteError, match=r"not built: call build\(\) first"):
+            call()
+    with pytest.raises(ConfigError, match="is not built; build it first"):
+        train.build(colocate_with=serve)

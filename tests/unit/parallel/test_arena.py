@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlite.parallel.arena import ArenaReader, SharedArena, SharedBlock, aligned_bytes, can_share_memory
+
+pytestmark = pytest.mark.skipif(not can_share_memory(), reason="this system shares no memory by file descriptor")
+
+
+def arena_for(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> SharedArena:
+    return SharedArena(sum(aligned_bytes(shape, dtype) for shape in shapes))
+
+
+def test_tensors_are_aligned_and_do_not_overlap() -> None:
+    arena = arena_for((3,), (2, 5), ())
+    tensors = [arena.empty(shape, torch.float32).fill_(i) for i, shape in enumerate([(3,), (2, 5), ()])]
+    assert [float(tensor.min()) for tensor in tensors] == [0.0, 1.0, 2.0]
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
+
+
+def test_a_tensor_of_elsewhere_has_no_handle() -> None:
+    arena = arena_for((4, 4))
+    tensor = arena.empty((4, 4), torch.float32)
+    assert arena.handle_of(torch.empty(4)) is None
+    assert arena.handle_of(tensor.T[:2]) is None, "not contiguous"
+    assert arena.handle_of(tensor[1]) is not None
+
+
+def _serve(pipe) -> None:
+    """Another process: shares ones, then a second arena in its place."""
+    arena = arena_for((1000,))
+    tensor = arena.empty((1000,), torch.float32).fill_(1.0)
+    pipe.send(arena.handle_of(tensor))
+    assert pipe.recv() == "change"
+    tensor.fill_(2.0)
+    pipe.send("changed")
+    assert pipe.recv() == "renew"
+    del arena, tensor
+    arena = arena_for((1000,))
+    tensor = arena.empty((1000,), torch.float32).fill_(3.0)
+    pipe.send(arena.handle_of(tensor))
+    assert pipe.recv() == "discard"
+    arena.discard()
+    pipe.send(float(tensor.sum()))
+    pipe.recv()
+
+
+def test_another_process_reads_a_tensor_where_it_lies_and_knows_a_new_arena_from_an_old_one() -> None:
+    pipe, other = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(other,))
+    process.start()
+    reader = ArenaReader()
+    first: SharedBlock = pipe.recv()
+    view = reader.view(first)
+    assert torch.equal(view, torch.ones(1000))
+    pipe.send("change")
+    assert pipe.recv() == "changed"
+    assert torch.equal(view, torch.full((1000,), 2.0)), "the memory is the same, not a copy"
+    pipe.send("renew")
+    second: SharedBlock = pipe.recv()
+    assert second.inode != first.inode
+    renewed = reader.view(second)
+    assert torch.equal(renewed, torch.full((1000,), 3.0))
+    if second.fd == first.fd:
+        with pytest.raises(OSError, match="closed the arena"):
+            reader.view(first)
+    pipe.send("discard")
+    assert pipe.recv() == 0.0
+    assert not renewed.any(), "the memory is given back though it is still mapped here"
+    pipe.send("end")
+    process.join(timeout=30)
+    assert process.exitcode == 0
+    with pytest.raises(OSError, match=str(first.pid)):
+        reader.view(replace(first, inode=-1))
+
+
+def test_an_arena_is_gone_with_its_last_tensor() -> None:
+    arena = arena_for((10,))
+    tensor = arena.empty((10,), torch.float32)
+    block = arena.handle_of(tensor)
+    assert block is not None
+    del arena, tensor
+    assert not os.path.exists(f"/proc/self/fd/{block.fd}") or os.stat(f"/proc/self/fd/{block.fd}").st_ino != block.inode
