@@ -10,8 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from rlite.types import GenerationHyperparameters
+
+CACHED_ELEMENTS = 1 << 18
+"""logits of the rows that are sampled at a time on CPU: 1 MiB of them"""
+SEGMENT = 128
+"""tokens that a long cumulative sum takes as one, before it looks into the one that matters"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,32 +119,59 @@ def sample(
 
     logits: [rows, vocabulary] of any dtype; uniform: [rows] in [0, 1). Each result is [rows].
     """
-    scaled = logits.float()
-    if batch.inverse_temperature is not None:
-        scaled = scaled * batch.inverse_temperature
-    logprobs = torch.log_softmax(scaled, dim=-1)
-    cut = batch.filter
-    target = logprobs
-    if cut is not None:
-        kept = _keep(logprobs[cut.rows], cut)
-        target = logprobs.index_copy(0, cut.rows, torch.log_softmax(kept, dim=-1))
+    rows, vocab_size = logits.shape
+    # on CPU as many rows at a time as stay in the processor's cache: each is read several times
+    num = max(1, CACHED_ELEMENTS // vocab_size) if logits.device.type == "cpu" else rows
+    spans = [slice(start, start + num) for start in range(0, rows, num)]
+    parts = [_draw(_scaled(logits, batch, s), uniform[s], batch, batch.is_greedy[s]) for s in spans]
+    tokens, taken = parts[0] if len(parts) == 1 else (torch.cat(p) for p in zip(*parts, strict=True))
+    if (cut := batch.filter) is None:
+        return tokens, taken, taken
+    logprobs = torch.log_softmax(_scaled(logits, batch, cut.rows), dim=-1)
+    chosen, taken_of_cut = _draw(_keep(logprobs, cut), uniform[cut.rows], batch, batch.is_greedy[cut.rows])
+    return (
+        tokens.index_copy(0, cut.rows, chosen),
+        taken.index_copy(0, cut.rows, logprobs.gather(1, chosen[:, None])[:, 0]),
+        taken.index_copy(0, cut.rows, taken_of_cut),
+    )
+
+
+def _scaled(logits: torch.Tensor, batch: SamplingBatch, rows: slice | torch.Tensor) -> torch.Tensor:
+    some = logits[rows].float()
+    return some if batch.inverse_temperature is None else some * batch.inverse_temperature[rows]
+
+
+def _draw(
+    logits: torch.Tensor, uniform: torch.Tensor, batch: SamplingBatch, is_greedy: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and their log-probabilities; a softmax is never made, nor the whole of a long cumulative sum."""
+    vocab_size = logits.shape[-1]
+    weights = (logits - logits.amax(dim=-1, keepdim=True)).exp_()
+    width = SEGMENT if vocab_size > 8 * SEGMENT else vocab_size
+    if vocab_size % width:
+        weights = F.pad(weights, (0, -vocab_size % width))
+    segments = weights.view(weights.shape[0], -1, width)
+    sums = segments.sum(dim=-1).cumsum(dim=-1)
+    total = sums[:, -1:]
     if batch.all_greedy:
-        tokens = target.argmax(dim=-1)
+        tokens = logits.argmax(dim=-1, keepdim=True)
     else:
-        tokens = _inverse_cdf(target, uniform)
+        # the segment in which the cumulative sum passes the target, then the token within it
+        target = uniform[:, None] * total
+        segment = _first_above(sums, target)
+        before = sums.gather(1, (segment - 1).clamp_(min=0)) * (segment > 0)
+        inside = segments.gather(1, segment[..., None].expand(-1, -1, width))[:, 0]
+        tokens = segment * width + _first_above(inside.cumsum(dim=-1) + before, target)
         if batch.any_greedy:
-            tokens = torch.where(batch.is_greedy, target.argmax(dim=-1), tokens)
-    chosen = tokens[:, None]
-    taken = logprobs.gather(1, chosen)[:, 0]
-    return tokens, taken, taken if cut is None else target.gather(1, chosen)[:, 0]
+            tokens = torch.where(is_greedy[:, None], logits.argmax(dim=-1, keepdim=True), tokens)
+    return tokens[:, 0], (weights.gather(1, tokens).log_() - total.log())[:, 0]
 
 
-def _inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    cumulative = logprobs.exp().cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    # rounding must not carry the target to the total: the token found there could be one of probability zero
-    target = torch.minimum(uniform[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Index [rows, 1] of the first cumulative sum beyond the target; where it is, something was added."""
+    last = cumulative[:, -1:]
+    # rounding must not carry the target to the last: what is found there could be of probability zero
+    return torch.searchsorted(cumulative, torch.minimum(target, last.nextafter(torch.zeros_like(last))), right=True)
 
 
 def _keep(logprobs: torch.Tensor, cut: RowFilter) -> torch.Tensor:

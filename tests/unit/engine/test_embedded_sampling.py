@@ -106,3 +106,22 @@ def test_the_largest_random_number_never_finds_a_token_of_probability_zero() -> 
     tokens, logprobs, _ = sample(logits, batch, torch.full((64,), 1 - 2.0**-24))
     assert tokens.max() < 700
     assert logprobs.isfinite().all()
+
+
+def test_a_large_vocabulary_is_sampled_by_the_same_inverse_of_the_cumulative_distribution() -> None:
+    vocab_size = 10_007  # no multiple of a segment
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(64, vocab_size, generator=generator)
+    logits[:, ::3] = float("-inf")
+    uniform = torch.rand(64, generator=generator)
+    uniform[:2] = torch.tensor([0.0, 1 - 2.0**-24])
+    batch = batch_of(*[GenerationHyperparameters(temperature=0.5)] * 64, vocab_size=vocab_size)
+    tokens, logprobs, _ = sample(logits, batch, uniform)
+    expected = torch.log_softmax(logits.double() / 0.5, -1)
+    torch.testing.assert_close(logprobs.double(), expected.gather(1, tokens[:, None])[:, 0], atol=5e-6, rtol=0)
+    cumulative = expected.exp().cumsum(-1)
+    above = cumulative.gather(1, tokens[:, None])[:, 0]
+    below = above - expected.exp().gather(1, tokens[:, None])[:, 0]
+    assert (below - 1e-6 <= uniform).all()
+    assert (uniform <= above + 1e-6).all()
+    assert logprobs.isfinite().all()
