@@ -27,7 +27,7 @@ from rlite.cluster.group import WorkerGroup
 from rlite.cluster.host import Outcome, WorkerContext, WorkerHost, WorkerKey
 from rlite.cluster.placement import Device, DeviceKind
 from rlite.errors import PlacementError, WorkerDied
-from rlite.parallel.processes import COLLECTIVE_TIMEOUT, backend_for
+from rlite.parallel.processes import COLLECTIVE_TIMEOUT, backend_for, leave
 
 IDLE_TIMEOUT = timedelta(days=365)  # a rank may wait this long for the driver's next call
 SHUTDOWN_S = 5.0
@@ -190,7 +190,7 @@ class TorchrunLauncher:
             stuck = [process.rank for process, done in zip(self._processes, finished, strict=True) if not done]
             print(f"rlite: rank {stuck} did not finish its last call; the run is ended", file=sys.stderr, flush=True)
             os._exit(1)
-        dist.destroy_process_group()
+        leave()
 
 
 def _serve(host: WorkerHost, control: dist.ProcessGroup) -> None:
@@ -199,7 +199,7 @@ def _serve(host: WorkerHost, control: dist.ProcessGroup) -> None:
         method, args = _receive(0, control)
         if method == "exit":
             _send(Outcome(), 0, control)
-            dist.destroy_process_group()
+            leave()
             sys.exit(0)
         _send(getattr(host, method)(*args), 0, control)
 
