@@ -23,12 +23,16 @@ ATTENTION = "rlite_slots"
 
 
 class AttentionPlan(Protocol):
-    """What one forward attends to, and where its keys and values go."""
+    """What one forward attends to, and where its keys and values go. All are `[tokens, (kv_)heads, head_dim]`."""
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Keys and values to the cache, for those who come later."""
+        ...
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Queries `[tokens, heads, head_dim]`, keys and values `[tokens, kv_heads, head_dim]`; as the queries."""
+        """The same, and what the queries make of them and of what the cache holds, shaped as they are."""
         ...
 
 
@@ -73,10 +77,13 @@ class PrefillPlan:
             ends = list(accumulate(lengths, initial=0))
             self.cumulative = torch.tensor(ends, dtype=torch.int32, device=device)
 
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.cache.write(layer, self._targets, key, value)
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        self.cache.write(layer, self._targets, key, value)
+        self.write(layer, key, value)
         if self.is_varlen:
             out = varlen_attn(
                 query,
@@ -152,10 +159,13 @@ class DecodePlan:
             # held here besides: the cache may forget them
             self._bags = [self.cache.bags(start, stop, -(-length // BLOCK)) for start, stop, length in self._groups]
 
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.cache.write(layer, self._targets, key, value)
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        self.cache.write(layer, self._targets, key, value)
+        self.write(layer, key, value)
         if self.cache.is_blocked:
             parts = [
                 self._weighted_sums(layer, query[start:stop] * scale, self._bias[start:stop, 0], bags)

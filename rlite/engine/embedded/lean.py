@@ -53,29 +53,59 @@ class LeanDecoder:
         )
         return cls(model, device, max_len) if applies else None
 
-    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """Tokens at their positions, both `[tokens]`, to the last layer's output `[tokens, hidden]`, normed."""
-        cos, sin = self._angles[positions][:, :, None].unbind(1)
-        x = self._embedding.forward(tokens)
-        for layer in self._layers:
-            x += _attention(layer.self_attn, _rms_norm(layer.input_layernorm, x), cos, sin, plan)
-            x += _mlp(layer.mlp, _rms_norm(layer.post_attention_layernorm, x))
-        return _rms_norm(self._norm, x)
+    def fill(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> None:
+        """Keys and values of tokens at their positions, both `[tokens]`; of the last layer nothing else is made."""
+        cos, sin = self._rotation(positions)
+        x = self._layers_below_last(tokens, cos, sin, plan)
+        layer = self._layers[-1]
+        attention, x = layer.self_attn, _rms_norm(layer.input_layernorm, x)
+        plan.write(attention.layer_idx, _key(attention, x, cos, sin), _heads(attention.v_proj, attention, x))
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """The same to the logits `[tokens, vocabulary]`."""
-        return self._head.forward(self.hidden(tokens, positions, plan))
+        """Tokens at their positions, both `[tokens]`, to logits `[tokens, vocabulary]`."""
+        cos, sin = self._rotation(positions)
+        x = self._layers_below_last(tokens, cos, sin, plan)
+        x = _layer(self._layers[-1], x, cos, sin, plan)
+        return self._head.forward(_rms_norm(self._norm, x))
+
+    def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines `[tokens, 1, head_dim]`."""
+        cos, sin = self._angles[positions][:, :, None].unbind(1)
+        return cos, sin
+
+    def _layers_below_last(
+        self, tokens: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: AttentionPlan
+    ) -> torch.Tensor:
+        x = self._embedding.forward(tokens)
+        for layer in self._layers[:-1]:
+            x = _layer(layer, x, cos, sin, plan)
+        return x
+
+
+def _layer(module: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    x += _attention(module.self_attn, _rms_norm(module.input_layernorm, x), cos, sin, plan)
+    x += _mlp(module.mlp, _rms_norm(module.post_attention_layernorm, x))
+    return x
 
 
 def _attention(module: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-    heads = (x.shape[0], -1, module.head_dim)
-    query = module.q_proj.forward(x).view(heads)
-    key = module.k_proj.forward(x).view(heads)
-    value = module.v_proj.forward(x).view(heads)
+    query = _heads(module.q_proj, module, x)
     if hasattr(module, "q_norm"):
-        query, key = _rms_norm(module.q_norm, query), _rms_norm(module.k_norm, key)
-    query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+        query = _rms_norm(module.q_norm, query)
+    query = _rotate(query, cos, sin)
+    key, value = _key(module, x, cos, sin), _heads(module.v_proj, module, x)
     return module.o_proj.forward(plan.attend(module.layer_idx, query, key, value, module.scaling).flatten(1))
+
+
+def _key(module: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    key = _heads(module.k_proj, module, x)
+    if hasattr(module, "k_norm"):
+        key = _rms_norm(module.k_norm, key)
+    return _rotate(key, cos, sin)
+
+
+def _heads(projection: Any, module: Any, x: torch.Tensor) -> torch.Tensor:
+    return projection.forward(x).view(x.shape[0], -1, module.head_dim)
 
 
 def _mlp(module: Any, x: torch.Tensor) -> torch.Tensor:

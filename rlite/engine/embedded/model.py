@@ -104,7 +104,7 @@ class ShardedModel:
     def prefill(self, plan: PrefillPlan) -> None:
         """Fill the cache."""
         if self._lean is not None:
-            self._lean.hidden(plan.tokens, plan.positions, plan)
+            self._lean.fill(plan.tokens, plan.positions, plan)
         else:
             self.model.base_model(
                 input_ids=plan.tokens[None], position_ids=plan.positions[None], use_cache=False, plan=plan
