@@ -1,6 +1,6 @@
 """The quickstart: a small language model learns to spell words backwards, by reinforcement learning, on a CPU.
 
-    make quickstart        or        rlite quickstart [steps=150 folder=runs/quickstart seed=0]
+    make quickstart        or        rlite quickstart [steps=80 folder=runs/quickstart seed=0]
 
     1. a Qwen3 of 0.4 million parameters and a byte tokenizer are made in code
     2. warm start: it imitates a teacher who is right about short words and too impatient for long ones
@@ -47,13 +47,13 @@ class QuickstartConfig:
     """everything is written here"""
     seed: int = 0
     """of problems, weights and sampling"""
-    num_train: int = 4000
+    num_train: int = 16000
     """training problems"""
     num_held_out: int = 256
     """problems that are only tested on"""
-    warm_steps: int = 200
+    warm_steps: int = 400
     """supervised steps"""
-    steps: int = 150
+    steps: int = 80
     """GRPO steps"""
 
 
@@ -98,11 +98,11 @@ def shortened(row: dict[str, Any]) -> dict[str, Any]:
 
 def warm_start(options: QuickstartConfig, folder: Path, train: Sequence[Any]) -> None:
     """Teach the format, and short words, by imitation; writes folder/warm."""
-    blank = build_tiny_qwen3(folder / "blank", seed=options.seed, hidden_size=128, intermediate_size=256)
+    blank = build_tiny_qwen3(folder / "blank", seed=options.seed, hidden_size=128, intermediate_size=256, head_dim=64)
     answers = impatient_demonstrations(train, options.seed, patience=4, impatience=0.6)
     rows = [{"question": question_of(row), "answer": answer} for row, answer in zip(train, answers, strict=True)]
     optimizer = OptimizerOptions(
-        lr=2e-3, weight_decay=0.0, scheduler="linear", warmup_steps=10, total_steps=options.warm_steps
+        lr=2e-3, weight_decay=0.0, scheduler="cosine", warmup_steps=10, total_steps=options.warm_steps
     )
     engine = RliteTrainEngine(policy_module(blank, optimizer))
     engine.build()
