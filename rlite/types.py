@@ -82,7 +82,9 @@ class GenerationHyperparameters:
         for key, value in (values or {}).items():
             name = aliases.get(key, key)
             if name not in known:
-                raise UnknownOptionError(f"unknown sampling parameter {key!r}; {did_you_mean(key, known | set(aliases))}")
+                raise UnknownOptionError(
+                    f"unknown sampling parameter {key!r}; {did_you_mean(key, known | set(aliases))}"
+                )
             if name in given:
                 raise ConfigError(f"sampling parameter {name!r} is given twice, the second time as {key!r}")
             given[name] = value
