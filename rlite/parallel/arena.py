@@ -11,6 +11,7 @@ import mmap
 import os
 import socket
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 import torch
@@ -126,6 +127,7 @@ def can_share_memory() -> bool:
     return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 
 
+@cache
 def host_identity() -> str:
     """Equal for processes that share memory and process numbers."""
     try:
