@@ -1,6 +1,6 @@
 """The quickstart: a small language model learns to spell words backwards, by reinforcement learning, on a CPU.
 
-    make quickstart        or        rlite quickstart [steps=80 folder=runs/quickstart seed=0]
+    make quickstart        or        rlite quickstart [steps=60 folder=runs/quickstart seed=0]
 
     1. a Qwen3 of 0.4 million parameters and a byte tokenizer are made in code
     2. warm start: it imitates a teacher who is right about short words and too impatient for long ones
@@ -51,9 +51,9 @@ class QuickstartConfig:
     """training problems"""
     num_held_out: int = 256
     """problems that are only tested on"""
-    warm_steps: int = 400
+    warm_steps: int = 700
     """supervised steps"""
-    steps: int = 80
+    steps: int = 60
     """GRPO steps"""
 
 
@@ -98,7 +98,7 @@ def shortened(row: dict[str, Any]) -> dict[str, Any]:
 
 def warm_start(options: QuickstartConfig, folder: Path, train: Sequence[Any]) -> None:
     """Teach the format, and short words, by imitation; writes folder/warm."""
-    blank = build_tiny_qwen3(folder / "blank", seed=options.seed, hidden_size=128, intermediate_size=256, head_dim=64)
+    blank = build_tiny_qwen3(folder / "blank", seed=options.seed, hidden_size=128, intermediate_size=256)
     answers = impatient_demonstrations(train, options.seed, patience=4, impatience=0.6)
     rows = [{"question": question_of(row), "answer": answer} for row, answer in zip(train, answers, strict=True)]
     optimizer = OptimizerOptions(
