@@ -96,7 +96,8 @@ def main() -> None:
             f"{result['seconds']:.2f} s, {result['resident_mb']:.1f} MB resident, {result['read_mb']:.2f} MB read"
         )
     print(
-        f"the driver grows by {ours['resident_mb']:.1f} MB (limit {LIMIT_MB:.0f}), {ratio:.2%} of the weights in bfloat16"
+        f"the driver grows by {ours['resident_mb']:.1f} MB (limit {LIMIT_MB:.0f}), "
+        f"{ratio:.2%} of the weights in bfloat16"
     )
 
 

@@ -113,7 +113,7 @@ def test_a_missing_checkpoint_is_refused_before_anything_starts(model, tmp_path,
 
 
 def test_a_trainer_without_a_session_says_what_to_call(model, tmp_path):
-    with pytest.raises(RliteError, match="rlite.init"):
+    with pytest.raises(RliteError, match=r"rlite\.init"):
         trainer(model, tmp_path, total_steps=1).fit()
 
 
