@@ -132,29 +132,23 @@ class DecodePlan:
 
     GROUP = 16
 
-    def __init__(self, cache: SlotCache, lengths: Sequence[int], num_steps: int, device: torch.device) -> None:
+    def __init__(self, cache: SlotCache, lengths: Sequence[int], positions: torch.Tensor) -> None:
+        """`positions` of the tokens, `[steps, rows]`: of the last token first, and one further at each step."""
         self.cache = cache
-        self._slots = torch.arange(len(lengths), device=device)
-        last = torch.tensor(lengths, device=device) - 1
-        self._all_positions = list(last + torch.arange(num_steps, device=device)[:, None])
+        self._slots = torch.arange(len(lengths), device=positions.device)
+        self._positions = positions
         self._groups = row_groups(lengths, self.GROUP)
-        width = min(_round_up(max(lengths) + num_steps), cache.max_len)
-        is_hidden = torch.arange(width, device=device) > last[:, None]
-        bias = torch.zeros(len(lengths), 1, 1, width, dtype=cache.values.dtype, device=device)
-        self._bias = bias.masked_fill_(is_hidden[:, None, None], float("-inf"))
-        self._step = 0
-        self._look_up()
+        self._bias = _bias(positions[0], min(_round_up(max(lengths) + len(positions)), cache.max_len), cache)
+        self._look_up(0)
 
-    def step(self) -> None:
-        """Go on to the next position."""
-        self._step += 1
+    def go_to(self, step: int) -> None:
+        """Go on to this step, the one after the last."""
         self._groups = [(start, stop, length + 1) for start, stop, length in self._groups]
-        self._look_up()
-        self._bias[self._slots, :, :, self.positions] = 0
+        self._look_up(step)
+        self._bias[self._slots, :, :, self._positions[step]] = 0
 
-    def _look_up(self) -> None:
-        self.positions = self._all_positions[self._step]
-        self._targets = self.cache.targets(self._slots, self.positions)
+    def _look_up(self, step: int) -> None:
+        self._targets = self.cache.targets(self._slots, self._positions[step])
         if self.cache.is_blocked:
             # held here besides: the cache may forget them
             self._bags = [self.cache.bags(start, stop, -(-length // BLOCK)) for start, stop, length in self._groups]
@@ -172,7 +166,10 @@ class DecodePlan:
                 for (start, stop, _), bags in zip(self._groups, self._bags, strict=True)
             ]
         else:
-            parts = [self._product(layer, query, *group, scale) for group in self._groups]
+            parts = [
+                _product(self.cache, layer, query[start:stop], self._bias[start:stop, ..., :length], start, scale)
+                for start, stop, length in self._groups
+            ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.view(query.shape)
 
@@ -185,19 +182,49 @@ class DecodePlan:
         probs = torch.softmax(scores, dim=-1).flatten()
         return _weighted_sum(self.cache.value_rows[layer], bags.value_rows, bags.value_starts, probs)
 
-    def _product(
-        self, layer: int, query: torch.Tensor, start: int, stop: int, length: int, scale: float
+
+class FixedDecodePlan:
+    """One token for each of the first slots, over the first `width` positions however long the sequences are.
+
+    Its work is the same whatever the positions hold, which a captured step needs. Not for blocked keys.
+    """
+
+    def __init__(self, cache: SlotCache, positions: torch.Tensor, width: int) -> None:
+        self.cache = cache
+        self._targets = cache.targets(torch.arange(len(positions), device=positions.device), positions)
+        self._bias = _bias(positions, width, cache)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.cache.write(layer, self._targets, key, value)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        _, heads, dim = query.shape
-        kv_heads = self.cache.num_kv_heads
-        out = F.scaled_dot_product_attention(
-            query[start:stop].reshape(-1, kv_heads, heads // kv_heads, dim),
-            self.cache.keys[layer, start:stop, :, :length],
-            self.cache.values[layer, start:stop, :, :length],
-            attn_mask=self._bias[start:stop, ..., :length],
-            scale=scale,
-        )
-        return out.reshape(-1, heads, dim)
+        self.write(layer, key, value)
+        return _product(self.cache, layer, query, self._bias, 0, scale)
+
+
+def _bias(positions: torch.Tensor, width: int, cache: SlotCache) -> torch.Tensor:
+    """-inf beyond each row's position, else 0: `[rows, 1, 1, width]`."""
+    is_hidden = torch.arange(width, device=positions.device) > positions[:, None]
+    bias = torch.zeros(len(positions), 1, 1, width, dtype=cache.values.dtype, device=positions.device)
+    return bias.masked_fill_(is_hidden[:, None, None], float("-inf"))
+
+
+def _product(
+    cache: SlotCache, layer: int, query: torch.Tensor, bias: torch.Tensor, start: int, scale: float
+) -> torch.Tensor:
+    """Attention of the slots from `start` on, over as many positions as the bias `[rows, 1, 1, width]` has."""
+    rows, heads, dim = query.shape
+    kv_heads, width = cache.num_kv_heads, bias.shape[-1]
+    out = F.scaled_dot_product_attention(
+        query.reshape(rows, kv_heads, heads // kv_heads, dim),
+        cache.keys[layer, start : start + rows, :, :width],
+        cache.values[layer, start : start + rows, :, :width],
+        attn_mask=bias,
+        scale=scale,
+    )
+    return out.reshape(rows, heads, dim)
 
 
 def _weighted_sum(table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -153,6 +153,10 @@ class ShardedModel:
             for name, place in self._places.items()
         }
 
+    def addresses(self) -> tuple[int, ...]:
+        """Where the parameters lie. It changes when they are moved, not when they are written."""
+        return tuple(place.get().data_ptr() for place in self._places.values())
+
     def memory_bytes(self) -> int:
         tensors = [place.get() for place in self._places.values()]
         return sum(t.nbytes for t in tensors if not t.is_meta)

@@ -25,6 +25,8 @@ class EmbeddedOptions:
     """for requests without a seed of their own"""
     max_prefill_tokens: int = 4096
     """tokens of one prefill forward; longer prompts are prefilled in chunks"""
+    cuda_graphs: bool = True
+    """on one GPU, record decode steps and replay them; needs some memory beside weights and KV cache"""
 
     def __post_init__(self) -> None:
         rules = {

@@ -7,6 +7,7 @@ the same decisions, because the only thing they depend on besides the calls, the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Literal
 
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from rlite.engine.embedded.attention import DecodePlan, PrefillPlan
 from rlite.engine.embedded.cache import SlotCache
+from rlite.engine.embedded.graphs import DecodeGraphs, is_capturable
 from rlite.engine.embedded.model import ShardedModel
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.sampling import SamplingBatch, sample, uniforms
@@ -63,6 +65,9 @@ class EmbeddedWorker:
         self._scheduler = Scheduler(self._num_slots, options.max_prefill_tokens)
         self._refused: list[TokenChunk] = []
         self.to_device("kv_cache")
+        self._graphs: DecodeGraphs | None = None
+        if options.cuda_graphs and self.device.type == "cuda" and self._group is None and is_capturable(config):
+            self._graphs = DecodeGraphs(self._weights, self._num_slots)
 
     def _max_model_len(self, config: PreTrainedConfig) -> int:
         limit = config.max_position_embeddings
@@ -194,15 +199,15 @@ class EmbeddedWorker:
         watched = batch.stop_ids if self.device.type == "cpu" else None
         if batch.stop_ids is not None and watched is None:
             steps = min(steps, CUDA_STEPS)
-        plan = DecodePlan(cache, [len(s.tokens) for s in sequences], steps, self.device)
-        random = uniforms(batch.seeds, plan.positions + torch.arange(1, steps + 1, device=self.device)[:, None])
+        lengths = [len(s.tokens) for s in sequences]
+        # of the tokens that go in, [steps, rows]; the one that comes out is one further
+        positions = torch.tensor(lengths, device=self.device) + torch.arange(-1, steps - 1, device=self.device)[:, None]
+        random = uniforms(batch.seeds, positions + 1)
+        logits_at = self._decoder(cache, lengths, positions)
         tokens = torch.tensor([s.tokens[-1] for s in sequences], device=self.device)
         made: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         for step in range(steps):
-            if step:
-                plan.step()
-            logits = self._weights.logits(tokens, plan.positions, plan)
-            tokens, taken, taken_of_cut = sample(logits, batch, random[step])
+            tokens, taken, taken_of_cut = sample(logits_at(step, tokens), batch, random[step])
             if self._group is not None:
                 dist.broadcast(tokens, group_src=0, group=self._group)
             made.append((tokens, taken, taken_of_cut))
@@ -212,6 +217,22 @@ class EmbeddedWorker:
         ids, logprobs, sampling_logprobs = (torch.stack(c, dim=1).tolist() for c in zip(*made, strict=True))
         cache.apply(self._scheduler.record(ids, logprobs, sampling_logprobs, self._find_stop))
         return len(made)
+
+    def _decoder(
+        self, cache: SlotCache, lengths: list[int], positions: torch.Tensor
+    ) -> Callable[[int, torch.Tensor], torch.Tensor]:
+        """The steps of one burst, to be taken in turn: step and tokens `[rows]` to logits `[rows, vocabulary]`."""
+        if self._graphs is not None:
+            graphs, longest, addresses = self._graphs, max(lengths), self._graphs.addresses(cache)
+            return lambda step, tokens: graphs.logits(cache, addresses, tokens, positions[step], longest + step)
+        plan = DecodePlan(cache, lengths, positions)
+
+        def logits(step: int, tokens: torch.Tensor) -> torch.Tensor:
+            if step:
+                plan.go_to(step)
+            return self._weights.logits(tokens, positions[step], plan)
+
+        return logits
 
     def _find_stop(self, sequence: RunningSequence, start: int) -> int | None:
         stops = sequence.request.gconfig.stop
@@ -279,6 +300,8 @@ class EmbeddedWorker:
     def _drop_cache(self) -> None:
         self._are_weights_here = False
         self._cache = None
+        if self._graphs is not None:
+            self._graphs.clear()
         self.recompute()
 
     def _cache_shape(self) -> tuple[int, int, int, int, int, int]:

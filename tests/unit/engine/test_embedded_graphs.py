@@ -1,0 +1,101 @@
+"""The bookkeeping of captured steps, and that a step of fixed shape computes what any other does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from rlite.engine.embedded.attention import DecodePlan
+from rlite.engine.embedded.graphs import Captures, Shape, bucket, is_capturable, logits_of_fixed_step
+from rlite.engine.embedded.options import EmbeddedOptions
+from rlite.engine.embedded.worker import EmbeddedWorker
+from rlite.types import GenerationHyperparameters, SequenceRequest
+from tests.tiny import build_model_dir
+
+PROMPTS = [[7] * 3, [9, 8] * 20, [5]]
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> EmbeddedWorker:
+    """In the middle of three sequences; float64 has the plain cache that CUDA has."""
+    path = str(build_model_dir(tmp_path / "model", "qwen3", hidden=64))
+    options = EmbeddedOptions(max_model_len=300, max_num_seqs=6, dtype="float64")
+    worker = EmbeddedWorker(path, options, torch.device("cpu"))
+    gconfig = GenerationHyperparameters(max_new_tokens=20, ignore_eos=True)
+    requests = [SequenceRequest(request_id=i, input_ids=p, gconfig=gconfig, seed=i) for i, p in enumerate(PROMPTS)]
+    worker.advance(requests, [], 5)
+    return worker
+
+
+def test_a_bucket_is_the_next_power_of_two_within_its_limit() -> None:
+    assert [bucket(n, 100) for n in (1, 2, 3, 4, 5, 64, 65, 100)] == [1, 2, 4, 4, 8, 64, 100, 100]
+    assert [bucket(n, 1088, 256) for n in (1, 256, 257, 513, 1025, 1088)] == [256, 256, 512, 1024, 1088, 1088]
+    assert bucket(40, 64, 256) == 64
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 8, 100])
+def test_every_batch_has_a_shape_that_holds_it_and_there_are_few_shapes(num_slots: int) -> None:
+    shapes = {}
+    for num_rows in range(1, num_slots + 1):
+        for longest in range(2, 1000, 13):
+            shape = shapes[num_rows, longest] = Shape.of(num_rows, longest, num_slots, 1024)
+            assert num_rows <= shape.rows <= min(num_slots, 2 * num_rows)
+            assert longest <= shape.width <= 1024
+    assert len(set(shapes.values())) <= 3 * 8
+
+
+def test_captures_are_made_once_and_forgotten_when_memory_has_moved() -> None:
+    captures: Captures[object] = Captures()
+    made: list[Shape] = []
+
+    def capture(shape: Shape) -> object:
+        made.append(shape)
+        return object()
+
+    here, there = (1, 2), (1, 3)
+    a, b = Shape(1, 256), Shape(2, 256)
+    first = captures.get(here, a, capture)
+    assert captures.get(here, b, capture) is not first
+    assert captures.get(here, a, capture) is first
+    assert made == [a, b]
+    assert captures.get(there, a, capture) is not first
+    assert (made, len(captures)) == ([a, b, a], 1)
+    captures.clear()
+    captures.get(there, a, capture)
+    assert made == [a, b, a, a]
+
+
+def test_addresses_stay_when_weights_are_written_and_change_when_they_are_moved(worker: EmbeddedWorker) -> None:
+    before = worker._weights.addresses()
+    shards = worker.parameter_shards()
+    for shard in shards.values():
+        shard.tensor.mul_(1.5)
+    worker.load_weights()
+    assert worker._weights.addresses() == before
+    worker.to_meta()
+    worker.to_device("all")
+    # the old tensors are still held by `shards`, so the new ones lie elsewhere
+    assert not set(worker._weights.addresses()) & set(before)
+
+
+@torch.inference_mode()
+def test_a_step_of_fixed_shape_makes_the_logits_of_any_other(worker: EmbeddedWorker) -> None:
+    sequences, model, cache = worker._scheduler.running, worker._weights, worker._serving_cache()
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    shape = Shape.of(len(lengths), max(lengths), worker.options.max_num_seqs, cache.max_len)
+    assert (shape.rows, shape.width) == (4, 256)
+    tokens, positions = torch.zeros(2, shape.rows, dtype=torch.int64)
+    tokens[:3] = torch.tensor([sequence.tokens[-1] for sequence in sequences])
+    positions[:3] = torch.tensor(lengths) - 1
+    fixed = logits_of_fixed_step(model, cache, tokens, positions, shape.width)[:3]
+    plan = DecodePlan(cache, lengths, positions[None, :3])
+    torch.testing.assert_close(fixed, model.logits(tokens[:3], positions[:3], plan), atol=1e-10, rtol=0)
+
+
+def test_a_rotary_embedding_that_looks_at_the_longest_position_is_not_captured() -> None:
+    assert is_capturable(Qwen3Config())
+    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert not is_capturable(Qwen3Config(rope_parameters=scaled))
