@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,10 +9,11 @@ from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
 from rlite.errors import ConfigError
 from rlite.types import GenerationHyperparameters, SequenceRequest
-from tests.tiny import build_model_dir
+from tests.tiny import Kind, build_model_dir
 
 CPU = torch.device("cpu")
 OPTIONS = EmbeddedOptions(max_model_len=128, max_num_seqs=3)
+MODELS: list[tuple[Kind, bool]] = [("qwen2", True), ("qwen3", False), ("llama", True)]
 
 
 def requests() -> list[SequenceRequest]:
@@ -46,24 +44,37 @@ def serve(worker: EmbeddedWorker) -> dict:
     return {"tokens": tokens, "logprobs": logprobs, "shards": shards, "bytes": worker.memory_bytes()}
 
 
-def serve_on_rank(rank: int, path: str, folder: str, world_size: int) -> None:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What one process and two ranks made of each model; the ranks are started once, which takes seconds."""
+    folder = tmp_path_factory.mktemp("parallel")
+    paths = {}
+    for kind, tie in MODELS:
+        biased = {"attention_bias": True, "mlp_bias": True} if kind == "llama" else {}
+        paths[kind] = str(build_model_dir(folder / kind, kind, tie, hidden=64, intermediate_size=191, **biased))
+    three = {"num_attention_heads": 3, "num_key_value_heads": 3}
+    paths["indivisible"] = str(build_model_dir(folder / "indivisible", "llama", hidden=48, **three))
+    mp.spawn(serve_on_rank, (paths, str(folder)), nprocs=2)
+    ranks = [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+    return {"paths": paths, "ranks": ranks}
+
+
+def serve_on_rank(rank: int, paths: dict[str, str], folder: str) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    worker = EmbeddedWorker(path, OPTIONS, CPU, dist.group.WORLD)
-    torch.save(serve(worker), f"{folder}/rank{rank}.pt")
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    made: dict = {kind: serve(EmbeddedWorker(paths[kind], OPTIONS, CPU, dist.group.WORLD)) for kind, _ in MODELS}
+    try:
+        EmbeddedWorker(paths["indivisible"], OPTIONS, CPU, dist.group.WORLD)
+    except ConfigError as error:
+        made["refusal"] = str(error)
+    torch.save(made, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("kind", "tie"), [("qwen2", True), ("qwen3", False), ("llama", True)])
-def test_two_ranks_generate_what_one_does_with_little_more_than_half_the_memory_each(
-    tmp_path: Path, kind: str, tie: bool
-) -> None:
-    biased = {"attention_bias": True, "mlp_bias": True} if kind == "llama" else {}
-    path = str(build_model_dir(tmp_path / "model", kind, tie, hidden=64, intermediate_size=191, **biased))
-    expected = serve(EmbeddedWorker(path, OPTIONS, CPU))
-    mp.spawn(serve_on_rank, (path, str(tmp_path), 2), nprocs=2)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+@pytest.mark.parametrize("kind", [kind for kind, _ in MODELS])
+def test_two_ranks_generate_what_one_does_with_little_more_than_half_the_memory_each(served: dict, kind: str) -> None:
+    expected = serve(EmbeddedWorker(served["paths"][kind], OPTIONS, CPU))
+    ranks = [rank[kind] for rank in served["ranks"]]
     for rank in ranks:
         assert rank["tokens"] == expected["tokens"]
         assert rank["bytes"]["weights"] <= 0.6 * expected["bytes"]["weights"]
@@ -80,18 +91,6 @@ def test_two_ranks_generate_what_one_does_with_little_more_than_half_the_memory_
         assert torch.equal(covered, whole)
 
 
-def build_on_rank(rank: int, path: str, folder: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    try:
-        EmbeddedWorker(path, OPTIONS, CPU, dist.group.WORLD)
-    except ConfigError as error:
-        Path(folder, f"refused{rank}").write_text(str(error))
-    dist.destroy_process_group()
-    sys.stdout.flush()
-
-
-def test_key_heads_that_do_not_divide_are_refused_by_every_rank(tmp_path: Path) -> None:
-    path = str(build_model_dir(tmp_path / "model", "llama", hidden=48, num_attention_heads=3, num_key_value_heads=3))
-    mp.spawn(build_on_rank, (path, str(tmp_path)), nprocs=2)
-    for rank in range(2):
-        assert "num_key_value_heads=3" in (tmp_path / f"refused{rank}").read_text()
+def test_key_heads_that_do_not_divide_are_refused_by_every_rank(served: dict) -> None:
+    for rank in served["ranks"]:
+        assert "num_key_value_heads=3" in rank["refusal"]
