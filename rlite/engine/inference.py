@@ -68,7 +68,7 @@ class _Flight:
         return len(self.request.input_ids) + self.request.gconfig.max_new_tokens - len(self.token_ids)
 
     def take(self, chunk: TokenChunk) -> bool:
-        """Append a chunk; True if it was the last."""
+        """Append a chunk; True if nobody waits for another."""
         if chunk.token_ids and not self.token_ids:
             self.first_token = time.perf_counter()
         self.token_ids += chunk.token_ids
@@ -76,7 +76,11 @@ class _Flight:
         self.sampling_logprobs += chunk.sampling_logprobs
         self.versions += [chunk.version] * len(chunk.token_ids)
         if self.on_chunk is not None:
-            self.on_chunk(chunk)
+            try:
+                self.on_chunk(chunk)
+            except Exception as error:  # whatever it is, it belongs to this request; the replica serves others too
+                self.done.set_exception(error)
+                return True
         if chunk.finish_reason is None and chunk.error is None:
             return False
         self.ended = time.perf_counter()
@@ -132,7 +136,8 @@ class _Pump:
     def cancel(self, request_ids: Sequence[int]) -> None:
         """Ask for these requests to end; they answer with stop_reason "abort"."""
         with self._changed:
-            self._cancelled += request_ids
+            here = {flight.request.request_id for flight in [*self._waiting, *self._running.values()]}
+            self._cancelled += here.intersection(request_ids)
             self._changed.notify()
 
     def cancel_all(self) -> None:
@@ -147,9 +152,11 @@ class _Pump:
 
     def flush_cancelled(self) -> None:
         """Deliver cancellations at once, while the pump is held."""
-        with self._changed:
-            new, cancelled = self._take()
-        self._advance(new, cancelled, 0)
+        with self._calling:
+            with self._changed:
+                new, cancelled = self._take() if self._cancelled else ([], [])
+            if cancelled:
+                self._advance(new, cancelled, 0)
 
     def close(self) -> None:
         with self._changed:
@@ -195,6 +202,8 @@ class _Pump:
             if flight is not None and flight.take(chunk):
                 with self._changed:
                     del self._running[chunk.request_id]
+                    if chunk.finish_reason is None and chunk.error is None:  # the worker has not ended it
+                        self._cancelled.append(chunk.request_id)
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -236,22 +245,23 @@ class RliteInferenceEngine(Engine):
 
     def generate(
         self,
-        prompts: str | Sequence[str | Sequence[int] | Mapping[str, Any]],
+        prompts: str | Mapping[str, Any] | Sequence[str | Sequence[int] | Mapping[str, Any]],
         sampling_params: Mapping[str, Any] | GenerationHyperparameters | None = None,
         timeout: float | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; results come in the order of the prompts.
 
         Args:
-            prompts: texts, lists of token ids, or dicts with `prompt_token_ids`.
+            prompts: texts, lists of token ids, or dicts with `prompt_token_ids`; or one text or dict.
             sampling_params: in AReaL's or vLLM's names; one for all prompts.
             timeout: seconds for the whole call.
 
-        Raises: DataError for a prompt that cannot be used, before anything is generated; ConfigError and
-            UnknownOptionError for the sampling parameters; ResidencyError; WorkerDied.
+        Raises: DataError for a prompt that cannot be used (a prompt longer than `max_model_len` is found by the worker,
+            and the other prompts are then cancelled); ConfigError and UnknownOptionError for the sampling parameters;
+            ResidencyError; WorkerDied.
         """
         gconfig = GenerationHyperparameters.from_mapping(sampling_params)
-        if isinstance(prompts, str):
+        if isinstance(prompts, str | Mapping):
             prompts = [prompts]
         if len(prompts) == 0:
             raise DataError("generate: the list of prompts is empty; expected at least one prompt")
@@ -277,7 +287,8 @@ class RliteInferenceEngine(Engine):
     ) -> LLMResponse:
         """Complete one request, while others run; every token carries its log-probability and policy version.
 
-        `on_chunk` is called in the pump's thread as tokens arrive. Cancelling the task ends the request.
+        `on_chunk` is called in the pump's thread as tokens arrive; it must not call the engine, and what it raises ends
+        this request. Cancelling the task ends the request.
         """
         if request.gconfig.n_samples != 1:
             raise ConfigError(
@@ -343,8 +354,7 @@ class RliteInferenceEngine(Engine):
         try:
             for pump in self._pumps:
                 pump.cancel_all()
-                with pump.between_calls():
-                    pump.flush_cancelled()
+                pump.flush_cancelled()
         finally:
             self._let_run()
 
@@ -520,6 +530,8 @@ class RliteInferenceEngine(Engine):
 
     def _before_move(self) -> None:
         self._hold()
+        for pump in self._pumps:
+            pump.flush_cancelled()  # requests that nobody waits for are not in the way
         if self.num_in_flight:
             self._let_run()
             raise ResidencyError(

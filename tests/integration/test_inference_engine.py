@@ -41,6 +41,8 @@ def test_results_come_in_the_order_of_the_prompts_whatever_form_they_have(engine
     from_text = engine.generate(texts, GREEDY)
     from_ids = engine.generate(as_ids, GREEDY)
     from_dicts = engine.generate([{"prompt_token_ids": ids} for ids in as_ids], GREEDY)
+    alone = engine.generate({"prompt_token_ids": as_ids[1]}, GREEDY)
+    assert alone[0].outputs[0].token_ids == from_text[1].outputs[0].token_ids
     assert [output.prompt for output in from_text] == texts
     assert [output.prompt_token_ids for output in from_text] == as_ids
     for other in (from_ids, from_dicts):
@@ -99,6 +101,33 @@ def test_a_cancelled_request_leaves_its_slot(engine):
     asyncio.run(cancel())
     engine.generate(["x"], GREEDY)
     assert engine.num_in_flight == 0
+
+
+def test_a_stream_that_is_left_early_and_a_callback_that_raises_end_their_own_request_alone(engine):
+    async def leave():
+        async for _ in engine.stream(long_request()):
+            break  # the loop closes while the replica still makes tokens
+
+    asyncio.run(leave())
+
+    async def both():
+        broken = engine.agenerate(long_request(), on_chunk=lambda chunk: chunk.no_such_field)
+        return await asyncio.gather(broken, engine.agenerate(long_request(seed=2)), return_exceptions=True)
+
+    failed, served = asyncio.run(both())
+    assert isinstance(failed, AttributeError)
+    assert served.output_len == 200
+    engine.generate(["x"], GREEDY)
+    assert engine.num_in_flight == 0
+
+
+def test_requests_that_were_given_up_are_not_in_the_way_of_a_move(engine, path):
+    with pytest.raises(DataError, match="max_model_len=256"):
+        engine.generate([[65] * 300, *[[65, 66]] * 7], {"max_tokens": 200, "ignore_eos": True})
+    engine.cpu()
+    engine.abort_all()
+    engine.cuda()
+    engine.generate(["x"], GREEDY)
 
 
 def test_pause_rests_at_a_token_boundary_and_resume_goes_on(engine):

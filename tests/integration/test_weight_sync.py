@@ -264,7 +264,8 @@ def test_memory_is_given_back_and_filled_by_a_sync(engines: Engines, models: dic
         serve.cuda()
     train_a_little(train, 1)
     serve.cuda("weights")
-    train.p2p_weight_sync(serve)
+    serve.abort_all()
+    train.p2p_weight_sync(serve, on_inflight="abort")  # nothing is in flight, and there is no cache to look for it in
     train.cpu()
     with pytest.raises(ResidencyError, match=r'cuda\("kv_cache"\)'):
         serve.generate(PROMPTS, GREEDY)
