@@ -69,6 +69,25 @@ def set_gradient_sync(module: nn.Module, is_last: bool) -> None:
         module.set_requires_gradient_sync(is_last)
 
 
+def forget_gradients(module: nn.Module) -> None:
+    """Bring FSDP back to its start after a forward or backward pass that raised; what was accumulated is lost.
+
+    Gradients of microbatches that were not reduced yet lie in FSDP, where `optimizer.zero_grad()` does not find them: the
+    next step would count them, too.
+    """
+    set_gradient_sync(module, is_last=True)
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            for group in submodule._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):  # made by the first forward
+                        parameter.unsharded_param.grad = None
+    if isinstance(module, FSDPModule):
+        module.reset_iter_state()
+    module.zero_grad(set_to_none=True)
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's block of a DTensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -242,6 +242,29 @@ def test_rows_that_count_nothing_change_nothing_though_their_mean_is_not_a_numbe
     assert engine.train_batch(batch, token_loss, num_counted)["is_skipped"] == 1
 
 
+def loss_that_fails_in_the_second_microbatch(logits: Tensor, data: dict[str, Any]) -> Tensor:
+    if data["is_second"].any():
+        raise LookupError("second")
+    return token_loss(logits, data)
+
+
+@pytest.mark.parametrize("options", [{}, {"compute_dtype": "bfloat16"}])
+def test_a_loss_that_raises_leaves_nothing_to_the_next_step(build: Build, options: dict[str, Any]) -> None:
+    batch = make_batch([9, 9, 8, 8])
+    weights = []
+    for fails in (False, True):
+        engine = build(size=2, max_tokens_per_microbatch=9, **options)
+        if fails:
+            wrong = {**make_batch([9, 9, 8, 8], seed=1), "is_second": torch.tensor([0, 0, 1, 1])}
+            with pytest.raises(LookupError, match="second"):
+                engine.train_batch(wrong, loss_that_fails_in_the_second_microbatch, num_counted)
+        engine.train_batch(batch, token_loss, num_counted)
+        engine.train_step(NeedParallel([[1, 2, 3]] * 2))  # a method of the user's: its gradients are reduced again
+        weights.append(engine.state_dict())
+    for name, tensor in weights[0].items():
+        assert torch.equal(weights[1][name], tensor), name
+
+
 def scaled_in_place_loss(logits: Tensor, data: dict[str, Any]) -> Tensor:
     return token_loss(logits.div_(0.7), data)
 

@@ -24,7 +24,15 @@ from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, exported_class, lo
 from rlite.nn.linear import speed_up_linear_layers
 from rlite.nn.meta import real_tensors
 from rlite.parallel.arena import SharedArena
-from rlite.parallel.fsdp import allocate, local_shard, local_tensor, make_mesh, set_gradient_sync, shard
+from rlite.parallel.fsdp import (
+    allocate,
+    forget_gradients,
+    local_shard,
+    local_tensor,
+    make_mesh,
+    set_gradient_sync,
+    shard,
+)
 from rlite.parallel.processes import subgroup
 from rlite.parallel.shards import CheckpointReader, ParameterShard
 
@@ -110,18 +118,11 @@ class Fsdp2Worker:
         lr = float(optimizer.param_groups[0]["lr"])
         if total == 0:
             return {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "weight": 0.0, "is_skipped": 1.0}
-        means: dict[str, float] = {}
-        for index, (rows, weight) in enumerate(zip(microbatches, weights, strict=True)):
-            data = pack(batch, rows or [0], self._device)
-            set_gradient_sync(self.module, is_last=index == len(microbatches) - 1)
-            with self.module.packed():
-                logits = self.module.compute_logits(data)
-                loss, report = _loss(loss_fn, logits, data)
-                if weight == 0:
-                    loss = logits.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
-                # FSDP averages gradients over ranks; the weights already divide by the whole batch
-                (loss * (weight / total * self._mesh.size)).backward()
-            _add(means, {"loss": loss, **report}, weight / total)
+        try:
+            means = self._accumulate(batch, microbatches, [weight / total for weight in weights], loss_fn)
+        except Exception:  # a loss that raises must not leave its first microbatches to the next step
+            forget_gradients(self.module)
+            raise
         grad_norm = self._clip()
         is_skipped = not torch.isfinite(torch.tensor(grad_norm))
         if is_skipped:
@@ -131,6 +132,24 @@ class Fsdp2Worker:
         names = sorted(means)
         summed = dict(zip(names, self._sum([means[name] for name in names]), strict=True))
         return {**summed, "grad_norm": grad_norm, "lr": lr, "weight": total, "is_skipped": float(is_skipped)}
+
+    def _accumulate(
+        self, batch: Mapping[str, Tensor], microbatches: list[list[int]], shares: list[float], loss_fn: Loss
+    ) -> dict[str, float]:
+        """Add up the gradients of this rank's microbatches, each counting its share of the whole batch."""
+        means: dict[str, float] = {}
+        for index, (rows, share) in enumerate(zip(microbatches, shares, strict=True)):
+            data = pack(batch, rows or [0], self._device)
+            set_gradient_sync(self.module, is_last=index == len(microbatches) - 1)
+            with self.module.packed():
+                logits = self.module.compute_logits(data)
+                loss, report = _loss(loss_fn, logits, data)
+                if share == 0:
+                    loss = logits.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
+                # FSDP averages gradients over ranks; the shares already divide by the whole batch
+                (loss * (share * self._mesh.size)).backward()
+            _add(means, {"loss": loss, **report}, share)
+        return means
 
     @torch.no_grad()
     def eval_batch(
