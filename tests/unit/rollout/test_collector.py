@@ -254,9 +254,11 @@ def test_a_workflow_that_blocks_the_loop_is_pointed_at(
     collect: Collect, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collector_module, "LOOK_INTERVAL", 0.1)
+    # libraries that other tests import switch existing loggers off
+    monkeypatch.setattr(collector_module, "logger", logging.getLogger(f"{__name__}.fresh"))
 
     def compute_instead_of_await(item: dict[str, Any]) -> None:
-        time.sleep(0.5)
+        time.sleep(1.5)
 
     with caplog.at_level(logging.WARNING):
         collect().rollout_batch(items(1), Answer(compute_instead_of_await))
