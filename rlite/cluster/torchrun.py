@@ -14,8 +14,9 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -26,30 +27,38 @@ import torch.distributed as dist
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.host import Outcome, WorkerContext, WorkerHost, WorkerKey
 from rlite.cluster.placement import Device, DeviceKind
-from rlite.errors import PlacementError, WorkerDied
+from rlite.errors import PlacementError, WorkerDied, WorkerError
 from rlite.parallel.processes import COLLECTIVE_TIMEOUT, backend_for, leave
 
 IDLE_TIMEOUT = timedelta(days=365)  # a rank may wait this long for the driver's next call
 SHUTDOWN_S = 5.0
 """at shutdown nobody waits for a result any more: a process that is still busy then sits in a collective"""
+FREE_S = 10.0
+"""how long a new engine waits for the calls of engines that were stopped"""
 LENGTH_TAG, BODY_TAG = 1, 2
 
 Call = tuple[str, tuple]
 """method of WorkerHost, its arguments"""
 
 
-def _send(message: Any, rank: int, group: dist.ProcessGroup) -> None:
-    body = torch.frombuffer(bytearray(cloudpickle.dumps(message)), dtype=torch.uint8)
+def _send(message: bytes, rank: int, group: dist.ProcessGroup) -> None:
+    body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     dist.send(torch.tensor([body.numel()]), rank, group=group, tag=LENGTH_TAG)
     dist.send(body, rank, group=group, tag=BODY_TAG)
 
 
-def _receive(rank: int, group: dist.ProcessGroup) -> Any:
+def _receive(rank: int, group: dist.ProcessGroup) -> bytes:
     length = torch.zeros(1, dtype=torch.int64)
     dist.recv(length, rank, group=group, tag=LENGTH_TAG)
     body = torch.empty(int(length), dtype=torch.uint8)
     dist.recv(body, rank, group=group, tag=BODY_TAG)
-    return cloudpickle.loads(body.numpy().tobytes())
+    return body.numpy().tobytes()
+
+
+def _refusal(what: str, error: Exception) -> Outcome:
+    """The answer where something cannot be pickled; the process is well."""
+    reason = WorkerError(f"{what} cannot travel to another process: {type(error).__name__}: {error}")
+    return Outcome(error=reason, trace=traceback.format_exc())
 
 
 class _Process:
@@ -58,6 +67,8 @@ class _Process:
     def __init__(self, rank: int, perform: Callable[[Call], Outcome], name: str) -> None:
         self.rank = rank
         self.death: Future[Any] = Future()
+        self.dropping: Future[Outcome] | None = None
+        """the last worker to be forgotten; not done as long as the process is busy with a call from before"""
         self._name = name
         self._perform = perform
         self._calls: queue.SimpleQueue[tuple[Call, Future[Outcome]] | None] = queue.SimpleQueue()
@@ -83,11 +94,11 @@ class _Process:
                 continue
             try:
                 answer.set_result(self._perform(call))
-            except RuntimeError as error:  # gloo's word for a lost connection
+            except BaseException as error:  # a lost connection is gloo's RuntimeError; here, a method may call exit()
                 self.death.set_exception(self._died(error))
                 answer.set_exception(self._died(error))
 
-    def _died(self, error: Exception | None = None) -> WorkerDied:
+    def _died(self, error: BaseException | None = None) -> WorkerDied:
         return WorkerDied(f"the connection to {self._name} was lost: {error or 'it ended earlier'}", (self._name,))
 
 
@@ -110,7 +121,7 @@ class TorchrunHandle:
 
     def stop(self, key: WorkerKey) -> None:
         """Forget the worker as soon as the process is free; torchrun's processes live as long as the run."""
-        self._process.submit(("drop", (key,)))
+        self._process.dropping = self._process.submit(("drop", (key,)))
 
 
 class TorchrunLauncher:
@@ -152,13 +163,22 @@ class TorchrunLauncher:
             return getattr(host, call[0])(*call[1])
 
         def there(call: Call) -> Outcome:
-            _send(call, rank, self._control)
-            return _receive(rank, self._control)
+            try:
+                message = cloudpickle.dumps(call)
+            except Exception as error:  # any class of the user's may fail to pickle, in any way
+                return _refusal(f"an argument of {call[0]}", error)
+            _send(message, rank, self._control)
+            answer = _receive(rank, self._control)
+            try:
+                return cloudpickle.loads(answer)
+            except Exception as error:  # as above
+                return _refusal(f"the result of {call[0]}", error)
 
         return here if rank == 0 else there
 
     def start(self, name: str, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
         ranks = [self._rank_of[device] for device in devices]
+        self._check_free(name, ranks)
         handles = [TorchrunHandle(self._processes[rank]) for rank in ranks]
         group = WorkerGroup(name, devices, handles, self._call_timeout, self._order)
         nodes = [device.node for device in devices]
@@ -180,6 +200,18 @@ class TorchrunLauncher:
         group.create(factory, contexts, self._call_timeout)
         return group
 
+    def _check_free(self, name: str, ranks: Sequence[int]) -> None:
+        """Raise WorkerError if a process is still in a call of a stopped engine: nothing can be built there."""
+        dropping = {rank: self._processes[rank].dropping for rank in ranks}
+        wait([future for future in dropping.values() if future is not None], timeout=FREE_S)
+        busy = [rank for rank, future in dropping.items() if future is not None and not future.done()]
+        if busy:
+            raise WorkerError(
+                f"{name} cannot start on rank {', '.join(map(str, busy))}: a call of a stopped engine is still under "
+                "way there, most likely in a collective whose peers are gone. Under torchrun a process cannot be "
+                "replaced: end the run and resume it from a checkpoint."
+            )
+
     def shutdown(self) -> None:
         """Let the other ranks end. If a rank is stuck in a collective the run cannot end well: it ends at once."""
         for process in self._processes[1:]:
@@ -196,12 +228,24 @@ class TorchrunLauncher:
 def _serve(host: WorkerHost, control: dist.ProcessGroup) -> None:
     """Answer the driver's calls until it says exit, then end this process: the program runs on rank 0 alone."""
     while True:
-        method, args = _receive(0, control)
+        message = _receive(0, control)
+        try:
+            method, args = cloudpickle.loads(message)
+        except Exception as error:  # say, a module that is not installed here
+            _send(cloudpickle.dumps(_refusal("an argument", error)), 0, control)
+            continue
         if method == "exit":
-            _send(Outcome(), 0, control)
+            _send(cloudpickle.dumps(Outcome()), 0, control)
             leave()
             sys.exit(0)
-        _send(getattr(host, method)(*args), 0, control)
+        _send(_encoded(getattr(host, method)(*args)), 0, control)
+
+
+def _encoded(answer: Outcome) -> bytes:
+    try:
+        return cloudpickle.dumps(answer)
+    except Exception as error:  # a user's method may return anything
+        return cloudpickle.dumps(_refusal("the result", error))
 
 
 def _node_name() -> str:

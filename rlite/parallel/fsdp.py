@@ -72,8 +72,8 @@ def set_gradient_sync(module: nn.Module, is_last: bool) -> None:
 def forget_gradients(module: nn.Module) -> None:
     """Bring FSDP back to its start after a forward or backward pass that raised; what was accumulated is lost.
 
-    Gradients of microbatches that were not reduced yet lie in FSDP, where `optimizer.zero_grad()` does not find them: the
-    next step would count them, too.
+    Gradients of microbatches that were not reduced yet lie in FSDP, where `optimizer.zero_grad()` does not find them:
+    the next step would count them, too.
     """
     set_gradient_sync(module, is_last=True)
     for submodule in module.modules():

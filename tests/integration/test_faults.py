@@ -235,10 +235,20 @@ getattr(engine, sys.argv[2])(int(sys.argv[3]))
 """
 
 
-def run_under_torchrun(model: Path, folder: Path, method: str, rank: int) -> tuple[subprocess.CompletedProcess, float]:
+BUILD_AGAIN = """
+    pass
+except LookupError:
+    engine.release()
+    engine.build(tensor_parallel_size=2)
+"""
+
+
+def run_under_torchrun(
+    model: Path, folder: Path, method: str, rank: int, program: str = PROGRAM
+) -> tuple[subprocess.CompletedProcess, float]:
     """Run `engine.method(rank)`; its output, and the seconds from the call to the end of the run."""
     script, mark = folder / "program.py", uuid.uuid4().hex
-    script.write_text(PROGRAM)
+    script.write_text(program)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     ran = subprocess.run(
         [*launch, str(script), str(model), method, str(rank)],
@@ -273,3 +283,13 @@ def test_an_exception_on_one_rank_under_torchrun_ends_the_run_soon_with_its_trac
     assert seconds < 2 * SOON_S
     assert "LookupError: broken on purpose" in ran.stderr
     assert "raised in worker train-0 rank 1" in ran.stderr
+
+
+def test_an_engine_under_torchrun_is_not_built_where_a_peer_is_stuck_and_says_so(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    program = PROGRAM.replace("getattr(engine", "try:\n    getattr(engine") + BUILD_AGAIN
+    ran, seconds = run_under_torchrun(models["llama"], tmp_path, "raise_on_one_rank", 1, program)
+    assert ran.returncode != 0
+    assert seconds < 4 * SOON_S
+    assert "cannot start on rank 0: a call of a stopped engine is still under way" in ran.stderr

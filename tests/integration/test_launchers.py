@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -16,9 +17,9 @@ from ray.cluster_utils import Cluster
 import rlite
 from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
 from rlite.engine.weight_sync import sync_weights
-from rlite.errors import ConfigError, PlacementError, RliteError
+from rlite.errors import ConfigError, PlacementError, RliteError, WorkerError
 from tests.integration.modules import LlamaPolicy, Qwen2Policy, on_meta
-from tests.integration.worlds import environment, free_port, processes_with
+from tests.integration.worlds import environment, free_port, processes_with, world
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
 MARK = "RLITE_TEST_RUN"
@@ -56,6 +57,22 @@ def test_one_program_gives_one_result_on_every_launcher_and_leaves_no_process(
         assert results[launcher]["losses"] == pytest.approx(alone["losses"], abs=1e-4)
         assert results[launcher]["tokens"] == alone["tokens"]
         assert results[launcher]["rows"] == [[0, 1, 2], [3, 4]]
+
+
+class Odd(LlamaPolicy):
+    def lock(self, argument: object = None) -> object:
+        return threading.Lock()
+
+
+def test_what_cannot_travel_is_an_error_of_that_call_alone_under_torchrun(models: dict[str, Path]) -> None:
+    with world(2):
+        engine = RliteTrainEngine(on_meta(Odd, models["llama"]))
+        engine.build(tensor_parallel_size=2)
+        with pytest.raises(WorkerError, match=r"the result.* cannot travel .*lock"):
+            engine.lock()
+        with pytest.raises(WorkerError, match=r"an argument .* cannot travel .*lock"):
+            engine.lock(threading.Lock(), timeout=30)
+        assert engine.first_tokens([[7]]) == [[7], [7]]
 
 
 @pytest.mark.slow
