@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -99,7 +101,7 @@ class RolloutOptions:
     tp_size: int = 1
     """devices that share one replica"""
     dtype: str | None = None
-    """of the served weights; default: the actor's compute dtype"""
+    """of the served weights; default: the checkpoint's"""
     gpu_memory_utilization: float = 0.6
     """share of a GPU's memory for generation"""
     max_num_seqs: int = 256
@@ -107,7 +109,7 @@ class RolloutOptions:
     max_model_len: int | None = None
     """longest prompt and response together"""
     env_path: str | None = None
-    """Python file with `async step(state, action, extra_info) -> {"reward": ..., "score": ..., "done": ...}`"""
+    """Python file with `async step(state, action, extra_info)`; it returns the keys `rlite.rollout.env.STEP_KEYS`"""
     train_sampling_params: SamplingOptions = field(default_factory=SamplingOptions)
     """sampling for training"""
     test_sampling_params: SamplingOptions = field(default_factory=lambda: SamplingOptions(temperature=0.0))
@@ -154,6 +156,17 @@ class Engines:
         if self._takes_turns:
             self.rollout.meta()
             self.actor.cuda()
+
+    @contextmanager
+    def actor_on_device(self) -> Iterator[None]:
+        """Around a checkpoint: the actor on the device, and what is served on the host meanwhile."""
+        if self._takes_turns:
+            self.rollout.cpu()
+            self.actor.cuda()
+        yield
+        if self._takes_turns:
+            self.actor.cpu()
+            self.rollout.cuda()
 
     def sync(self) -> SyncReport:
         """Write the actor's weights into the rollout engine, and give it the devices."""

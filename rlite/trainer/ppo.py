@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -180,8 +181,8 @@ class PpoTrainer:
         actor, num_updates = self.engines.actor, self.options.actor.update_per_rollout
         actor.train()
         if num_updates > 1:
-            batch["old_logprobs"] = actor.forward(batch, token_logprobs)
-        for rows in torch.arange(len(batch)).tensor_split(num_updates):
+            batch["old_logprobs"] = actor.forward(batch, partial(token_logprobs, temperature=self.loss.temperature))
+        for rows in torch.arange(len(batch)).tensor_split(min(num_updates, len(batch))):
             stats = actor.train_batch(batch[rows], self.loss, self.loss.weight)
             actor.step_lr_scheduler()
             stats_tracker.scalar(**stats)
@@ -212,7 +213,8 @@ class PpoTrainer:
                 {"logprob_drift": f"{metrics['logprob_drift']:.3f} nats per token (limit {DRIFT_ALARM})"},
             )
         if self.run.is_due(self.options.trainer.save_freq):
-            self.run.save(self.engines.actor, position=self.prompts.position)
+            with self.engines.actor_on_device():
+                self.run.save(self.engines.actor, position=self.prompts.position)
         return metrics
 
     def _sample_rollouts(self, batch: TensorDict, count: int = 4) -> None:

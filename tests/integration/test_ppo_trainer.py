@@ -13,7 +13,6 @@ from rlite.rollout import SingleTurnWorkflow
 from rlite.trainer.engines import ActorOptions, RolloutOptions, SamplingOptions
 from rlite.trainer.ppo import PpoConfig, PpoTrainer, PromptOptions
 from rlite.trainer.run import TrainerOptions
-from rlite.types import GenerationHyperparameters
 from tests.tiny import build_model_dir, build_tokenizer
 
 ROWS = [{"messages": [{"role": "user", "content": f"{a}+{b}="}]} for a in range(6) for b in range(6)]
@@ -35,14 +34,14 @@ def session():
 
 
 def trainer(model, save_dir, total_steps, rows=ROWS, test_rows=(), **changes):
-    sampling = SamplingOptions(max_new_tokens=8)
+    sampling = SamplingOptions(max_new_tokens=8, temperature=changes.pop("temperature", 1.0))
     options = PpoConfig(
         actor=ActorOptions(model_name=model, lr=3e-3, **changes.pop("actor", {})),
         train_data=PromptOptions(prompts_per_rollout=8, responses_per_prompt=8),
         rollout=RolloutOptions(train_sampling_params=sampling, max_model_len=64, max_num_seqs=64),
         trainer=TrainerOptions(save_dir=str(save_dir), total_steps=total_steps, save_freq=4, test_freq=4, **changes),
     )
-    workflow = SingleTurnWorkflow(digits, GenerationHyperparameters(max_new_tokens=8), build_tokenizer())
+    workflow = SingleTurnWorkflow(digits, sampling.gconfig(), build_tokenizer())
     return PpoTrainer(options, workflow, rows, test_rows)
 
 
@@ -100,6 +99,22 @@ def test_several_updates_on_one_batch_use_the_old_policy(model, tmp_path, sessio
     last = logged(out)[-1]
     assert last["ratio"] == pytest.approx(1.0, abs=0.2)
     assert last["approx_kl"] != 0
+
+
+def test_the_old_policy_of_several_updates_has_the_temperature_of_sampling(model, tmp_path, session):
+    actor = {"update_per_rollout": 2, "scheduler": "linear", "warmup_ratio": 1.0}
+    trainer(model, tmp_path / "run", total_steps=1, temperature=0.5, actor=actor).fit()
+    row = logged(tmp_path / "run")[0]
+    assert row["logprob_drift"] < 1e-3, "the engine's log-probabilities are those of the old policy"
+    assert row["ratio"] == pytest.approx(1.0, abs=0.1)
+
+
+def test_engines_that_take_turns_on_the_device_save_and_go_on(model, tmp_path, session):
+    out = tmp_path / "run"
+    trainer(model, out, total_steps=5, actor={"offload_model": True}).fit()
+    assert [row["step"] for row in logged(out)] == [1, 2, 3, 4, 5]
+    assert sorted(path.name for path in (out / "state").iterdir()) == ["step-4", "step-5"]
+    assert all(row["logprob_drift"] < 1e-3 for row in logged(out))
 
 
 def test_rows_without_a_prompt_are_refused_before_anything_starts(model, tmp_path, session):
