@@ -20,13 +20,18 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ConfigError(f"data.path={str(path)!r}: no such file")
     text = path.read_text(encoding="utf-8")
+    where = str(path)
     try:
         if path.suffix == ".jsonl":
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            rows = []
+            for number, line in enumerate(text.split("\n"), 1):  # splitlines() cuts texts at U+2028, too
+                where = f"{path}, line {number}"
+                if line.strip():
+                    rows.append(json.loads(line))
         else:
             rows = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}: not valid JSON: {error}") from error
+        raise DataError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(rows, list) or not rows:
         raise DataError(f"{path}: expected a list of at least one row")
     return rows
