@@ -8,7 +8,7 @@ sequence is seen by nobody, so no mask is needed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+
+from rlite.errors import ConfigError
 
 PACKED = "rlite_packed"
 PADDING_RATIO = 0.7  # sequences share a call if the shortest is at least so long, relative to the longest
@@ -58,9 +60,21 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence. query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]."""
+    """Causal attention inside each sequence. query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+
+    Raises: ConfigError where the model asks for another attention: a window that the longest sequence leaves, a cap of
+        the scores, sinks. Without it such a model would be trained as if it were another one.
+    """
     if packed_layout is None:
         raise ValueError(f"attention {PACKED!r} needs packed_layout=; call compute_logits, or set another attention")
+    asked = {key: kwargs[key] for key in ("softcap", "s_aux") if kwargs.get(key) is not None}
+    if (window := kwargs.get("sliding_window")) is not None and window < packed_layout.max_seqlen:
+        asked["sliding_window"] = window
+    if asked:
+        raise ConfigError(
+            f"the model asks for attention with {asked}, which packs do not support (longest sequence: "
+            f"{packed_layout.max_seqlen} tokens); use a model with full attention, or sequences within the window"
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     if query.is_cuda:
         return _varlen(q, k, v, packed_layout, scaling)[None], None
@@ -81,13 +95,18 @@ def packed_attention(
 
 @contextmanager
 def attention(config: PretrainedConfig, implementation: str) -> Iterator[None]:
-    """Inside, models of `config` use this attention; backward passes that recompute must lie inside too."""
+    """Inside, models of `config` use this attention."""
     before = config._attn_implementation
     config._attn_implementation = implementation
     try:
         yield
     finally:
         config._attn_implementation = before
+
+
+def recompute_alike(config: PretrainedConfig) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts of a checkpointed forward and of its recomputation, which uses the attention that is in use now."""
+    return nullcontext(), attention(config, config._attn_implementation)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:

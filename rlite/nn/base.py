@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +61,6 @@ class BaseTrainModule(nn.Module):
         raise ConfigError(
             f"{type(self).__name__} has no compute_logits(data): define it to use train_batch, eval_batch and forward"
         )
-
-    def packed(self) -> AbstractContextManager[None]:
-        """Held around forward and backward of packs; a place to switch the model's attention."""
-        return nullcontext()
 
     @property
     def device(self) -> torch.device:

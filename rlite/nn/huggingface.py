@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +60,13 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
         """The model's own forward over a pack, with attention kept inside each sequence."""
         layout = PackedLayout(data["cu_seqlens"], data["max_seqlen"])
-        with self.packed():
+        with attention(self.config, PACKED):
             return self(
                 input_ids=data["input_ids"][None],
                 position_ids=data["position_ids"][None],
                 use_cache=False,
                 packed_layout=layout,
             ).logits[0]
-
-    def packed(self) -> AbstractContextManager[None]:
-        return attention(self.config, PACKED)
 
 
 def causal_lm_class(path: str | Path, carrier: type[HuggingFaceFsdp2TrainModule]) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
 from rlite import NeedParallel, RliteTrainEngine
+from rlite.data.packs import pack
 from rlite.errors import CheckpointError, ConfigError, DataError, PlacementError, ResidencyError, RliteError
 from rlite.nn import BaseTrainModule, HuggingFaceFsdp2TrainModule
 from tests.integration.modules import (
@@ -263,6 +264,24 @@ def test_a_loss_that_raises_leaves_nothing_to_the_next_step(build: Build, option
         weights.append(engine.state_dict())
     for name, tensor in weights[0].items():
         assert torch.equal(weights[1][name], tensor), name
+
+
+class Scored(Qwen2Policy):
+    """A method of its own over a pack, whose backward pass lies outside compute_logits."""
+
+    def gradients_of(self, data: dict[str, Any]) -> dict[str, Tensor]:
+        token_loss(self.compute_logits(data), data).backward()
+        return {name: parameter.grad.clone() for name, parameter in self.named_parameters()}
+
+
+def test_recomputed_activations_are_those_of_the_pack_wherever_backward_is_called(build: Build) -> None:
+    data = pack(make_batch([9, 5, 7]), [0, 1, 2], torch.device("cpu"))
+    expected, recomputed = (
+        build(Scored, param_dtype="float64", gradient_checkpointing=is_on).gradients_of(data)[0]
+        for is_on in (False, True)
+    )
+    for name, gradient in expected.items():
+        torch.testing.assert_close(recomputed[name], gradient, atol=1e-9, rtol=0)
 
 
 def scaled_in_place_loss(logits: Tensor, data: dict[str, Any]) -> Tensor:

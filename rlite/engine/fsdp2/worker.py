@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rlite.data.packs import pack, unpack
 from rlite.engine.base import Backend, Part
 from rlite.engine.fsdp2.options import Fsdp2Options
 from rlite.errors import CheckpointError, ConfigError
+from rlite.nn.attention import recompute_alike
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, exported_class, local_checkpoint
 from rlite.nn.linear import speed_up_linear_layers
@@ -69,7 +71,8 @@ class Fsdp2Worker:
             if isinstance(module, HuggingFaceFsdp2TrainModule):
                 module.tie_weights()  # type: ignore[operator]
                 if self._options.gradient_checkpointing:
-                    module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+                    contexts = partial(recompute_alike, module.config)
+                    module.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})  # type: ignore[operator]
             if self._device.type == "cpu":
                 speed_up_linear_layers(module)
             shard(module, module.fsdp_units(), self._mesh, self._compute_dtype, self._param_dtype)
@@ -141,13 +144,12 @@ class Fsdp2Worker:
         for index, (rows, share) in enumerate(zip(microbatches, shares, strict=True)):
             data = pack(batch, rows or [0], self._device)
             set_gradient_sync(self.module, is_last=index == len(microbatches) - 1)
-            with self.module.packed():
-                logits = self.module.compute_logits(data)
-                loss, report = _loss(loss_fn, logits, data)
-                if share == 0:
-                    loss = logits.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
-                # FSDP averages gradients over ranks; the shares already divide by the whole batch
-                (loss * (share * self._mesh.size)).backward()
+            logits = self.module.compute_logits(data)
+            loss, report = _loss(loss_fn, logits, data)
+            if share == 0:
+                loss = logits.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
+            # FSDP averages gradients over ranks; the shares already divide by the whole batch
+            (loss * (share * self._mesh.size)).backward()
             _add(means, {"loss": loss, **report}, share)
         return means
 

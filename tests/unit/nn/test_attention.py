@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rlite.errors import ConfigError
 from rlite.nn.attention import PackedLayout, packed_attention
 
 
@@ -44,3 +45,11 @@ def test_packed_attention_without_a_layout_is_refused():
     (query, key, value), _ = pack_of([3], 1, 1)
     with pytest.raises(ValueError, match="packed_layout"):
         packed_attention(None, query, key, value, None)
+
+
+@pytest.mark.parametrize("asked", [{"sliding_window": 8}, {"softcap": 30.0}, {"s_aux": torch.zeros(1)}])
+def test_a_model_that_asks_for_another_attention_is_refused(asked):
+    (query, key, value), layout = pack_of([3, 9], 1, 1)
+    with pytest.raises(ConfigError, match=next(iter(asked))):
+        packed_attention(None, query, key, value, None, packed_layout=layout, **asked)
+    packed_attention(None, query, key, value, None, packed_layout=layout, sliding_window=9, softcap=None)
