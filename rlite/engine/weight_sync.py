@@ -187,8 +187,8 @@ def _transport(
     devices = [source.group.devices[rank] for rank in copy.ranks]
     if devices[0].kind == "cpu":
         return "shared" if one_host and can_share_memory() else "broadcast"
-    if set(target.group.devices) == set(devices):
-        return "shared" if len(devices) == 1 else "gathered"
+    if set(target.group.devices) <= set(source.group.devices):  # whichever copy: NCCL refuses two processes on a GPU
+        return "shared" if len(source.group) == 1 else "gathered"
     return "broadcast"
 
 

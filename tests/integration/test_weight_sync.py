@@ -51,7 +51,7 @@ class Engines:
 
     def _build(self, engine: Any, size: int, options: dict[str, Any]) -> Any:
         options.setdefault("colocate_with", self.built[:1])
-        engine.build(tensor_parallel_size=size, data_parallel_size=1, **options)
+        engine.build(tensor_parallel_size=size, **{"data_parallel_size": 1, **options})
         self.built.append(engine)
         return engine
 
@@ -155,6 +155,44 @@ def test_every_transport_brings_the_same_bits_to_any_sharding(
         report = sync_weights(train, serve, "continue", verify_checksums=True, transport=transport)
         assert report.transport == transport
         assert_holds(serve, train.state_dict())
+
+
+class Renaming(Policy, Qwen2ForCausalLM):
+    """Its norms carry another name inside, as a module has that wraps the model."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.last_norm = self.model._modules.pop("norm")
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        self.model.__dict__["norm"] = self.model.last_norm  # where transformers looks for it
+        return super().forward(input_ids, **kwargs)
+
+    def checkpoint_name(self, name: str) -> str:
+        return name.replace("last_norm", "norm")
+
+    def postprocess_named_parameter(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        return self.checkpoint_name(name), tensor
+
+
+@pytest.mark.parametrize("transport", ["shared", "broadcast", "gathered"])
+def test_a_module_may_call_its_parameters_otherwise(
+    engines: Engines, models: dict[str, Path], transport: Transport
+) -> None:
+    train, serve = engines.train(models["qwen2"], Renaming, size=2), engines.serve(models["qwen2"], 2)
+    train_a_little(train, 1)
+    sync_weights(train, serve, "continue", verify_checksums=True, transport=transport)
+    assert "model.norm.weight" in train.state_dict()
+    assert_holds(serve, train.state_dict())
+
+
+def test_replicas_gather_for_targets_on_all_of_their_devices(engines: Engines, models: dict[str, Path]) -> None:
+    train = engines.train(models["qwen2"], data_parallel_size=2)
+    serve = engines.serve(models["qwen2"], data_parallel_size=2)
+    train_a_little(train, 1)
+    report = sync_weights(train, serve, "continue", verify_checksums=True, transport="gathered")
+    assert report.num_bytes == 2 * sum(tensor.nbytes for tensor in train.state_dict().values())
+    assert_holds(serve, train.state_dict())
 
 
 @pytest.mark.parametrize("transport", ["shared", "broadcast"])

@@ -59,6 +59,8 @@ class Fsdp2Worker:
         self.module: BaseTrainModule
         self.arena: SharedArena | None = None
         self.staged: Any = None
+        self._own_names: dict[str, str] = {}
+        """served name -> parameter name"""
         torch.manual_seed(options.seed + context.rank)
         self._materialize()
 
@@ -211,25 +213,34 @@ class Fsdp2Worker:
 
     def served_shards(self) -> dict[str, ParameterShard]:
         """The boxes as they leave this engine: renamed and changed by `postprocess_named_parameter`."""
-        served = {}
+        served, self._own_names = {}, {}
         for name, box in self.parameter_shards().items():
             out = self.module.postprocess_named_parameter(name, box.tensor)
             if out is not None:
                 served[out[0]] = ParameterShard(out[1], box.offset, box.global_shape)
+                self._own_names[out[0]] = name
         return served
 
     def aliases(self) -> dict[str, str]:
-        """Tied parameters: every further name -> the name under which it is served."""
-        served = {id(p): name for name, p in self.module.named_parameters()}
-        every = self.module.named_parameters(remove_duplicate=False)
-        return {name: served[id(p)] for name, p in every if served[id(p)] != name}
+        """Tied parameters: every further name -> the name under which it is served, both as they leave this engine."""
+        first = {id(p): name for name, p in self.module.named_parameters()}
+        further: dict[str, str] = {}
+        for name, p in self.module.named_parameters(remove_duplicate=False):
+            if name != first[id(p)]:
+                names = (name, first[id(p)])
+                out = [self.module.postprocess_named_parameter(n, local_tensor(p.detach())) for n in names]
+                if out[0] is not None and out[1] is not None:
+                    further[out[0][0]] = out[1][0]
+        return further
 
     def full_tensor(self, name: str) -> Tensor:
-        """A parameter gathered whole on this device; a collective of all ranks."""
-        parameter = self.module.get_parameter(name)
+        """A served tensor gathered whole on this device; a collective of all ranks."""
+        own = self._own_names[name]
+        parameter = self.module.get_parameter(own)
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        out = self.module.postprocess_named_parameter(name, whole.detach())
-        return whole.detach() if out is None else out[1]
+        out = self.module.postprocess_named_parameter(own, whole.detach())
+        assert out is not None  # else it were not served
+        return out[1]
 
     def export_values(self) -> dict[str, tuple[tuple[slice, ...], tuple[int, ...], Tensor]]:
         """Copies of this rank's boxes on CPU: name -> (box, global shape, values)."""
