@@ -24,6 +24,8 @@ def check_batch(batch: Any) -> None:
             f"input_ids {shape} and attention_mask {tuple(batch['attention_mask'].shape)}: expected both [N, L]"
         )
     for key, value in batch.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            raise DataError(f"{key}: expected a tensor [{shape[0]}] or [{shape[0]}, {shape[1]}], found {value!r}")
         if value.shape[0] != shape[0] or (value.dim() > 1 and tuple(value.shape[:2]) != shape and value.shape[1] != 1):
             raise DataError(f"{key} {tuple(value.shape)}: expected [{shape[0]}] or [{shape[0]}, {shape[1]}]")
     mask = batch["attention_mask"].bool()

@@ -18,6 +18,7 @@ from rlite.engine.base import Engine, Weights
 from rlite.engine.weight_sync import OnInflight, SyncReport, sync_weights
 from rlite.errors import CheckpointError, ConfigError, DataError
 from rlite.nn.base import BaseTrainModule, is_on_meta
+from rlite.nn.huggingface import local_checkpoint
 
 
 class RliteTrainEngine(Engine):
@@ -40,6 +41,11 @@ class RliteTrainEngine(Engine):
             raise ConfigError(
                 f"expected a rlite.nn.BaseTrainModule, found {type(module).__name__}: "
                 "subclass it beside your model class, and move the algorithm into its methods"
+            )
+        if hidden := _hidden_methods(type(module)):
+            raise ConfigError(
+                f"{type(module).__name__} defines {', '.join(hidden)}, which the engine has itself, so that yours "
+                "would never be called; give your methods other names"
             )
         if not is_on_meta(module):
             raise ConfigError(
@@ -199,8 +205,16 @@ class RliteTrainEngine(Engine):
         self.group.broadcast("save", str(path))
 
     def load(self, path: str | Path | None = None) -> None:
-        """Read weights from a Hugging Face checkpoint; without a path, from the module's own source."""
-        self.group.broadcast("load", None if path is None else str(path))
+        """Read weights from a Hugging Face checkpoint; without a path, from the module's own source.
+
+        Raises: ConfigError for a folder that is not there; CheckpointError for one that does not fit: the engine then
+            refuses to serve until a load or a sync succeeds, because a part of its weights may be written.
+        """
+        folder = None if path is None else str(local_checkpoint(path))
+        if self.weights is Weights.HOST:
+            self.cuda()
+        self.weights = Weights.EMPTY
+        self.group.broadcast("load", folder)
         self.weights = Weights.DEVICE
 
     def save_state(self, path: str | Path, **facts: Any) -> None:
@@ -225,6 +239,17 @@ class RliteTrainEngine(Engine):
             raise CheckpointError(
                 f"{folder}: saved from {facts['module']}, this engine has {type(self.module).__name__}"
             )
+        self.weights = Weights.EMPTY  # until all of it is read
         self.group.broadcast("load_state", str(folder))
         self.weights = Weights.DEVICE
         return facts
+
+
+def _hidden_methods(module: type[nn.Module]) -> list[str]:
+    """Public methods of the user's own classes that a method or property of the engine hides.
+
+    What modules have anyway (`forward`, `train`, `state_dict`) may be overridden: workers and torch call it.
+    """
+    own = [cls for cls in module.__mro__ if cls.__module__.partition(".")[0] not in ("torch", "transformers", "rlite")]
+    defined = {name for cls in own for name, value in vars(cls).items() if callable(value) and not name.startswith("_")}
+    return sorted(name for name in defined if hasattr(RliteTrainEngine, name) and not hasattr(BaseTrainModule, name))

@@ -28,6 +28,7 @@ from tests.integration.modules import (
     token_loss,
 )
 from tests.integration.worlds import world
+from tests.tiny import build_model_dir
 
 Build = Callable[..., RliteTrainEngine]
 
@@ -147,6 +148,19 @@ def test_a_module_without_an_optimizer_scores_and_says_what_training_needs(build
         engine.train_batch(batch, token_loss, num_counted)
     engine.save_state(tmp_path / "state")
     engine.load_state(tmp_path / "state")
+
+
+class Hidden(Qwen2Policy):
+    def save(self, path: str) -> None:
+        raise AssertionError("never called")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_a_module_whose_method_the_engine_would_hide_is_refused(models: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="Hidden defines save, which the engine has itself"):
+        RliteTrainEngine(on_meta(Hidden, models["qwen2"]))
 
 
 def test_a_module_with_real_weights_or_of_another_kind_is_refused(models: dict[str, Path]) -> None:
@@ -324,6 +338,8 @@ def test_batches_of_another_form_are_refused_by_name(build: Build) -> None:
         ({"input_ids": batch["input_ids"]}, "missing: attention_mask"),
         ({**batch, "attention_mask": batch["attention_mask"].flip(1)}, "right padding"),
         ({key: value[:0] for key, value in batch.items()}, "no rows"),
+        ({**batch, "rewards": [1.0, 2.0]}, "rewards: expected a tensor"),
+        ({**batch, "scale": torch.tensor(2.0)}, "scale: expected a tensor"),
         (make_batch([4, 17]), "row 1 has 17 tokens"),
     ]:
         with pytest.raises(DataError, match=words):
@@ -408,6 +424,20 @@ def test_a_damaged_or_foreign_state_is_refused_and_changes_nothing(build: Build,
     for name, tensor in engine.state_dict().items():
         assert torch.equal(tensor, after[name])
     assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
+
+
+def test_weights_of_which_a_part_was_read_are_not_served(build: Build, tmp_path: Path) -> None:
+    engine = build(size=2)
+    other = build_model_dir(tmp_path / "shallower", "qwen2", hidden=64, layers=1)  # what it has fits
+    with pytest.raises(ConfigError, match="no such folder"):
+        engine.load(tmp_path / "nowhere")
+    engine.train_step(NeedParallel([[1, 2, 3]] * 2))
+    with pytest.raises(CheckpointError, match=r"layers\.1"):
+        engine.load(other)
+    with pytest.raises(ResidencyError, match="not written yet"):
+        engine.train_step(NeedParallel([[1, 2, 3]] * 2))
+    engine.load()
+    engine.train_step(NeedParallel([[1, 2, 3]] * 2))
 
 
 # -- residency ---------------------------------------------------------------------------------------------------------
