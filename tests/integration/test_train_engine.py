@@ -388,6 +388,14 @@ class Scheduled(Policy, Qwen2ForCausalLM):
         self.lr_scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=10)
 
 
+def test_a_folder_that_cannot_be_written_is_an_error_of_that_call_alone(build: Build, tmp_path: Path) -> None:
+    engine = build(size=2)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match="file"):
+        engine.save(tmp_path / "file" / "model")
+    assert engine.first_tokens([[7]]) == [[7], [7]]
+
+
 @pytest.mark.parametrize(("before", "sizes"), [(2, (2, 2)), (2, (2, 1)), (2, (1, 2)), (0, (1, 1))])
 def test_a_resumed_run_goes_on_exactly(build: Build, tmp_path: Path, before: int, sizes: tuple[int, int]) -> None:
     batches = [make_batch([5, 7, 3], seed) for seed in range(before + 2)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -268,17 +268,23 @@ class Fsdp2Worker:
         served = (
             out for name, full in tensors if (out := self.module.postprocess_named_parameter(name, full.detach()))
         )
-        writer = huggingface.Writer(Path(path)) if self._context.rank == 0 else None
-        for name, tensor in served:
-            if writer:
-                writer.add(name, tensor)
-        if writer:
-            if isinstance(self.module, HuggingFaceFsdp2TrainModule):
-                source = self.module.config._name_or_path
-                folder = local_checkpoint(source, weights=False) if source else None
-                writer.add_config(self.module.config, exported_class(self.module), folder)
-            writer.finish()
-        dist.barrier(group=self._everyone)
+        try:
+            if self._context.rank == 0:
+                self._write(Path(path), served)
+        finally:  # gathering is a collective: a full disk on rank 0 must not leave its peers in one
+            for _ in served:
+                pass
+            dist.barrier(group=self._everyone)
+
+    def _write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        writer = huggingface.Writer(path)
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+        if isinstance(self.module, HuggingFaceFsdp2TrainModule):
+            source = self.module.config._name_or_path
+            folder = local_checkpoint(source, weights=False) if source else None
+            writer.add_config(self.module.config, exported_class(self.module), folder)
+        writer.finish()
 
     def save_state(self, path: str) -> None:
         """Write all that resume needs: weights, optimizer, scheduler, random numbers of this rank."""
