@@ -177,6 +177,8 @@ class Engine:
 
         Raises: UnknownOptionError, ConfigError, PlacementError, before any process starts; what a worker raises.
         """
+        if self._group is not None and self._group.failure is not None:
+            self.release()  # its workers are gone; building again is the remedy that the failure names
         if self._group is not None:
             raise ConfigError(f"{self.name} is built already; call release() first")
         self.options = self._parse_options(executor_options)

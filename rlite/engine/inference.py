@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from rlite.engine.base import Engine, Executor, Part, Weights
-from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError, RliteError
+from rlite.engine.base import Engine, Part, Weights
+from rlite.engine.pump import Flight, Pump
+from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError
 from rlite.nn.huggingface import local_checkpoint
 from rlite.rollout.collector import RolloutCollector
 from rlite.rollout.options import CollectorOptions
@@ -37,181 +37,12 @@ from rlite.types import (
     LLMResponse,
     RequestOutput,
     SequenceRequest,
-    StopReason,
     TokenChunk,
 )
 
-STEPS_PER_CALL = 8
-"""decode steps between two looks at the queue of new requests"""
+MAX_AFFINITIES = 65536
+"""request ids whose replica is remembered"""
 PROMPT_TYPES = "a text, a list of token ids, or a dict with prompt_token_ids"
-
-
-@dataclass
-class _Flight:
-    """One request on its way: what has arrived so far, and who waits for the end."""
-
-    request: SequenceRequest
-    done: Future[_Flight] = field(default_factory=lambda: _running_future())
-    on_chunk: Callable[[TokenChunk], object] | None = None
-    started: float = field(default_factory=time.perf_counter)
-    first_token: float = 0.0
-    ended: float = 0.0
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    sampling_logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish_reason: StopReason = "abort"
-
-    @property
-    def cost(self) -> int:
-        """Tokens that this request may still need; what the router balances."""
-        return len(self.request.input_ids) + self.request.gconfig.max_new_tokens - len(self.token_ids)
-
-    def take(self, chunk: TokenChunk) -> bool:
-        """Append a chunk; True if nobody waits for another."""
-        if chunk.token_ids and not self.token_ids:
-            self.first_token = time.perf_counter()
-        self.token_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
-        self.sampling_logprobs += chunk.sampling_logprobs
-        self.versions += [chunk.version] * len(chunk.token_ids)
-        if self.on_chunk is not None:
-            try:
-                self.on_chunk(chunk)
-            except Exception as error:  # whatever it is, it belongs to this request; the replica serves others too
-                self.done.set_exception(error)
-                return True
-        if chunk.finish_reason is None and chunk.error is None:
-            return False
-        self.ended = time.perf_counter()
-        if chunk.error is not None:
-            self.done.set_exception(DataError(chunk.error))
-        else:
-            self.finish_reason = chunk.finish_reason or "abort"
-            self.done.set_result(self)
-        return True
-
-
-def _running_future() -> Future[_Flight]:
-    """A future that only the pump can end: a task that stops waiting for it must not cancel it under the pump."""
-    future: Future[_Flight] = Future()
-    future.set_running_or_notify_cancel()
-    return future
-
-
-class _Pump:
-    """Feeds one replica. Consumes: submitted requests. Waits for: requests, and leave to run. Ends with the engine."""
-
-    def __init__(self, executor: Executor, may_run: threading.Event) -> None:
-        self.executor = executor
-        self.failure: BaseException | None = None
-        self._may_run = may_run
-        self._changed = threading.Condition()
-        self._waiting: list[_Flight] = []
-        self._running: dict[int, _Flight] = {}
-        self._cancelled: list[int] = []
-        self._closing = False
-        self._calling = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name=f"pump-{executor.index}", daemon=True)
-        self._thread.start()
-
-    @property
-    def outstanding(self) -> int:
-        """Tokens that this replica may still have to read or write."""
-        with self._changed:
-            return sum(flight.cost for flight in [*self._waiting, *self._running.values()])
-
-    @property
-    def num_in_flight(self) -> int:
-        with self._changed:
-            return len(self._waiting) + len(self._running)
-
-    def submit(self, flights: Sequence[_Flight]) -> None:
-        with self._changed:
-            if self.failure is not None:
-                raise type(self.failure)(*self.failure.args)
-            self._waiting += flights
-            self._changed.notify()
-
-    def cancel(self, request_ids: Sequence[int]) -> None:
-        """Ask for these requests to end; they answer with stop_reason "abort"."""
-        with self._changed:
-            here = {flight.request.request_id for flight in [*self._waiting, *self._running.values()]}
-            self._cancelled += here.intersection(request_ids)
-            self._changed.notify()
-
-    def cancel_all(self) -> None:
-        with self._changed:
-            self.cancel([flight.request.request_id for flight in [*self._waiting, *self._running.values()]])
-
-    @contextmanager
-    def between_calls(self) -> Iterator[None]:
-        """No call is under way inside; the caller has cleared the permission to run before."""
-        with self._calling:
-            yield
-
-    def flush_cancelled(self) -> None:
-        """Deliver cancellations at once, while the pump is held."""
-        with self._calling:
-            with self._changed:
-                new, cancelled = self._take() if self._cancelled else ([], [])
-            if cancelled:
-                self._advance(new, cancelled, 0)
-
-    def close(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._may_run.set()
-        self._thread.join(timeout=60)
-        self._fail(RliteError("the inference engine was released while this request was in flight"))
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._waiting or self._running or self._cancelled)
-                if self._closing:
-                    return
-            self._may_run.wait()
-            with self._calling:
-                if not self._may_run.is_set():
-                    continue
-                with self._changed:
-                    if self._closing:
-                        return
-                    new, cancelled = self._take()
-                try:
-                    self._advance(new, cancelled, STEPS_PER_CALL)
-                except RliteError as error:
-                    self._fail(error)
-                    return
-                except Exception as error:  # a worker's own exception belongs to everyone who waits
-                    self._fail(error)
-                    return
-
-    def _take(self) -> tuple[list[_Flight], list[int]]:
-        new, cancelled = self._waiting, self._cancelled
-        self._waiting, self._cancelled = [], []
-        self._running.update({flight.request.request_id: flight for flight in new})
-        return new, cancelled
-
-    def _advance(self, new: Sequence[_Flight], cancelled: list[int], steps: int) -> None:
-        chunks = self.executor.call("advance", [flight.request for flight in new], cancelled, steps)
-        for chunk in chunks:
-            flight = self._running.get(chunk.request_id)
-            if flight is not None and flight.take(chunk):
-                with self._changed:
-                    del self._running[chunk.request_id]
-                    if chunk.finish_reason is None and chunk.error is None:  # the worker has not ended it
-                        self._cancelled.append(chunk.request_id)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self.failure = error
-            flights, self._waiting, self._running = [*self._waiting, *self._running.values()], [], {}
-        for flight in flights:
-            if not flight.done.done():
-                flight.done.set_exception(error)
 
 
 class RliteInferenceEngine(Engine):
@@ -230,7 +61,8 @@ class RliteInferenceEngine(Engine):
         super().__init__(executor)
         self.path = str(local_checkpoint(path))
         self._config = AutoConfig.from_pretrained(self.path)
-        self._pumps: list[_Pump] = []
+        self._pumps: list[Pump] = []
+        self._replica_of: dict[str, int] = {}
         self._may_run = threading.Event()
         self._is_paused = False
         self._is_receiving = False
@@ -435,25 +267,32 @@ class RliteInferenceEngine(Engine):
         gconfig: GenerationHyperparameters,
         sample: int,
         on_chunk: Callable[[TokenChunk], object] | None = None,
-    ) -> _Flight:
+    ) -> Flight:
         number = next(self._ids)
         seed = _mix(self.options.seed, number) if gconfig.seed is None else _mix(gconfig.seed, sample)
         request = SequenceRequest(request_id=number, input_ids=ids, gconfig=gconfig, seed=seed)
-        return _Flight(request, on_chunk=on_chunk)
+        return Flight(request, on_chunk=on_chunk)
 
-    def _route(self, flights: Sequence[Sequence[_Flight]], affinity: str | None = None) -> None:
-        """Siblings go to one replica, where they share the prefill; otherwise to the one with the least to do."""
-        loads = [pump.outstanding for pump in self._pumps]
-        shares: list[list[_Flight]] = [[] for _ in self._pumps]
+    def _route(self, flights: Sequence[Sequence[Flight]], affinity: str | None = None) -> None:
+        """Siblings, and requests of one `affinity`, go to one replica; otherwise to the one with the least to do."""
+        # a replica that failed takes nothing while another lives
+        loads = [pump.outstanding if pump.failure is None else math.inf for pump in self._pumps]
+        shares: list[list[Flight]] = [[] for _ in self._pumps]
         for siblings in flights:
-            chosen = min(range(len(loads)), key=loads.__getitem__)
+            chosen = self._replica_of.get(affinity or "", -1)
+            if chosen < 0 or loads[chosen] == math.inf:
+                chosen = min(range(len(loads)), key=loads.__getitem__)
+            if affinity is not None:
+                self._replica_of[affinity] = chosen
+                if len(self._replica_of) > MAX_AFFINITIES:
+                    self._replica_of.pop(next(iter(self._replica_of)))
             shares[chosen] += siblings
             loads[chosen] += sum(flight.cost for flight in siblings)
         for pump, share in zip(self._pumps, shares, strict=True):
             if share:
                 pump.submit(share)
 
-    def _wait(self, flights: Sequence[_Flight], timeout: float) -> None:
+    def _wait(self, flights: Sequence[Flight], timeout: float) -> None:
         """Return when all have ended; raise what the first failed one did, or CallTimeout, and cancel the others."""
         done, late = wait([flight.done for flight in flights], timeout=timeout, return_when=FIRST_EXCEPTION)
         if late:
@@ -469,11 +308,11 @@ class RliteInferenceEngine(Engine):
                 busy,
             )
 
-    def _cancel(self, flights: Sequence[_Flight]) -> None:
+    def _cancel(self, flights: Sequence[Flight]) -> None:
         for pump in self._pumps:
             pump.cancel([flight.request.request_id for flight in flights])
 
-    def _output(self, index: int, flight: _Flight) -> CompletionOutput:
+    def _output(self, index: int, flight: Flight) -> CompletionOutput:
         text = self.tokenizer.decode(flight.token_ids, skip_special_tokens=True)
         for stop in flight.request.gconfig.stop:
             text = text.partition(stop)[0]
@@ -516,7 +355,7 @@ class RliteInferenceEngine(Engine):
         self._has_cache = True
         self._version = 0
         self._may_run.set()
-        self._pumps = [_Pump(executor, self._may_run) for executor in self.executors]
+        self._pumps = [Pump(executor, self._may_run) for executor in self.executors]
         assert self._session is not None
         self._session.before_release(self.name, self._stop_serving)
 

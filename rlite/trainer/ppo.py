@@ -207,7 +207,7 @@ class PpoTrainer:
         if self.test_rows and self.run.is_due(self.options.trainer.test_freq):
             metrics |= self.evaluate()
         self.run.log(metrics)
-        if metrics["logprob_drift"] > DRIFT_ALARM:
+        if metrics.get("logprob_drift", 0.0) > DRIFT_ALARM:
             self.run.console.report(
                 f"ALARM at step {self.run.step}: the engine does not serve the policy that is trained",
                 {"logprob_drift": f"{metrics['logprob_drift']:.3f} nats per token (limit {DRIFT_ALARM})"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -96,7 +97,16 @@ class TrainingRun:
                 resume_after=self.step,
             ),
         )
+        self._drop_later_rollouts()
         self.console = ConsoleReporter(options.total_steps, metrics=self._shown, done_steps=self.step)
+
+    def _drop_later_rollouts(self) -> None:
+        """Forget the samples of steps that a resumed run makes again, and of an earlier run in this folder."""
+        path = self.folder / "rollouts.jsonl"
+        if path.exists():
+            *lines, _ = path.read_text(encoding="utf-8").split("\n")  # what follows the last newline was cut off
+            kept = [line for line in lines if json.loads(line)["step"] <= self.step]
+            path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of the step that has just ended."""

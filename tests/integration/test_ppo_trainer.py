@@ -90,6 +90,9 @@ def test_a_stopped_run_goes_on_from_its_newest_checkpoint(model, tmp_path, sessi
     rlite.init(num_devices=1)
     trainer(model, out, total_steps=8, load_ckpt_from="latest").fit()
     assert [row["step"] for row in logged(out)] == list(range(1, 9))
+    sampled = [json.loads(line)["step"] for line in (out / "rollouts.jsonl").read_text().splitlines()]
+    assert sampled == sorted(sampled)
+    assert set(sampled) == set(range(1, 9))
     assert sorted(path.name for path in (out / "state").iterdir()) == ["step-4", "step-8"]
 
 

@@ -22,7 +22,7 @@ from rlite.engine.embedded.model import ShardedModel
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.sampling import SamplingBatch, sample, uniforms
 from rlite.engine.embedded.scheduler import RunningSequence, Scheduler
-from rlite.errors import ConfigError, ResidencyError
+from rlite.errors import ConfigError, ResidencyError, WeightSyncError
 from rlite.parallel.shards import ParameterShard
 from rlite.types import SequenceRequest, TokenChunk
 
@@ -207,7 +207,13 @@ class EmbeddedWorker:
         tokens = torch.tensor([s.tokens[-1] for s in sequences], device=self.device)
         made: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         for step in range(steps):
-            tokens, taken, taken_of_cut = sample(logits_at(step, tokens), batch, random[step])
+            logits = logits_at(step, tokens)
+            if step == 0 and not bool(torch.isfinite(logits.sum())):
+                raise WeightSyncError(
+                    f"the weights that are served (policy version {self.version}) give logits that are not finite: "
+                    "they hold NaN or infinity. Look at the step that made them; release() and build() to go on"
+                )
+            tokens, taken, taken_of_cut = sample(logits, batch, random[step])
             if self._group is not None:
                 dist.broadcast(tokens, group_src=0, group=self._group)
             made.append((tokens, taken, taken_of_cut))

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
-from rlite.errors import CheckpointError, ConfigError, ResidencyError
+from rlite.errors import CheckpointError, ConfigError, ResidencyError, WeightSyncError
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
 from tests.tiny import build_model_dir, build_tokenizer
 
@@ -341,3 +341,12 @@ def test_half_precision_serves_the_same_contract(model_dir) -> None:
     for i, prompt in enumerate(prompts):
         expected = reference_logprobs(path, prompt, made[i].token_ids)
         assert (torch.tensor(made[i].logprobs) - expected).abs().mean() < 0.1
+
+
+def test_weights_that_are_not_finite_are_named_instead_of_served(tmp_path):
+    path = build_model_dir(tmp_path / "model", "qwen3", hidden=64)
+    worker = EmbeddedWorker(str(path), EmbeddedOptions(max_model_len=64, max_num_seqs=2), torch.device("cpu"))
+    next(iter(worker.parameter_shards().values())).tensor.fill_(float("nan"))
+    request = SequenceRequest(request_id=0, input_ids=[1, 2], gconfig=GenerationHyperparameters(), seed=0)
+    with pytest.raises(WeightSyncError, match="not finite"):
+        worker.advance([request], [], 4)
