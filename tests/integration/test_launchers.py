@@ -76,6 +76,7 @@ def test_what_cannot_travel_is_an_error_of_that_call_alone_under_torchrun(models
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_killed_driver_takes_its_ray_with_it(models: dict[str, Path], tmp_path: Path) -> None:
     mark, out = uuid.uuid4().hex, tmp_path / "ready"
     driver = subprocess.Popen(
@@ -92,7 +93,7 @@ def test_a_killed_driver_takes_its_ray_with_it(models: dict[str, Path], tmp_path
         assert len(processes_with(MARK, mark)) > 4, "a driver, Ray's own processes and four workers"
         driver.send_signal(signal.SIGKILL)
         driver.wait()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 150  # Ray's own agents look for their raylet now and then
         while processes_with(MARK, mark) and time.monotonic() < deadline:
             time.sleep(0.5)
         assert processes_with(MARK, mark) == []
