@@ -76,7 +76,7 @@ def test_what_cannot_travel_is_an_error_of_that_call_alone_under_torchrun(models
 
 
 def left_of(mark: str) -> list[str]:
-    """Names of processes that are left, but for Ray's agents: they notice a dead raylet late, sometimes after minutes."""
+    """Names of processes that are left, but for Ray's agents, which notice a dead raylet late, some after minutes."""
     names = [process.name() for process in processes_with(MARK, mark)]
     return [name for name in names if not name.endswith("Agent")]
 
