@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,13 +20,16 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlite.cluster.group import WorkerGroup
+from rlite.cluster.guard import Guard
 from rlite.cluster.host import Outcome, WorkerContext, WorkerHost, WorkerKey, default_cpu_slots, worker_name
 from rlite.cluster.placement import Device, DeviceKind
-from rlite.errors import PlacementError, WorkerDied, WorkerError
+from rlite.errors import ConfigError, PlacementError, WorkerDied, WorkerError
 from rlite.parallel.processes import join, open_store
 
 GPU_SHARE = 0.02  # of a device's Ray resource per worker, so that up to fifty workers can share it in turns
 STOP_TIMEOUT_S = 10.0
+CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+"""where `ray start` writes its address; the file outlives a cluster that was killed"""
 
 
 @ray.remote(max_restarts=0, num_cpus=0, concurrency_groups={"pulse": 1})
@@ -98,9 +102,18 @@ class RayLauncher:
         self._call_timeout = call_timeout
         self._start_timeout = start_timeout
         self._num_threads = num_threads
-        self._owns_cluster = _connect(address, device, num_devices)
-        resource = "CPU" if device == "cpu" else "GPU"
-        self._placement = _reserve(resource, num_devices, start_timeout)
+        self._placement: Any = None
+        self._guard: Guard | None = None
+        self._is_connected = not ray.is_initialized()
+        try:
+            if self._is_connected and not _join(address):
+                self._guard = Guard()
+                with self._guard.marking():
+                    _start(device, num_devices)
+            self._placement = _reserve("CPU" if device == "cpu" else "GPU", num_devices, start_timeout)
+        except BaseException:
+            self.shutdown()
+            raise
         table = placement_group_table(self._placement)["bundles_to_node_id"]
         nodes = {node["NodeID"]: node for node in ray.nodes()}
         seen: dict[str, int] = {}
@@ -174,27 +187,40 @@ class RayLauncher:
         return contexts
 
     def shutdown(self) -> None:
-        with suppress(RayError):
-            remove_placement_group(self._placement)
-        if self._owns_cluster:
+        if self._placement is not None:
+            with suppress(RayError):
+                remove_placement_group(self._placement)
+        if self._is_connected:
             ray.shutdown()
+        if self._guard is not None:
+            self._guard.close()
 
 
-def _connect(address: str | None, device: str, num_devices: int | None) -> bool:
-    """Join the cluster at `address`, in RAY_ADDRESS, or started on this machine; else start one. True: we own it."""
-    if ray.is_initialized():
-        return False
-    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "include_dashboard": False}
-    if address or os.environ.get("RAY_ADDRESS"):
-        ray.init(address=address, **{k: v for k, v in quiet.items() if k != "include_dashboard"})
-        return True  # shutdown() then only disconnects
-    if Path("/tmp/ray/ray_current_cluster").exists():  # `ray start` ran on this machine
-        with suppress(ConnectionError):
-            ray.init(address="auto", logging_level=logging.ERROR)
-            return True
+def _join(address: str | None) -> bool:
+    """Connect to the cluster at `address`, in RAY_ADDRESS or started on this machine; False: there is none."""
+    address = address or os.environ.get("RAY_ADDRESS") or _cluster_here()
+    if address:
+        try:
+            ray.init(address=address, logging_level=logging.ERROR)
+        except (ConnectionError, RayError) as error:
+            raise ConfigError(f"no Ray cluster answers at address={address!r}: {error}") from error
+    return bool(address)
+
+
+def _cluster_here() -> str | None:
+    """The address that `ray start` left on this machine, if something still answers there."""
+    with suppress(OSError, ValueError):
+        address = CURRENT_CLUSTER.read_text().strip()
+        host, port = address.rsplit(":", 1)
+        with socket.create_connection((host, int(port)), timeout=5.0):
+            return address
+    return None
+
+
+def _start(device: DeviceKind, num_devices: int | None) -> None:
+    """Start Ray for this program alone."""
     cpus = (num_devices or default_cpu_slots(os.cpu_count() or 1)) if device == "cpu" else None
-    ray.init(address="local", num_cpus=cpus, _node_ip_address="127.0.0.1", **quiet)
-    return True
+    ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.ERROR)
 
 
 def _reserve(resource: str, num_devices: int | None, timeout: float) -> Any:

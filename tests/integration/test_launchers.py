@@ -101,6 +101,21 @@ def test_a_killed_driver_takes_its_ray_with_it(models: dict[str, Path], tmp_path
             process.kill()
 
 
+def test_the_address_of_a_cluster_that_was_killed_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    left = tmp_path / "ray_current_cluster"
+    monkeypatch.setattr("rlite.cluster.ray.CURRENT_CLUSTER", left)
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    for text in (f"127.0.0.1:{free_port()}", "nonsense"):
+        left.write_text(text)
+        session = rlite.init(device="cpu", num_devices=1, launcher="ray")
+        assert len(session.devices) == 1
+        rlite.shutdown()
+        assert processes_with(MARK, mark) == []
+
+
 @pytest.mark.slow
 def test_ray_with_two_nodes_places_by_address_and_syncs_between_them(models: dict[str, Path]) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})

@@ -1,0 +1,81 @@
+"""Ends what a program leaves running. A companion process watches the driver, so that even SIGKILL leaves nothing.
+
+The processes are known by a mark in their environment, which children inherit. This file runs as a program of its own:
+it imports nothing but psutil, so that the companion starts in a moment and stays small.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+
+MARK = "RLITE_OWNED_BY"
+POLL_S = 0.25
+SETTLE_S = 60.0
+"""how long the companion goes on looking for what still starts after the driver's death"""
+
+
+class Guard:
+    """Whatever is started inside `marking()` ends with this process, at the latest on `close()`."""
+
+    def __init__(self) -> None:
+        self._mark = uuid.uuid4().hex
+        # a session of its own: an interrupt from the terminal is for the driver alone
+        command = [sys.executable, os.path.abspath(__file__), self._mark, str(os.getpid())]
+        self._companion = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    @contextmanager
+    def marking(self) -> Iterator[None]:
+        """Processes that start in here are marked, and so are their children at any time."""
+        os.environ[MARK] = self._mark
+        try:
+            yield
+        finally:
+            os.environ.pop(MARK, None)
+
+    def close(self, patience_s: float = 5.0) -> None:
+        """Wait for the marked processes to end by themselves, end those that do not, and end the companion."""
+        _, late = psutil.wait_procs(marked(self._mark), timeout=patience_s)
+        if late:
+            reap(self._mark)
+        self._companion.kill()
+        self._companion.wait()
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Living processes with this mark, but for the caller."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it ended just now, or belongs to somebody else
+            is_alive = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
+            if is_alive and process.environ().get(MARK) == mark:
+                found.append(process)
+    return found
+
+
+def reap(mark: str) -> None:
+    """Kill until nothing with this mark is left."""
+    deadline = time.monotonic() + SETTLE_S
+    while (found := marked(mark)) and time.monotonic() < deadline:
+        for process in found:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(found, timeout=POLL_S)
+
+
+def watch(mark: str, driver: int) -> None:
+    """Wait for the death of the driver, which is this process's parent, then end all that it left."""
+    while os.getppid() == driver:
+        time.sleep(POLL_S)
+    reap(mark)
+
+
+if __name__ == "__main__":
+    watch(sys.argv[1], int(sys.argv[2]))

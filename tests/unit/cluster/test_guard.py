@@ -1,0 +1,65 @@
+"""A guard ends what was started under its mark, and nothing else: on close, and when its program is killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from rlite.cluster.guard import Guard
+
+SLEEP = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
+PROGRAM = f"""
+import subprocess, time
+from rlite.cluster.guard import Guard
+guard = Guard()
+with guard.marking():
+    inside = subprocess.Popen({SLEEP})
+outside = subprocess.Popen({SLEEP}, start_new_session=True)
+print(inside.pid, outside.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_program_takes_what_is_marked_with_it() -> None:
+    program = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    inside, outside = (psutil.Process(int(pid)) for pid in program.stdout.readline().split())
+    companion = next(child for child in psutil.Process(program.pid).children() if "guard.py" in child.cmdline()[1])
+    try:
+        program.send_signal(signal.SIGKILL)
+        program.wait()
+        inside.wait(timeout=30)
+        companion.wait(timeout=30)
+        assert outside.is_running()
+    finally:
+        outside.kill()
+
+
+def test_close_ends_what_does_not_end_by_itself() -> None:
+    guard = Guard()
+    with guard.marking():
+        inside = subprocess.Popen(SLEEP)
+    outside = subprocess.Popen(SLEEP)
+    try:
+        guard.close(patience_s=0.1)
+        assert inside.wait(timeout=10) is not None
+        assert not psutil.pid_exists(inside.pid)
+        assert outside.poll() is None
+        assert not any("guard.py" in " ".join(child.cmdline()) for child in psutil.Process().children())
+    finally:
+        outside.kill()
+        outside.wait()
+
+
+def test_the_mark_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = Guard()
+    with guard.marking():
+        pass
+    child = subprocess.run([sys.executable, "-c", "import os; print(os.environ.get('RLITE_OWNED_BY'))"],
+                           capture_output=True, text=True)  # fmt: skip
+    assert child.stdout == "None\n"
+    guard.close()
