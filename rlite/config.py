@@ -181,9 +181,10 @@ def _resolved(cls: type, tree: DictConfig) -> dict[str, Any]:
 
 
 def _restrict(values: Any, shape: Any) -> Any:
+    """`values` without the keys that `shape` lacks; what a file left open stays open, whatever the default."""
     if isinstance(values, dict) and isinstance(shape, dict):
         return {key: _restrict(values[key], shape[key]) for key in shape}
-    return values
+    return shape if isinstance(shape, str) and shape == "???" else values
 
 
 def _from_text(cls: type, key: str, text: str) -> Any:
@@ -254,7 +255,8 @@ class _Reader:
         values: dict[str, Any] = {}
         for field in _fields(cls):
             key, hint = f"{path}{field.name}", hints[field.name]
-            has_value = field.name in given and given[field.name] != "???"
+            is_left_open = isinstance(left := given.get(field.name), str) and left == "???"
+            has_value = field.name in given and not is_left_open
             fallback = _default(field) if default is None else getattr(default, field.name)
             group = _group_of(hint)
             if group is not None and (has_value or fallback is dataclasses.MISSING):
@@ -264,7 +266,7 @@ class _Reader:
                     values[field.name] = _convert(given[field.name], hint)
                 except _Mismatch as mismatch:
                     self.mismatched.append(f"{key}={_show(given[field.name])}: expected {mismatch}")
-            elif fallback is dataclasses.MISSING:
+            elif is_left_open or fallback is dataclasses.MISSING:
                 self.missing.append(key)
             else:
                 values[field.name] = fallback

@@ -6,35 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlite.nn.tiny import byte_tokenizer
 
 Kind = Literal["qwen2", "qwen3", "llama"]
-
-END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-
-CHATML = (
-    "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer without merges: 256 bytes and three special tokens, with a ChatML template."""
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), END_OF_TEXT, TURN_START, TURN_END]
-    core = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=END_OF_TEXT,
-        eos_token=TURN_END,
-        additional_special_tokens=[TURN_START],
-    )
-    tokenizer.chat_template = CHATML
-    return tokenizer
 
 
 def build_model_dir(
@@ -51,7 +27,7 @@ def build_model_dir(
     text depends on its context. `config` overrides any field of the model's configuration.
     """
     path = Path(path)
-    tokenizer = build_tokenizer()
+    tokenizer = byte_tokenizer()
     shape: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden,

@@ -116,15 +116,6 @@ class WorkerGroup:
         """Call `method` on every worker with the same arguments."""
         return self.call(method, [(args, kwargs)] * len(self), timeout=timeout)
 
-    def pipeline(self, calls: Sequence[tuple[str, tuple]]) -> None:
-        """Call several methods on every worker, one after the other, without waiting in between."""
-        with self.order:
-            pending = [
-                (method, {rank: self.submit(rank, method, args) for rank in range(len(self))}) for method, args in calls
-            ]
-        for method, futures in pending:
-            self.gather(futures, what=method)
-
     def gather(self, futures: dict[int, Future[Outcome]], what: str, timeout: float | None = None) -> list[Any]:
         """Wait for submitted calls (rank -> future); results in the order of `futures`. Raises: as `collect`."""
         calls = [PendingCall(self, rank, future) for rank, future in futures.items()]

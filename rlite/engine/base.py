@@ -47,8 +47,8 @@ class Worker(Protocol):
         """This worker's boxes of the parameters that weight sync reads or writes in place; tied ones once."""
         ...
 
-    def weights_changed(self) -> None:
-        """Called after weights were written into `parameter_shards()` from outside."""
+    def weights_changed(self, version: int) -> None:
+        """Weights were written into `parameter_shards()` from outside: they are this policy version now."""
         ...
 
     def memory_bytes(self) -> dict[str, int]: ...
@@ -263,10 +263,11 @@ class Engine:
 
     def cpu(self) -> None:
         """Offload everything to host memory, optimizer state too; a KV cache is dropped."""
+        if self.weights in (Weights.EMPTY, Weights.RELEASED):
+            return self.meta()  # there is nothing to keep
         self._before_move()
         self.group.broadcast("to_cpu")
-        if self.weights is Weights.DEVICE:
-            self.weights = Weights.HOST
+        self.weights = Weights.HOST
         self._moved("all", resident=False)
 
     def meta(self) -> None:
@@ -320,13 +321,9 @@ class Engine:
         self.weights = Weights.EMPTY
         yield
         version = self._version + 1
-        self.group.pipeline([("weights_changed", ()), *self._calls_after_weights(version)])
+        self.group.broadcast("weights_changed", version)
         self.weights = Weights.DEVICE
         self._version = version
-
-    def _calls_after_weights(self, version: int) -> list[tuple[str, tuple]]:
-        """What else workers have to be told when new weights have arrived: (method, arguments)."""
-        return []
 
     def _need_weights(self, what: str) -> None:
         """Raise unless the engine is built and its weights are on the device and written."""

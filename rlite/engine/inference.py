@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rlite.engine.base import Engine, Part, Weights
 from rlite.engine.pump import Flight, Pump
-from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError
+from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError, WeightSyncError
 from rlite.nn.huggingface import local_checkpoint
 from rlite.rollout.collector import RolloutCollector
 from rlite.rollout.options import CollectorOptions
@@ -365,6 +365,8 @@ class RliteInferenceEngine(Engine):
             self._collector = None
         for pump in self._pumps:
             pump.close()
+        for pump in self._pumps:
+            pump.join()
         self._pumps = []
 
     def _before_move(self) -> None:
@@ -395,11 +397,13 @@ class RliteInferenceEngine(Engine):
     # -- weights -------------------------------------------------------------------------------------------------
 
     def load(self, path: str | Path | None = None) -> None:
-        """Read weights from a checkpoint of the same model; without a path, from the engine's own."""
+        """Read weights from a checkpoint of the same model; without a path, from the engine's own: a new version."""
         folder = None if path is None else str(local_checkpoint(path))
         self._hold()
         self.weights = Weights.EMPTY
-        self.group.pipeline([("load_weights", (folder,)), ("recompute", ())])
+        self.group.broadcast("load_weights", folder)
+        super().set_version(self._version + 1)
+        self.group.broadcast("weights_changed", self._version)
         self.weights = Weights.DEVICE
         self._let_run()
 
@@ -420,12 +424,14 @@ class RliteInferenceEngine(Engine):
         try:
             with super().receiving_weights(on_inflight):
                 yield
+        except Exception as error:
+            cause = f"the weights of {self.name} could not be written, so this request was ended: {error}"
+            for pump in self._pumps:
+                pump.drop_all(WeightSyncError(cause))
+            raise
         finally:
             self._is_receiving = False
         self._let_run()
-
-    def _calls_after_weights(self, version: int) -> list[tuple[str, tuple]]:
-        return [("recompute", ()), ("set_version", (version,))]
 
 
 def _mix(seed: int, number: int) -> int:

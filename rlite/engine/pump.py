@@ -136,10 +136,21 @@ class Pump:
             if cancelled:
                 self._advance(new, cancelled, 0)
 
+    def drop_all(self, error: BaseException) -> None:
+        """End every request in flight with `error`; the replica itself goes on."""
+        with self._changed:
+            self._cancelled += self._running
+            flights, self._waiting, self._running = [*self._waiting, *self._running.values()], [], {}
+        _end(flights, error)
+
     def close(self) -> None:
+        """No further call begins; `join` waits for the one under way."""
         with self._changed:
             self._closing = True
             self._changed.notify()
+
+    def join(self) -> None:
+        """Wait until a closed pump has ended; what is in flight then ends with an error."""
         self._may_run.set()
         self._thread.join(timeout=60)
         self._fail(RliteError("the inference engine was released while this request was in flight"))
@@ -186,7 +197,10 @@ class Pump:
     def _fail(self, error: BaseException) -> None:
         with self._changed:
             self.failure = error
-            flights, self._waiting, self._running = [*self._waiting, *self._running.values()], [], {}
-        for flight in flights:
-            if not flight.done.done():
-                flight.done.set_exception(error)
+        self.drop_all(error)
+
+
+def _end(flights: Sequence[Flight], error: BaseException) -> None:
+    for flight in flights:
+        if not flight.done.done():
+            flight.done.set_exception(error)

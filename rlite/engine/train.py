@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -42,10 +43,16 @@ class RliteTrainEngine(Engine):
                 f"expected a rlite.nn.BaseTrainModule, found {type(module).__name__}: "
                 "subclass it beside your model class, and move the algorithm into its methods"
             )
-        if hidden := _hidden_methods(type(module)):
+        own = _own_methods(type(module))
+        if hidden := sorted(name for name in own if hasattr(RliteTrainEngine, name)):
             raise ConfigError(
                 f"{type(module).__name__} defines {', '.join(hidden)}, which the engine has itself, so that yours "
                 "would never be called; give your methods other names"
+            )
+        if taken := sorted(name for name, method in own.items() if "timeout" in inspect.signature(method).parameters):
+            raise ConfigError(
+                f"{type(module).__name__}: {', '.join(taken)} has a parameter 'timeout', which every call on an engine "
+                "understands as seconds to wait for its workers; give yours another name"
             )
         if not is_on_meta(module):
             raise ConfigError(
@@ -245,11 +252,15 @@ class RliteTrainEngine(Engine):
         return facts
 
 
-def _hidden_methods(module: type[nn.Module]) -> list[str]:
-    """Public methods of the user's own classes that a method or property of the engine hides.
+def _own_methods(module: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """Public methods that the user's own classes define.
 
     What modules have anyway (`forward`, `train`, `state_dict`) may be overridden: workers and torch call it.
     """
     own = [cls for cls in module.__mro__ if cls.__module__.partition(".")[0] not in ("torch", "transformers", "rlite")]
-    defined = {name for cls in own for name, value in vars(cls).items() if callable(value) and not name.startswith("_")}
-    return sorted(name for name in defined if hasattr(RliteTrainEngine, name) and not hasattr(BaseTrainModule, name))
+    defined = {name: value for cls in reversed(own) for name, value in vars(cls).items() if callable(value)}
+    return {
+        name: value
+        for name, value in defined.items()
+        if not name.startswith("_") and not hasattr(BaseTrainModule, name)
+    }

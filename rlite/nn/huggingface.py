@@ -58,7 +58,13 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         return units or super().fsdp_units()
 
     def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
-        """The model's own forward over a pack, with attention kept inside each sequence."""
+        """The model's own forward over a pack, with attention kept inside each sequence.
+
+        Raises: ConfigError for a model that mixes tokens by other means than attention: sequences would see each other.
+        """
+        kinds = set(getattr(self.config.get_text_config(), "layer_types", None) or ())
+        if others := kinds - {"full_attention", "sliding_attention"}:
+            raise ConfigError(f"{type(self).__name__} has layers of kind {sorted(others)}, which packs do not support")
         layout = PackedLayout(data["cu_seqlens"], data["max_seqlen"])
         with attention(self.config, PACKED):
             return self(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,28 +52,35 @@ def make_mesh(device_type: str, world_ranks: Sequence[int], rank: int, num_shard
 def shard(
     module: nn.Module, units: Sequence[nn.Module], mesh: DataMesh, compute_dtype: torch.dtype, param_dtype: torch.dtype
 ) -> None:
-    """Apply FSDP2 to each unit and to the module itself. One rank without mixed precision needs none."""
+    """Apply FSDP2 to each unit and to the module itself. One rank without mixed precision needs none.
+
+    The module's own inputs are cast to `compute_dtype`; those of units are not: positions and masks stay exact.
+    """
     if mesh.size == 1 and compute_dtype == param_dtype:
         return
-    policy = MixedPrecisionPolicy()
+    outer = inner = MixedPrecisionPolicy()
     if compute_dtype != param_dtype:
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        outer = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        inner = replace(outer, cast_forward_inputs=False)
     for unit in units:
-        fully_shard(unit, mesh=mesh.mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh.mesh, mp_policy=policy)
+        fully_shard(unit, mesh=mesh.mesh, mp_policy=inner)
+    fully_shard(module, mesh=mesh.mesh, mp_policy=outer)
 
 
 def set_gradient_sync(module: nn.Module, is_last: bool) -> None:
-    """Reduce gradients over ranks in this backward pass only if it is the batch's last."""
+    """Reduce gradients over copies of the model only in the batch's last backward pass.
+
+    Over the shards of a copy they are reduced in every pass: otherwise each rank would add up gradients of the whole.
+    """
     if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(is_last)
+        module.set_requires_all_reduce(is_last)
 
 
 def forget_gradients(module: nn.Module) -> None:
     """Bring FSDP back to its start after a forward or backward pass that raised; what was accumulated is lost.
 
-    Gradients of microbatches that were not reduced yet lie in FSDP, where `optimizer.zero_grad()` does not find them:
-    the next step would count them, too.
+    Gradients that were not reduced yet lie in FSDP, where `optimizer.zero_grad()` does not find them: the next step
+    would count them, too.
     """
     set_gradient_sync(module, is_last=True)
     for submodule in module.modules():

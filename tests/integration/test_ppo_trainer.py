@@ -9,11 +9,12 @@ from transformers import AutoModelForCausalLM
 import rlite
 from rlite import cli
 from rlite.errors import CheckpointError, DataError, RliteError
+from rlite.nn.tiny import byte_tokenizer
 from rlite.rollout import SingleTurnWorkflow
 from rlite.trainer.engines import ActorOptions, RolloutOptions, SamplingOptions
 from rlite.trainer.ppo import PpoConfig, PpoTrainer, PromptOptions
 from rlite.trainer.run import TrainerOptions
-from tests.tiny import build_model_dir, build_tokenizer
+from tests.tiny import build_model_dir
 
 ROWS = [{"messages": [{"role": "user", "content": f"{a}+{b}="}]} for a in range(6) for b in range(6)]
 
@@ -41,7 +42,7 @@ def trainer(model, save_dir, total_steps, rows=ROWS, test_rows=(), **changes):
         rollout=RolloutOptions(train_sampling_params=sampling, max_model_len=64, max_num_seqs=64),
         trainer=TrainerOptions(save_dir=str(save_dir), total_steps=total_steps, save_freq=4, test_freq=4, **changes),
     )
-    workflow = SingleTurnWorkflow(digits, sampling.gconfig(), build_tokenizer())
+    workflow = SingleTurnWorkflow(digits, sampling.gconfig(), byte_tokenizer())
     return PpoTrainer(options, workflow, rows, test_rows)
 
 

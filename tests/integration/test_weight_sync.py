@@ -341,12 +341,12 @@ def test_the_version_counts_syncs_and_is_stamped_on_tokens(engines: Engines, mod
 
 
 def sync_while_generating(
-    train: RliteTrainEngine, serve: RliteInferenceEngine, prompts: list[list[int]], on_inflight: Any
-) -> list[LLMResponse]:
-    """Start long greedy requests, sync once each has some tokens, and wait for the responses."""
+    serve: RliteInferenceEngine, prompts: list[list[int]], sync: Callable[[], object]
+) -> list[Any]:
+    """Start long greedy requests, sync once each has some tokens, and wait for the responses or errors."""
     gconfig = GenerationHyperparameters(greedy=True, max_new_tokens=900, ignore_eos=True)
 
-    async def run() -> list[LLMResponse]:
+    async def run() -> list[Any]:
         begun = [threading.Event() for _ in prompts]
 
         def tell(event: threading.Event) -> Callable[[TokenChunk], None]:
@@ -358,8 +358,8 @@ def sync_while_generating(
         ]
         for event in begun:
             await asyncio.to_thread(event.wait, 60)
-        await asyncio.to_thread(train.p2p_weight_sync, serve, on_inflight)
-        return await asyncio.gather(*requests)
+        await asyncio.to_thread(sync)
+        return await asyncio.gather(*requests, return_exceptions=True)
 
     return asyncio.run(run())
 
@@ -370,7 +370,8 @@ def test_requests_in_flight_go_on_with_the_new_weights(engines: Engines, models:
     train_a_little(train, 1)
     old = AutoModelForCausalLM.from_pretrained(path)
     new = reference(path, train.state_dict())
-    for prompt, response in zip(PROMPTS, sync_while_generating(train, serve, PROMPTS, "continue"), strict=True):
+    responses = sync_while_generating(serve, PROMPTS, lambda: train.p2p_weight_sync(serve, "continue"))
+    for prompt, response in zip(PROMPTS, responses, strict=True):
         assert response.stop_reason == "length"
         assert set(response.output_versions) == {0, 1}
         assert response.output_versions == sorted(response.output_versions)
@@ -384,10 +385,26 @@ def test_requests_in_flight_go_on_with_the_new_weights(engines: Engines, models:
 def test_requests_in_flight_are_aborted_if_asked(engines: Engines, models: dict[str, Path]) -> None:
     path = models["qwen2"]
     train, serve = engines.train(path), engines.serve(path, max_model_len=1024)
-    for response in sync_while_generating(train, serve, PROMPTS, "abort"):
+    for response in sync_while_generating(serve, PROMPTS, lambda: train.p2p_weight_sync(serve, "abort")):
         assert response.stop_reason == "abort"
         assert 0 < response.output_len < 900
         assert set(response.output_versions) == {0}
+    assert serve.num_in_flight == 0
+    assert serve.generate([[1]], GREEDY)[0].outputs[0].versions == [1] * 12
+
+
+def test_requests_in_flight_end_with_a_sync_that_fails(engines: Engines, models: dict[str, Path]) -> None:
+    train, serve = engines.train(models["qwen2"]), engines.serve(models["qwen2"], max_model_len=1024)
+    other = engines.train(models["llama"])
+
+    def fail() -> None:
+        with pytest.raises(WeightSyncError, match="missing in the source"):
+            other.p2p_weight_sync(serve)
+
+    for error in sync_while_generating(serve, PROMPTS, fail):
+        assert isinstance(error, WeightSyncError)
+        assert "this request was ended: the source does not fit" in str(error)
+    train.p2p_weight_sync(serve)
     assert serve.num_in_flight == 0
     assert serve.generate([[1]], GREEDY)[0].outputs[0].versions == [1] * 12
 

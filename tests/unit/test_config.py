@@ -173,6 +173,13 @@ def test_required_keys_that_are_missing_are_listed_together(tmp_path: Path) -> N
         load(Run, ["--config", recipe])
 
 
+def test_what_a_file_leaves_open_is_required_though_it_has_a_default(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "data: {path: a, batch_size: ???}\nsampling: {max_new_tokens: 3}\n")
+    with pytest.raises(ConfigError, match=r"not set: data\.batch_size \("):
+        load(Run, ["--config", recipe])
+    assert load(Run, ["--config", recipe, "data.batch_size=5"]).data.batch_size == 5
+
+
 def test_all_wrong_values_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         from_mapping(Run, {"data": {"path": 3, "batch_size": "x"}, "name": None})

@@ -120,12 +120,10 @@ class EmbeddedWorker:
         self._scheduler.abort()
         return self._drain()
 
-    def recompute(self) -> None:
-        """Weights have changed: running requests go on from the tokens they have, their cache is computed anew."""
+    def weights_changed(self, version: int) -> None:
+        """Running requests go on from the tokens they have, their cache is computed anew."""
+        self.version = version
         self._scheduler.forget_cache()
-
-    def weights_changed(self) -> None:
-        """Called after weights were written into `parameter_shards()`; nothing here is derived from them."""
 
     def _drain(self) -> list[TokenChunk]:
         refused, self._refused = self._refused, []
@@ -308,7 +306,7 @@ class EmbeddedWorker:
         self._cache = None
         if self._graphs is not None:
             self._graphs.clear()
-        self.recompute()
+        self._scheduler.forget_cache()
 
     def _cache_shape(self) -> tuple[int, int, int, int, int, int]:
         config = self._weights.config.get_text_config()

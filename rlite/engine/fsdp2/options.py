@@ -24,7 +24,7 @@ class Fsdp2Options:
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     seed: int = 0
-    """of each worker's random numbers, plus its rank"""
+    """plus its rank: what torch's generator of each worker's process is seeded with when the engine is built"""
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "compute_dtype"):

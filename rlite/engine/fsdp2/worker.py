@@ -249,7 +249,7 @@ class Fsdp2Worker:
             for name, shard in self.served_shards().items()
         }
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, version: int) -> None:
         """Nothing is derived from the weights here."""
 
     def load(self, path: str | None) -> None:

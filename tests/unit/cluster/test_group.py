@@ -131,8 +131,9 @@ def test_results_come_in_rank_order_whoever_is_first(group: WorkerGroup) -> None
     assert group.call("add", [((5,), {}), ((), {"number": 7})], ranks=[2, 0]) == [(2, 5), (0, 7)]
 
 
-def test_pipelined_calls_run_in_their_order(group: WorkerGroup) -> None:
-    group.pipeline([("add", (number,)) for number in range(5)])
+def test_calls_run_in_their_order(group: WorkerGroup) -> None:
+    for number in range(5):
+        group.broadcast("add", number)
     assert group.broadcast("history") == [list(range(5))] * 3
 
 

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
 from rlite.errors import CheckpointError, ConfigError, ResidencyError, WeightSyncError
+from rlite.nn.tiny import byte_tokenizer
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
-from tests.tiny import build_model_dir, build_tokenizer
+from tests.tiny import build_model_dir
 
 CPU = torch.device("cpu")
 MODELS = [(kind, tie) for kind in ("qwen2", "qwen3", "llama") for tie in (True, False)]
@@ -161,8 +162,7 @@ def test_running_requests_continue_unchanged_when_the_cache_is_computed_anew(mod
     undisturbed = tokens_of(run(worker_of(path, max_num_seqs=4), requests))
     worker = worker_of(path, max_num_seqs=4)
     first = {c.request_id: c for c in worker.advance(requests, [], 9)}
-    worker.recompute()
-    worker.set_version(1)
+    worker.weights_changed(1)
     rest = run(worker, [])
     assert {c.version for c in first.values()} == {0}
     assert {c.version for c in rest.values()} == {1}
@@ -183,7 +183,7 @@ def test_new_weights_are_served_after_a_write_in_place(model_dir) -> None:
         for name, parameter in other.named_parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
             worker.parameter_shards()[name].tensor.copy_(parameter)
-    worker.recompute()
+    worker.weights_changed(1)
     (chunk,) = worker.advance([], [], 1000)
     ids = requests[0].input_ids + worker_of(path).advance(requests, [], 4)[0].token_ids
     whole = other.eval().generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=None)
@@ -211,7 +211,7 @@ def test_a_completion_ends_at_stop_tokens_stop_strings_and_lengths(model_dir) ->
     path = model_dir()
     prompts = prompts_of(12)
     free = tokens_of(run(worker_of(path), requests_of(prompts, ignore_eos=True, max_new_tokens=60)))[0]
-    letters = build_tokenizer()
+    letters = byte_tokenizer()
 
     def finish(**gconfig) -> tuple[list[int], str | None]:
         chunk = run(worker_of(path), requests_of(prompts, **{"ignore_eos": True, "max_new_tokens": 60, **gconfig}))[0]
@@ -238,7 +238,7 @@ def test_a_completion_ends_at_stop_tokens_stop_strings_and_lengths(model_dir) ->
 def test_the_models_own_end_token_ends_a_completion_unless_it_is_ignored(model_dir) -> None:
     path = model_dir("llama", False)
     requests = requests_of(prompts_of(*range(3, 13)), max_new_tokens=200)
-    end = build_tokenizer().eos_token_id
+    end = byte_tokenizer().eos_token_id
     made = run(worker_of(path), requests)
     stopped = [c for c in made.values() if c.finish_reason == "stop"]
     assert stopped

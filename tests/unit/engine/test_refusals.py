@@ -38,6 +38,20 @@ def serve(path: Path) -> RliteInferenceEngine:
     return RliteInferenceEngine(path)
 
 
+class Hiding(Policy):
+    def load(self) -> None: ...
+
+
+class Timed(Policy):
+    def play(self, timeout: float) -> None: ...
+
+
+@pytest.mark.parametrize(("cls", "words"), [(Hiding, "Hiding defines load, which"), (Timed, "play has a parameter")])
+def test_methods_that_could_not_be_called_as_they_are_written(path: Path, cls: Any, words: str) -> None:
+    with meta_parameters(), pytest.raises(ConfigError, match=words):
+        RliteTrainEngine(cls.from_pretrained(path))
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

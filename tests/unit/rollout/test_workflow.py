@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from rlite.errors import DataError
+from rlite.nn.tiny import byte_tokenizer
 from rlite.rollout import (
     GenerationHyperparameters,
     LLMRequest,
@@ -16,9 +17,8 @@ from rlite.rollout import (
     SingleTurnWorkflow,
     trajectory,
 )
-from tests.tiny import build_tokenizer
 
-TOKENIZER = build_tokenizer()
+TOKENIZER = byte_tokenizer()
 GCONFIG = GenerationHyperparameters(max_new_tokens=8)
 
 
