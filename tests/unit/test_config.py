@@ -174,7 +174,7 @@ def test_required_keys_that_are_missing_are_listed_together(tmp_path: Path) -> N
 
 
 def test_what_a_file_leaves_open_is_required_though_it_has_a_default(tmp_path: Path) -> None:
-    recipe = write(tmp_path, "data: {path: a, batch_size: ???}\nsampling: {max_new_tokens: 3}\n")
+    recipe = write(tmp_path, "data:\n  path: a\n  batch_size: ???\nsampling: {max_new_tokens: 3}\n")
     with pytest.raises(ConfigError, match=r"not set: data\.batch_size \("):
         load(Run, ["--config", recipe])
     assert load(Run, ["--config", recipe, "data.batch_size=5"]).data.batch_size == 5
