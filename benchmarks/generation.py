@@ -46,6 +46,8 @@ from rlite.types import GenerationHyperparameters, LLMRequest, SequenceRequest
 
 OURS = "rlite"
 PEER = Path(__file__).parent / "peers" / "vllm_generate.py"
+OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""what `import rlite` sets for this process; vLLM keeps its own"""
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ class Vllm:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+            env={key: value for key, value in os.environ.items() if key not in OPENMP},
         )
         self.settings = self._answer()
 

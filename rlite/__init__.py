@@ -10,8 +10,12 @@ import os
 from typing import TYPE_CHECKING, Any
 
 # Defaults for the native libraries under torch on CPU, which read them when they are first used.
-# OpenMP's idle threads spin by default: on a busy machine two torch threads were seen seven times slower than one.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# How long OpenMP's idle threads spin before they sleep. Its default is either 3 ms, which on a busy machine made two
+# threads seven times slower than one, or next to nothing, which makes every small operation wait for a thread to wake.
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
+    os.environ["OMP_WAIT_POLICY"] = "ACTIVE"
+    os.environ["GOMP_SPINCOUNT"] = "2000"  # of GNU's OpenMP: some 20 microseconds
+    os.environ["KMP_BLOCKTIME"] = "1"  # of LLVM's and Intel's: milliseconds
 # oneDNN keeps a compiled primitive for each of the last 1,024 shapes. Packs have a new shape at every step, and the
 # host's memory grew by gigabytes; this many suffice for the batch sizes of generation.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "384")

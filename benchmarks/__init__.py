@@ -1,0 +1,3 @@
+"""Side-by-side measurements: `python -m benchmarks.NAME`."""
+
+import rlite  # before torch, which reads the settings of OpenMP once
