@@ -1,6 +1,6 @@
 """What a call on an engine costs beside a bare Ray actor call.
 
-    python benchmarks/calls.py --calls 500
+    python -m benchmarks.calls --calls 500
 
 Both call a method that does nothing, in one worker process on the same local Ray, in turns; medians in milliseconds,
 and what the engine adds: splitting and gathering arguments, naming workers in errors, watching for their death.
