@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from rlite.algorithms.kl import binary_divergence
 from rlite.algorithms.reduce import (
     masked_mean,
     sequence_index,
@@ -19,7 +20,7 @@ from rlite.algorithms.reduce import (
 )
 
 Scope = Literal["token", "sequence"]
-Metric = Literal["ratio", "k1", "k2", "k3"]
+Metric = Literal["ratio", "k1", "k2", "k3", "tv", "binary_kl"]
 
 
 class BehaviourWeights(NamedTuple):
@@ -81,23 +82,26 @@ def behaviour_weights(
     scope: Scope = "token",
     action: Literal["mask", "clamp"] = "clamp",
     over: Literal["mean", "sum", "max"] = "mean",
+    token_weights: bool = False,
     cu_seqlens: Int[Tensor, " sequences+1"] | None = None,
 ) -> BehaviourWeights:
     """b = exp(proximal - behaviour), the second factor of decoupled PPO (arXiv:2110.00641; AReaL,
     arXiv:2505.24298), bounded.
 
-    The statistic that the bounds apply to is b, or k1 = log b, k2 = (log b)^2 / 2, k3 = exp(-log b) - 1 + log b; with
-    `scope="sequence"` its mean, sum or max over the sequence (for the ratio: the exponential of that of log b, and b
-    itself becomes the sequence's geometric mean). mask: tokens out of bounds get weight 0, the others keep b uncapped.
-    clamp: b is clamped to [lower or 0, upper]; in a sequence scope only where the sequence is out of bounds.
+    The statistic that the bounds apply to is b, or k1 = log b, k2 = (log b)^2 / 2, k3 = exp(-log b) - 1 + log b, or
+    the divergence of the sampled token against all others, "tv" or "binary_kl" of behaviour from proximal. With
+    `scope="sequence"` it is its mean, sum or max over the sequence (for the ratio: the exponential of that of log b,
+    and b itself becomes the sequence's geometric mean, unless `token_weights`). mask: tokens out of bounds get weight
+    0, the others keep b uncapped. clamp: b is clamped to [lower or 0, upper]; in a sequence scope only where the
+    sequence is out of bounds.
     """
     mask = mask.bool()
     log_b = proximal_logprobs - behaviour_logprobs
-    statistic = _statistic(log_b, metric)
+    statistic = _statistic(proximal_logprobs, behaviour_logprobs, metric)
     weights = log_b.exp()
     if scope == "sequence":
         statistic = _over_sequences(statistic, mask, over, cu_seqlens)
-        if metric == "ratio":
+        if metric == "ratio" and not token_weights:
             weights = _over_sequences(log_b, mask, "mean", cu_seqlens).exp()
     if metric == "ratio":
         statistic = statistic.exp()
@@ -110,7 +114,34 @@ def behaviour_weights(
     return BehaviourWeights(torch.where(kept, weights, 0.0), kept, changed)
 
 
-def _statistic(log_b: Tensor, metric: Metric) -> Tensor:
+@torch.no_grad()
+def interpolated_proximal(
+    logprobs: Float[Tensor, "*tokens"],
+    behaviour_logprobs: Float[Tensor, "*tokens"],
+    versions: Int[Tensor, "*tokens"],
+    current_version: int,
+    *,
+    space: Literal["log", "linear"] = "log",
+) -> Float[Tensor, "*tokens"]:
+    """The proximal policy's log-probabilities without a forward pass of it, between the behaviour policy's, of
+    `versions`, and those of the policy that is trained, of `current_version`.
+
+    alpha = (current - 1 - version) / (current - version), the share of the way to the last update; log: behaviour +
+    alpha (logprobs - behaviour); linear: the same between the probabilities. A token without a version (below 0), or
+    that is not older than the current one, keeps the behaviour policy's. A-3PO, arXiv:2512.06547.
+    """
+    age = current_version - versions
+    is_older = (versions >= 0) & (age > 0)
+    alpha = torch.where(is_older, (age - 1) / age.clamp(min=1), 0.0).to(logprobs.dtype)
+    if space == "log":
+        return behaviour_logprobs + alpha * (logprobs - behaviour_logprobs)
+    return ((1 - alpha) * behaviour_logprobs.exp() + alpha * logprobs.exp() + 1e-10).log()
+
+
+def _statistic(proximal: Tensor, behaviour: Tensor, metric: Metric) -> Tensor:
+    log_b = proximal - behaviour
+    if metric in ("tv", "binary_kl"):
+        return binary_divergence(behaviour, proximal, "tv" if metric == "tv" else "kl")
     if metric == "k2":
         return 0.5 * log_b.square()
     if metric == "k3":

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, get_args
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from rlite.errors import ConfigError
 
 KLEstimator = Literal["k1", "abs", "k2", "k3"]
 KL_ESTIMATORS: tuple[str, ...] = get_args(KLEstimator)
+BinaryDivergence = Literal["tv", "kl"]
 
 
 def kl_penalty(
@@ -25,11 +27,15 @@ def kl_penalty(
     estimator: KLEstimator = "k1",
     *,
     straight_through: bool = False,
+    weights: Float[Tensor, "*tokens"] | None = None,
     max_log_ratio: float | None = 20.0,
     max_value: float | None = 10.0,
 ) -> Float[Tensor, "*tokens"]:
     """The estimate at each token, differentiable in both arguments.
 
+    `weights`, importance weights of the policy over the one that sampled, multiply the straight-through gradient but
+    not the value: tokens of an older policy then give the gradient of this one's KL. To weigh both, as DeepSeek-V3.2
+    (arXiv:2512.02556) does with a ratio that carries its gradient, multiply the result.
     `max_log_ratio` and `max_value` guard the exponential of k3 alone (no gradient where they are active); None turns
     a guard off.
     """
@@ -42,8 +48,23 @@ def kl_penalty(
         value = _ESTIMATE[estimator](log_ratio)
     if not straight_through:
         return value
-    gradient = _k2(log_ratio)
+    gradient = _k2(log_ratio) if weights is None else weights.detach() * _k2(log_ratio)
     return gradient + (value - gradient).detach()
+
+
+def binary_divergence(
+    logprobs: Float[Tensor, "*tokens"], other_logprobs: Float[Tensor, "*tokens"], divergence: BinaryDivergence
+) -> Float[Tensor, "*tokens"]:
+    """The divergence of (p, 1 - p) from (q, 1 - q), where p and q are the sampled token's probabilities: total
+    variation |p - q|, or p log(p / q) + (1 - p) log((1 - p) / (1 - q)). A lower bound of that over all tokens.
+    """
+    p = logprobs.exp()
+    if divergence == "tv":
+        return (p - other_logprobs.exp()).abs()
+    rest, other_rest = -logprobs.expm1(), -other_logprobs.expm1()
+    # nothing is left where a policy is certain: the logarithm is kept finite
+    log_rest_ratio = torch.log(rest.clamp(min=_SMALLEST_REST) / other_rest.clamp(min=_SMALLEST_REST))
+    return p * (logprobs - other_logprobs) + rest * log_rest_ratio
 
 
 def _k2(log_ratio: Tensor) -> Tensor:
@@ -57,4 +78,5 @@ def _k3(log_ratio: Tensor, max_log_ratio: float | None = None, max_value: float 
     return value if max_value is None else value.clamp(-max_value, max_value)
 
 
+_SMALLEST_REST = 1e-8
 _ESTIMATE: dict[str, Callable[[Tensor], Tensor]] = {"k1": lambda d: d, "abs": Tensor.abs, "k2": _k2, "k3": _k3}

@@ -4,12 +4,14 @@ the scalar, so that averaging is decided in one place. Advantages, old log-proba
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from rlite.algorithms.importance import Metric, Scope, behaviour_weights
 from rlite.algorithms.reduce import sequence_means, to_tokens
 
 
@@ -50,33 +52,51 @@ def ppo_clip(
 
 def decoupled_ppo(
     logprobs: Float[Tensor, "*tokens"],
-    proximal_logprobs: Float[Tensor, "*tokens"],
-    behaviour_logprobs: Float[Tensor, "*tokens"],
+    old_logprobs: Float[Tensor, "*tokens"],
     advantages: Float[Tensor, "*tokens"],
     *,
+    behaviour_logprobs: Float[Tensor, "*tokens"],
+    mask: Shaped[Tensor, "*tokens"],
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
-    max_weight: float | None = None,
+    upper: float = math.inf,
+    lower: float | None = None,
+    metric: Metric = "ratio",
+    scope: Scope = "token",
+    action: Literal["mask", "clamp"] = "clamp",
+    over: Literal["mean", "sum", "max"] = "mean",
+    token_weights: bool = False,
+    cu_seqlens: Int[Tensor, " sequences+1"] | None = None,
 ) -> TokenLoss:
-    """L = b * L_clip(rho) with rho against the proximal policy and b = exp(proximal - behaviour), detached.
+    """L = b * L_clip(rho) with rho against the old, proximal policy and b = exp(old - behaviour), detached.
 
-    `max_weight` caps b. arXiv:2110.00641; AReaL, arXiv:2505.24298. Other bounds: `ppo_clip` with `behaviour_weights`.
+    arXiv:2110.00641; AReaL, arXiv:2505.24298. The remaining options bound b, or gate tokens and sequences, as in
+    `behaviour_weights`. Metrics: `behaviour_weight`, and `filtered_fraction`, tokens that a bound removed or clamped.
     """
-    with torch.no_grad():
-        weights = (proximal_logprobs - behaviour_logprobs).exp()
-        if max_weight is not None:
-            weights = weights.clamp(max=max_weight)
+    weights, _, changed = behaviour_weights(
+        old_logprobs,
+        behaviour_logprobs,
+        mask,
+        upper=upper,
+        lower=lower,
+        metric=metric,
+        scope=scope,
+        action=action,
+        over=over,
+        token_weights=token_weights,
+        cu_seqlens=cu_seqlens,
+    )
     loss, metrics = ppo_clip(
         logprobs,
-        proximal_logprobs,
+        old_logprobs,
         advantages,
         clip_low=clip_low,
         clip_high=clip_high,
         dual_clip=dual_clip,
         weights=weights,
     )
-    return TokenLoss(loss, {**metrics, "behaviour_weight": weights})
+    return TokenLoss(loss, {**metrics, "behaviour_weight": weights, "filtered_fraction": changed.to(loss.dtype)})
 
 
 def clipped_surrogate(
@@ -131,7 +151,8 @@ def reinforce(
     *,
     weights: Float[Tensor, "*tokens"] | None = None,
 ) -> TokenLoss:
-    """L = -A log pi (Williams 1992), times `weights`."""
+    """L = -A log pi (Williams 1992), times `weights`. With group advantages over the share of groups that are not
+    all alike it is GPG, arXiv:2504.02546."""
     loss = -advantages.detach() * logprobs
     return TokenLoss(loss if weights is None else loss * weights.detach(), {})
 

@@ -50,7 +50,9 @@ def test_decoupled_ppo_clips_about_the_proximal_policy_and_weighs_by_the_behavio
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     proximal = torch.tensor([-1.0, -1.0], requires_grad=True)
     behaviour = torch.tensor([-1.5, -3.0], requires_grad=True)
-    token = decoupled_ppo(logprobs, proximal, behaviour, torch.ones(2), max_weight=5.0)
+    token = decoupled_ppo(
+        logprobs, proximal, torch.ones(2), behaviour_logprobs=behaviour, mask=torch.ones(2), upper=5.0
+    )
     token.loss.sum().backward()
     torch.testing.assert_close(logprobs.grad, -torch.tensor([math.exp(0.5), 5.0]))
     assert proximal.grad is None

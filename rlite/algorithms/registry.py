@@ -1,0 +1,57 @@
+"""Algorithms by name: a table is a plain dict, and these are the ways to add to it and to look into it.
+
+An algorithm is a function. What it takes beyond its tensors are keyword parameters, and those are its options: an
+option that no parameter is named after is an error before anything is computed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
+
+Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
+
+
+def register(table: dict[str, Algorithm], name: str) -> Callable[[Algorithm], Algorithm]:
+    """A decorator that enters a function into `table`. Raises: ConfigError if another function has the name."""
+
+    def enter(function: Algorithm) -> Algorithm:
+        if table.setdefault(name, function) is not function:
+            raise ConfigError(
+                f"{name!r} is taken by {table[name].__module__}.{table[name].__qualname__}: choose another"
+            )
+        return function
+
+    return enter
+
+
+def find(table: Mapping[str, Algorithm], name: str | Algorithm, what: str) -> Algorithm:
+    """The function of that name; a function is itself. Raises: ConfigError with the nearest known name."""
+    if callable(name):
+        return name
+    if name not in table:
+        raise ConfigError(f"unknown {what} {name!r}; {did_you_mean(name, table)}")
+    return table[name]
+
+
+def keyword_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function that can only be given by name; `**` of it included."""
+    parameters = inspect.signature(function).parameters
+    return {k: p for k, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD)}
+
+
+def check_options(
+    function: Callable[..., Any], options: Collection[str], what: str, *, reserved: Collection[str] = ()
+) -> None:
+    """Raise UnknownOptionError for an option that is no keyword parameter of `function`, or that is `reserved` for
+    what the caller itself gives."""
+    parameters = keyword_parameters(function)
+    known = [k for k, p in parameters.items() if k not in reserved and p.kind is p.KEYWORD_ONLY]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for option in options:
+        if option in reserved or (option not in known and not takes_any):
+            hint = did_you_mean(option, known) if known else "it has none"
+            raise UnknownOptionError(f"{what} has no option {option!r}; {hint}")
