@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import zip_longest
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from rlite.errors import DataError
 
 Plan = list[list[list[int]]]
 """[rank][microbatch][row indices]"""
+
+PackingMethod = Literal["first_fit_decreasing", "karmarkar_karp"]
 
 
 def _checked_lengths(lengths: Sequence[int], capacity: int) -> list[int]:
@@ -60,8 +63,29 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     return [sorted(rows) for rows in bins]
 
 
+def sequence_flops(length: int, hidden_size: int, num_layers: int) -> float:
+    """Floating-point operations of a transformer's forward pass over one sequence, estimated.
+
+    num_layers (24 l h^2 + 2 l^2 h), after Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+    Clusters" (2021), where a causal mask saves half of attention. Meant to be compared: the backward pass costs twice
+    as much for every length, and what is equal for all tokens, such as the vocabulary, is left out.
+
+    Args:
+        length: tokens.
+        hidden_size: width of the model.
+        num_layers: of the model.
+    """
+    return num_layers * (24.0 * length * hidden_size**2 + 2.0 * length**2 * hidden_size)
+
+
 def plan_microbatches(
-    lengths: Sequence[int], num_ranks: int, capacity: int, groups: Sequence[Hashable] | None = None
+    lengths: Sequence[int],
+    num_ranks: int,
+    capacity: int,
+    groups: Sequence[Hashable] | None = None,
+    *,
+    costs: Sequence[float] | None = None,
+    method: PackingMethod = "first_fit_decreasing",
 ) -> Plan:
     """Deal rows to data-parallel ranks and pack each rank's rows into microbatches.
 
@@ -71,40 +95,60 @@ def plan_microbatches(
         capacity: most tokens in one microbatch.
         groups: one key for each row; rows with equal keys (say, the two sides of a preference pair) stay together in
             one microbatch.
+        costs: time that each row takes, in any unit (say, `sequence_flops`); default: its length. Ranks are balanced by
+            it; capacity stays in tokens.
+        method: "first_fit_decreasing" fills one microbatch after the other; "karmarkar_karp" makes those of a rank
+            alike (in cost, or at least in length), in the same number, where capacity leaves room for that.
 
     Returns:
         `plan[rank][microbatch]` = row indices, ascending. Every row is there exactly once. All ranks have the same
         number of microbatches, because each forward and backward is a collective: a rank with too little work has
-        empty microbatches at its end. Tokens are balanced over ranks, and a rank's microbatches run from large to
-        small, so that those which run at the same time are of like size. Without rows, there are no microbatches.
+        empty microbatches at its end. Costs are balanced over ranks, and a rank's microbatches run from large to
+        small, so that those which run at the same time are of like cost. Without rows, there are no microbatches.
 
     Raises:
-        ValueError: `num_ranks` is below 1, or `groups` has another length than `lengths`.
-        DataError: a row, or the rows of one group together, exceed `capacity`.
+        ValueError: `num_ranks` is below 1, `method` is unknown, or `groups` or `costs` has another length than
+            `lengths`.
+        DataError: a row, or the rows of one group together, exceed `capacity`; a cost is negative or not finite.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks}: expected at least 1")
+    if method not in (known := get_args(PackingMethod)):
+        raise ValueError(f"method={method!r}: expected one of {', '.join(known)}")
     lengths = _checked_lengths(lengths, capacity)
+    if costs is not None and len(costs) != len(lengths):
+        raise ValueError(f"costs has {len(costs)} entries for {len(lengths)} rows; expected one for each row")
     units = _units(lengths, capacity, groups)
-    weights = [_tokens(rows, lengths) for rows in units]
+    tokens = [sum(lengths[row] for row in rows) for rows in units]
+    weights = tokens if costs is None else [sum(float(costs[row]) for row in rows) for rows in units]
+
+    def weight(pack: Iterable[int]) -> float:
+        return sum(weights[unit] for unit in pack)
+
+    def filled(share: Sequence[int]) -> list[list[int]]:
+        return [[share[i] for i in pack] for pack in first_fit_decreasing([tokens[unit] for unit in share], capacity)]
 
     # Ranks first: the best balance. Packs first: sometimes one microbatch fewer, as rows that fit badly meet others.
-    ranks_first = [_pack(share, weights, capacity) for share in balanced_partitions(weights, num_ranks)]
-    packs = _pack(range(len(units)), weights, capacity)
-    loads = [_tokens(pack, weights) for pack in packs]
-    packs_first = [[packs[i] for i in share] for share in karmarkar_karp(loads, num_ranks, equal_size=True)]
+    shares = balanced_partitions(weights, num_ranks)
+    ranks_first = [filled(share) for share in shares]
+    packs = filled(range(len(units)))
+    packs_first = [
+        [packs[i] for i in share]
+        for share in karmarkar_karp([weight(pack) for pack in packs], num_ranks, equal_size=True)
+    ]
 
-    def large_to_small(share: list[list[int]]) -> list[list[int]]:
-        return sorted(share, key=lambda pack: _tokens(pack, weights), reverse=True)
+    def large_to_small(plan: Plan) -> Plan:
+        return [sorted(share, key=weight, reverse=True) for share in plan]
 
-    def cost(plan: Plan) -> tuple[int, int]:
-        # Ranks wait for each other at every microbatch, so the fullest one sets the time of each.
-        steps = zip_longest(*([_tokens(pack, weights) for pack in share] for share in plan), fillvalue=0)
-        slowest = [max(step) for step in steps]
+    def duration(plan: Plan) -> tuple[int, float]:
+        # Ranks wait for each other at every microbatch, so the most costly one sets the time of each.
+        slowest = [max(step) for step in zip_longest(*(map(weight, share) for share in plan), fillvalue=0)]
         return len(slowest), sum(slowest)
 
-    best = min(([large_to_small(share) for share in plan] for plan in (ranks_first, packs_first)), key=cost)
+    best = min(map(large_to_small, (ranks_first, packs_first)), key=duration)
     num_microbatches = max(len(share) for share in best)
+    if method == "karmarkar_karp":
+        best = large_to_small(_even(shares, weights, tokens, num_microbatches, capacity) or best)
     return [
         [sorted(row for unit in pack for row in units[unit]) for pack in share]
         + [[] for _ in range(num_microbatches - len(share))]
@@ -112,12 +156,18 @@ def plan_microbatches(
     ]
 
 
-def _tokens(pack: Iterable[int], weights: list[int]) -> int:
-    return sum(weights[unit] for unit in pack)
-
-
-def _pack(share: Sequence[int], weights: list[int], capacity: int) -> list[list[int]]:
-    return [[share[i] for i in pack] for pack in first_fit_decreasing([weights[unit] for unit in share], capacity)]
+def _even(
+    shares: list[list[int]], weights: Sequence[float], tokens: Sequence[int], num_packs: int, capacity: int
+) -> Plan | None:
+    """Each rank's share in `num_packs` packs of even weight, of even length if those are too long; None if both are."""
+    for loads in (weights, tokens):
+        plan = []
+        for share in shares:
+            parts = karmarkar_karp([loads[unit] for unit in share], num_packs)
+            plan.append([[share[i] for i in part] for part in parts if part])
+        if all(sum(tokens[unit] for unit in pack) <= capacity for share in plan for pack in share):
+            return plan
+    return None
 
 
 def _units(lengths: list[int], capacity: int, groups: Sequence[Hashable] | None) -> list[list[int]]:
@@ -130,7 +180,7 @@ def _units(lengths: list[int], capacity: int, groups: Sequence[Hashable] | None)
     for row, key in enumerate(groups):
         members.setdefault(key, []).append(row)
     for key, rows in members.items():
-        total = _tokens(rows, lengths)
+        total = sum(lengths[row] for row in rows)
         if total > capacity:
             raise DataError(
                 f"group {key!r} (rows {', '.join(map(str, rows))}) has {total} tokens and must stay in one "

@@ -1,0 +1,95 @@
+"""Preferences: rows of a prompt, a chosen and a rejected response, to pairs of token rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rlite.data.chat import ChatEncoder, check_messages
+from rlite.data.raw import RawEncoder, joined
+from rlite.data.tables import check_columns
+from rlite.data.tokens import TokenRows, Tokens, tokenise
+from rlite.errors import DataError
+
+SIDES = ("chosen", "rejected")
+
+
+def preference_rows(
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    where: str = "data.path",
+    **template_options: Any,
+) -> TokenRows:
+    """Tokenise preference pairs for reward models and DPO.
+
+    The first row says which form all rows have: a text `prompt`, or `messages` that end before the assistant's answer.
+    `chosen` and `rejected` are texts. `loss_mask` marks each answer with its end (raw: the end-of-sequence token), not
+    the assistant's earlier turns. A side longer than `max_length` is cut at its end. If the first row has a `margin`,
+    all rows have that number.
+
+    Args:
+        where: the table's name for messages, such as "data.path=x.json".
+        template_options: for the chat template, such as `enable_thinking=False`.
+
+    Returns: token rows two by two, chosen before rejected; batches also have `group` [N] int64, the same number for the
+        two sides of a pair, `is_chosen` [N] bool, and `margin` [N] float32 where there is one. `tally` says what was
+        cut and dropped (see `tokenise`).
+    Raises: DataError naming row and column for a row of another form, or a conversation that the template refuses;
+        ConfigError for a tokenizer that cannot do this.
+    """
+    is_chat = bool(rows) and rows[0].get("messages") is not None
+    has_margin = bool(rows) and rows[0].get("margin") is not None
+    for number, row in enumerate(rows):
+        _check(row, is_chat, has_margin, f"{where}, row {number}")
+    if is_chat:
+        encoder = ChatEncoder(tokenizer, **template_options)
+
+        def encode(numbers: range) -> list[list[Tokens]]:
+            chats = [
+                [*rows[number]["messages"], {"role": "assistant", "content": rows[number][side]}]
+                for number in numbers
+                for side in SIDES
+            ]
+            names = [f"{where}, row {number}" for number in numbers for _ in SIDES]
+            encoded = encoder.encode(chats, names, [rows[number].get("tools") for number in numbers for _ in SIDES])
+            tokens = [(chat.input_ids, chat.mask(slice(-1, None))) for chat in encoded]
+            return [list(pair) for pair in zip(tokens[::2], tokens[1::2], strict=True)]
+
+    else:
+        raw = RawEncoder(tokenizer)
+
+        def encode(numbers: range) -> list[list[Tokens]]:
+            prompts = raw.prompts([rows[number]["prompt"] for number in numbers])
+            answers = [raw.responses([rows[number][side] for number in numbers]) for side in SIDES]
+            return [
+                [joined(prompt, answer) for answer in pair] for prompt, *pair in zip(prompts, *answers, strict=True)
+            ]
+
+    pairs = tokenise(len(rows), encode, max_length, where, rows_per_item=len(SIDES))
+    per_row = {"group": np.repeat(np.arange(len(pairs)), 2), "is_chosen": np.tile([True, False], len(pairs))}
+    if has_margin:
+        margins = [rows[number]["margin"] for number in pairs.source]
+        per_row["margin"] = np.repeat(np.asarray(margins, dtype=np.float32), 2)
+    return replace(pairs, per_row=per_row)
+
+
+def _check(row: Mapping[str, Any], is_chat: bool, has_margin: bool, where: str) -> None:
+    columns: dict[str, type | tuple[type, ...]] = {"chosen": str, "rejected": str}
+    if has_margin:
+        columns["margin"] = (float, int)
+    check_columns(row, {"messages": list, **columns} if is_chat else {"prompt": str, **columns}, where)
+    if has_margin and not math.isfinite(row["margin"]):
+        raise DataError(f"{where}: 'margin' is {row['margin']}; expected a finite number")
+    if is_chat:
+        check_messages(row["messages"], where)
+        if row["messages"][-1]["role"] == "assistant":
+            raise DataError(
+                f"{where}: 'messages' ends with the assistant; expected the prompt alone, to which chosen and rejected "
+                "are answers"
+            )

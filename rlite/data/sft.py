@@ -1,0 +1,67 @@
+"""Demonstrations: rows of `prompt` and `response`, or of `messages`, to token rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlite.data.chat import ChatEncoder, check_messages
+from rlite.data.raw import RawEncoder, joined
+from rlite.data.tables import check_columns
+from rlite.data.tokens import TokenRows, Tokens, tokenise
+from rlite.errors import DataError
+
+
+def sft_rows(
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    where: str = "data.path",
+    **template_options: Any,
+) -> TokenRows:
+    """Tokenise demonstrations for supervised fine-tuning.
+
+    The first row says which form all rows have. Raw: `prompt` and `response` are texts; the response and the
+    end-of-sequence token after it are learnt. Messages: every turn of the assistant is learnt, with the token that ends
+    it; `tools` (JSON schemas) may stand beside. A row longer than `max_length` is cut at its end.
+
+    Args:
+        where: the table's name for messages, such as "data.path=x.json".
+        template_options: for the chat template, such as `enable_thinking=False`.
+
+    Returns: one token row for each row that is kept; its `tally` says what was cut and dropped (see `tokenise`).
+    Raises: DataError naming row and column for a row of another form, a conversation that the template refuses, or one
+        without a turn of the assistant; ConfigError for a tokenizer that cannot do this.
+    """
+    is_chat = bool(rows) and rows[0].get("messages") is not None
+    for number, row in enumerate(rows):
+        at = f"{where}, row {number}"
+        if not is_chat:
+            check_columns(row, {"prompt": str, "response": str}, at)
+            continue
+        check_columns(row, {"messages": list}, at)
+        check_messages(row["messages"], at)
+        if not any(message["role"] == "assistant" for message in row["messages"]):
+            raise DataError(f"{at}: 'messages' has no turn of the assistant, hence nothing to learn")
+    if not is_chat:
+        raw = RawEncoder(tokenizer)
+
+        def encode_raw(numbers: range) -> list[list[Tokens]]:
+            prompts = raw.prompts([rows[number]["prompt"] for number in numbers])
+            responses = raw.responses([rows[number]["response"] for number in numbers])
+            return [[joined(*pair)] for pair in zip(prompts, responses, strict=True)]
+
+        return tokenise(len(rows), encode_raw, max_length, where)
+    encoder = ChatEncoder(tokenizer, **template_options)
+
+    def encode_chats(numbers: range) -> list[list[Tokens]]:
+        chats = encoder.encode(
+            [rows[number]["messages"] for number in numbers],
+            [f"{where}, row {number}" for number in numbers],
+            [rows[number].get("tools") for number in numbers],
+        )
+        return [[(chat.input_ids, chat.mask())] for chat in chats]
+
+    return tokenise(len(rows), encode_chats, max_length, where)

@@ -1,0 +1,224 @@
+"""Tables of rows from files, folders and the Hugging Face hub, read before anything is started."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlite.errors import ConfigError, DataError, did_you_mean
+
+Row = dict[str, Any]
+
+JSON_COLUMNS = ("messages", "tools", "extra_info")
+"""columns whose cells hold JSON where the file has nothing but text (CSV)"""
+
+_SPLIT = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def read_rows(source: str | Path, key: str = "data.path") -> list[Row]:
+    """The rows of a table, as dicts.
+
+    Args:
+        source: a file (`.json`, an array or one object per line; `.jsonl`; `.csv`; `.parquet`; `.arrow`), a folder that
+            `datasets` saved or can load, or a dataset's name on the Hugging Face hub. `split@source` chooses a split
+            (default: train, or the only one) or a part of it: `train[:90%]@rows.jsonl`, `test[100:200]@org/name`. The
+            only split of a file is train. CSV cells are text; those of JSON_COLUMNS are read as JSON.
+        key: the option that `source` is the value of, for messages.
+
+    Raises:
+        ConfigError: there is no such file, folder, split or dataset, nobody can read that kind of file, or the package
+            that could (`rlite[data]`) is missing.
+        DataError: the file is damaged or is not a table, with the line or row; or it has no rows.
+    """
+    where = f"{key}={source}"
+    split, path = _split_off(str(source), where)
+    if path.is_dir() or not (path.suffix in _READERS or path.exists()):
+        rows = _dataset(path, split["name"] if split else None, where)
+    elif path.suffix not in _READERS:
+        raise ConfigError(f"{where}: {path.suffix or 'no suffix'} is no kind of table; known: {', '.join(_READERS)}")
+    elif not path.is_file():
+        raise ConfigError(f"{where}: no such file")
+    elif split and split["name"] != "train":
+        raise ConfigError(f"{where}: a file has the one split train, of which train[:90%]@{path} is a part")
+    else:
+        rows = _READERS[path.suffix](path, where)
+    if split:
+        rows = rows[_bound(split["start"], len(rows)) : _bound(split["stop"], len(rows))]
+    if not rows:
+        raise DataError(f"{where}: no rows; expected at least one")
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(f"{where}, row {number}: expected an object of named columns, found {_kind(row)}")
+    return rows
+
+
+def check_columns(row: Mapping[str, Any], columns: Mapping[str, type | tuple[type, ...]], where: str) -> None:
+    """Raise DataError, naming the column, unless `row` holds each of `columns` in its type."""
+    for column, expected in columns.items():
+        value = row.get(column)
+        if value is None:
+            has = ", ".join(str(name) for name, cell in row.items() if cell is not None) or "nothing"
+            raise DataError(f"{where}: no {column!r}; the row has {has}")
+        if not isinstance(value, expected) or isinstance(value, bool):
+            raise DataError(f"{where}: {column!r} is {_kind(value)}; expected {_type_name(expected)}")
+
+
+def _split_off(source: str, where: str) -> tuple[re.Match[str] | None, Path]:
+    name, at, rest = source.partition("@")
+    if not at or Path(source).exists():
+        return None, Path(source)
+    split = _SPLIT.fullmatch(name)
+    if not split or not rest:
+        raise ConfigError(f"{where}: expected split@path, such as train@org/name or train[:90%]@rows.jsonl")
+    return split, Path(rest)
+
+
+def _bound(text: str | None, num_rows: int) -> int | None:
+    if text is None:
+        return None
+    return round(num_rows * int(text[:-1]) / 100) if text.endswith("%") else int(text)
+
+
+def _text(path: Path, where: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 at byte {error.start}") from error
+
+
+def _read_json(path: Path, where: str) -> list[Any]:
+    text = _text(path, where)
+    if not text.lstrip().startswith("["):  # many .json files hold one object per line
+        return list(_json_lines(text, where))
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}, line {error.lineno}: not valid JSON: {error}") from error
+
+
+def _read_json_lines(path: Path, where: str) -> list[Any]:
+    return list(_json_lines(_text(path, where), where))
+
+
+def _json_lines(text: str, where: str) -> Iterator[Any]:
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines() cuts texts at U+2028, too
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{where}, line {number}: not valid JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{where}, line {number}: expected an object, found {_kind(row)}")
+            yield row
+
+
+def _read_csv(path: Path, where: str) -> list[Row]:
+    limit = csv.field_size_limit(path.stat().st_size + 1)  # a cell may hold a long document
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            rows: list[Row] = []
+            for row in reader:
+                if None in row or None in row.values():
+                    columns = len(reader.fieldnames or ())
+                    raise DataError(f"{where}, line {reader.line_num}: expected {columns} cells, as in the first line")
+                rows.append({name: _cell(name, text, len(rows), where) for name, text in row.items()})
+            return rows
+    except csv.Error as error:
+        raise DataError(f"{where}, line {reader.line_num}: not valid CSV: {error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 at byte {error.start}") from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _cell(column: str, text: str, number: int, where: str) -> Any:
+    if column not in JSON_COLUMNS:
+        return text
+    if not text:
+        return None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}, row {number}: {column!r} is not valid JSON: {error}") from error
+
+
+def _read_parquet(path: Path, where: str) -> list[Row]:
+    try:
+        return pq.read_table(path).to_pylist()
+    except pa.ArrowException as error:
+        raise DataError(f"{where}: not a Parquet file: {error}") from error
+
+
+def _read_arrow(path: Path, where: str) -> list[Row]:
+    with pa.memory_map(str(path)) as file:
+        try:
+            try:
+                return pa.ipc.open_file(file).read_all().to_pylist()
+            except pa.ArrowInvalid:  # without a footer: the stream format, which `datasets` writes
+                file.seek(0)
+                return pa.ipc.open_stream(file).read_all().to_pylist()
+        except pa.ArrowException as error:
+            raise DataError(f"{where}: not an Arrow file: {error}") from error
+
+
+_READERS = {
+    ".json": _read_json,
+    ".jsonl": _read_json_lines,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}
+
+
+def _dataset(path: Path, split: str | None, where: str) -> list[Row]:
+    """What only the `datasets` library reads: its folders, folders of data files, and the hub."""
+    name = path.as_posix()
+    if not path.is_dir() and not _HUB_NAME.fullmatch(name):
+        raise ConfigError(f"{where}: no such file or folder")
+    try:
+        datasets = importlib.import_module("datasets")  # here: it takes seconds, and most tables are files
+    except ImportError as error:
+        what = "a folder" if path.is_dir() else "no file, and to look it up on the Hugging Face hub"
+        raise ConfigError(f"{where}: {what} needs the datasets library: pip install 'rlite[data]'") from error
+    is_saved = any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json"))
+    try:
+        found = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(name)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        what = "cannot be read" if path.is_dir() else "no such file or folder, and no dataset of the Hugging Face hub"
+        raise ConfigError(f"{where}: {what}: {error}") from error
+    if not isinstance(found, Mapping):  # one table, saved without splits
+        found = {"train": found}
+    split = split or (next(iter(found)) if len(found) == 1 else "train")
+    if split not in found:
+        raise ConfigError(f"{where}: no split {split!r}; {did_you_mean(split, found)}; write SPLIT@{name}")
+    return found[split].to_list()
+
+
+_TYPE_NAMES: dict[type, str] = {
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+    int: "a whole number",
+    float: "a number",
+}
+
+
+def _kind(value: Any) -> str:
+    if value is None or isinstance(value, (bool, int, float)):
+        return f"{type(value).__name__} {value!r}"
+    return _TYPE_NAMES.get(type(value), type(value).__name__)
+
+
+def _type_name(expected: type | Sequence[type]) -> str:
+    types = (expected,) if isinstance(expected, type) else expected
+    return " or ".join(_TYPE_NAMES.get(one, one.__name__) for one in types)

@@ -1,0 +1,198 @@
+"""Token rows: tokenised data as compact integer arrays, and right-padded batches of them."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from tensordict import TensorDict
+
+from rlite.errors import ConfigError, DataError
+
+Tokens = tuple[np.ndarray, np.ndarray]
+"""(input_ids [L], loss_mask [L]) of one sequence"""
+
+_CHUNK = 512
+"""rows that are tokenised in one call, in which the tokenizer works in parallel"""
+_LONG = 20_000
+"""rows from which on a progress bar is shown"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRows:
+    """Items of tokenised data, each of `rows_per_item` token rows side by side (preferences: 2, chosen and rejected).
+
+    Four bytes per token and one for its mask; batches are made when they are asked for.
+    """
+
+    input_ids: np.ndarray
+    """int32 [T], all rows end to end"""
+    loss_mask: np.ndarray
+    """bool [T]: the tokens to be learnt"""
+    starts: np.ndarray
+    """int64 [N + 1]: row n is input_ids[starts[n]:starts[n + 1]]"""
+    source: np.ndarray
+    """int64 [items]: the row of the file that an item was made from"""
+    rows_per_item: int = 1
+    per_row: dict[str, np.ndarray] = field(default_factory=dict)
+    """further keys of a batch, [N, ...] each"""
+    tally: Tally
+
+    def __len__(self) -> int:
+        """The number of items."""
+        return len(self.source)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [N]: tokens of each row."""
+        return np.diff(self.starts)
+
+    def batch(self, items: Sequence[int]) -> TensorDict:
+        """A right-padded batch of these items, their rows side by side in this order.
+
+        Returns: TensorDict of batch size [n] with n = rows_per_item x items: `input_ids` int64, `attention_mask` and
+            `loss_mask` bool, all [n, L] with L the longest row's length; the keys of `per_row`.
+        """
+        if len(items) == 0:
+            raise DataError("a batch of no items; expected at least one")
+        rows = (np.asarray(items)[:, None] * self.rows_per_item + np.arange(self.rows_per_item)).ravel()
+        lengths = self.lengths[rows]
+        mask = np.arange(lengths.max()) < lengths[:, None]
+        places = np.concatenate([np.arange(self.starts[row], self.starts[row + 1]) for row in rows])
+        input_ids = np.zeros(mask.shape, dtype=np.int64)
+        input_ids[mask] = self.input_ids[places]
+        loss_mask = np.zeros_like(mask)
+        loss_mask[mask] = self.loss_mask[places]
+        columns = {"input_ids": input_ids, "attention_mask": mask, "loss_mask": loss_mask}
+        columns |= {key: values[rows] for key, values in self.per_row.items()}
+        return TensorDict({key: torch.from_numpy(values) for key, values in columns.items()}, batch_size=[len(rows)])
+
+    def batches(self, batch_size: int) -> Iterator[TensorDict]:
+        """All items once in their order, as for evaluation; the last batch may be smaller."""
+        for start in range(0, len(self), batch_size):
+            yield self.batch(range(start, min(start + batch_size, len(self))))
+
+    def check_capacity(self, capacity: int, name: str) -> None:
+        """Raise ConfigError, naming the file's row, unless every item fits the `capacity` that `name` says."""
+        sizes = self.lengths.reshape(-1, self.rows_per_item).sum(1)
+        if sizes.max() > capacity:
+            item = int(sizes.argmax())
+            what = "tokens" if self.rows_per_item == 1 else "tokens, both sides together,"
+            raise ConfigError(
+                f"row {self.source[item]} of the data has {sizes[item]} {what} and {name} is {capacity}; "
+                "raise that, or lower data.max_length"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """What became of the rows of a file."""
+
+    num_read: int
+    """rows in the file"""
+    num_kept: int
+    """items to train on"""
+    num_truncated: int
+    """kept items of which a row was cut to max_length"""
+    dropped: dict[str, int]
+    """reason -> rows that it cost"""
+    longest: int
+    """tokens of the longest row before truncation"""
+    max_length: int
+
+    def __str__(self) -> str:
+        """One line for a person, such as "253 of 256 rows; 12 cut to max_length=64 ..."."""
+        parts = [f"{self.num_kept} of {self.num_read} rows"]
+        if self.num_truncated:
+            parts.append(f"{self.num_truncated} cut to max_length={self.max_length} (the longest has {self.longest})")
+        parts += [f"{count} dropped: {reason}" for reason, count in self.dropped.items()]
+        return "; ".join(parts)
+
+
+def tokenise(
+    num_rows: int,
+    encode: Callable[[range], Sequence[Sequence[Tokens]]],
+    max_length: int,
+    where: str,
+    rows_per_item: int = 1,
+) -> TokenRows:
+    """Tokenise a table once, chunk by chunk, and cut what is longer than `max_length` at its end.
+
+    An item is dropped, and counted, if nothing to learn is left of one of its rows (the prompt alone fills
+    `max_length`), or if its rows are equal.
+
+    Args:
+        num_rows: rows of the table.
+        encode: rows of the table -> for each of them `rows_per_item` sequences.
+        max_length: most tokens of one row.
+        where: the table's name for messages, such as "data.path=x.json".
+
+    Raises:
+        ConfigError: `max_length` is below 2.
+        DataError: no item is left.
+    """
+    if max_length < 2:
+        raise ConfigError(f"max_length={max_length}: expected at least 2, a token and the one that it predicts")
+    kept: list[Tokens] = []
+    source: list[int] = []
+    dropped: Counter[str] = Counter()
+    num_truncated = longest = 0
+    chunks = [range(start, min(start + _CHUNK, num_rows)) for start in range(0, num_rows, _CHUNK)]
+    console = Console(file=sys.stderr)
+    for chunk in track(
+        chunks,
+        f"tokenising {where}",
+        console=console,
+        transient=True,
+        disable=num_rows < _LONG or not console.is_terminal,
+    ):
+        for number, sequences in zip(chunk, encode(chunk), strict=True):
+            length = max(len(ids) for ids, _ in sequences)
+            longest = max(longest, length)
+            cut = [_cut(ids, mask, max_length) for ids, mask in sequences]
+            if reason := _fault(cut, max_length):
+                dropped[reason] += 1
+                continue
+            num_truncated += length > max_length
+            kept += cut
+            source.append(number)
+    tally = Tally(
+        num_read=num_rows,
+        num_kept=len(source),
+        num_truncated=num_truncated,
+        dropped=dict(dropped),
+        longest=longest,
+        max_length=max_length,
+    )
+    if not source:
+        raise DataError(f"{where}: nothing to train on: {tally}")
+    return TokenRows(
+        input_ids=np.concatenate([ids for ids, _ in kept]),
+        loss_mask=np.concatenate([mask for _, mask in kept]),
+        starts=np.cumsum([0, *(len(ids) for ids, _ in kept)], dtype=np.int64),
+        source=np.asarray(source, dtype=np.int64),
+        rows_per_item=rows_per_item,
+        tally=tally,
+    )
+
+
+def _cut(ids: np.ndarray, mask: np.ndarray, max_length: int) -> Tokens:
+    mask = mask[:max_length].copy()
+    mask[:1] = False  # nothing predicts a row's first token
+    return ids[:max_length].astype(np.int32, copy=False), mask
+
+
+def _fault(sequences: Sequence[Tokens], max_length: int) -> str | None:
+    """Why nothing can be learnt from an item, if so."""
+    if not all(mask.any() for _, mask in sequences):
+        return f"nothing to learn within max_length={max_length}"
+    first = sequences[0][0]
+    if len(sequences) > 1 and all(np.array_equal(first, ids) for ids, _ in sequences[1:]):
+        return f"chosen equals rejected within max_length={max_length}"
+    return None
