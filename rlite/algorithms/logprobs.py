@@ -10,10 +10,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlite.algorithms.softmax import (
+    block_gradient,
+    block_statistics,
+    logprobs_and_entropy,
+    merge_over,
+    no_statistics,
+)
 from rlite.errors import ConfigError
 
 # default chunks, in elements: on a CPU what its cache holds, on a GPU what keeps it busy
@@ -27,14 +35,20 @@ def gather_logprobs(
     temperature: float = 1.0,
     *,
     chunk_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    start: int = 0,
 ) -> Float[Tensor, "*tokens"]:
     """log p(label) under softmax(logits / temperature), in float32 (float64 for float64 logits).
 
     Labels are already aligned with the logits that predict them (see `next_token`) and lie in [0, V): give masked
-    positions any valid id. `chunk_size` is the number of rows that are worked on at once.
+    positions any valid id; one outside gives -inf. `chunk_size` is the number of rows that are worked on at once.
+
+    With a `group`, each of its ranks gives its own columns of the same rows, the first of which is the token id
+    `start`, and the same labels; each gets the whole result, and the gradient of its own columns.
+
     Raises: ConfigError when the shapes do not fit or temperature is not positive.
     """
-    return _logprobs(logits, labels, temperature, chunk_size, with_entropy=False)[0]
+    return _logprobs(logits, labels, temperature, chunk_size, group, start, with_entropy=False)[0]
 
 
 def gather_logprobs_entropy(
@@ -43,9 +57,11 @@ def gather_logprobs_entropy(
     temperature: float = 1.0,
     *,
     chunk_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    start: int = 0,
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
     """`gather_logprobs` and `entropy` in one pass over the logits."""
-    return _logprobs(logits, labels, temperature, chunk_size, with_entropy=True)
+    return _logprobs(logits, labels, temperature, chunk_size, group, start, with_entropy=True)
 
 
 def entropy(
@@ -53,7 +69,7 @@ def entropy(
 ) -> Float[Tensor, "*tokens"]:
     """H = -sum_v p_v log p_v of softmax(logits / temperature), in nats."""
     labels = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
-    return _logprobs(logits, labels, temperature, chunk_size, with_entropy=True)[1]
+    return _logprobs(logits, labels, temperature, chunk_size, None, 0, with_entropy=True)[1]
 
 
 def next_token(
@@ -94,42 +110,56 @@ def previous_token(
     return shifted
 
 
+def check_temperature(temperature: float) -> float:
+    """Raises: ConfigError unless it is positive."""
+    if not temperature > 0:
+        raise ConfigError(f"temperature={temperature}: expected a positive number (greedy sampling has temperature 1)")
+    return float(temperature)
+
+
 def _logprobs(
-    logits: Tensor, labels: Tensor, temperature: float, chunk_size: int | None, *, with_entropy: bool
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float,
+    chunk_size: int | None,
+    group: dist.ProcessGroup | None,
+    start: int,
+    *,
+    with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
     if logits.shape[:-1] != labels.shape:
         raise ConfigError(
             f"logits {list(logits.shape)} need labels of shape {list(logits.shape[:-1])}, found {list(labels.shape)}"
         )
-    if not temperature > 0:
-        raise ConfigError(f"temperature={temperature}: expected a positive number (greedy sampling has temperature 1)")
     elements = _CPU_CHUNK if logits.device.type == "cpu" else _GPU_CHUNK
     rows = chunk_size or max(1, elements // max(1, logits.shape[-1]))
-    logprobs, entropies = _TokenLogprobs.apply(logits, labels, float(temperature), rows, with_entropy)
+    logprobs, entropies = _GatherLogprobs.apply(
+        logits, labels.long() - start, check_temperature(temperature), rows, group, with_entropy
+    )
     return logprobs, entropies
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    """p = softmax(x), x = logits / temperature.
-
-    log p_l = x_l - logsumexp(x)    d/dx_v = [v = l] - p_v
-    H = -sum_v p_v log p_v          d/dx_v = -p_v log p_v - p_v H, with 0 log 0 = 0
-    """
+class _GatherLogprobs(torch.autograd.Function):
+    """The formulas are those of `rlite.algorithms.softmax`; labels count from the first column of `logits`."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, chunk_size: int, with_entropy: bool
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        temperature: float,
+        chunk_size: int,
+        group: dist.ProcessGroup | None,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        logprobs = torch.empty(labels.numel(), dtype=dtype, device=logits.device)
-        entropies = torch.zeros_like(logprobs)
-        flat_labels = labels.reshape(-1).long()
+        flat_labels = labels.reshape(-1)
+        statistics = no_statistics(flat_labels, torch.promote_types(logits.dtype, torch.float32))
         for rows, chunk in _row_chunks(logits, chunk_size):
-            log_p = _scaled(chunk, temperature, dtype).log_softmax(-1)
-            logprobs[rows] = log_p.gather(-1, flat_labels[rows, None]).squeeze(-1)
-            if with_entropy:
-                entropies[rows] = torch.special.entr(log_p.exp_()).sum(-1)
-        ctx.save_for_backward(logits, labels, entropies)
+            statistics[:, rows] = block_statistics(chunk, flat_labels[rows], temperature)
+        if group is not None:
+            statistics = merge_over(group, statistics)
+        logprobs, entropies, log_sums = logprobs_and_entropy(statistics)
+        ctx.save_for_backward(logits, flat_labels, log_sums, entropies)
         ctx.temperature, ctx.chunk_size, ctx.with_entropy = temperature, chunk_size, with_entropy
         if not with_entropy:
             ctx.mark_non_differentiable(entropies)
@@ -138,25 +168,21 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
-        logits, labels, entropies = ctx.saved_tensors
+        logits, labels, log_sums, entropies = ctx.saved_tensors
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        flat_grad, flat_labels = grad.view(-1, logits.shape[-1]), labels.reshape(-1).long()
-        grad_logprobs = grad_logprobs.reshape(-1, 1) / ctx.temperature
-        grad_entropies = grad_entropies.reshape(-1, 1) / ctx.temperature
+        flat_grad = grad.view(len(labels), logits.shape[-1])
+        by_logprobs, by_entropies = grad_logprobs.reshape(-1), grad_entropies.reshape(-1)
         for rows, chunk in _row_chunks(logits, ctx.chunk_size):
-            p = _scaled(chunk, ctx.temperature, entropies.dtype).softmax(-1)
-            if ctx.with_entropy:
-                out = torch.special.entr(p).mul_(grad_entropies[rows])
-                out.addcmul_(p, grad_logprobs[rows] + entropies[rows, None] * grad_entropies[rows], value=-1)
-            else:
-                out = p.mul_(-grad_logprobs[rows])
-            flat_grad[rows] = out.scatter_add_(-1, flat_labels[rows, None], grad_logprobs[rows])
-        return grad, None, None, None, None
-
-
-def _scaled(chunk: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    wide = chunk.to(dtype)
-    return wide if temperature == 1.0 else wide / temperature
+            flat_grad[rows] = block_gradient(
+                chunk,
+                labels[rows],
+                ctx.temperature,
+                log_sums[rows],
+                entropies[rows],
+                by_logprobs[rows],
+                by_entropies[rows] if ctx.with_entropy else None,
+            )
+        return grad, None, None, None, None, None
 
 
 def _row_chunks(logits: Tensor, chunk_size: int) -> Iterator[tuple[slice, Tensor]]:
@@ -165,7 +191,7 @@ def _row_chunks(logits: Tensor, chunk_size: int) -> Iterator[tuple[slice, Tensor
     `logits[:, :-1]` cannot be flattened without a copy of everything, so it is taken one batch row at a time.
     """
     flattens = logits.dim() != 3 or logits.is_contiguous()
-    pieces = (logits.reshape(-1, logits.shape[-1]),) if flattens else logits.unbind(0)
+    pieces = (logits.reshape(logits.shape[:-1].numel(), logits.shape[-1]),) if flattens else logits.unbind(0)
     start = 0
     for piece in pieces:
         for chunk in piece.split(chunk_size):

@@ -114,7 +114,8 @@ class RliteTrainEngine(Engine):
         Args:
             batch: right-padded TensorDict or dict: `input_ids`, `attention_mask` [N, L]; other keys [N, L, ...] or [N].
             loss_fn: (logits [T, V], data) -> a mean, or (mean, dict of means to report). `data` holds the batch's keys
-                packed ([T, ...] and [n]) and `cu_seqlens` [n + 1], `position_ids` [T], `max_seqlen`.
+                packed ([T, ...] and [n]) and `cu_seqlens` [n + 1], `position_ids` [T], `max_seqlen`. One marked with
+                `rlite.algorithms.on_logprobs` gets log-probabilities and entropies [T], and no logits are kept.
             loss_weight_fn: data -> what the microbatch's mean counts, e.g. its number of action tokens.
 
         Returns: the batch's `loss`, what loss_fn reports, `grad_norm`, `lr`, `weight`, `num_tokens`,
@@ -131,7 +132,10 @@ class RliteTrainEngine(Engine):
         return self._atomic("eval_batch", batch, loss_fn, loss_weight_fn)
 
     def forward(self, batch: Mapping[str, Tensor], post_hook: Callable[..., Tensor]) -> Tensor:
-        """Apply `post_hook(logits [T, V], data) -> [T, ...]` to a batch; returns [N, L, ...], padded with 0."""
+        """Apply `post_hook(logits [T, V], data) -> [T, ...]` to a batch; returns [N, L, ...], padded with 0.
+
+        A post_hook may be marked with `on_logprobs`, as a loss_fn may.
+        """
         plan, calls = self._plan("forward", batch)
         results = self.group.call("forward", [((*call, post_hook), {}) for call in calls])
         first = next(value for part in results for value in part.values())

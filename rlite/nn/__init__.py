@@ -2,5 +2,6 @@
 
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule
+from rlite.nn.logprobs import linear_logprobs
 
-__all__ = ["BaseTrainModule", "HuggingFaceFsdp2TrainModule"]
+__all__ = ["BaseTrainModule", "HuggingFaceFsdp2TrainModule", "linear_logprobs"]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlite.algorithms.logprobs import gather_logprobs_entropy, next_token
+from rlite.algorithms.token_logprobs import TokenLogprobs
 from rlite.errors import ConfigError
 
 CheckpointSource = str | Path | Mapping[str, Tensor]
@@ -61,6 +63,17 @@ class BaseTrainModule(nn.Module):
         raise ConfigError(
             f"{type(self).__name__} has no compute_logits(data): define it to use train_batch, eval_batch and forward"
         )
+
+    def compute_logprobs(
+        self, data: Mapping[str, Any], temperature: float = 1.0, positions: Tensor | None = None
+    ) -> TokenLogprobs:
+        """Log-probabilities and entropies [T] of each position's next token in a pack, for losses `on_logprobs`.
+
+        Where `positions` [T] is given and False they are not needed and may be 0. This one makes all logits;
+        override it where that can be avoided.
+        """
+        labels = next_token(data["input_ids"], data["cu_seqlens"])
+        return TokenLogprobs(*gather_logprobs_entropy(self.compute_logits(data), labels, temperature))
 
     @property
     def device(self) -> torch.device:

@@ -11,9 +11,12 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
+from rlite.algorithms.logprobs import next_token
+from rlite.algorithms.token_logprobs import TokenLogprobs
 from rlite.errors import ConfigError
 from rlite.nn.attention import PACKED, PackedLayout, attention
 from rlite.nn.base import BaseTrainModule, CheckpointSource
+from rlite.nn.logprobs import logprobs_of
 from rlite.nn.meta import meta_parameters, real_tensors
 
 
@@ -27,6 +30,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     config: PretrainedConfig
     loss_type: str
     _no_split_modules: Sequence[str] | None
+    _changes_logits: bool = False
+    """whether the model's forward does more to its logits than the output embedding"""
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *args: Any, **kwargs: Any) -> Any:
@@ -73,6 +78,26 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
                 use_cache=False,
                 packed_layout=layout,
             ).logits[0]
+
+    def compute_logprobs(
+        self, data: Mapping[str, Any], temperature: float = 1.0, positions: Tensor | None = None
+    ) -> TokenLogprobs:
+        """As `BaseTrainModule.compute_logprobs`, without logits of the whole pack where the model allows it.
+
+        The model's own forward runs with an output embedding that answers with log-probabilities and entropies
+        [1, T, 2] instead of logits. A model that goes on to change its logits (scales or caps them) would change those:
+        it is recognised by its output, and gets its logits from then on, as one without a linear output embedding does.
+        """
+        head = self.get_output_embeddings()  # type: ignore[operator]
+        if self._changes_logits or not isinstance(head, nn.Linear):
+            return super().compute_logprobs(data, temperature, positions)
+        labels = next_token(data["input_ids"], data["cu_seqlens"])
+        with logprobs_of(head, labels, temperature, positions) as answers:
+            output = self.compute_logits(data)
+        if len(answers) != 1 or not answers[0].is_what_became(output):
+            self._changes_logits = True
+            return super().compute_logprobs(data, temperature, positions)
+        return TokenLogprobs(*output.unbind(-1))
 
 
 def causal_lm_class(path: str | Path, carrier: type[HuggingFaceFsdp2TrainModule]) -> Any:

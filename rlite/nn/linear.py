@@ -30,7 +30,7 @@ def speed_up_linear_layers(module: nn.Module) -> None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`, by oneDNN where that is faster."""
     is_suitable = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
-    if not is_suitable or x.numel() < MIN_ROWS * x.shape[-1] or torch.is_autocast_enabled("cpu"):
+    if not is_suitable or x.numel() < max(1, MIN_ROWS * x.shape[-1]) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _Linear.apply(x, weight, bias)

@@ -14,10 +14,10 @@ from accelerate import init_empty_weights
 from torch import Tensor
 
 from rlite.algorithms import (
+    OnLogprobs,
+    TokenLogprobs,
     aggregate,
     aggregation_weight,
-    gather_logprobs,
-    gather_logprobs_entropy,
     importance_weights,
     masked_mean,
     next_token,
@@ -72,7 +72,7 @@ def policy_module(path: str | Path, optimizer_options: OptimizerOptions | None =
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLoss:
+class PolicyLoss(OnLogprobs):
     """PPO's clipped loss on a pack, Dr. GRPO by default; `data` holds advantages, logprobs and loss_mask, each [T].
 
     Where `old_logprobs` [T] is absent, the policy of this very update is the old one: the ratio is 1 and carries the
@@ -93,11 +93,13 @@ class PolicyLoss:
         if self.avg_level == "constant" and not self.max_new_tokens:
             raise ConfigError("avg_level=constant divides by max_new_tokens: give rollout.train_sampling_params")
 
-    def __call__(self, logits: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        cu_seqlens = data["cu_seqlens"]
-        mask = next_token(data["loss_mask"], cu_seqlens).bool()
-        labels = next_token(data["input_ids"], cu_seqlens)
-        logprobs, entropy = gather_logprobs_entropy(logits, labels, self.temperature)
+    def positions(self, data: Mapping[str, Any]) -> Tensor:
+        """Of the tokens that count."""
+        return _predicts_counted(data)
+
+    def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        cu_seqlens, mask = data["cu_seqlens"], _predicts_counted(data)
+        logprobs, entropy = tokens
         behaviour = next_token(data["logprobs"], cu_seqlens)
         old = next_token(data["old_logprobs"], cu_seqlens) if "old_logprobs" in data else logprobs.detach()
         weights = None
@@ -119,30 +121,38 @@ class PolicyLoss:
 
     def weight(self, data: Mapping[str, Any]) -> Tensor:
         """What a microbatch's mean counts."""
-        mask = next_token(data["loss_mask"], data["cu_seqlens"])
-        return aggregation_weight(mask, self.avg_level, data["cu_seqlens"])
+        return aggregation_weight(_predicts_counted(data), self.avg_level, data["cu_seqlens"])
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftLoss:
+class SftLoss(OnLogprobs):
     """Cross entropy of the tokens where loss_mask is 1."""
 
     avg_level: Literal["token", "sequence"] = "token"
 
-    def __call__(self, logits: Tensor, data: Mapping[str, Any]) -> Tensor:
-        cu_seqlens = data["cu_seqlens"]
-        logprobs = gather_logprobs(logits, next_token(data["input_ids"], cu_seqlens))
-        return aggregate(
-            -logprobs, next_token(data["loss_mask"], cu_seqlens).bool(), self.avg_level, cu_seqlens=cu_seqlens
-        )
+    def positions(self, data: Mapping[str, Any]) -> Tensor:
+        """Of the tokens that count."""
+        return _predicts_counted(data)
+
+    def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> Tensor:
+        mask, cu_seqlens = _predicts_counted(data), data["cu_seqlens"]
+        return aggregate(-tokens.logprobs, mask, self.avg_level, cu_seqlens=cu_seqlens)
 
     def weight(self, data: Mapping[str, Any]) -> Tensor:
         """What a microbatch's mean counts."""
-        mask = next_token(data["loss_mask"], data["cu_seqlens"])
-        return aggregation_weight(mask, self.avg_level, data["cu_seqlens"])
+        return aggregation_weight(_predicts_counted(data), self.avg_level, data["cu_seqlens"])
 
 
-def token_logprobs(logits: Tensor, data: Mapping[str, Any], temperature: float = 1.0) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class OwnLogprobs(OnLogprobs):
     """A post_hook for `forward`: each token's log-probability [T], at its own position; 0 for a sequence's first."""
-    predicted = gather_logprobs(logits, next_token(data["input_ids"], data["cu_seqlens"]), temperature)
-    return previous_token(predicted, data["cu_seqlens"])
+
+    temperature: float = 1.0
+
+    def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> Tensor:
+        return previous_token(tokens.logprobs, data["cu_seqlens"])
+
+
+def _predicts_counted(data: Mapping[str, Any]) -> Tensor:
+    """Whether the token that follows a position counts."""
+    return next_token(data["loss_mask"], data["cu_seqlens"]).bool()

@@ -13,7 +13,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -30,7 +29,7 @@ from rlite.observability import stats_tracker
 from rlite.rollout import RewardFunction, RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.env import EnvironmentReward
 from rlite.trainer.engines import ActorOptions, Engines, RolloutOptions, init_devices
-from rlite.trainer.policy import PolicyLoss, token_logprobs
+from rlite.trainer.policy import OwnLogprobs, PolicyLoss
 from rlite.trainer.run import TrainerOptions, TrainingRun
 
 SHOWN = (
@@ -181,7 +180,7 @@ class PpoTrainer:
         actor, num_updates = self.engines.actor, self.options.actor.update_per_rollout
         actor.train()
         if num_updates > 1:
-            batch["old_logprobs"] = actor.forward(batch, partial(token_logprobs, temperature=self.loss.temperature))
+            batch["old_logprobs"] = actor.forward(batch, OwnLogprobs(temperature=self.loss.temperature))
         for rows in torch.arange(len(batch)).tensor_split(min(num_updates, len(batch))):
             stats = actor.train_batch(batch[rows], self.loss, self.loss.weight)
             actor.step_lr_scheduler()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rlite.algorithms.token_logprobs import OnLogprobs, TokenLogprobs
 from rlite.checkpoint import huggingface, sharded
 from rlite.cluster.host import WorkerContext
 from rlite.data.packs import pack, unpack
@@ -38,8 +39,8 @@ from rlite.parallel.fsdp import (
 from rlite.parallel.processes import subgroup
 from rlite.parallel.shards import CheckpointReader, ParameterShard
 
-Loss = Callable[[Tensor, dict[str, Any]], Any]
-"""loss_fn(logits [T, V], data) -> mean loss, or (mean loss, dict of means to report)"""
+Loss = Callable[[Any, dict[str, Any]], Any]
+"""loss_fn(logits [T, V], data) -> mean loss, or (mean loss, dict of means to report); OnLogprobs gets those instead"""
 Weight = Callable[[dict[str, Any]], Any]
 
 
@@ -146,10 +147,11 @@ class Fsdp2Worker:
         for index, (rows, share) in enumerate(zip(microbatches, shares, strict=True)):
             data = pack(batch, rows or [0], self._device)
             set_gradient_sync(self.module, is_last=index == len(microbatches) - 1)
-            logits = self.module.compute_logits(data)
-            loss, report = _loss(loss_fn, logits, data)
+            outputs = self._outputs(loss_fn, data)
+            loss, report = _loss(loss_fn, outputs, data)
             if share == 0:
-                loss = logits.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
+                values = outputs.logprobs if isinstance(outputs, TokenLogprobs) else outputs
+                loss = values.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
             # FSDP averages gradients over ranks; the shares already divide by the whole batch
             (loss * (share * self._mesh.size)).backward()
             _add(means, {"loss": loss, **report}, share)
@@ -165,7 +167,7 @@ class Fsdp2Worker:
         means: dict[str, float] = {}
         for rows, weight in zip(microbatches, weights, strict=True):
             data = pack(batch, rows or [0], self._device)
-            loss, report = _loss(loss_fn, self.module.compute_logits(data), data)
+            loss, report = _loss(loss_fn, self._outputs(loss_fn, data), data)
             _add(means, {"loss": loss, **report}, weight / total if total else 0.0)
         names = sorted(means)
         return {**dict(zip(names, self._sum([means[name] for name in names]), strict=True)), "weight": total}
@@ -179,10 +181,16 @@ class Fsdp2Worker:
         results: dict[int, Tensor] = {}
         for rows in microbatches:
             data = pack(batch, rows or [0], self._device)
-            values = post_hook(self.module.compute_logits(data), data)
+            values = post_hook(self._outputs(post_hook, data), data)
             padded = unpack(values, data["cu_seqlens"], width).cpu()
             results.update(zip(rows, padded, strict=False))
         return results
+
+    def _outputs(self, function: Callable[..., Any], data: dict[str, Any]) -> Tensor | TokenLogprobs:
+        """What a loss or a post_hook reads of a pack: logits, or the log-probabilities that it says are enough."""
+        if isinstance(function, OnLogprobs):
+            return self.module.compute_logprobs(data, function.temperature, function.positions(data))
+        return self.module.compute_logits(data)
 
     def step_lr_scheduler(self) -> float:
         """Advance the module's lr_scheduler; returns the new learning rate."""
@@ -369,8 +377,8 @@ def _bytes(tensor: Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def _loss(loss_fn: Loss, logits: Tensor, data: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    result = loss_fn(logits, data)
+def _loss(loss_fn: Loss, outputs: Tensor | TokenLogprobs, data: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    result = loss_fn(outputs, data)
     return result if isinstance(result, tuple) else (result, {})
 
 

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlite.algorithms import gather_logprobs_entropy
+from rlite.errors import ConfigError
+from rlite.nn import linear_logprobs
+from rlite.nn.logprobs import logprobs_of
+
+VOCAB, WIDTH = 13, 5
+
+
+def inputs(num_tokens: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden, weight, bias, labels."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    shapes = [(num_tokens, WIDTH), (VOCAB, WIDTH), (VOCAB,)]
+    floats = [
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes
+    ]
+    return *floats, torch.randint(VOCAB, (num_tokens,), generator=generator)
+
+
+@pytest.mark.parametrize(("block_size", "num_kept"), [(1, 0), (5, 30), (5, 10**6), (13, 0), (100, 0), (None, None)])
+def test_gradients_are_right_whatever_the_blocks_and_however_many_are_kept(
+    block_size: int | None, num_kept: int | None
+) -> None:
+    hidden, weight, bias, labels = inputs(4)
+
+    def both(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        options = {"bias": bias, "block_size": block_size, "num_kept": num_kept}
+        return linear_logprobs(hidden, weight, labels, 0.7, **options)
+
+    assert torch.autograd.gradcheck(both, (hidden, weight, bias))
+    assert torch.autograd.gradcheck(lambda *x: both(*x)[0], (hidden, weight, bias))
+    assert torch.autograd.gradcheck(lambda *x: both(*x)[1], (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_values_and_gradients_are_those_of_materialised_logits(num_tokens: int, dtype: torch.dtype) -> None:
+    hidden, weight, bias, labels = inputs(num_tokens, dtype)
+    for with_bias in (False, True):
+        leaves = (hidden, weight, bias) if with_bias else (hidden, weight)
+        logits = nn.functional.linear(*leaves)
+        expected = gather_logprobs_entropy(logits, labels, 1.3)
+        ours = linear_logprobs(hidden, weight, labels, 1.3, bias=bias if with_bias else None, block_size=4, num_kept=0)
+        for x, y in zip(ours, expected, strict=True):
+            torch.testing.assert_close(x, y)
+        gradients = [torch.autograd.grad((a.square() + a * b).sum(), leaves) for a, b in (ours, expected)]
+        for x, y in zip(*gradients, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def test_a_bfloat16_weight_gets_gradients_as_exact_as_its_dtype() -> None:
+    hidden, weight, _, labels = inputs(2000, torch.bfloat16)
+    exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    linear_logprobs(hidden, weight, labels, block_size=4, num_kept=0).logprobs.sum().backward()
+    linear_logprobs(exact_hidden, exact_weight, labels).logprobs.sum().backward()
+    for ours, exact in ((hidden.grad, exact_hidden.grad), (weight.grad, exact_weight.grad)):
+        assert ours.dtype == torch.bfloat16
+        assert (ours.double() - exact).norm() < 0.01 * exact.norm()
+
+
+def test_rows_that_a_bias_forbids_have_no_share_and_no_gradient() -> None:
+    hidden, weight, bias, labels = inputs(6)
+    with torch.no_grad():
+        bias[3:7] = -torch.inf  # a block of its own, and a part of the next
+    labels[:] = 1
+    ours = linear_logprobs(hidden, weight, labels, bias=bias, block_size=3)
+    allowed = [v for v in range(VOCAB) if v not in range(3, 7)]
+    expected = linear_logprobs(hidden, weight[allowed], labels, bias=bias[allowed])
+    torch.testing.assert_close(ours, expected)
+    (ours.logprobs + ours.entropy).sum().backward()
+    assert weight.grad.isfinite().all()
+    assert not weight.grad[3:7].any()
+
+
+def test_nothing_as_large_as_the_logits_waits_for_the_backward_pass_unless_it_is_allowed_to() -> None:
+    hidden, weight, _, labels = inputs(64)
+    for num_kept, most in ((0, 0), (500, 500)):
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
+            linear_logprobs(hidden, weight, labels, block_size=2, num_kept=num_kept)
+        beside = [x for x in saved if x.data_ptr() not in (hidden.data_ptr(), weight.data_ptr())]
+        assert sum(x.numel() for x in beside) <= 3 * len(labels) + most
+
+
+def test_a_label_outside_the_vocabulary_is_impossible_and_shapes_that_do_not_fit_are_refused() -> None:
+    hidden, weight, _, labels = inputs(3)
+    labels[1] = VOCAB
+    assert linear_logprobs(hidden, weight, labels).logprobs.isinf().tolist() == [False, True, False]
+    with pytest.raises(ConfigError, match=r"\[3, 5\].*\[2\]"):
+        linear_logprobs(hidden, weight, labels[1:])
+    with pytest.raises(ConfigError, match="temperature=0"):
+        linear_logprobs(hidden, weight, labels, 0)
+
+
+def test_a_head_answers_with_log_probabilities_where_they_are_wanted_and_is_itself_again() -> None:
+    hidden, _, _, labels = inputs(8)
+    head = nn.Linear(WIDTH, VOCAB, dtype=torch.float64)
+    positions = torch.arange(8) % 3 == 1
+    expected = torch.stack(gather_logprobs_entropy(head(hidden), labels, 0.5), -1) * positions[:, None]
+    with logprobs_of(head, labels, 0.5, positions) as answers:
+        output = head(hidden[None])
+    torch.testing.assert_close(output[0], expected)
+    assert answers[0].is_what_became(output[0])
+    assert not answers[0].is_what_became(output * 2)
+    gradients = [torch.autograd.grad(x.sum(), [hidden, *head.parameters()]) for x in (output, expected)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    output.mul_(2)
+    assert not answers[0].is_what_became(output)
+    assert head(hidden).shape == (8, VOCAB)
+    assert "forward" not in vars(head)
