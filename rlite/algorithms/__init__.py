@@ -11,46 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlite.algorithms.advantages import (
-        discounted_returns,
-        gae,
-        group_advantages,
-        masked_whiten,
-        normalize_rewards,
-        reinforce_pp_advantages,
-        remax_advantages,
-        rloo_advantages,
-    )
-    from rlite.algorithms.importance import BehaviourWeights, behaviour_weights, importance_weights
-    from rlite.algorithms.kl import KL_ESTIMATORS, kl_penalty
-    from rlite.algorithms.logprobs import (
-        entropy,
-        gather_logprobs,
-        gather_logprobs_entropy,
-        next_token,
-        previous_token,
-    )
-    from rlite.algorithms.losses import (
-        TokenLoss,
-        clipped_surrogate,
-        cross_entropy,
-        decoupled_ppo,
-        ppo_clip,
-        reinforce,
-        sequence_log_ratio,
-        value_loss,
-    )
-    from rlite.algorithms.preference import PairLoss, dpo_sigmoid, reward_model_loss
-    from rlite.algorithms.reduce import (
-        aggregate,
-        aggregation_weight,
-        masked_mean,
-        masked_variance,
-        sequence_means,
-        sequence_sums,
-        to_tokens,
-    )
-    from rlite.algorithms.token_logprobs import OnLogprobs, TokenLogprobs, on_logprobs
+    pass
 
 _MODULES = {
     "advantages": (
@@ -63,9 +24,24 @@ _MODULES = {
         "remax_advantages",
         "rloo_advantages",
     ),
-    "importance": ("BehaviourWeights", "behaviour_weights", "importance_weights"),
-    "kl": ("KL_ESTIMATORS", "kl_penalty"),
-    "logprobs": ("entropy", "gather_logprobs", "gather_logprobs_entropy", "next_token", "previous_token"),
+    "importance": (
+        "BehaviourWeights",
+        "behaviour_weights",
+        "importance_weights",
+        "interpolated_proximal",
+    ),
+    "kl": (
+        "KL_ESTIMATORS",
+        "binary_divergence",
+        "kl_penalty",
+    ),
+    "logprobs": (
+        "entropy",
+        "gather_logprobs",
+        "gather_logprobs_entropy",
+        "next_token",
+        "previous_token",
+    ),
     "losses": (
         "TokenLoss",
         "clipped_surrogate",
@@ -76,7 +52,28 @@ _MODULES = {
         "sequence_log_ratio",
         "value_loss",
     ),
-    "preference": ("PairLoss", "dpo_sigmoid", "reward_model_loss"),
+    "policy_losses": (
+        "POLICY_LOSSES",
+        "PolicyLossFunction",
+        "check_policy_loss",
+        "policy_loss",
+        "register_policy_loss",
+    ),
+    "preference": (
+        "PREFERENCE_LOSSES",
+        "PairLoss",
+        "PreferenceLossFunction",
+        "ResponseLoss",
+        "aot_loss",
+        "check_preference_loss",
+        "desensitised_sums",
+        "dpo_sigmoid",
+        "kto_loss",
+        "kto_reference_point",
+        "preference_loss",
+        "register_preference_loss",
+        "reward_model_loss",
+    ),
     "reduce": (
         "aggregate",
         "aggregation_weight",
@@ -86,7 +83,24 @@ _MODULES = {
         "sequence_sums",
         "to_tokens",
     ),
-    "token_logprobs": ("OnLogprobs", "TokenLogprobs", "on_logprobs"),
+    "selective_losses": (
+        "clip_cov",
+        "kl_cov",
+        "m2po",
+        "second_moment_mask",
+    ),
+    "sequence_losses": (
+        "gmpo",
+        "gspo",
+        "off_policy_sequence_mask",
+    ),
+    "weighted_losses": (
+        "cispo",
+        "dppo",
+        "dro",
+        "sapo",
+        "vespo",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
