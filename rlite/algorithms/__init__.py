@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    pass
+    from rlite.algorithms.token_logprobs import OnLogprobs, TokenLogprobs, on_logprobs
 
 _MODULES = {
     "advantages": (
@@ -101,6 +101,7 @@ _MODULES = {
         "sapo",
         "vespo",
     ),
+    "token_logprobs": ("OnLogprobs", "TokenLogprobs", "on_logprobs"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
