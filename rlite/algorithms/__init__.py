@@ -11,7 +11,90 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlite.algorithms.advantages import (
+        discounted_returns,
+        gae,
+        group_advantages,
+        masked_whiten,
+        normalize_rewards,
+        reinforce_pp_advantages,
+        remax_advantages,
+        rloo_advantages,
+    )
+    from rlite.algorithms.baselines import (
+        gdpo_advantages,
+        gpg_advantages,
+        opo_advantages,
+        optimal_token_advantages,
+        pass_at_k_advantages,
+    )
+    from rlite.algorithms.importance import (
+        BehaviourWeights,
+        behaviour_weights,
+        importance_weights,
+        interpolated_proximal,
+    )
+    from rlite.algorithms.kl import KL_ESTIMATORS, binary_divergence, kl_penalty
+    from rlite.algorithms.logprobs import entropy, gather_logprobs, gather_logprobs_entropy, next_token, previous_token
+    from rlite.algorithms.losses import (
+        TokenLoss,
+        clipped_surrogate,
+        cross_entropy,
+        decoupled_ppo,
+        ppo_clip,
+        reinforce,
+        sequence_log_ratio,
+        value_loss,
+    )
+    from rlite.algorithms.off_policy import (
+        off_policy_metrics,
+        rejection_mask,
+        weight_metrics,
+    )
+    from rlite.algorithms.policy_losses import (
+        POLICY_LOSSES,
+        PolicyLossFunction,
+        check_policy_loss,
+        policy_loss,
+        register_policy_loss,
+    )
+    from rlite.algorithms.preference import (
+        PREFERENCE_LOSSES,
+        PairLoss,
+        PreferenceLossFunction,
+        ResponseLoss,
+        aot_loss,
+        check_preference_loss,
+        desensitised_sums,
+        dpo_sigmoid,
+        kto_loss,
+        kto_reference_point,
+        preference_loss,
+        register_preference_loss,
+        reward_model_loss,
+    )
+    from rlite.algorithms.reduce import (
+        aggregate,
+        aggregation_weight,
+        masked_mean,
+        masked_variance,
+        sequence_means,
+        sequence_sums,
+        to_tokens,
+    )
+    from rlite.algorithms.rewards import (
+        adaptive_kl_coef,
+        kl_shaped_rewards,
+        last_action_rewards,
+    )
+    from rlite.algorithms.schedules import (
+        Schedule,
+        lr_factor,
+    )
+    from rlite.algorithms.selective_losses import clip_cov, kl_cov, m2po, second_moment_mask
+    from rlite.algorithms.sequence_losses import gmpo, gspo, off_policy_sequence_mask
     from rlite.algorithms.token_logprobs import OnLogprobs, TokenLogprobs, on_logprobs
+    from rlite.algorithms.weighted_losses import cispo, dppo, dro, sapo, vespo
 
 _MODULES = {
     "advantages": (
@@ -23,6 +106,13 @@ _MODULES = {
         "reinforce_pp_advantages",
         "remax_advantages",
         "rloo_advantages",
+    ),
+    "baselines": (
+        "gdpo_advantages",
+        "gpg_advantages",
+        "opo_advantages",
+        "optimal_token_advantages",
+        "pass_at_k_advantages",
     ),
     "importance": (
         "BehaviourWeights",
@@ -51,6 +141,11 @@ _MODULES = {
         "reinforce",
         "sequence_log_ratio",
         "value_loss",
+    ),
+    "off_policy": (
+        "off_policy_metrics",
+        "rejection_mask",
+        "weight_metrics",
     ),
     "policy_losses": (
         "POLICY_LOSSES",
@@ -83,6 +178,15 @@ _MODULES = {
         "sequence_sums",
         "to_tokens",
     ),
+    "rewards": (
+        "adaptive_kl_coef",
+        "kl_shaped_rewards",
+        "last_action_rewards",
+    ),
+    "schedules": (
+        "Schedule",
+        "lr_factor",
+    ),
     "selective_losses": (
         "clip_cov",
         "kl_cov",
@@ -94,6 +198,11 @@ _MODULES = {
         "gspo",
         "off_policy_sequence_mask",
     ),
+    "token_logprobs": (
+        "OnLogprobs",
+        "TokenLogprobs",
+        "on_logprobs",
+    ),
     "weighted_losses": (
         "cispo",
         "dppo",
@@ -101,7 +210,6 @@ _MODULES = {
         "sapo",
         "vespo",
     ),
-    "token_logprobs": ("OnLogprobs", "TokenLogprobs", "on_logprobs"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -7,13 +7,14 @@ by itself looks like an advantage. Equal rewards give exactly 0. Nothing here ca
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from rlite.algorithms.reduce import masked_mean, masked_variance, sequence_index, sequence_sums, to_tokens
+from rlite.algorithms.actions import ActionTokens, discounted_suffix_sums
+from rlite.algorithms.reduce import masked_mean, masked_variance, sequence_sums, to_tokens
 from rlite.errors import ConfigError
 
 Level = Literal["group", "batch"]
@@ -63,37 +64,35 @@ def normalize_rewards(
     std: Level | None = None,
     leave_one_out: bool = False,
     unbiased: bool = True,
+    std_about: Literal["baseline", "own_mean"] = "baseline",
     eps: float = 1e-6,
     singleton: Singleton = "zero",
 ) -> Float[Tensor, " sequences"]:
     """(R - mean) / (std + eps), each over the group or the whole batch; the family of which GRPO, Dr. GRPO and RLOO
     are members.
 
-    `std` is the root mean square distance from the mean that was used, over n - 1 (unbiased) or n. None leaves a
-    part out. A group of one member gives what the formula says, 0 for the group's mean, or with `singleton="raw"` its
-    reward as it is.
+    `std` is the root mean square distance over n - 1 (unbiased) or n, from the baseline that was used, or with
+    `std_about="own_mean"` from the mean of the level that `std` names. None leaves a part out. A group of one member
+    gives what the formula says, 0 for the group's mean, or with `singleton="raw"` its reward as it is.
     """
-    if rewards.dim() != 1 or rewards.shape != group_ids.shape:
-        raise ConfigError(
-            f"expected rewards [N] and group_ids [N], found {list(rewards.shape)}, {list(group_ids.shape)}"
-        )
-    groups = torch.unique(group_ids, return_inverse=True)[1]
+    groups = group_indices(rewards, group_ids)
     levels = {"group": groups, "batch": torch.zeros_like(groups)}
     scores = rewards.double()
     centred = scores
     if mean is not None:
         ids = levels[mean]
-        count, total = _per_set(torch.ones_like(scores), ids), _per_set(scores, ids)
+        count, total = sum_over_set(torch.ones_like(scores), ids), sum_over_set(scores, ids)
         baseline = (total - scores) / (count - 1).clamp(min=1) if leave_one_out else total / count
         centred = torch.where(_are_equal_in_set(scores, ids), 0.0, scores - baseline)
     if std is not None:
         ids = levels[std]
-        count = _per_set(torch.ones_like(scores), ids)
-        variance = _per_set(centred.square(), ids) / (count - int(unbiased)).clamp(min=1)
+        count = sum_over_set(torch.ones_like(scores), ids)
+        distance = centred if std_about == "baseline" else scores - sum_over_set(scores, ids) / count
+        variance = sum_over_set(distance.square(), ids) / (count - int(unbiased)).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)
     if singleton == "raw":
-        centred = torch.where(_per_set(torch.ones_like(scores), groups) == 1, scores, centred)
-    return centred.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
+        centred = torch.where(sum_over_set(torch.ones_like(scores), groups) == 1, scores, centred)
+    return as_advantages(centred, rewards)
 
 
 @torch.no_grad()
@@ -112,10 +111,10 @@ def gae(
     (arXiv:1506.02438, eq. 16), where t + 1 is the next action token: environment tokens in between are skipped, their
     rewards and values dropped. After the last action token V and A are 0; nothing is bootstrapped.
     """
-    actions = _Actions.of(mask, cu_seqlens)
+    actions = ActionTokens.of(mask, cu_seqlens)
     r, v = actions.table(rewards), actions.table(values)
     next_v = torch.nn.functional.pad(v[:, 1:], (0, 1)) if v.shape[1] else v
-    advantages = _discounted_suffix_sums(r + gamma * next_v - v, gamma * lam)
+    advantages = discounted_suffix_sums(r + gamma * next_v - v, gamma * lam)
     dtype = torch.promote_types(values.dtype, torch.float32)
     return actions.tokens(advantages).to(dtype), actions.tokens(advantages + v).to(dtype)
 
@@ -129,8 +128,8 @@ def discounted_returns(
     cu_seqlens: Int[Tensor, " sequences+1"] | None = None,
 ) -> Float[Tensor, "*tokens"]:
     """G_t = r_t + gamma G_{t+1} over action tokens, 0 where the mask is 0."""
-    actions = _Actions.of(mask, cu_seqlens)
-    returns = _discounted_suffix_sums(actions.table(rewards), gamma)
+    actions = ActionTokens.of(mask, cu_seqlens)
+    returns = discounted_suffix_sums(actions.table(rewards), gamma)
     return actions.tokens(returns).to(torch.promote_types(rewards.dtype, torch.float32))
 
 
@@ -175,45 +174,25 @@ def masked_whiten(
     return torch.where(mask.bool(), white, 0.0).to(torch.promote_types(x.dtype, torch.float32))
 
 
-class _Actions(NamedTuple):
-    """Where the action tokens are, and their places in a dense table `[sequences, most actions of one]`."""
-
-    tokens_at: Int[Tensor, " actions"]
-    rows: Int[Tensor, " actions"]
-    columns: Int[Tensor, " actions"]
-    num_rows: int
-    num_columns: int
-    shape: torch.Size
-
-    @classmethod
-    def of(cls, mask: Tensor, cu_seqlens: Tensor | None) -> _Actions:
-        index = sequence_index(mask, cu_seqlens).flatten()
-        num_rows = mask.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        tokens_at = mask.flatten().bool().nonzero().squeeze(-1)
-        tokens_at = tokens_at[index[tokens_at] < num_rows]
-        rows = index[tokens_at]
-        counts = torch.bincount(rows, minlength=num_rows)
-        columns = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-        return cls(tokens_at, rows, columns, num_rows, int(counts.max()) if num_rows else 0, mask.shape)
-
-    def table(self, x: Tensor) -> Float[Tensor, "rows columns"]:
-        dense = torch.zeros(self.num_rows, self.num_columns, dtype=torch.float64, device=x.device)
-        dense[self.rows, self.columns] = x.flatten()[self.tokens_at].double()
-        return dense
-
-    def tokens(self, table: Float[Tensor, "rows columns"]) -> Float[Tensor, "*tokens"]:
-        flat = table.new_zeros(self.shape.numel())
-        flat[self.tokens_at] = table[self.rows, self.columns]
-        return flat.view(self.shape)
+def group_indices(
+    rewards: Shaped[Tensor, " sequences"], group_ids: Int[Tensor, " sequences"]
+) -> Int[Tensor, " sequences"]:
+    """The groups numbered from 0. Raises ConfigError where the shapes are not those of one reward per sequence."""
+    if rewards.dim() != 1 or rewards.shape != group_ids.shape:
+        raise ConfigError(
+            f"expected rewards [N] and group_ids [N], found {list(rewards.shape)}, {list(group_ids.shape)}"
+        )
+    return torch.unique(group_ids, return_inverse=True)[1]
 
 
-def _discounted_suffix_sums(x: Float[Tensor, "rows columns"], factor: float) -> Float[Tensor, "rows columns"]:
-    """S_t = x_t + factor S_{t+1}, by doubling: S^{2n}_t = S^n_t + factor^n S^n_{t+n}, so log2(columns) steps."""
-    step = 1
-    while step < x.shape[1]:
-        x = x + torch.nn.functional.pad(x[:, step:], (0, step)) * factor**step
-        step *= 2
-    return x
+def sum_over_set(x: Float[Tensor, "sequences *any"], ids: Int[Tensor, " sequences"]) -> Float[Tensor, "sequences *any"]:
+    """Each member's sum over its set, of which `ids` give the number from 0."""
+    return torch.zeros_like(x).index_add(0, ids, x)[ids]
+
+
+def as_advantages(wide: Float[Tensor, "*any"], rewards: Shaped[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """Out of float64 to the rewards' type, or float32 for whole numbers."""
+    return wide.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
 def _are_equal_in_set(x: Float[Tensor, " sequences"], ids: Int[Tensor, " sequences"]) -> Bool[Tensor, " sequences"]:
@@ -221,8 +200,3 @@ def _are_equal_in_set(x: Float[Tensor, " sequences"], ids: Int[Tensor, " sequenc
     lowest = zeros.scatter_reduce(0, ids, x, "amin", include_self=False)
     highest = zeros.scatter_reduce(0, ids, x, "amax", include_self=False)
     return (lowest == highest)[ids]
-
-
-def _per_set(x: Float[Tensor, " sequences"], ids: Int[Tensor, " sequences"]) -> Float[Tensor, " sequences"]:
-    """Each member's sum over its set."""
-    return torch.zeros_like(x).index_add(0, ids, x)[ids]
