@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from rlite.engine.weight_sync import OnInflight, SyncReport, sync_weights
 from rlite.errors import CheckpointError, ConfigError, DataError
 from rlite.nn.base import BaseTrainModule, is_on_meta
 from rlite.nn.huggingface import local_checkpoint
+from rlite.parallel.mesh import ParallelDims
 
 
 class RliteTrainEngine(Engine):
@@ -72,24 +73,35 @@ class RliteTrainEngine(Engine):
 
         def call(*args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
             self._need_weights(name)
-            shares = plan_shares(args, kwargs, self.num_data_ranks)
-            calls = scatter(args, kwargs, self.num_data_ranks, shares=shares)
-            results = self.group.call("invoke", [((name, *call), {}) for call in calls], timeout=timeout)
-            return gather(results, gather_of(method), shares)
+            dims = self.dims
+            shares = plan_shares(args, kwargs, dims.num_data_ranks)
+            calls = scatter(args, kwargs, dims.num_data_ranks, dims.seq, shares=shares)
+            each: list[Any] = [((name, *call), {}) for call in calls for _ in range(dims.tensor)]
+            results = self.group.call("invoke", each, timeout=timeout)
+            return gather(results[:: dims.num_peers], gather_of(method), shares)
 
         call.__name__ = name
         call.__doc__ = method.__doc__
         return call
 
     @property
+    def dims(self) -> ParallelDims:
+        """How the workers divide the work."""
+        size = len(self.executors[0].ranks)
+        return ParallelDims.of(len(self.group), size, self.options.sp_size, self.options.tp_size)
+
+    @property
     def num_data_ranks(self) -> int:
         """Ranks over which batches are split."""
-        return len(self.group)
+        return self.dims.num_data_ranks
 
     @property
     def device(self) -> torch.device:
         """Where the driver should keep batches for this engine."""
         return torch.device("cpu")
+
+    def _validate(self, executor_size: int) -> None:
+        ParallelDims.of(executor_size, executor_size, self.options.sp_size, self.options.tp_size)
 
     def _source(self) -> bytes:
         return cloudpickle.dumps(self.module)
@@ -137,7 +149,7 @@ class RliteTrainEngine(Engine):
         A post_hook may be marked with `on_logprobs`, as a loss_fn may.
         """
         plan, calls = self._plan("forward", batch)
-        results = self.group.call("forward", [((*call, post_hook), {}) for call in calls])
+        results = self._on_data_ranks("forward", calls, post_hook)
         first = next(value for part in results for value in part.values())
         padded = first.new_zeros(*batch["input_ids"].shape, *first.shape[1:])
         for rows, values in zip(plan, results, strict=True):
@@ -151,9 +163,15 @@ class RliteTrainEngine(Engine):
 
     def _atomic(self, method: str, batch: Mapping[str, Tensor], *functions: Callable[..., Any]) -> dict[str, float]:
         _, calls = self._plan(method, batch)
-        stats = self.group.call(method, [((*call, *functions), {}) for call in calls])[0]
+        stats = self._on_data_ranks(method, calls, *functions)[0]
         num_tokens = float(sum(sequence_lengths(batch)))
         return {**stats, "num_microbatches": float(len(calls[0][1])), "num_tokens": num_tokens}
+
+    def _on_data_ranks(self, method: str, calls: Sequence[tuple], *functions: Callable[..., Any]) -> list[Any]:
+        """Call a worker method with each data rank's arguments, on all who share its work; one result for each."""
+        num_peers = self.dims.num_peers
+        each: list[Any] = [((*call, *functions), {}) for call in calls for _ in range(num_peers)]
+        return self.group.call(method, each)[::num_peers]
 
     def _plan(self, what: str, batch: Mapping[str, Tensor]) -> tuple[list[list[int]], list[tuple[dict, list]]]:
         """Rows of each rank, and each rank's (its part of the batch, its microbatches as rows of that part)."""
@@ -162,7 +180,8 @@ class RliteTrainEngine(Engine):
         if len(batch["input_ids"]) == 0:
             raise DataError(f"{what}: the batch has no rows")
         lengths = sequence_lengths(batch)
-        plan = plan_microbatches(lengths, self.num_data_ranks, self.options.max_tokens_per_microbatch)
+        dims = self.dims
+        plan = plan_microbatches(lengths, dims.num_data_ranks, self.options.max_tokens_per_microbatch * dims.num_peers)
         rows_of, calls = [], []
         for microbatches in plan:
             rows = [row for microbatch in microbatches for row in microbatch] or [0]  # who has none takes one's shape

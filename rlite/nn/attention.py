@@ -19,17 +19,22 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from rlite.errors import ConfigError
+from rlite.parallel.context import ContextShare
 
 PACKED = "rlite_packed"
 PADDING_RATIO = 0.7  # sequences share a call if the shortest is at least so long, relative to the longest
 
 
 class PackedLayout:
-    """Where the sequences of a pack lie. `cu_seqlens` [n + 1] int, cumulative; computed once, used by every layer."""
+    """Where the sequences of a pack lie. `cu_seqlens` [n + 1] int, cumulative; computed once, used by every layer.
 
-    def __init__(self, cu_seqlens: Tensor, max_seqlen: int) -> None:
+    With a `share`, queries are this rank's tokens of the pack alone, and keys are gathered from the others.
+    """
+
+    def __init__(self, cu_seqlens: Tensor, max_seqlen: int, share: ContextShare | None = None) -> None:
         self.cu_seqlens = cu_seqlens.to(torch.int32)
         self.max_seqlen = int(max_seqlen)
+        self.share = share
 
     @cached_property
     def buckets(self) -> list[tuple[Tensor, Tensor]]:
@@ -76,6 +81,8 @@ def packed_attention(
             f"{packed_layout.max_seqlen} tokens); use a model with full attention, or sequences within the window"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
+    if packed_layout.share is not None:
+        return _shared(q, k, v, packed_layout.share, scaling)[None], None
     if query.is_cuda:
         return _varlen(q, k, v, packed_layout, scaling)[None], None
     groups = q.shape[1] // k.shape[1]
@@ -107,6 +114,44 @@ def attention(config: PretrainedConfig, implementation: str) -> Iterator[None]:
 def recompute_alike(config: PretrainedConfig) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of a checkpointed forward and of its recomputation, which uses the attention that is in use now."""
     return nullcontext(), attention(config, config._attn_implementation)
+
+
+def _shared(q: Tensor, k: Tensor, v: Tensor, share: ContextShare, scaling: float | None) -> Tensor:
+    """Attention of this rank's tokens q [t, H, D] to the keys of the whole pack, of which k and v hold this rank's."""
+    k, v = share.gather_keys(torch.stack([k, v], dim=1)).unbind(1)
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    if q.is_cuda:
+        return _shared_varlen(q, k, v, share, scaling)
+    parts = []
+    for segment in share.segments:
+        rows_q, rows_k, rows_v = (
+            x[rows].transpose(0, 1) for x, rows in ((q, segment.queries), (k, segment.keys), (v, segment.keys))
+        )
+        num_queries, num_keys = rows_q.shape[1], rows_k.shape[1]
+        is_whole = num_queries == num_keys
+        mask = None if is_whole else q.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+        attended = F.scaled_dot_product_attention(
+            rows_q, rows_k, rows_v, attn_mask=mask, is_causal=is_whole, scale=scaling
+        )
+        parts.append(attended.transpose(0, 1))
+    return torch.cat(parts)
+
+
+def _shared_varlen(q: Tensor, k: Tensor, v: Tensor, share: ContextShare, scaling: float | None) -> Tensor:
+    """By one call: each segment's keys are laid out anew; flash attention aligns the causal mask to their end."""
+    lengths = torch.tensor(
+        [[s.queries.stop - s.queries.start, s.keys.stop - s.keys.start] for s in share.segments], device=q.device
+    )
+    cu_q, cu_k = F.pad(lengths.cumsum(0), (0, 0, 1, 0)).to(torch.int32).unbind(1)
+    index = torch.cat([torch.arange(s.keys.start, s.keys.stop, device=q.device) for s in share.segments])
+    most_q, most_k = (int(most) for most in lengths.amax(0))
+    out = varlen_attn(
+        q, k[index], v[index], cu_q.contiguous(), cu_k.contiguous(), most_q, most_k, window_size=(-1, 0), scale=scaling
+    )
+    assert isinstance(out, Tensor)  # it also returns the log-sum-exp where that is asked for
+    return out
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from rlite.algorithms.logprobs import gather_logprobs_entropy, next_token
 from rlite.algorithms.token_logprobs import TokenLogprobs
@@ -28,6 +30,8 @@ class BaseTrainModule(nn.Module):
 
     optimizer: torch.optim.Optimizer | None = None
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    context_group: dist.ProcessGroup | None = None
+    """set by the worker: the ranks that share the tokens of each pack (context parallel)"""
 
     def materialization_source(self) -> CheckpointSource:
         """Where the weights come from. Called in every worker."""
@@ -42,6 +46,10 @@ class BaseTrainModule(nn.Module):
     def fsdp_units(self) -> list[nn.Module]:
         """The submodules whose parameters are gathered together; by default each entry of each `nn.ModuleList`."""
         return [child for module in self.modules() if isinstance(module, nn.ModuleList) for child in module]
+
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        """Split the module, still on meta, over the ranks of a one-dimensional mesh (tensor parallel)."""
+        raise ConfigError(f"{type(self).__name__} has no parallelize(mesh): define it, or build with tp_size=1")
 
     def checkpoint_name(self, name: str) -> str:
         """The name in the checkpoint of the parameter that is called `name` in this module."""

@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
 from rlite.algorithms.logprobs import next_token
@@ -18,6 +19,8 @@ from rlite.nn.attention import PACKED, PackedLayout, attention
 from rlite.nn.base import BaseTrainModule, CheckpointSource
 from rlite.nn.logprobs import logprobs_of
 from rlite.nn.meta import meta_parameters, real_tensors
+from rlite.parallel.context import ContextShare
+from rlite.parallel.tensor_training import parallelize
 
 
 class HuggingFaceFsdp2TrainModule(BaseTrainModule):
@@ -62,6 +65,10 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         units = [module for module in self.modules() if type(module).__name__ in names]
         return units or super().fsdp_units()
 
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        """By the model's own plan; see `rlite.parallel.tensor_training`."""
+        parallelize(self, mesh)
+
     def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
         """The model's own forward over a pack, with attention kept inside each sequence.
 
@@ -70,14 +77,17 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         kinds = set(getattr(self.config.get_text_config(), "layer_types", None) or ())
         if others := kinds - {"full_attention", "sliding_attention"}:
             raise ConfigError(f"{type(self).__name__} has layers of kind {sorted(others)}, which packs do not support")
-        layout = PackedLayout(data["cu_seqlens"], data["max_seqlen"])
+        share = None if self.context_group is None else ContextShare(data["cu_seqlens"], self.context_group)
+        tokens = [data["input_ids"], data["position_ids"]]
+        input_ids, position_ids = tokens if share is None else map(share.take, tokens)
         with attention(self.config, PACKED):
-            return self(
-                input_ids=data["input_ids"][None],
-                position_ids=data["position_ids"][None],
+            logits = self(
+                input_ids=input_ids[None],
+                position_ids=position_ids[None],
                 use_cache=False,
-                packed_layout=layout,
+                packed_layout=PackedLayout(data["cu_seqlens"], data["max_seqlen"], share),
             ).logits[0]
+        return logits if share is None else share.gather_results(logits)
 
     def compute_logprobs(
         self, data: Mapping[str, Any], temperature: float = 1.0, positions: Tensor | None = None

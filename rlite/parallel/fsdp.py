@@ -2,69 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rlite.errors import ConfigError
 from rlite.parallel.arena import SharedArena, aligned_bytes
-from rlite.parallel.processes import subgroup
+from rlite.parallel.mesh import TrainMesh
 from rlite.parallel.shards import ParameterShard
 
 
-@dataclass(frozen=True)
-class DataMesh:
-    """The ranks of one engine as copies x shards: gradients are averaged over all, parameters divided over shards."""
-
-    mesh: DeviceMesh
-    num_copies: int
-    num_shards: int
-    copy: int
-    """which copy of the model this rank belongs to"""
-    rank: int
-
-    @property
-    def size(self) -> int:
-        return self.num_copies * self.num_shards
-
-
-def make_mesh(device_type: str, world_ranks: Sequence[int], rank: int, num_shards: int) -> DataMesh:
-    """world_ranks: the engine's workers in the default group, copy-major. Every worker of the engine must call this."""
-    num_copies = len(world_ranks) // num_shards
-    table = torch.tensor(world_ranks, dtype=torch.int).view(num_copies, num_shards)
-    copy, shard = divmod(rank, num_shards)
-    if num_copies == 1:
-        group = subgroup(world_ranks)
-        mesh = DeviceMesh.from_group(group, device_type, mesh=table[0], mesh_dim_names=("shard",))
-    else:
-        lines = [subgroup(table[:, shard].tolist()), subgroup(table[copy].tolist())]
-        mesh = DeviceMesh.from_group(lines, device_type, mesh=table, mesh_dim_names=("replicate", "shard"))
-    return DataMesh(mesh, num_copies, num_shards, copy, rank)
-
-
 def shard(
-    module: nn.Module, units: Sequence[nn.Module], mesh: DataMesh, compute_dtype: torch.dtype, param_dtype: torch.dtype
+    module: nn.Module, units: Sequence[nn.Module], mesh: TrainMesh, compute_dtype: torch.dtype, param_dtype: torch.dtype
 ) -> None:
     """Apply FSDP2 to each unit and to the module itself. One rank without mixed precision needs none.
 
     The module's own inputs are cast to `compute_dtype`; those of units are not: positions and masks stay exact.
     """
-    if mesh.size == 1 and compute_dtype == param_dtype:
+    if mesh.is_plain and compute_dtype == param_dtype:
         return
     outer = inner = MixedPrecisionPolicy()
     if compute_dtype != param_dtype:
         outer = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         inner = replace(outer, cast_forward_inputs=False)
     for unit in units:
-        fully_shard(unit, mesh=mesh.mesh, mp_policy=inner)
-    fully_shard(module, mesh=mesh.mesh, mp_policy=outer)
+        fully_shard(unit, mesh=mesh.data, mp_policy=inner)
+    fully_shard(module, mesh=mesh.data, mp_policy=outer)
 
 
 def set_gradient_sync(module: nn.Module, is_last: bool) -> None:
@@ -74,6 +44,30 @@ def set_gradient_sync(module: nn.Module, is_last: bool) -> None:
     """
     if isinstance(module, FSDPModule):
         module.set_requires_all_reduce(is_last)
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: TrainMesh, group: Any) -> float:
+    """Scale gradients down to the global norm `max_norm`, as `nn.utils.clip_grad_norm_` does; returns the norm before.
+
+    One all-reduce over the engine's workers (`group`): each adds up what it holds, and what several hold is counted
+    by the first of them.
+    """
+    gradients = [(p.grad, local_tensor(p.grad)) for p in parameters if p.grad is not None]
+    counted = [
+        local
+        for whole, local in gradients
+        if mesh.tensor_rank == 0 or not (isinstance(whole, DTensor) and whole.placements[-1].is_replicate())
+    ]
+    device = gradients[0][1].device if gradients else torch.device("cpu")
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for one in torch._foreach_norm([local for local in counted if local.numel()]):
+        squares += one.double() ** 2
+    dist.all_reduce(squares, group=group)
+    norm = float((squares / mesh.dims.copies).sqrt())
+    if norm > max_norm:
+        torch._foreach_mul_([local for _, local in gradients], max_norm / (norm + 1e-6))
+    return norm
 
 
 def forget_gradients(module: nn.Module) -> None:

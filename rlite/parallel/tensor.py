@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlite.errors import ConfigError
 from rlite.parallel.shards import Box
@@ -28,6 +28,41 @@ def span(size: int, rank: int, world_size: int) -> tuple[int, int]:
     base, extra = divmod(size, world_size)
     start = rank * base + min(rank, extra)
     return start, start + base + (rank < extra)
+
+
+def check_heads(config: PreTrainedConfig, world_size: int) -> None:
+    """Raises: ConfigError if attention heads do not divide among so many ranks."""
+    for name in ("num_key_value_heads", "num_attention_heads"):
+        num = getattr(config, name)
+        if num % world_size:
+            raise ConfigError(
+                f"tensor parallel over {world_size} does not divide {name}={num} of {config.model_type!r}; "
+                f"choose a divisor of {num}"
+            )
+
+
+def split_linears(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:
+    """The linear layers that the model's own plan splits by columns (its outputs) and by rows (its inputs), by name.
+
+    Raises: ConfigError if the model has no plan or one with a style that is not known here.
+    """
+    prefix = model.base_model_prefix + "."
+    styles = {prefix + name: style for name, style in (model.config.base_model_tp_plan or {}).items()}
+    if not styles:
+        raise ConfigError(f"{model.config.model_type!r} has no tensor parallel plan; use one device for each copy")
+    columns: dict[str, nn.Linear] = {}
+    rows: dict[str, nn.Linear] = {}
+    for name, module in model.named_modules():
+        style = next((s for pattern, s in styles.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        if style is None or style.startswith("replicated"):
+            continue
+        if style not in COLUMN + ROW or not isinstance(module, nn.Linear):
+            raise ConfigError(
+                f"{model.config.model_type!r} asks for {style!r} at {name!r}, which is not supported; "
+                "use one device for each copy"
+            )
+        (columns if style in COLUMN else rows)[name] = module
+    return columns, rows
 
 
 class TensorParallelPlan:
@@ -46,41 +81,12 @@ class TensorParallelPlan:
         self._axis: dict[nn.Parameter, int] = {}
         self._rows: list[nn.Linear] = []
         if self.world_size > 1:
-            self._check_heads()
-            self._read_plan()
-
-    def _check_heads(self) -> None:
-        config = self.model.config
-        for name in ("num_key_value_heads", "num_attention_heads"):
-            num = getattr(config, name)
-            if num % self.world_size:
-                raise ConfigError(
-                    f"tensor_parallel_size={self.world_size} does not divide {name}={num} of {config.model_type!r}; "
-                    f"choose a divisor of {num}"
-                )
-
-    def _read_plan(self) -> None:
-        model = self.model
-        prefix = model.base_model_prefix + "."
-        styles = {prefix + name: style for name, style in (model.config.base_model_tp_plan or {}).items()}
-        if not styles:
-            raise ConfigError(f"{model.config.model_type!r} has no tensor parallel plan; use tensor_parallel_size=1")
-        for name, module in model.named_modules():
-            style = next((s for pattern, s in styles.items() if fnmatch.fnmatchcase(name, pattern)), None)
-            if style is None or style.startswith("replicated"):
-                continue
-            if style not in COLUMN + ROW or not isinstance(module, nn.Linear):
-                raise ConfigError(
-                    f"{model.config.model_type!r} asks for {style!r} at {name!r}, which is not supported; "
-                    "use tensor_parallel_size=1"
-                )
-            if style in COLUMN:
-                self._axis.update(dict.fromkeys(module.parameters(), 0))
-            else:
-                self._axis[module.get_parameter("weight")] = 1
-                self._rows.append(module)
-        for module in (self._embedding, self._head):
-            self._axis.update(dict.fromkeys(module.parameters(), 0))
+            check_heads(model.config, self.world_size)
+            columns, rows = split_linears(model)
+            self._rows = list(rows.values())
+            for column in (*columns.values(), self._embedding, self._head):
+                self._axis.update(dict.fromkeys(column.parameters(), 0))
+            self._axis.update((row.get_parameter("weight"), 1) for row in self._rows)
 
     def box(self, parameter: nn.Parameter) -> Box:
         """The block of a whole parameter that belongs to this rank. Ask before its shard replaces it."""

@@ -14,13 +14,18 @@ class Fsdp2Options:
     """What `build` accepts beside placement."""
 
     max_tokens_per_microbatch: int = 16384
-    """most tokens in one forward of train_batch, eval_batch and forward; the longest sequence must fit"""
+    """most tokens for each worker in one forward of train_batch, eval_batch and forward; workers that share a microbatch
+    (tp_size x sp_size) take so many times as much; the longest sequence must fit"""
     param_dtype: str = "float32"
     """master weights and optimizer state"""
     compute_dtype: str | None = None
     """forward and backward; default: bfloat16 on CUDA, the master's on CPU"""
     max_grad_norm: float = 1.0
     """gradients are scaled down to this global norm in train_batch; infinity is off"""
+    tp_size: int = 1
+    """workers that share each matrix (tensor and sequence parallel); divides those that hold one copy of the model"""
+    sp_size: int = 1
+    """workers that share the tokens of each microbatch (context parallel); divides those that hold one copy"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     seed: int = 0
@@ -31,7 +36,8 @@ class Fsdp2Options:
             value = getattr(self, name)
             if value is not None and value not in DTYPES:
                 raise ConfigError(f"{name}={value!r}: {did_you_mean(str(value), DTYPES)}")
-        if self.max_tokens_per_microbatch < 1:
-            raise ConfigError(f"max_tokens_per_microbatch={self.max_tokens_per_microbatch}: expected at least 1")
+        for name in ("max_tokens_per_microbatch", "tp_size", "sp_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
         if not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm={self.max_grad_norm}: expected more than 0")

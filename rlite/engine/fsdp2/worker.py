@@ -29,13 +29,14 @@ from rlite.nn.meta import real_tensors
 from rlite.parallel.arena import SharedArena
 from rlite.parallel.fsdp import (
     allocate,
+    clip_gradients,
     forget_gradients,
     local_shard,
     local_tensor,
-    make_mesh,
     set_gradient_sync,
     shard,
 )
+from rlite.parallel.mesh import ParallelDims, make_mesh
 from rlite.parallel.processes import subgroup
 from rlite.parallel.shards import CheckpointReader, ParameterShard
 
@@ -55,7 +56,8 @@ class Fsdp2Worker:
         self._param_dtype = getattr(torch, options.param_dtype)
         default = "bfloat16" if self._device.type == "cuda" else options.param_dtype
         self._compute_dtype = getattr(torch, options.compute_dtype or default)
-        self._mesh = make_mesh(self._device.type, context.world_ranks, context.rank, executor_size)
+        dims = ParallelDims.of(context.world_size, executor_size, options.sp_size, options.tp_size)
+        self._mesh = make_mesh(self._device.type, context.world_ranks, context.rank, dims)
         self._everyone = subgroup(context.world_ranks)
         self.module: BaseTrainModule
         self.arena: SharedArena | None = None
@@ -78,6 +80,10 @@ class Fsdp2Worker:
                     module.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})  # type: ignore[operator]
             if self._device.type == "cpu":
                 speed_up_linear_layers(module)
+            if self._mesh.dims.tensor > 1:
+                module.parallelize(self._mesh.tensor)
+            if self._mesh.dims.seq > 1:
+                module.context_group = self._mesh.seq
             shard(module, module.fsdp_units(), self._mesh, self._compute_dtype, self._param_dtype)
             self.arena = allocate(module, self._device, self._param_dtype)
             self.module = module
@@ -153,7 +159,7 @@ class Fsdp2Worker:
                 values = outputs.logprobs if isinstance(outputs, TokenLogprobs) else outputs
                 loss = values.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
             # FSDP averages gradients over ranks; the shares already divide by the whole batch
-            (loss * (share * self._mesh.size)).backward()
+            (loss * (share * self._mesh.num_averaged)).backward()
             _add(means, {"loss": loss, **report}, share)
         return means
 
@@ -205,14 +211,13 @@ class Fsdp2Worker:
         return self.module.optimizer
 
     def _clip(self) -> float:
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._options.max_grad_norm)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return clip_gradients(self.module.parameters(), self._options.max_grad_norm, self._mesh, self._everyone)
 
     def _sum(self, values: list[float]) -> list[float]:
-        """Sums over all ranks, in float64."""
+        """Sums over the ranks with different data, in float64."""
         summed = torch.tensor(values, dtype=torch.float64, device=self._device)
         dist.all_reduce(summed, group=self._everyone)
-        return summed.tolist()
+        return (summed / self._mesh.dims.num_peers).tolist()  # every sum is there once for each peer
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -220,9 +225,15 @@ class Fsdp2Worker:
         return {name: local_shard(parameter) for name, parameter in self.module.named_parameters()}
 
     def served_shards(self) -> dict[str, ParameterShard]:
-        """The boxes as they leave this engine: renamed and changed by `postprocess_named_parameter`."""
+        """The boxes as they leave this engine: renamed and changed by `postprocess_named_parameter`.
+
+        What every tensor-parallel rank holds is served by the first of them.
+        """
         served, self._own_names = {}, {}
         for name, box in self.parameter_shards().items():
+            parameter = self.module.get_parameter(name)
+            if self._mesh.tensor_rank > 0 and parameter.placements[-1].is_replicate():  # type: ignore[attr-defined]
+                continue
             out = self.module.postprocess_named_parameter(name, box.tensor)
             if out is not None:
                 served[out[0]] = ParameterShard(out[1], box.offset, box.global_shape)

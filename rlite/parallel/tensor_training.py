@@ -1,0 +1,167 @@
+"""Tensor parallelism with sequence parallelism for training, around unmodified Hugging Face models.
+
+    embedding   split over the vocabulary, its output summed: the same on every rank
+    layers      the residual stream lies split over tokens; norms work on a part of the tokens
+                attention and MLP gather the tokens, compute a part of the heads or columns, and scatter their sum
+    the end     tokens are gathered after the last layer; norm and any head compute the same on every rank
+    LM head     split over the vocabulary (Megatron-LM, Shoeybi et al. 2019; Korthikanti et al. 2022)
+
+Parameters are DTensors over the tensor-parallel ranks, so that FSDP, optimizers and checkpoints see them whole; inside
+a forward they are this rank's plain tensors. What works on a part of the tokens or heads with a whole parameter gives a
+part of its gradient, which DTensor knows as `Partial` and FSDP sums up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from transformers import PreTrainedModel
+
+from rlite.errors import ConfigError
+from rlite.parallel.collectives import gather, reduce_scatter, split, sum_backward, sum_forward
+from rlite.parallel.tensor import check_heads, split_linears
+
+
+def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Split the model, which is on meta, over the ranks of a one-dimensional mesh, by the model's own plan.
+
+    Embedding and head are split where their number of rows divides; else they are whole on every rank.
+
+    Raises: ConfigError if heads do not divide, or the model has no plan or one that is not known here.
+    """
+    check_heads(model.config, mesh.size())
+    group = mesh.get_group()
+    columns, rows = split_linears(model)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    vocabulary = [module for module in (embedding, head) if module is not None]
+    if any(module.weight.shape[0] % mesh.size() for module in vocabulary):
+        vocabulary = []
+
+    axis = {parameter: 0 for module in (*columns.values(), *vocabulary) for parameter in module.parameters()}
+    axis.update({row.weight: 1 for row in rows.values()})
+    for name, linear in (columns | rows).items():
+        if linear.weight.shape[axis[linear.weight]] % mesh.size():
+            raise ConfigError(f"tensor parallel over {mesh.size()} does not divide {name} {tuple(linear.weight.shape)}")
+    _distribute(model, mesh, axis)
+
+    layers = _layers(model)
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    for module in model.modules():
+        if module._parameters:
+            whole: Placement = Partial() if id(module) in inside else Replicate()
+            module.forward = partial(_on_local_parameters, module, module.forward, whole)
+    for name, row in rows.items():
+        row.forward = partial(_row_forward, row, row.forward, group)  # type: ignore[method-assign]
+        parent = model.get_submodule(name.rpartition(".")[0])
+        parent.register_forward_pre_hook(partial(_gather_tokens, group), with_kwargs=True)
+    layers[0].register_forward_pre_hook(partial(_split_tokens, group), with_kwargs=True)
+    layers[-1].register_forward_hook(partial(_join_tokens, group), with_kwargs=True)
+    if embedding in vocabulary:
+        embedding.forward = partial(_embedding_forward, embedding, group)
+    if head in vocabulary:
+        head.forward = partial(_head_forward, head.forward, group)
+
+
+def _layers(model: PreTrainedModel) -> nn.ModuleList:
+    layers = getattr(model.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ConfigError(f"{model.config.model_type!r} has no list of layers to split; use one device for each copy")
+    return layers
+
+
+def _distribute(model: nn.Module, mesh: DeviceMesh, axis: Mapping[nn.Parameter, int]) -> None:
+    """Replace every parameter by a DTensor on meta; shared ones stay shared."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in made:
+                shape = list(parameter.shape)
+                placement: Placement = Replicate()
+                if (dim := axis.get(parameter)) is not None:
+                    shape[dim] //= mesh.size()
+                    placement = Shard(dim)
+                local = torch.empty(shape, dtype=parameter.dtype, device="meta")
+                whole = DTensor.from_local(
+                    local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+                )
+                made[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[parameter]
+
+
+def _on_local_parameters(module: nn.Module, forward: Any, whole: Placement, *args: Any, **kwargs: Any) -> Any:
+    """`forward` with this rank's part of each parameter in its place; `whole` is how gradients of unsplit ones add."""
+    held = dict(module._parameters)
+    for name, parameter in held.items():
+        if isinstance(parameter, DTensor):
+            is_whole = parameter.placements[-1].is_replicate()
+            local = parameter.to_local(grad_placements=[whole] if is_whole else None)
+            module._parameters[name] = local
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        module._parameters.update(held)
+
+
+def _row_forward(row: nn.Linear, forward: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    """A part of the columns in, this rank's part of the tokens out. The bias is whole and must count once."""
+    bias, row._parameters["bias"] = row._parameters.get("bias"), None
+    try:
+        out = reduce_scatter(forward(x), group, dim=1)
+    finally:
+        row._parameters["bias"] = bias
+    if isinstance(bias, DTensor):
+        out = out + bias.to_local(grad_placements=[Partial()])
+    return out
+
+
+def _embedding_forward(embedding: nn.Embedding, group: dist.ProcessGroup, ids: Tensor) -> Tensor:
+    weight = embedding.get_parameter("weight").to_local()  # type: ignore[attr-defined]
+    local = ids - group.rank() * weight.shape[0]
+    is_here = (local >= 0) & (local < weight.shape[0])
+    return sum_forward(F.embedding(local.where(is_here, 0), weight) * is_here[..., None], group)
+
+
+def _head_forward(forward: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    return gather(forward(sum_backward(x, group)), group, dim=-1, grad="slice")
+
+
+def _split_tokens(
+    group: dist.ProcessGroup, layer: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    return _with_hidden(args, kwargs, lambda x: split(x, group, dim=1))
+
+
+def _gather_tokens(
+    group: dist.ProcessGroup, block: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """All tokens in; where positions are given (attention), without what fills the last rank's part up."""
+    return _with_hidden(args, kwargs, lambda x: _cut(gather(x, group, dim=1, grad="sum"), kwargs))
+
+
+def _join_tokens(group: dist.ProcessGroup, layer: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
+    if isinstance(out, tuple):
+        return (_cut(gather(out[0], group, dim=1, grad="slice"), kwargs), *out[1:])
+    return _cut(gather(out, group, dim=1, grad="slice"), kwargs)
+
+
+def _cut(x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    positions = kwargs.get("position_embeddings")
+    if positions is None or positions[0].shape[1] == x.shape[1]:
+        return x
+    return x[:, : positions[0].shape[1]].clone()  # FSDP asks that a module does not return a view
+
+
+def _with_hidden(args: tuple, kwargs: dict[str, Any], change: Any) -> tuple[tuple, dict[str, Any]]:
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}

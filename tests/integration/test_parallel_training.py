@@ -1,0 +1,138 @@
+"""Tensor and context parallel training on four CPU processes gives the weights of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
+from rlite.errors import ConfigError
+from tests.integration.modules import POLICIES, make_batch, next_token_logprobs, num_counted, on_meta, token_loss
+from tests.integration.worlds import world
+from tests.tiny import build_model_dir
+
+Build = Callable[..., RliteTrainEngine]
+LENGTHS = [9, 4, 13, 1, 7, 6, 5]
+LAYOUTS = [
+    {"size": 2, "tp_size": 2},
+    {"size": 2, "sp_size": 2},
+    {"size": 4, "tp_size": 2},
+    {"size": 4, "sp_size": 2},
+    {"size": 4, "tp_size": 2, "sp_size": 2},
+    {"size": 4, "sp_size": 4},
+    {"size": 2, "copies": 2, "tp_size": 2},
+    {"size": 2, "copies": 2, "sp_size": 2},
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    with world(4):
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Qwen2 and Qwen3 are tied. Two ranks can share the vocabulary of Qwen2 and Llama, and not that of Qwen3 (259)."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "qwen2": build_model_dir(root / "qwen2", "qwen2", tie=True, hidden=64, vocab_size=264),
+        "qwen3": build_model_dir(root / "qwen3", "qwen3", tie=True, hidden=64),
+        "llama": build_model_dir(root / "llama", "llama", tie=False, hidden=64, vocab_size=264),
+    }
+
+
+@pytest.fixture
+def build(models: dict[str, Path]) -> Iterator[Build]:
+    """build(kind, size=, copies=, **options): an engine that is released after the test."""
+    built = []
+
+    def build_engine(kind: str, size: int = 1, copies: int = 1, **options: Any) -> RliteTrainEngine:
+        engine = RliteTrainEngine(on_meta(POLICIES[kind], models[kind]))
+        engine.build(tensor_parallel_size=size, data_parallel_size=copies, **options)
+        built.append(engine)
+        return engine
+
+    yield build_engine
+    for engine in built:
+        engine.release()
+
+
+def trained(engine: RliteTrainEngine) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Weights after three AdamW steps, and the last step's statistics."""
+    for seed in range(3):
+        stats = engine.train_batch(make_batch(LENGTHS, seed), token_loss, num_counted)
+    return engine.state_dict(), stats
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_any_product_of_parallelisms_gives_the_weights_of_one_device(build: Build, kind: str) -> None:
+    options = {"param_dtype": "float64", "max_grad_norm": 0.05}
+    alone = build(kind, **options)
+    expected, expected_stats = trained(alone)
+    batch = make_batch(LENGTHS)
+    logprobs = alone.forward(batch, next_token_logprobs) * batch["loss_mask"]
+    alone.release()
+    for layout in LAYOUTS:
+        for more in ({"max_tokens_per_microbatch": 14}, {"gradient_checkpointing": True}):
+            engine = build(kind, **layout, **options, **more)
+            weights, stats = trained(engine)
+            assert weights.keys() == expected.keys()
+            for name, tensor in weights.items():
+                torch.testing.assert_close(tensor, expected[name], atol=1e-9, rtol=0, msg=f"{layout} {name}")
+            for key in ("loss", "grad_norm", "weight"):
+                assert stats[key] == pytest.approx(expected_stats[key], abs=1e-9), (layout, key)
+            found = engine.forward(batch, next_token_logprobs) * batch["loss_mask"]
+            torch.testing.assert_close(found, logprobs, atol=1e-9, rtol=0)
+            engine.release()
+
+
+def test_each_rank_holds_its_part_alone(build: Build) -> None:
+    whole = build("llama").memory_bytes()[0]["weights"]
+    for layout in ({"size": 2, "tp_size": 2}, {"size": 2, "sp_size": 2}):
+        engine = build("llama", **layout)
+        trained(engine)
+        for held in engine.memory_bytes():
+            assert held["weights"] <= 0.6 * whole
+            assert held["optimizer"] <= 2.1 * held["weights"]
+        engine.release()
+
+
+def test_weights_are_served_saved_and_resumed_from_any_layout(build: Build, tmp_path: Path, models: Any) -> None:
+    engine = build("qwen3", size=4, tp_size=2, param_dtype="float32")
+    weights, _ = trained(engine)
+    engine.save_state(tmp_path / "state")
+    engine.save(tmp_path / "model")
+    serve = RliteInferenceEngine(models["qwen3"])
+    serve.build(tensor_parallel_size=2, data_parallel_size=1, colocate_with=engine, max_model_len=64, max_num_seqs=2)
+    engine.p2p_weight_sync(serve, verify_checksums=True)
+    served = serve.generate([[1, 2, 3]], {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True})[0].outputs[0]
+    serve.release()
+    saved = RliteInferenceEngine(tmp_path / "model")
+    saved.build(data_parallel_size=1, colocate_with=engine, max_model_len=64, max_num_seqs=2)
+    again = saved.generate([[1, 2, 3]], {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True})[0].outputs[0]
+    assert again.token_ids == served.token_ids
+    saved.release()
+    engine.release()
+    resumed = build("qwen3", size=2, sp_size=2)
+    resumed.load_state(tmp_path / "state")
+    for name, tensor in resumed.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+def test_a_users_method_gets_one_answer_from_ranks_that_share_the_work(build: Build) -> None:
+    engine = build("qwen2", size=4, tp_size=2)
+    assert engine.first_tokens(NeedParallel([[i] for i in range(5)])) == [[0, 1, 2], [3, 4]]
+    assert [result["rows"] for result in engine.train_step(NeedParallel([[1, 2, 3, 4]] * 3))] == [2, 1]
+
+
+def test_sizes_that_do_not_multiply_are_refused_with_the_equation(build: Build) -> None:
+    with pytest.raises(ConfigError, match=r"2 = fsdp x sp_size=2 x tp_size=2 has no whole solution"):
+        build("qwen2", size=2, tp_size=2, sp_size=2)
+    with pytest.raises(ConfigError, match="num_key_value_heads=2"):
+        build("qwen2", size=4, tp_size=4)
