@@ -64,7 +64,7 @@ def policy_loss(
     asked = keyword_parameters(function)
     given = {name: value for name, value in batch.items() if name in asked}
     if missing := [k for k, value in given.items() if value is None and asked[k].default is inspect.Parameter.empty]:
-        raise ConfigError(f"policy loss {function.__name__!r} needs {', '.join(missing)}")
+        raise ConfigError(f"policy loss {_name(function)} needs {', '.join(missing)}")
     value, metrics = function(logprobs, old_logprobs, advantages, **given, **(options or {}))
     if weights is not None and not {"weights", "behaviour_logprobs"} & set(given):
         value = value * weights.detach()
@@ -74,13 +74,18 @@ def policy_loss(
 def check_policy_loss(loss: str | PolicyLossFunction, options: Mapping[str, Any]) -> PolicyLossFunction:
     """The function of that name. Raises: ConfigError for an unknown name, UnknownOptionError for an unknown option."""
     function = find(POLICY_LOSSES, loss, "policy loss")
-    check_options(function, options, f"policy loss {getattr(function, '__name__', loss)!r}", reserved=GIVEN)
+    check_options(function, options, f"policy loss {_name(function)}", reserved=GIVEN)
     return function
 
 
 def register_policy_loss(name: str) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
     """A decorator that makes a function a policy loss of that name. Raises: ConfigError if the name is taken."""
     return register(POLICY_LOSSES, name)
+
+
+def _name(function: PolicyLossFunction) -> str:
+    names = (name for name, known in POLICY_LOSSES.items() if known is function)
+    return next(names, getattr(function, "__name__", "without a name"))
 
 
 def _reinforce(

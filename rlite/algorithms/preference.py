@@ -84,7 +84,8 @@ def preference_loss(
 def check_preference_loss(loss: str | PreferenceLossFunction, options: Mapping[str, Any]) -> PreferenceLossFunction:
     """The function of that name. Raises: ConfigError for an unknown name, UnknownOptionError for an unknown option."""
     function = find(PREFERENCE_LOSSES, loss, "preference loss")
-    check_options(function, options, f"preference loss {getattr(function, '__name__', loss)!r}", reserved=("beta",))
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", "without a name")
+    check_options(function, options, f"preference loss {name}", reserved=("beta",))
     return function
 
 

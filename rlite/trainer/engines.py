@@ -6,17 +6,34 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 import rlite
+from rlite.algorithms import check_policy_loss
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.engine.weight_sync import SyncReport
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, UnknownOptionError
 from rlite.trainer.policy import AvgLevel, OptimizerOptions, policy_module
 from rlite.types import GenerationHyperparameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossOptions:
+    """What turns log-probabilities and advantages into a loss."""
+
+    name: str = "ppo_clip"
+    """a name of `rlite.algorithms.POLICY_LOSSES`"""
+    options: dict[str, Any] = field(default_factory=dict)
+    """of that loss, its keyword parameters; ppo_clip has its range from actor.clip"""
+
+    def __post_init__(self) -> None:
+        try:
+            check_policy_loss(self.name, self.options)
+        except UnknownOptionError as error:
+            raise ConfigError(str(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +64,8 @@ class ActorOptions:
     """PPO's clip range below 1 (and above, unless clip_high says otherwise)"""
     clip_high: float | None = None
     """clip range above 1"""
+    policy_loss: PolicyLossOptions = field(default_factory=PolicyLossOptions)
+    """the loss of each token"""
     avg_level: AvgLevel = "token"
     """mean of the loss over: all tokens; sequences' means; tokens divided by a constant length (Dr. GRPO's paper)"""
     tis_coef: float | None = 2.0

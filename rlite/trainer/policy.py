@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +14,17 @@ from torch import Tensor
 
 from rlite.algorithms import (
     OnLogprobs,
+    PolicyLossFunction,
+    Schedule,
     TokenLogprobs,
     aggregate,
     aggregation_weight,
+    check_policy_loss,
     importance_weights,
+    lr_factor,
     masked_mean,
     next_token,
+    policy_loss,
     ppo_clip,
     previous_token,
 )
@@ -36,7 +40,7 @@ class OptimizerOptions:
 
     lr: float
     weight_decay: float
-    scheduler: Literal["constant", "cosine", "linear"]
+    scheduler: Schedule
     warmup_steps: int
     total_steps: int
 
@@ -56,11 +60,7 @@ class PolicyModule(HuggingFaceFsdp2TrainModule):
 
 def schedule(step: int, options: OptimizerOptions) -> float:
     """The factor of the peak rate at a step: linear warm-up to 1, then constant, linear or half a cosine down to 0."""
-    if step < options.warmup_steps:
-        return (step + 1) / options.warmup_steps
-    span = max(options.total_steps - options.warmup_steps, 1)
-    done = min((step - options.warmup_steps) / span, 1.0)
-    return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[options.scheduler]
+    return lr_factor(step, options.scheduler, total_steps=options.total_steps, warmup_steps=options.warmup_steps)
 
 
 def policy_module(path: str | Path, optimizer_options: OptimizerOptions | None = None) -> PolicyModule:
@@ -73,13 +73,18 @@ def policy_module(path: str | Path, optimizer_options: OptimizerOptions | None =
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss(OnLogprobs):
-    """PPO's clipped loss on a pack, Dr. GRPO by default; `data` holds advantages, logprobs and loss_mask, each [T].
+    """A policy loss on a pack, Dr. GRPO's by default; `data` holds advantages, logprobs and loss_mask, each [T].
 
     Where `old_logprobs` [T] is absent, the policy of this very update is the old one: the ratio is 1 and carries the
     gradient alone. The rollout's own log-probabilities then only weigh tokens (truncated importance sampling).
     """
 
+    policy_loss: str | PolicyLossFunction = "ppo_clip"
+    """a name of `rlite.algorithms.POLICY_LOSSES`, or a function like them"""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """of that loss"""
     clip_low: float = 0.2
+    """of ppo_clip alone, as is clip_high: what another loss clips is of another size"""
     clip_high: float = 0.2
     avg_level: AvgLevel = "token"
     temperature: float = 1.0
@@ -92,6 +97,17 @@ class PolicyLoss(OnLogprobs):
     def __post_init__(self) -> None:
         if self.avg_level == "constant" and not self.max_new_tokens:
             raise ConfigError("avg_level=constant divides by max_new_tokens: give rollout.train_sampling_params")
+        # a worker may not know the name: it is looked up here, and the function travels
+        function = check_policy_loss(self.policy_loss, self.options)
+        clip = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        if function is ppo_clip:
+            object.__setattr__(self, "options", clip | dict(self.options))
+        elif clip != {"clip_low": 0.2, "clip_high": 0.2}:
+            raise ConfigError(
+                f"actor.clip and actor.clip_high are of ppo_clip alone, not of {self.policy_loss}: what it clips is of "
+                "another size, and set in actor.policy_loss.options"
+            )
+        object.__setattr__(self, "policy_loss", function)
 
     def positions(self, data: Mapping[str, Any]) -> Tensor:
         """Of the tokens that count."""
@@ -105,13 +121,16 @@ class PolicyLoss(OnLogprobs):
         weights = None
         if self.tis_coef is not None:
             weights = importance_weights(old, behaviour, mask, upper=self.tis_coef)
-        token_loss = ppo_clip(
+        token_loss = policy_loss(
+            self.policy_loss,
             logprobs,
             old,
             next_token(data["advantages"], cu_seqlens),
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
+            mask=mask,
+            cu_seqlens=cu_seqlens,
             weights=weights,
+            behaviour_logprobs=behaviour,
+            options=self.options,
         )
         per_token = token_loss.loss - self.entropy_coef * entropy
         loss = aggregate(per_token, mask, self.avg_level, cu_seqlens=cu_seqlens, length=self.max_new_tokens)

@@ -248,7 +248,7 @@ def batch_plan(options: PpoConfig, engines: Engines) -> dict[str, str]:
         f"each of {ranks} rank(s), in packs of at most {actor.max_length_per_device} tokens",
         "rollout": f"{len(engines.rollout.executors)} replica(s) of {rollout.tp_size} device(s), executor "
         f"{rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each",
-        "loss": f"clip {actor.clip}, mean per {actor.avg_level}, group advantages {deviation}",
+        "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, group advantages {deviation}",
         "run": f"{trainer.total_steps} steps, checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
     }
 
@@ -265,6 +265,8 @@ def batch_metrics(batch: TensorDict) -> dict[str, float]:
 def _loss(options: PpoConfig) -> PolicyLoss:
     actor, sampling = options.actor, options.rollout.train_sampling_params
     return PolicyLoss(
+        policy_loss=actor.policy_loss.name,
+        options=actor.policy_loss.options,
         clip_low=actor.clip,
         clip_high=actor.clip if actor.clip_high is None else actor.clip_high,
         avg_level=actor.avg_level,

@@ -3,8 +3,10 @@ import math
 import pytest
 import torch
 
-from rlite.algorithms import TokenLogprobs, gather_logprobs_entropy, next_token
+from rlite.algorithms import POLICY_LOSSES, TokenLogprobs, TokenLoss, gather_logprobs_entropy, next_token, ppo_clip
+from rlite.config import load
 from rlite.errors import ConfigError
+from rlite.trainer.engines import ActorOptions
 from rlite.trainer.policy import OptimizerOptions, OwnLogprobs, PolicyLoss, SftLoss, schedule
 
 
@@ -66,9 +68,16 @@ def test_a_token_that_the_engine_found_half_as_likely_weighs_at_most_the_cap():
     assert report["logprob_drift"] == pytest.approx(math.log(3.0))
 
 
-def test_weighted_microbatches_add_up_to_the_loss_of_the_whole_batch():
+# these choose tokens by a statistic of all that they see
+SELECTIVE = {"clip_cov", "kl_cov", "m2po"}
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - SELECTIVE))
+def test_weighted_microbatches_add_up_to_the_loss_of_the_whole_batch(name):
     logits, data = pack([5, 9, 4, 6])
-    for loss in (PolicyLoss(), PolicyLoss(avg_level="sequence"), PolicyLoss(avg_level="constant", max_new_tokens=8)):
+    data["old_logprobs"] = data["logprobs"] - 0.3 * data["loss_mask"]
+    averages = ({}, {"avg_level": "sequence"}, {"avg_level": "constant", "max_new_tokens": 8})
+    for loss in (PolicyLoss(policy_loss=name, **average) for average in averages):
         whole, _ = loss(tokens(logits, data), data)
         split = 0.0
         for first, last in ((0, 1), (1, 4)):
@@ -89,3 +98,34 @@ def test_supervised_loss_is_the_mean_surprise_of_the_answer_tokens():
     loss = SftLoss()(tokens(logits, data), data)
     own = OwnLogprobs()(tokens(logits, data), data)
     torch.testing.assert_close(loss, -own[data["loss_mask"].bool()].mean())
+
+
+def test_a_policy_loss_is_a_name_with_options_or_a_function():
+    logits, data = pack([5, 9, 4])
+    data["old_logprobs"] = data["logprobs"] - 0.3 * data["loss_mask"]
+    default, _ = PolicyLoss(clip_low=0.1, clip_high=0.4)(tokens(logits, data), data)
+    named, _ = PolicyLoss(options={"clip_low": 0.1, "clip_high": 0.4})(tokens(logits, data), data)
+    torch.testing.assert_close(named, default)
+    wide, _ = PolicyLoss(policy_loss="gspo", options={"clip_low": 1.0, "clip_high": 9.0})(tokens(logits, data), data)
+    narrow, report = PolicyLoss(policy_loss="gspo")(tokens(logits, data), data)
+    assert wide != narrow
+    assert report["clip_fraction"] > 0
+
+    def own(logprobs, old_logprobs, advantages, *, gain):
+        return TokenLoss(-gain * advantages * logprobs, {"gain": torch.full_like(advantages, gain)})
+
+    loss, report = PolicyLoss(policy_loss=own, options={"gain": 3.0}, tis_coef=None)(tokens(logits, data), data)
+    assert report["gain"] == 3.0
+    assert loss.requires_grad
+
+
+def test_a_policy_loss_that_cannot_work_is_refused_before_training():
+    with pytest.raises(ConfigError, match="of ppo_clip alone, not of gspo"):
+        PolicyLoss(policy_loss="gspo", clip_high=0.28)
+    assert PolicyLoss().policy_loss is ppo_clip
+    with pytest.raises(ConfigError, match=r"policy_loss: unknown policy loss 'gpso'; did you mean 'gspo'"):
+        load(ActorOptions, ["model_name=m", "policy_loss.name=gpso"])
+    with pytest.raises(ConfigError, match=r"policy_loss: policy loss gspo has no option 'clip'; did you mean 'clip_"):
+        load(ActorOptions, ["model_name=m", "policy_loss={name: gspo, options: {clip: 0.1}}"])
+    actor = load(ActorOptions, ["model_name=m", "policy_loss.name=gspo", "policy_loss.options.clip_low=2e-4"])
+    assert actor.policy_loss.options == {"clip_low": 2e-4}
