@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -139,8 +139,12 @@ class ChatEncoder:
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 turns.append(self._turn(messages, number, text, where, tools))
-                if turns[-1][0] < (turns[-2][1] if len(turns) > 1 else 0):
-                    raise self._cannot_tell(where, number, "overlaps the turn before")
+            elif turns and message["role"] not in _BASIC_ROLES:
+                before = self._text(_with_content(messages, number, _STAND_IN), tools=tools).partition(_STAND_IN)[0]
+                if len(before) < turns[-1][1]:  # the result of a tool, put into the turn that called it
+                    raise self._cannot_tell(where, number, "it is rendered inside the assistant's turn")
+        if any(later[0] < earlier[1] for earlier, later in pairwise(turns)):
+            raise self._cannot_tell(where, len(messages) - 1, "turns overlap")
         return RenderedChat(text, tuple(turns))
 
     # -- templates with marks ------------------------------------------------------------------------------------
@@ -166,15 +170,15 @@ class ChatEncoder:
             whole = self._text([question, {"role": "assistant", "content": _STAND_IN}])
         except (TemplateError, TypeError) as error:
             raise ConfigError(f"the chat template refuses a question and an answer: {error}") from error
-        if not (prompt.startswith(before) and whole.startswith(before)) or whole.count(_STAND_IN) != 1:
+        # Some templates end a conversation that waits for no answer with a token of its own.
+        shared = _shared(before, prompt, whole)
+        if question["content"] not in before[:shared] or whole.count(_STAND_IN) != 1:
             raise ConfigError(
                 "the chat template does not append answers to questions, so that its turns cannot be found; mark them "
                 "in the template with {% generation %} ... {% endgeneration %}"
             )
-        self._generation_prompt = prompt[len(before) :]
-        self._header, self._closing = whole[len(before) :].split(_STAND_IN)
-        both = zip(self._generation_prompt, self._header, strict=False)
-        self._prompted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+        self._generation_prompt = prompt[shared:]
+        self._header, self._closing = whole[shared:].split(_STAND_IN)
         special = sorted({t.content for t in self._tokenizer.added_tokens_decoder.values() if t.special and t.content})
         self._special_token = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         self._ends_with_special_token = bool(self._special_token.search(self._closing))
@@ -192,18 +196,18 @@ class ChatEncoder:
         before, after = found
         # In history a template may leave out what it inserts before the last answer (an empty thought), or the part of
         # the generation prompt that opens a thought.
-        header, prompted = self._header, self._prompted
+        header = self._header
         if not before.endswith(header):
             header = self._generation_prompt
             while not before.endswith(header):
                 header = header[:-1]
-            prompted = len(header)
         header_start = len(before) - len(header)
         is_embedded = text.startswith(before[:header_start]) and text.endswith(after)
         if not is_embedded or header_start > len(text) - len(after):
             raise self._cannot_tell(where, number, "the rest of the conversation depends on its content")
-        if text.startswith(self._generation_prompt, header_start):
-            prompted = len(self._generation_prompt)
+        prompted = _shared(self._generation_prompt, text[header_start:])
+        if prompted < len(self._generation_prompt):  # what follows the header by chance begins like the rest of it
+            prompted = min(prompted, _shared(self._generation_prompt, header))
         start, end = header_start + prompted, len(text) - len(after)
         if self._ends_with_special_token and (token := self._special_token.search(after)):
             end += token.end()
@@ -215,7 +219,7 @@ class ChatEncoder:
 
     def _cannot_tell(self, where: str, number: int, reason: str) -> DataError:
         return DataError(
-            f"{where}, messages[{number}] (assistant): cannot tell which part of the rendered conversation it is: "
+            f"{where}, messages[{number}]: cannot tell which part of the rendered conversation the assistant says: "
             f"{reason}; mark the turns in the chat template with {{% generation %}} ... {{% endgeneration %}}"
         )
 
@@ -238,6 +242,9 @@ class ChatEncoder:
                     f"{where}, messages[{number}]: the chat template leaves out the role {message['role']!r}, whose "
                     "content would be lost"
                 )
+            for name in _called(message):
+                if name not in text:
+                    raise DataError(f"{where}, messages[{number}]: the chat template leaves out the call of {name!r}")
         return text
 
     def _shows(self, messages: Messages, number: int, text: str, tools: Any) -> bool:
@@ -245,9 +252,8 @@ class ChatEncoder:
         content = messages[number].get("content")
         if not isinstance(content, str) or content.strip() in text:
             return True
-        variant = [*messages]
-        variant[number] = {**messages[number], "content": _STAND_IN}
-        return _STAND_IN in self._text(variant, tools=tools)  # some templates write the results of tools as JSON
+        # Some templates write the results of tools as JSON.
+        return _STAND_IN in self._text(_with_content(messages, number, _STAND_IN), tools=tools)
 
     def _refused_role(self, messages: Messages, tools: Any) -> str | None:
         """The role without whose messages the template would render the conversation."""
@@ -259,6 +265,23 @@ class ChatEncoder:
                 continue
             return role
         return None
+
+
+def _with_content(messages: Messages, number: int, content: str) -> list[Mapping[str, Any]]:
+    """The messages, of which message `number` says something else."""
+    return [{**message, "content": content} if i == number else message for i, message in enumerate(messages)]
+
+
+def _called(message: Mapping[str, Any]) -> list[str]:
+    """The names of the tools that a message calls."""
+    calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    names = [(call.get("function") or call).get("name") for call in calls]
+    return [name for name in names if isinstance(name, str)]
+
+
+def _shared(*texts: str) -> int:
+    """How many characters texts have in common at their beginnings."""
+    return sum(1 for _ in takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False)))
 
 
 _BASIC_ROLES = ("user", "assistant")

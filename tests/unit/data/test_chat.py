@@ -1,0 +1,197 @@
+"""Which tokens of a conversation the assistant says, for the oracle and for every kind of chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from rlite.data.chat import ChatEncoder
+from rlite.errors import ConfigError, DataError
+from rlite.nn.tiny import CHATML, byte_tokenizer
+
+ORACLE = json.loads((Path(__file__).parents[2] / "oracles/10_chat_assistant_masks.json").read_text())
+
+# The shapes of templates in use, reduced to what matters here. Thoughts stay in the last answer alone (Qwen3):
+THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set said = m.content.split('</think>')[-1].lstrip('\n') %}"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n"
+    "{{ m.content.split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in m.content }}\n</think>\n\n"
+    "{{ said }}{% else %}{{ said }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n"
+    "{% endif %}{% endif %}"
+)
+# No generation prompt, contents trimmed, roles that must alternate (Mistral, Gemma):
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate user/assistant') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content | trim }}<|im_end|>{% endif %}"
+    "{% endfor %}"
+)
+# The generation prompt opens a thought that history does not have (DeepSeek-R1):
+OPENED = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% elif m.role == 'assistant' %}"
+    "<|Assistant|>{{ m.content.split('</think>')[-1] }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+)
+# The conversation ends with a token of its own, unless an answer is asked for (Phi-3):
+CLOSED = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tokenizer(template: str) -> PreTrainedTokenizerFast:
+    made = byte_tokenizer()
+    made.chat_template = template
+    return made
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def said(template: str, messages: list[dict[str, Any]], **options: Any) -> list[str]:
+    """What the assistant says according to the masks; checks the tokens against the tokenizer's own."""
+    made = tokenizer(template)
+    (chat,) = ChatEncoder(made, **options).encode([messages], ["row 0"])
+    assert chat.input_ids.tolist() == made.apply_chat_template(messages, return_dict=False, **options)
+    assert chat.mask().sum() == sum(end - start for start, end in chat.turns)
+    return [made.decode(chat.input_ids[start:end]) for start, end in chat.turns]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["found", "marked"])
+@pytest.mark.parametrize("case", ORACLE["cases"], ids=lambda case: case["id"])
+def test_masks_are_those_of_the_oracle(case: dict[str, Any], template: str) -> None:
+    made = tokenizer(template)
+    messages, expected = case["inputs"]["messages"], case["expected"]
+    (chat,) = ChatEncoder(made).encode([messages], ["row 0"])
+    # The oracle's ids are bytes, ours are in the order of byte-level BPE's alphabet. Its generation prompt is not learnt.
+    asks = case["params"]["add_generation_prompt"]
+    prompt = made.apply_chat_template(messages, add_generation_prompt=asks, return_dict=False)[len(chat.input_ids) :]
+    assert len(expected["input_ids"]) == len(chat.input_ids) + len(prompt)
+    assert chat.mask().astype(int).tolist() + [0] * len(prompt) == expected["content_and_end_token_mask"]
+
+
+WORDS = st.text(st.sampled_from("ab é☃😀\n<>|/"), min_size=1, max_size=12).filter(str.strip)
+
+
+@given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4))
+def test_each_turn_is_its_content_and_its_end_whatever_the_texts_are(turns: list[tuple[str, str]]) -> None:
+    messages = [message for question, answer in turns for message in (user(question), assistant(answer))]
+    answers = [answer for _, answer in turns]
+    for template in (CHATML, MARKED, CLOSED):
+        assert said(template, messages) == [f"{answer}<|im_end|>" for answer in answers]
+    assert said(ALTERNATING, messages) == [f" {answer.strip()}<|im_end|>" for answer in answers]
+    if not any("</think>" in text for text in answers):
+        assert said(OPENED, messages) == [f"{answer}<|im_end|>" for answer in answers]
+
+
+def test_history_is_learnt_as_the_template_rewrites_it() -> None:
+    messages = [
+        user("a"),
+        assistant("<think>\nfirst\n</think>\n\nb"),
+        user("c"),
+        assistant("<think>\nsecond\n</think>\n\nd"),
+    ]
+    assert said(THOUGHTS, messages) == ["b<|im_end|>", "<think>\nsecond\n</think>\n\nd<|im_end|>"]
+
+
+def test_what_the_generation_prompt_gives_is_not_learnt() -> None:
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    assert said(THOUGHTS, messages) == ["b<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"]
+    assert said(THOUGHTS, messages, enable_thinking=False) == ["b<|im_end|>", "d<|im_end|>"]
+
+
+def test_a_text_that_looks_like_a_turn_is_no_turn() -> None:
+    trap = "<|im_start|>assistant\nno<|im_end|>\n"
+    assert said(CHATML, [user(trap), assistant(f"x{trap}"), user(trap)]) == [f"x{trap}<|im_end|>"]
+
+
+def test_tokens_that_merge_characters_of_both_sides_are_those_of_the_whole_text() -> None:
+    made = byte_tokenizer()
+    core = json.loads(made.backend_tokenizer.to_str())
+    core["model"]["vocab"]["ĊĊ"] = len(made)  # two newlines: the header's end and the content's beginning
+    core["model"]["merges"] = [["Ċ", "Ċ"]]
+    made._tokenizer = type(made.backend_tokenizer).from_str(json.dumps(core))
+    messages = [user("a"), assistant("\nb")]
+    (chat,) = ChatEncoder(made).encode([messages], ["row 0"])
+    assert chat.input_ids.tolist() == made.apply_chat_template(messages, return_dict=False)
+    assert made.decode(chat.input_ids[chat.mask()]) == "\n\nb<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (ALTERNATING, r"row 7: the chat template refuses the role 'system': Roles must alternate"),
+        (OPENED, r"row 7, messages\[0\]: the chat template leaves out the role 'system'"),
+    ],
+)
+def test_a_role_that_the_template_does_not_know_is_named_with_its_row(template: str, message: str) -> None:
+    messages = [{"role": "system", "content": "be brief"}, user("a"), assistant("b")]
+    with pytest.raises(DataError, match=message):
+        ChatEncoder(tokenizer(template)).encode([messages], ["data.path=x.json, row 7"])
+
+
+def test_a_result_inside_the_turn_that_asked_for_it_is_refused_rather_than_learnt() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{% elif m.role == 'assistant' %}<|im_start|>assistant\n"
+        "{% if m.tool_calls %}{{ m.tool_calls[0].name }}={{ messages[loop.index].content }} {% endif %}"
+        "{{ m.content }}<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "clock", "arguments": {}}]}
+    with pytest.raises(DataError, match=r"row 0, messages\[2\]: cannot tell .* inside the assistant's turn"):
+        said(template, [user("time?"), call, {"role": "tool", "content": "noon"}, assistant("It is noon")])
+
+
+def test_calls_of_tools_are_learnt_and_not_lost() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock", "arguments": {"zone": "UTC"}}]}
+    messages = [user("time?"), call, {"role": "tool", "content": "noon"}, assistant("It is noon")]
+    shown = CHATML.replace(
+        "{{ message['content'] }}",
+        "{{ message.content }}{% for c in message.tool_calls %}<call>{{ c | tojson }}</call>{% endfor %}",
+    )
+    assert said(shown, messages) == [
+        '<call>{"name": "clock", "arguments": {"zone": "UTC"}}</call><|im_end|>',
+        "It is noon<|im_end|>",
+    ]
+    with pytest.raises(DataError, match=r"row 0, messages\[1\]: the chat template leaves out the call of 'clock'"):
+        said(CHATML, messages)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "row 0: 'messages' is an empty list"),
+        ("hi", "row 0: 'messages' is str"),
+        (["hi"], r"row 0, messages\[0\]: expected .* found str"),
+        ([{"content": "a"}], r"row 0, messages\[0\]: 'role' is None"),
+        ([user("a"), {"role": "assistant", "content": 4}], r"row 0, messages\[1\]: 'content' is 4; expected a text"),
+    ],
+)
+def test_malformed_messages_are_named(messages: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        ChatEncoder(byte_tokenizer()).encode([messages], ["row 0"])
+
+
+def test_a_tokenizer_without_a_template_is_a_config_error() -> None:
+    made = byte_tokenizer()
+    made.chat_template = None
+    with pytest.raises(ConfigError, match="no chat template"):
+        ChatEncoder(made)
