@@ -29,7 +29,9 @@ import pytest
 FOLDER = Path(sys.prefix) / "peers"
 PEERS = {"verl", "trl", "openrlhf", "areal"}
 NOT_RUN = {
-    *("verl", "openrlhf", "openrlhf.models", "openrlhf.trainer", "openrlhf.trainer.ppo_utils"),
+    "verl",
+    *("openrlhf", "openrlhf.models", "openrlhf.trainer", "openrlhf.trainer.ppo_utils", "openrlhf.trainer.ray"),
+    *("openrlhf.trainer.ray.launcher", "openrlhf.utils"),
     *("areal", "areal.api", "areal.engine", "areal.infra", "areal.infra.rpc", "areal.trainer", "areal.trainer.ppo"),
     "areal.experimental.training_service.controller.controller",
 }
