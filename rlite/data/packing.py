@@ -147,7 +147,7 @@ def plan_microbatches(
 
     best = min(map(large_to_small, (ranks_first, packs_first)), key=duration)
     num_microbatches = max(len(share) for share in best)
-    if method == "karmarkar_karp":
+    if method == "karmarkar_karp" and num_microbatches:
         best = large_to_small(_even(shares, weights, tokens, num_microbatches, capacity) or best)
     return [
         [sorted(row for unit in pack for row in units[unit]) for pack in share]

@@ -134,7 +134,7 @@ def _read_csv(path: Path, where: str) -> list[Row]:
                 rows.append({name: _cell(name, text, len(rows), where) for name, text in row.items()})
             return rows
     except csv.Error as error:
-        raise DataError(f"{where}, line {reader.line_num}: not valid CSV: {error}") from error
+        raise DataError(f"{where}, line {reader.reader.line_num}: not valid CSV: {error}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start}") from error
     finally:

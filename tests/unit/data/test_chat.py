@@ -80,7 +80,7 @@ def test_masks_are_those_of_the_oracle(case: dict[str, Any], template: str) -> N
     made = tokenizer(template)
     messages, expected = case["inputs"]["messages"], case["expected"]
     (chat,) = ChatEncoder(made).encode([messages], ["row 0"])
-    # The oracle's ids are bytes, ours are in the order of byte-level BPE's alphabet. Its generation prompt is not learnt.
+    # Its ids are bytes, ours are in the order of byte-level BPE's alphabet. A generation prompt is not learnt.
     asks = case["params"]["add_generation_prompt"]
     prompt = made.apply_chat_template(messages, add_generation_prompt=asks, return_dict=False)[len(chat.input_ids) :]
     assert len(expected["input_ids"]) == len(chat.input_ids) + len(prompt)

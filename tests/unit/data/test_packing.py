@@ -3,13 +3,14 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.data.packing import Plan, first_fit_decreasing, plan_microbatches
+from rlite.data.packing import Plan, first_fit_decreasing, plan_microbatches, sequence_flops
 from rlite.errors import DataError
 
 ORACLE = json.loads((Path(__file__).parents[2] / "oracles/07b_capacity_packing.json").read_text())
@@ -121,3 +122,59 @@ def test_a_group_that_is_too_long_is_named_with_its_rows() -> None:
 def test_groups_must_name_every_row() -> None:
     with pytest.raises(ValueError, match="groups has 1 entries for 2 rows"):
         plan_microbatches([1, 1], 1, 8, groups=["a"])
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 10), st.booleans(), st.floats(0, 1e3)), max_size=40)
+
+
+@given(ROWS, st.integers(1, 6), st.sampled_from(["first_fit_decreasing", "karmarkar_karp"]))
+def test_any_costs_groups_and_methods_lose_nothing_and_keep_the_limits(
+    rows: list[tuple[int, bool, float]], num_ranks: int, method: Any
+) -> None:
+    lengths, costs = [row[0] for row in rows], [row[2] for row in rows]
+    groups = [number // 2 if is_paired else -1 - number for number, (_, is_paired, _) in enumerate(rows)]
+    plan = plan_microbatches(lengths, num_ranks, CAPACITY, groups, costs=costs, method=method)
+    packs = [pack for share in plan for pack in share]
+    assert sorted(row for pack in packs for row in pack) == list(range(len(rows)))
+    assert len(plan) == num_ranks
+    assert len({len(share) for share in plan}) == 1
+    assert all(load <= CAPACITY for share in loads(plan, lengths) for load in share)
+    assert all(sum(any(groups[row] == key for row in pack) for pack in packs) == 1 for key in set(groups))
+    by_tokens = plan_microbatches(lengths, num_ranks, CAPACITY, groups, costs=costs)
+    assert len(plan[0]) == len(by_tokens[0])  # an even plan needs no more microbatches
+
+
+def test_ranks_are_balanced_by_cost_and_capacity_is_kept_in_tokens() -> None:
+    lengths = np.random.default_rng(3).lognormal(6.2, 0.9, size=2_000).clip(1, 8192).astype(int).tolist()
+    costs = [sequence_flops(length, 1024, 28) for length in lengths]
+
+    def waiting(plan: Plan) -> float:
+        spent = np.array([[sum(costs[row] for row in pack) for pack in share] for share in plan])
+        return float(spent.max(0).sum() * len(plan) / spent.sum() - 1)
+
+    by_cost, by_tokens = (plan_microbatches(lengths, 8, 8192, costs=given) for given in (costs, None))
+    assert all(load <= 8192 for share in loads(by_cost, lengths) for load in share)
+    assert waiting(by_cost) < 0.03 < waiting(by_tokens)
+
+
+def test_karmarkar_karp_makes_the_microbatches_of_a_rank_alike() -> None:
+    lengths = [7, 6, 5, 4, 3, 2, 1]
+    full = loads(plan_microbatches(lengths, 1, 18), lengths)
+    even = loads(plan_microbatches(lengths, 1, 18, method="karmarkar_karp"), lengths)
+    assert full == [[18, 10]]
+    assert even == [[14, 14]]
+
+
+def test_flops_are_linear_in_short_sequences_and_quadratic_in_long_ones() -> None:
+    assert sequence_flops(1, 4, 3) == 3 * (24 * 16 + 2 * 4)
+    assert sequence_flops(2, 1024, 28) / sequence_flops(1, 1024, 28) == pytest.approx(2, rel=1e-3)
+    assert sequence_flops(2 << 30, 1024, 28) / sequence_flops(1 << 30, 1024, 28) == pytest.approx(4, rel=1e-3)
+
+
+def test_costs_and_methods_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="costs has 1 entries for 2 rows"):
+        plan_microbatches([1, 1], 1, 8, costs=[1.0])
+    with pytest.raises(ValueError, match="method='kk': expected one of first_fit_decreasing, karmarkar_karp"):
+        plan_microbatches([1, 1], 1, 8, method="kk")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="weight nan"):
+        plan_microbatches([1, 1], 1, 8, costs=[1.0, float("nan")])

@@ -1,28 +1,39 @@
-"""Rows of prompts from files, and the order in which they are dealt."""
+"""What a row of prompts must hold, and the order in which rows are dealt."""
 
-import json
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
-from rlite.data.prompts import PromptStream, read_rows
+from rlite.data.prompts import PromptStream, check_prompts
 from rlite.errors import DataError
 
-
-def test_a_text_may_hold_any_character_that_json_allows(tmp_path):
-    rows = [{"prompt": "a\u2028b\x85c\x0bd"}, {"prompt": "e"}]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\r\n", encoding="utf-8")
-    assert read_rows(file) == rows
+MESSAGES = [{"role": "user", "content": "a"}]
 
 
-def test_a_row_that_is_not_json_is_named_by_its_line(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"prompt": "a"}\n{"prompt": \n')
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 2: not valid JSON"):
-        read_rows(file)
+def test_a_prompt_is_messages_or_a_text_or_tokens() -> None:
+    check_prompts([{"prompt": "a"}, {"prompt": MESSAGES}, {"messages": MESSAGES}, {"input_ids": [1]}], "x")
+    check_prompts([{"prompt": "a", "messages": None}], "x")  # tables fill what a row lacks with nulls
 
 
-def test_a_stream_deals_every_row_once_per_epoch_and_goes_on_from_a_position():
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "a"}, r"expected exactly one of messages, prompt, input_ids, found \[\]"),
+        ({"prompt": "a", "messages": MESSAGES}, r"found \['messages', 'prompt'\]"),
+        ({"prompt": ""}, "'prompt' is empty"),
+        ({"prompt": 4}, "'prompt' is int"),
+        ({"messages": [{"content": "a"}]}, r"messages\[0\]: 'role' is None"),
+        (["a"], "expected an object, found list"),
+    ],
+)
+def test_a_row_without_a_prompt_is_named(row: Any, message: str) -> None:
+    with pytest.raises(DataError, match=f"train_data.path=x.json, row 1.*{message}"):
+        check_prompts([{"prompt": "a"}, row], "train_data.path=x.json")
+
+
+def test_a_stream_deals_every_row_once_per_epoch_and_goes_on_from_a_position() -> None:
     rows = [{"prompt": str(number)} for number in range(5)]
     stream = PromptStream(rows, 3, seed=1)
     dealt = [row["prompt"] for _ in range(5) for row in stream.next()]
@@ -32,3 +43,6 @@ def test_a_stream_deals_every_row_once_per_epoch_and_goes_on_from_a_position():
     resumed = PromptStream(rows, 3, seed=1)
     resumed.position = 6
     assert [row["prompt"] for row in resumed.next()] == dealt[6:9]
+    again = PromptStream(rows, 3, seed=2)
+    again.load_state_dict(resumed.state_dict())
+    assert [row["prompt"] for row in again.next()] == dealt[9:12]

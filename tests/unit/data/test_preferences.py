@@ -1,0 +1,79 @@
+"""Preferences to pairs of token rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlite.data.packing import plan_microbatches
+from rlite.data.packs import sequence_lengths
+from rlite.data.preferences import preference_rows
+from rlite.errors import DataError
+from rlite.nn.tiny import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
+PAIR = {"chosen": "yes", "rejected": "nope"}
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": "p: "}, {"messages": CHAT}], ids=["raw", "messages"])
+def test_the_sides_of_a_pair_share_their_prompt_and_only_answers_are_learnt(prompt: dict[str, Any]) -> None:
+    pairs = preference_rows([{**prompt, **PAIR}, {**prompt, "chosen": "b", "rejected": "c"}], TOKENIZER, 128)
+    batch = pairs.batch([1, 0])
+    assert batch["group"].tolist() == [1, 1, 0, 0]
+    assert batch["is_chosen"].tolist() == [True, False, True, False]
+    learnt = [TOKENIZER.decode(row["input_ids"][row["loss_mask"]]) for row in batch]
+    assert learnt == ["b<|im_end|>", "c<|im_end|>", "yes<|im_end|>", "nope<|im_end|>"]
+    starts = batch["loss_mask"].int().argmax(-1).tolist()
+    assert len(set(starts)) == 1
+    prompts = {TOKENIZER.decode(row["input_ids"][: starts[0]]) for row in batch}
+    expected = prompt.get("prompt") or TOKENIZER.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert prompts == {expected}
+
+
+def test_a_plan_keeps_pairs_together() -> None:
+    rows = [{"prompt": "p" * n, **PAIR} for n in range(1, 20)]
+    batch = preference_rows(rows, TOKENIZER, 64).batch(range(19))
+    plan = plan_microbatches(sequence_lengths(batch), 2, 64, batch["group"].tolist())
+    for microbatch in (pack for share in plan for pack in share):
+        assert microbatch[1::2] == [row + 1 for row in microbatch[::2]]
+        assert all(row % 2 == 0 for row in microbatch[::2])
+
+
+def test_pairs_without_anything_to_compare_are_dropped_and_counted() -> None:
+    rows = [
+        {"prompt": "p", **PAIR},
+        {"prompt": "p" * 8, **PAIR},  # nothing of the answers is left
+        {"prompt": "p" * 5, "chosen": "abcd", "rejected": "abce"},  # the difference is cut off
+        {"prompt": "p", "chosen": "abcdefgh", "rejected": "b"},
+    ]
+    pairs = preference_rows(rows, TOKENIZER, 8)
+    assert pairs.source.tolist() == [0, 3]
+    assert pairs.tally.num_truncated == 1
+    assert pairs.tally.dropped == {
+        "nothing to learn within max_length=8": 1,
+        "chosen equals rejected within max_length=8": 1,
+    }
+
+
+def test_margins_go_with_their_pairs() -> None:
+    rows = [{"prompt": "p" * n, **PAIR, "margin": n / 2} for n in (1, 99, 2)]
+    assert preference_rows(rows, TOKENIZER, 16).batch([0, 1])["margin"].tolist() == [0.5, 0.5, 1.0, 1.0]
+    with pytest.raises(DataError, match="row 1: no 'margin'"):
+        preference_rows([rows[0], {"prompt": "p", **PAIR}], TOKENIZER, 16)
+    with pytest.raises(DataError, match="row 1: 'margin' is nan; expected a finite number"):
+        preference_rows([rows[0], {**rows[0], "margin": float("nan")}], TOKENIZER, 16)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "row 0: no 'rejected'"),
+        ({"prompt": "a", "chosen": ["b"], "rejected": "c"}, "row 0: 'chosen' is a list; expected a text"),
+        ({"messages": CHAT[:2], **PAIR}, "row 0: 'messages' ends with the assistant"),
+    ],
+)
+def test_a_row_of_another_form_is_named(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=f"data.path=x.json, {message}"):
+        preference_rows([row], TOKENIZER, 64, "data.path=x.json")
