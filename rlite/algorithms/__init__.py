@@ -35,7 +35,14 @@ if TYPE_CHECKING:
         interpolated_proximal,
     )
     from rlite.algorithms.kl import KL_ESTIMATORS, binary_divergence, kl_penalty
-    from rlite.algorithms.logprobs import entropy, gather_logprobs, gather_logprobs_entropy, next_token, previous_token
+    from rlite.algorithms.logprobs import (
+        entropy,
+        gather_logprobs,
+        gather_logprobs_entropy,
+        next_token,
+        previous_token,
+        sum_pi_squared,
+    )
     from rlite.algorithms.losses import (
         TokenLoss,
         clipped_surrogate,
@@ -131,6 +138,7 @@ _MODULES = {
         "gather_logprobs_entropy",
         "next_token",
         "previous_token",
+        "sum_pi_squared",
     ),
     "losses": (
         "TokenLoss",

@@ -72,6 +72,22 @@ def entropy(
     return _logprobs(logits, labels, temperature, chunk_size, None, 0, with_entropy=True)[1]
 
 
+@torch.no_grad()
+def sum_pi_squared(
+    logits: Float[Tensor, "*tokens vocab"], temperature: float = 1.0, *, chunk_size: int | None = None
+) -> Float[Tensor, "*tokens"]:
+    """sum_v p_v^2 of softmax(logits / temperature), which `optimal_token_advantages` asks for; without a gradient."""
+    scale, flat = 1 / check_temperature(temperature), logits.flatten(0, -2)
+    sums = [
+        ((2 * rows).logsumexp(-1) - 2 * rows.logsumexp(-1)).exp()
+        for rows in (
+            chunk.to(torch.promote_types(chunk.dtype, torch.float32)) * scale
+            for chunk in flat.split(_rows_at_once(logits, chunk_size))
+        )
+    ]
+    return torch.cat(sums).view(logits.shape[:-1])
+
+
 def next_token(
     x: Shaped[Tensor, "tokens *rest"], cu_seqlens: Int[Tensor, " sequences+1"] | None = None, fill: float = 0
 ) -> Shaped[Tensor, "tokens *rest"]:
@@ -131,12 +147,16 @@ def _logprobs(
         raise ConfigError(
             f"logits {list(logits.shape)} need labels of shape {list(logits.shape[:-1])}, found {list(labels.shape)}"
         )
-    elements = _CPU_CHUNK if logits.device.type == "cpu" else _GPU_CHUNK
-    rows = chunk_size or max(1, elements // max(1, logits.shape[-1]))
+    rows = _rows_at_once(logits, chunk_size)
     logprobs, entropies = _GatherLogprobs.apply(
         logits, labels.long() - start, check_temperature(temperature), rows, group, with_entropy
     )
     return logprobs, entropies
+
+
+def _rows_at_once(logits: Tensor, chunk_size: int | None) -> int:
+    elements = _CPU_CHUNK if logits.device.type == "cpu" else _GPU_CHUNK
+    return chunk_size or max(1, elements // max(1, logits.shape[-1]))
 
 
 class _GatherLogprobs(torch.autograd.Function):
