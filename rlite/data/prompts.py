@@ -7,10 +7,7 @@ from typing import Any
 
 from rlite.data.chat import check_messages
 from rlite.data.loader import ShuffledOrder
-from rlite.data.tables import read_rows
 from rlite.errors import ConfigError, DataError
-
-__all__ = ["PROMPT_KEYS", "PromptStream", "check_prompts", "read_rows"]
 
 PROMPT_KEYS = ("messages", "prompt", "input_ids")
 

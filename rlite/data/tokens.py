@@ -20,7 +20,7 @@ Tokens = tuple[np.ndarray, np.ndarray]
 
 _CHUNK = 512
 """rows that are tokenised in one call, in which the tokenizer works in parallel"""
-_LONG = 20_000
+_LONG = 5_000
 """rows from which on a progress bar is shown"""
 
 

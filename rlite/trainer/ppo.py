@@ -22,7 +22,8 @@ from transformers import AutoTokenizer
 import rlite
 from rlite import config
 from rlite.algorithms import group_advantages
-from rlite.data.prompts import PromptStream, check_prompts, read_rows
+from rlite.data.prompts import PromptStream, check_prompts
+from rlite.data.tables import read_rows
 from rlite.errors import ConfigError
 from rlite.nn.huggingface import local_checkpoint
 from rlite.observability import stats_tracker
@@ -52,7 +53,7 @@ class PromptOptions:
     """Prompts to train on."""
 
     path: str | None = None
-    """JSON or JSONL file"""
+    """JSON, JSONL, CSV, Parquet or Arrow file, a folder or hub name of a dataset; SPLIT@PATH for a part of it"""
     prompts_per_rollout: int = 32
     """prompts in one rollout batch"""
     responses_per_prompt: int = 1
@@ -64,7 +65,7 @@ class TestOptions:
     """Prompts to evaluate on."""
 
     path: str | None = None
-    """JSON or JSONL file; null evaluates nothing"""
+    """as train_data.path; null evaluates nothing"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,8 +296,8 @@ def main(argv: Sequence[str]) -> None:
     if data_path is None or env_path is None:
         missing = [k for k, v in {"train_data.path": data_path, "rollout.env_path": env_path}.items() if v is None]
         raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
-    train_rows = read_rows(data_path)
-    test_rows = read_rows(options.test_data.path) if options.test_data.path else []
+    train_rows = read_rows(data_path, key="train_data.path")
+    test_rows = read_rows(options.test_data.path, key="test_data.path") if options.test_data.path else []
     reward = RewardFunction(EnvironmentReward(env_path))
     tokenizer = AutoTokenizer.from_pretrained(local_checkpoint(options.actor.model_name, weights=False))
     init_devices(options.launcher, options.num_devices)
