@@ -28,6 +28,13 @@ if TYPE_CHECKING:
         optimal_token_advantages,
         pass_at_k_advantages,
     )
+    from rlite.algorithms.estimators import (
+        ADVANTAGES,
+        AdvantageFunction,
+        check_advantage,
+        outcome_advantages,
+        register_advantage,
+    )
     from rlite.algorithms.importance import (
         BehaviourWeights,
         behaviour_weights,
@@ -120,6 +127,13 @@ _MODULES = {
         "opo_advantages",
         "optimal_token_advantages",
         "pass_at_k_advantages",
+    ),
+    "estimators": (
+        "ADVANTAGES",
+        "AdvantageFunction",
+        "check_advantage",
+        "outcome_advantages",
+        "register_advantage",
     ),
     "importance": (
         "BehaviourWeights",

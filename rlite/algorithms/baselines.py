@@ -37,9 +37,9 @@ def gpg_advantages(
 @torch.no_grad()
 def opo_advantages(
     rewards: Float[Tensor, " sequences"],
-    lengths: Shaped[Tensor, " sequences"],
     group_ids: Int[Tensor, " sequences"],
     *,
+    lengths: Shaped[Tensor, " sequences"],
     singleton: Singleton = "zero",
 ) -> Float[Tensor, " sequences"]:
     """A = R - sum(l R) / sum(l) over the group, l the number of action tokens. OPO, arXiv:2505.23585.
@@ -90,8 +90,8 @@ def pass_at_k_advantages(
 def gdpo_advantages(
     rewards: Float[Tensor, "kinds sequences"],
     group_ids: Int[Tensor, " sequences"],
-    weights: Sequence[float] | None = None,
     *,
+    weights: Sequence[float] | None = None,
     eps: float = 1e-6,
     batch_norm: bool = True,
 ) -> Float[Tensor, " sequences"]:

@@ -42,7 +42,7 @@ def check_outcome_advantages(case: Case) -> dict[str, Tensor]:
     returns = discounted_returns(case.token_rewards_remax, case.mask, **case.layout)
     sequences = {
         "gpg_advantages": gpg_advantages(scores, groups, singleton="raw"),
-        "opo_advantages": opo_advantages(scores, lengths, groups, singleton="raw"),
+        "opo_advantages": opo_advantages(scores, groups, lengths=lengths, singleton="raw"),
         "passk_advantages": pass_at_k_advantages(scores, groups),
         "passk_std_advantages": pass_at_k_advantages(scores, groups, norm_std=True),
     }
@@ -72,7 +72,7 @@ def check_optimal_token_baseline(case: Case) -> dict[str, Tensor]:
 
 def check_gdpo(case: Case) -> dict[str, Tensor]:
     weights, eps = case.params["weights"], case.params["eps"]
-    sequences = gdpo_advantages(case.reward_components, case.group_ids, weights, eps=eps, batch_norm=False)
+    sequences = gdpo_advantages(case.reward_components, case.group_ids, weights=weights, eps=eps, batch_norm=False)
     return {"advantages": masked_whiten(case.spread(sequences), case.mask)}
 
 
@@ -85,7 +85,9 @@ def check_sequence_variants(case: Case) -> dict[str, Tensor]:
         "group": lambda: group_advantages(scores, groups, norm_std=True, eps=eps),
         "multi_sum_then_norm": lambda: group_advantages(scores, groups, norm_std=True, eps=eps),
         "batch": lambda: normalize_rewards(scores, groups, std="batch", std_about="own_mean", eps=eps),
-        "multi_norm_then_sum": lambda: gdpo_advantages(case.reward_components, groups, case.params["weights"], eps=eps),
+        "multi_norm_then_sum": lambda: gdpo_advantages(
+            case.reward_components, groups, weights=case.params["weights"], eps=eps
+        ),
         "rloo": lambda: rloo,
         "rloo_norm": lambda: normalize_rewards(rloo, groups, mean="batch", std="batch", eps=eps),
     }

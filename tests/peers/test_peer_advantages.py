@@ -54,7 +54,7 @@ OUTCOME: dict[str, tuple[str, dict, Callable[[Batch], Tensor]]] = {
     "OPO": (
         "compute_opo_outcome_advantage",
         {},
-        lambda b: spread(opo_advantages(b.scores, b.mask.sum(-1), b.group_ids), b),
+        lambda b: spread(opo_advantages(b.scores, b.group_ids, lengths=b.mask.sum(-1)), b),
     ),
     "pass@k": (
         "compute_grpo_passk_outcome_advantage",
@@ -123,7 +123,9 @@ def test_gdpo_is_verls(peer: Peer, seed: int) -> None:
         non_tensor_batch={"a": batch.scores.numpy(), "b": second.numpy()},
         batch={"prompts": prompts, "attention_mask": torch.cat([prompts + 1, batch.mask], 1).long()},
     )
-    sequences = gdpo_advantages(torch.stack([batch.scores, second]), batch.group_ids, [1.0, 0.5], batch_norm=False)
+    sequences = gdpo_advantages(
+        torch.stack([batch.scores, second]), batch.group_ids, weights=[1.0, 0.5], batch_norm=False
+    )
     torch.testing.assert_close(masked_whiten(spread(sequences, batch), batch.mask), theirs.double(), **FLOAT32)
 
 

@@ -22,7 +22,7 @@ GROUPS = torch.tensor([5, 5, 5, 2, 2, 2])
 def test_equal_rewards_have_no_advantage_whatever_the_estimator() -> None:
     rewards, lengths = torch.full((6,), 0.7), torch.tensor([3, 1, 4, 1, 5, 9])
     assert (gpg_advantages(rewards, GROUPS) == 0).all()
-    assert (opo_advantages(rewards, lengths, GROUPS) == 0).all()
+    assert (opo_advantages(rewards, GROUPS, lengths=lengths) == 0).all()
     assert (pass_at_k_advantages(rewards, GROUPS, norm_std=True) == 0).all()
     assert (gdpo_advantages(torch.stack([rewards, 2 * rewards]), GROUPS) == 0).all()
 
@@ -35,7 +35,7 @@ def test_gpg_makes_up_for_the_responses_that_failed() -> None:
 
 def test_opo_weighs_its_baseline_by_length() -> None:
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 3.0])
-    advantages = opo_advantages(rewards, torch.tensor([2, 1, 1, 0, 0, 0]), GROUPS)
+    advantages = opo_advantages(rewards, GROUPS, lengths=torch.tensor([2, 1, 1, 0, 0, 0]))
     torch.testing.assert_close(advantages, torch.tensor([0.5, -0.5, -0.5, 0.0, 0.0, 0.0]))
 
 
@@ -50,7 +50,7 @@ def test_a_kind_of_reward_with_a_large_spread_does_not_drown_the_others_in_gdpo(
     scaled = kinds * torch.tensor([[1000.0], [1.0]])
     torch.testing.assert_close(gdpo_advantages(kinds, GROUPS, eps=0.0), gdpo_advantages(scaled, GROUPS, eps=0.0))
     with pytest.raises(ConfigError, match="1 weights for 2 kinds"):
-        gdpo_advantages(kinds, GROUPS, [1.0])
+        gdpo_advantages(kinds, GROUPS, weights=[1.0])
 
 
 def test_the_std_may_be_about_its_own_mean() -> None:
