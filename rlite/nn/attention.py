@@ -28,13 +28,13 @@ PADDING_RATIO = 0.7  # sequences share a call if the shortest is at least so lon
 class PackedLayout:
     """Where the sequences of a pack lie. `cu_seqlens` [n + 1] int, cumulative; computed once, used by every layer.
 
-    With a `share`, queries are this rank's tokens of the pack alone, and keys are gathered from the others.
+    With a `share` of several ranks, queries are this rank's tokens alone, and keys are gathered from the others.
     """
 
     def __init__(self, cu_seqlens: Tensor, max_seqlen: int, share: ContextShare | None = None) -> None:
         self.cu_seqlens = cu_seqlens.to(torch.int32)
         self.max_seqlen = int(max_seqlen)
-        self.share = share
+        self.share = share if share is not None and share.group is not None else None
 
     @cached_property
     def buckets(self) -> list[tuple[Tensor, Tensor]]:

@@ -77,17 +77,15 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         kinds = set(getattr(self.config.get_text_config(), "layer_types", None) or ())
         if others := kinds - {"full_attention", "sliding_attention"}:
             raise ConfigError(f"{type(self).__name__} has layers of kind {sorted(others)}, which packs do not support")
-        share = None if self.context_group is None else ContextShare(data["cu_seqlens"], self.context_group)
-        tokens = [data["input_ids"], data["position_ids"]]
-        input_ids, position_ids = tokens if share is None else map(share.take, tokens)
+        share = ContextShare(data["cu_seqlens"], self.context_group)
         with attention(self.config, PACKED):
             logits = self(
-                input_ids=input_ids[None],
-                position_ids=position_ids[None],
+                input_ids=share.take(data["input_ids"])[None],
+                position_ids=share.take(data["position_ids"])[None],
                 use_cache=False,
                 packed_layout=PackedLayout(data["cu_seqlens"], data["max_seqlen"], share),
             ).logits[0]
-        return logits if share is None else share.gather_results(logits)
+        return share.gather_results(logits)
 
     def compute_logprobs(
         self, data: Mapping[str, Any], temperature: float = 1.0, positions: Tensor | None = None
@@ -101,10 +99,11 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         head = self.get_output_embeddings()  # type: ignore[operator]
         if self._changes_logits or not isinstance(head, nn.Linear):
             return super().compute_logprobs(data, temperature, positions)
-        labels = next_token(data["input_ids"], data["cu_seqlens"])
-        with logprobs_of(head, labels, temperature, positions) as answers:
+        share = ContextShare(data["cu_seqlens"], self.context_group)
+        labels = share.take(next_token(data["input_ids"], data["cu_seqlens"]))
+        with logprobs_of(head, labels, temperature, None if positions is None else share.take(positions)) as answers:
             output = self.compute_logits(data)
-        if len(answers) != 1 or not answers[0].is_what_became(output):
+        if len(answers) != 1 or not answers[0].is_what_became(output, share):
             self._changes_logits = True
             return super().compute_logprobs(data, temperature, positions)
         return TokenLogprobs(*output.unbind(-1))

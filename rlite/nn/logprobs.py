@@ -18,6 +18,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from rlite.algorithms.logprobs import check_temperature
 from rlite.algorithms.softmax import (
@@ -31,6 +32,7 @@ from rlite.algorithms.softmax import (
 from rlite.algorithms.token_logprobs import TokenLogprobs
 from rlite.errors import ConfigError
 from rlite.nn.linear import linear
+from rlite.parallel.context import ContextShare
 
 # logits that are worked on at once
 _CPU_BLOCK = 1 << 21
@@ -101,8 +103,13 @@ class HeadAnswer:
     values: Float[Tensor, "batch tokens 2"]
     version: int
 
-    def is_what_became(self, output: Tensor) -> bool:
-        """Whether `output` is these values, or a view of them, and nobody has written to them since."""
+    def is_what_became(self, output: Tensor, share: ContextShare) -> bool:
+        """Whether `output` is these values, or a view of them, and nobody has written to them since.
+
+        Where ranks share a pack, it is what they gathered.
+        """
+        if share.group is not None:
+            return torch.equal(share.gather_results(self.values.detach()[0]), output.detach())
         is_same = output.data_ptr() == self.values.data_ptr() and output.numel() == self.values.numel()
         return is_same and output._version == self.version
 
@@ -125,10 +132,13 @@ def logprobs_of(
         rows, wanted = hidden.flatten(0, -2), labels
         if positions is not None:
             rows, wanted = rows[positions], labels[positions]
-        values = torch.stack(linear_logprobs(rows, head.weight, wanted, temperature, bias=head.bias, **options), dim=-1)
+        weight, bias, part = _local_part(head)
+        found = linear_logprobs(rows, weight, wanted, temperature, bias=bias, **part, **options)
+        values = torch.stack(found, dim=-1)
         if positions is not None:
             values = values.new_zeros(len(labels), 2).masked_scatter(positions[:, None], values)
-        values = values.view(*hidden.shape[:-1], 2)
+        # FSDP warns of a plain view
+        values = torch.ops.aten._unsafe_view(values, [*hidden.shape[:-1], 2])
         answers.append(HeadAnswer(values, values._version))
         return values
 
@@ -141,6 +151,18 @@ def logprobs_of(
             del vars(head)["forward"]
         else:
             vars(head)["forward"] = own
+
+
+def _local_part(head: nn.Linear) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """This rank's rows of the weight and bias of `head`, and which they are if ranks hold different ones."""
+    if not isinstance(head.weight, DTensor):
+        return head.weight, head.bias, {}
+    weight: Tensor = head.weight.to_local()
+    bias = head.bias.to_local() if isinstance(head.bias, DTensor) else None
+    if head.weight.placements[-1].is_replicate():
+        return weight, bias, {}
+    group = head.weight.device_mesh.get_group()
+    return weight, bias, {"group": group, "start": group.rank() * len(weight)}
 
 
 class _LinearLogprobs(torch.autograd.Function):

@@ -36,7 +36,7 @@ def split(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """This rank's part along `dim` of the sum over ranks, the last part filled up with zeros; gradients are gathered."""
+    """This rank's part of the sum over ranks along `dim`, the last filled up with zeros; gradients are gathered."""
     if group.size() == 1:
         return x
     return _ReduceScatter.apply(pad_to_multiple(x, group.size(), dim), group, dim % x.dim())

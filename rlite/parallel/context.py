@@ -30,10 +30,15 @@ class Segment:
 
 
 class ContextShare:
-    """One rank's tokens of a pack of `num_tokens`, filled up so that all ranks have equally many."""
+    """One rank's tokens of a pack of `num_tokens`, filled up so that all ranks have equally many.
 
-    def __init__(self, cu_seqlens: Tensor, group: dist.ProcessGroup) -> None:
+    Without a group it is the whole pack, as it is.
+    """
+
+    def __init__(self, cu_seqlens: Tensor, group: dist.ProcessGroup | None) -> None:
         self.group = group
+        if group is None:
+            return
         bounds = cu_seqlens.tolist()
         self.num_tokens = bounds[-1]
         size = group.size()
@@ -43,10 +48,10 @@ class ContextShare:
         self._order = (starts + torch.arange(self.chunk)).flatten().to(cu_seqlens.device)
         """the position in the pack of each token, rank after rank"""
         self._position = self._order.argsort()
-        self.segments = self._find_segments(bounds, order[2 * group.rank() : 2 * group.rank() + 2])
+        self.segments = self._find_segments(bounds, order[2 * group.rank() : 2 * group.rank() + 2], 2 * size)
 
-    def _find_segments(self, bounds: list[int], chunks: list[int]) -> list[Segment]:
-        total = self.chunk * 2 * self.group.size()
+    def _find_segments(self, bounds: list[int], chunks: list[int], num_chunks: int) -> list[Segment]:
+        total = self.chunk * num_chunks
         bounds = [*bounds, total] if total > self.num_tokens else bounds  # what fills up is a sequence of its own
         segments = []
         for index, chunk in enumerate(chunks):
@@ -60,14 +65,20 @@ class ContextShare:
 
     def take(self, x: Tensor) -> Tensor:
         """This rank's tokens of x [T, ...]; what fills up is zero."""
+        if self.group is None:
+            return x
         filled = pad_to_multiple(x, 2 * self.group.size() * self.chunk, dim=0)
         mine = self._order.chunk(self.group.size())[self.group.rank()]
         return filled[mine]
 
     def gather_keys(self, x: Tensor) -> Tensor:
         """All tokens in the pack's order from this rank's [t, ...]; gradients of all ranks add up."""
+        if self.group is None:
+            return x
         return gather(x, self.group, dim=0, grad="sum")[self._position]
 
     def gather_results(self, x: Tensor) -> Tensor:
         """All tokens [T, ...] in the pack's order, for what every rank then does alike."""
+        if self.group is None:
+            return x
         return gather(x, self.group, dim=0, grad="slice")[self._position][: self.num_tokens]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
+from rlite.algorithms import TokenLogprobs, on_logprobs
 from rlite.errors import ConfigError
 from tests.integration.modules import POLICIES, make_batch, next_token_logprobs, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
@@ -63,10 +64,18 @@ def build(models: dict[str, Path]) -> Iterator[Build]:
         engine.release()
 
 
+@on_logprobs(temperature=0.8)
+def logprob_loss(tokens: TokenLogprobs, data: dict[str, Any]) -> Tensor:
+    """What never sees logits: a mean over counted tokens of log-probability and entropy."""
+    counted = data["loss_mask"].bool()
+    return (-tokens.logprobs - 0.1 * tokens.entropy)[counted].sum() / counted.sum()
+
+
 def trained(engine: RliteTrainEngine) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Weights after three AdamW steps, and the last step's statistics."""
-    for seed in range(3):
-        stats = engine.train_batch(make_batch(LENGTHS, seed), token_loss, num_counted)
+    """Weights after four AdamW steps on two kinds of loss, and the last step's statistics."""
+    for seed in range(4):
+        loss = token_loss if seed % 2 == 0 else logprob_loss
+        stats = engine.train_batch(make_batch(LENGTHS, seed), loss, num_counted)
     return engine.state_dict(), stats
 
 

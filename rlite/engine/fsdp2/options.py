@@ -14,8 +14,8 @@ class Fsdp2Options:
     """What `build` accepts beside placement."""
 
     max_tokens_per_microbatch: int = 16384
-    """most tokens for each worker in one forward of train_batch, eval_batch and forward; workers that share a microbatch
-    (tp_size x sp_size) take so many times as much; the longest sequence must fit"""
+    """most tokens in one forward for each worker: those that share a microbatch (tp_size x sp_size) take so many times
+    as much, and the longest sequence must fit"""
     param_dtype: str = "float32"
     """master weights and optimizer state"""
     compute_dtype: str | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rlite.algorithms.token_logprobs import OnLogprobs, TokenLogprobs

@@ -8,6 +8,7 @@ from rlite.algorithms import gather_logprobs_entropy
 from rlite.errors import ConfigError
 from rlite.nn import linear_logprobs
 from rlite.nn.logprobs import logprobs_of
+from rlite.parallel.context import ContextShare
 
 VOCAB, WIDTH = 13, 5
 
@@ -105,12 +106,13 @@ def test_a_head_answers_with_log_probabilities_where_they_are_wanted_and_is_itse
     with logprobs_of(head, labels, 0.5, positions) as answers:
         output = head(hidden[None])
     torch.testing.assert_close(output[0], expected)
-    assert answers[0].is_what_became(output[0])
-    assert not answers[0].is_what_became(output * 2)
+    alone = ContextShare(torch.tensor([0, 8]), None)
+    assert answers[0].is_what_became(output[0], alone)
+    assert not answers[0].is_what_became(output * 2, alone)
     gradients = [torch.autograd.grad(x.sum(), [hidden, *head.parameters()]) for x in (output, expected)]
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs)
     output.mul_(2)
-    assert not answers[0].is_what_became(output)
+    assert not answers[0].is_what_became(output, alone)
     assert head(hidden).shape == (8, VOCAB)
     assert "forward" not in vars(head)
