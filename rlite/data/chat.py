@@ -156,6 +156,8 @@ class ChatEncoder:
             list(messages), tools=tools, return_dict=True, return_assistant_tokens_mask=True, **self._options
         )
         edges = np.flatnonzero(np.diff(encoded["assistant_masks"], prepend=0, append=0)).tolist()
+        if not edges and any(message["role"] == "assistant" for message in messages):
+            raise DataError(f"{where}: the chat template's {{% generation %}} marks select nothing of the conversation")
         ids = np.asarray(encoded["input_ids"], dtype=np.int32)
         return EncodedChat(ids, tuple(zip(edges[::2], edges[1::2], strict=True)))
 
@@ -288,12 +290,12 @@ _BASIC_ROLES = ("user", "assistant")
 
 
 def _tokens_of(turns: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The tokens [start, end) that hold a character of each turn."""
+    """The tokens [start, end) that hold a character of each turn; an empty range for an empty turn."""
     spans = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
     starts, ends = spans[:, 0], spans[:, 1]
     ranges = []
     for start, end in turns:
         inside = np.flatnonzero((ends > start) & (starts < end))
-        if len(inside):
-            ranges.append((int(inside[0]), int(inside[-1]) + 1))
+        first = int(inside[0]) if len(inside) else int(np.searchsorted(starts, start))
+        ranges.append((first, first + len(inside)))
     return tuple(ranges)

@@ -30,8 +30,9 @@ def preference_rows(
 
     The first row says which form all rows have: a text `prompt`, or `messages` that end before the assistant's answer.
     `chosen` and `rejected` are texts. `loss_mask` marks each answer with its end (raw: the end-of-sequence token), not
-    the assistant's earlier turns. A side longer than `max_length` is cut at its end. If the first row has a `margin`,
-    all rows have that number.
+    the assistant's earlier turns; what a template writes after that end is left away, so that a row ends as a generated
+    one does, and a reward model reads both at the same token. A side longer than `max_length` is cut at its end. If the
+    first row has a `margin`, all rows have that number.
 
     Args:
         where: the table's name for messages, such as "data.path=x.json".
@@ -58,7 +59,11 @@ def preference_rows(
             ]
             names = [f"{where}, row {number}" for number in numbers for _ in SIDES]
             encoded = encoder.encode(chats, names, [rows[number].get("tools") for number in numbers for _ in SIDES])
-            tokens = [(chat.input_ids, chat.mask(slice(-1, None))) for chat in encoded]
+            ends = [chat.turns[-1][1] for chat in encoded]
+            tokens = [
+                (chat.input_ids[:end], chat.mask(slice(-1, None))[:end])
+                for chat, end in zip(encoded, ends, strict=True)
+            ]
             return [list(pair) for pair in zip(tokens[::2], tokens[1::2], strict=True)]
 
     else:

@@ -152,9 +152,24 @@ def _cell(column: str, text: str, number: int, where: str) -> Any:
         raise DataError(f"{where}, row {number}: {column!r} is not valid JSON: {error}") from error
 
 
+def _rows_of(table: pa.Table) -> list[Row]:
+    """The rows of a columnar table, whose objects all have the same keys: null stands for a key that one lacked.
+
+    In messages and tools such nulls go, or a template would write them out as arguments of a call.
+    """
+    dense = [name for name in ("messages", "tools") if name in table.column_names]
+    return [{**row, **{name: _without_nulls(row[name]) for name in dense}} for row in table.to_pylist()]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def _read_parquet(path: Path, where: str) -> list[Row]:
     try:
-        return pq.read_table(path).to_pylist()
+        return _rows_of(pq.read_table(path))
     except pa.ArrowException as error:
         raise DataError(f"{where}: not a Parquet file: {error}") from error
 
@@ -163,10 +178,10 @@ def _read_arrow(path: Path, where: str) -> list[Row]:
     with pa.memory_map(str(path)) as file:
         try:
             try:
-                return pa.ipc.open_file(file).read_all().to_pylist()
+                return _rows_of(pa.ipc.open_file(file).read_all())
             except pa.ArrowInvalid:  # without a footer: the stream format, which `datasets` writes
                 file.seek(0)
-                return pa.ipc.open_stream(file).read_all().to_pylist()
+                return _rows_of(pa.ipc.open_stream(file).read_all())
         except pa.ArrowException as error:
             raise DataError(f"{where}: not an Arrow file: {error}") from error
 
@@ -201,7 +216,7 @@ def _dataset(path: Path, split: str | None, where: str) -> list[Row]:
     split = split or (next(iter(found)) if len(found) == 1 else "train")
     if split not in found:
         raise ConfigError(f"{where}: no split {split!r}; {did_you_mean(split, found)}; write SPLIT@{name}")
-    return found[split].to_list()
+    return _rows_of(found[split].with_format("arrow")[:])
 
 
 _TYPE_NAMES: dict[type, str] = {

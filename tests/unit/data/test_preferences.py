@@ -25,6 +25,7 @@ def test_the_sides_of_a_pair_share_their_prompt_and_only_answers_are_learnt(prom
     assert batch["is_chosen"].tolist() == [True, False, True, False]
     learnt = [TOKENIZER.decode(row["input_ids"][row["loss_mask"]]) for row in batch]
     assert learnt == ["b<|im_end|>", "c<|im_end|>", "yes<|im_end|>", "nope<|im_end|>"]
+    assert all(row["loss_mask"][row["attention_mask"].sum() - 1] for row in batch)  # a row ends with its answer
     starts = batch["loss_mask"].int().argmax(-1).tolist()
     assert len(set(starts)) == 1
     prompts = {TOKENIZER.decode(row["input_ids"][: starts[0]]) for row in batch}

@@ -104,6 +104,18 @@ def test_a_folder_of_files_is_a_dataset(tmp_path: Path) -> None:
     assert read_rows(folder) == [{"prompt": "a"}]  # the only split
 
 
+def test_columnar_tables_add_no_keys_to_messages(tmp_path: Path) -> None:
+    call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}
+    other = {"role": "assistant", "content": "a", "tool_calls": [{"name": "g", "arguments": {"y": 2}}]}
+    rows = [{"messages": [call, other], "extra_info": {"x": 1}}, {"messages": [other], "extra_info": {"y": 2}}]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "folder")
+    for name in ("rows.parquet", "folder"):
+        read = read_rows(tmp_path / name)
+        assert [row["messages"] for row in read] == [row["messages"] for row in rows]
+        assert read[0]["extra_info"] == {"x": 1, "y": None}  # an environment may look up any key
+
+
 def test_a_path_with_an_at_sign_is_a_path(tmp_path: Path) -> None:
     (tmp_path / "me@home").mkdir()
     (tmp_path / "me@home" / "rows.jsonl").write_text('{"prompt": "a"}')
