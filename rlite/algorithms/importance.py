@@ -18,6 +18,7 @@ from rlite.algorithms.reduce import (
     sequence_sums,
     to_tokens,
 )
+from rlite.errors import ConfigError
 
 Scope = Literal["token", "sequence"]
 Metric = Literal["ratio", "k1", "k2", "k3", "tv", "binary_kl"]
@@ -94,7 +95,11 @@ def behaviour_weights(
     and b itself becomes the sequence's geometric mean, unless `token_weights`). mask: tokens out of bounds get weight
     0, the others keep b uncapped. clamp: b is clamped to [lower or 0, upper]; in a sequence scope only where the
     sequence is out of bounds.
+
+    Raises: ConfigError for clamp with another metric than the ratio, whose bounds are not b's.
     """
+    if action == "clamp" and metric != "ratio":
+        raise ConfigError(f"metric {metric!r} decides what is kept: action 'mask'; 'clamp' bounds the weight, 'ratio'")
     mask = mask.bool()
     log_b = proximal_logprobs - behaviour_logprobs
     statistic = _statistic(proximal_logprobs, behaviour_logprobs, metric)

@@ -4,7 +4,6 @@ the scalar, so that averaging is decided in one place. Advantages, old log-proba
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -60,7 +59,7 @@ def decoupled_ppo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
-    upper: float = math.inf,
+    upper: float = 5.0,
     lower: float | None = None,
     metric: Metric = "ratio",
     scope: Scope = "token",
@@ -72,7 +71,8 @@ def decoupled_ppo(
     """L = b * L_clip(rho) with rho against the old, proximal policy and b = exp(old - behaviour), detached.
 
     arXiv:2110.00641; AReaL, arXiv:2505.24298. The remaining options bound b, or gate tokens and sequences, as in
-    `behaviour_weights`. Metrics: `behaviour_weight`, and `filtered_fraction`, tokens that a bound removed or clamped.
+    `behaviour_weights`; by default b is at most 5. Metrics: `behaviour_weight`, and `filtered_fraction`, tokens that a
+    bound removed or clamped.
     """
     weights, _, changed = behaviour_weights(
         old_logprobs,
