@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rlite.data.chat import ChatEncoder
@@ -122,16 +124,42 @@ def test_a_text_that_looks_like_a_turn_is_no_turn() -> None:
     assert said(CHATML, [user(trap), assistant(f"x{trap}"), user(trap)]) == [f"x{trap}<|im_end|>"]
 
 
-def test_tokens_that_merge_characters_of_both_sides_are_those_of_the_whole_text() -> None:
-    made = byte_tokenizer()
-    core = json.loads(made.backend_tokenizer.to_str())
-    core["model"]["vocab"]["ĊĊ"] = len(made)  # two newlines: the header's end and the content's beginning
-    core["model"]["merges"] = [["Ċ", "Ċ"]]
-    made._tokenizer = type(made.backend_tokenizer).from_str(json.dumps(core))
-    messages = [user("a"), assistant("\nb")]
+@cache
+def merging_tokenizer(trims_offsets: bool) -> PreTrainedTokenizerFast:
+    """Byte-level BPE that merges across words, spaces and newlines."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.post_processor = processors.ByteLevel(trim_offsets=trims_offsets)
+    core.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(["a b\n\n a b  ab é☃ a\n b<|/> " * 4, "user\na", "assistant\n\n\nab a\n "] * 4, trainer)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        additional_special_tokens=special[:2],
+        clean_up_tokenization_spaces=False,
+    )
+    made.chat_template = CHATML
+    return made
+
+
+@given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3), st.booleans())
+def test_tokens_that_merge_across_seams_are_those_of_the_whole_text(turns: list[tuple[str, str]], trims: bool) -> None:
+    made = merging_tokenizer(trims)
+    messages = [message for question, answer in turns for message in (user(question), assistant(answer))]
     (chat,) = ChatEncoder(made).encode([messages], ["row 0"])
     assert chat.input_ids.tolist() == made.apply_chat_template(messages, return_dict=False)
-    assert made.decode(chat.input_ids[chat.mask()]) == "\n\nb<|im_end|>"
+    for (start, end), (_, answer) in zip(chat.turns, turns, strict=True):
+        text = made.decode(chat.input_ids[start:end])
+        # The header's end may be in one token with the answer's beginning, which then is learnt; nothing before it is.
+        assert text.endswith(f"{answer}<|im_end|>")
+        assert not made.decode(chat.input_ids[start + 1 : end]).endswith(f"{answer}<|im_end|>")
 
 
 @pytest.mark.parametrize(

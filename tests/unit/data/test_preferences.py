@@ -21,7 +21,7 @@ PAIR = {"chosen": "yes", "rejected": "nope"}
 def test_the_sides_of_a_pair_share_their_prompt_and_only_answers_are_learnt(prompt: dict[str, Any]) -> None:
     pairs = preference_rows([{**prompt, **PAIR}, {**prompt, "chosen": "b", "rejected": "c"}], TOKENIZER, 128)
     batch = pairs.batch([1, 0])
-    assert batch["group"].tolist() == [1, 1, 0, 0]
+    assert batch["pair_ids"].tolist() == [1, 1, 0, 0]
     assert batch["is_chosen"].tolist() == [True, False, True, False]
     learnt = [TOKENIZER.decode(row["input_ids"][row["loss_mask"]]) for row in batch]
     assert learnt == ["b<|im_end|>", "c<|im_end|>", "yes<|im_end|>", "nope<|im_end|>"]
@@ -36,7 +36,7 @@ def test_the_sides_of_a_pair_share_their_prompt_and_only_answers_are_learnt(prom
 def test_a_plan_keeps_pairs_together() -> None:
     rows = [{"prompt": "p" * n, **PAIR} for n in range(1, 20)]
     batch = preference_rows(rows, TOKENIZER, 64).batch(range(19))
-    plan = plan_microbatches(sequence_lengths(batch), 2, 64, batch["group"].tolist())
+    plan = plan_microbatches(sequence_lengths(batch), 2, 64, batch["pair_ids"].tolist())
     for microbatch in (pack for share in plan for pack in share):
         assert microbatch[1::2] == [row + 1 for row in microbatch[::2]]
         assert all(row % 2 == 0 for row in microbatch[::2])
