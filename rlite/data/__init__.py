@@ -1,1 +1,1 @@
-"""Data: prompts, packing and balancing."""
+"""Data: tables, chats and texts to token rows, loading, packing and balancing."""
