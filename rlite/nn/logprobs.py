@@ -35,7 +35,7 @@ from rlite.nn.linear import linear
 from rlite.parallel.context import ContextShare
 
 # logits that are worked on at once
-_CPU_BLOCK = 1 << 21
+_CPU_BLOCK = 1 << 20
 _GPU_BLOCK = 1 << 26
 # a narrower block would keep neither BLAS nor the memory of the hidden states' gradient busy with much else
 _NARROWEST = 256

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rlite.algorithms import gather_logprobs_entropy
 from rlite.errors import ConfigError
@@ -78,14 +83,30 @@ def test_rows_that_a_bias_forbids_have_no_share_and_no_gradient() -> None:
     assert not weight.grad[3:7].any()
 
 
-def test_nothing_as_large_as_the_logits_waits_for_the_backward_pass_unless_it_is_allowed_to() -> None:
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation makes."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.num_elements = max(
+            self.num_elements, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)), 0
+        )
+        return result
+
+
+@pytest.mark.parametrize("num_kept", [0, 500])
+def test_no_more_than_a_block_of_logits_is_ever_made_and_no_more_is_kept_than_is_allowed(num_kept: int) -> None:
     hidden, weight, _, labels = inputs(64)
-    for num_kept, most in ((0, 0), (500, 500)):
-        saved: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
-            linear_logprobs(hidden, weight, labels, block_size=2, num_kept=num_kept)
-        beside = [x for x in saved if x.data_ptr() not in (hidden.data_ptr(), weight.data_ptr())]
-        assert sum(x.numel() for x in beside) <= 3 * len(labels) + most
+    saved: list[Tensor] = []
+    with Largest() as largest, saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        (
+            linear_logprobs(hidden, weight, labels, block_size=2, num_kept=num_kept).logprobs * hidden[:, 0]
+        ).sum().backward()
+    assert largest.num_elements == hidden.numel() < 64 * VOCAB
+    beside = {x.data_ptr(): x.numel() for x in saved}
+    assert sum(beside.values()) <= hidden.numel() + weight.numel() + 5 * len(labels) + num_kept
 
 
 def test_a_label_outside_the_vocabulary_is_impossible_and_shapes_that_do_not_fit_are_refused() -> None:
