@@ -38,7 +38,7 @@ def preference_rows(
         where: the table's name for messages, such as "data.path=x.json".
         template_options: for the chat template, such as `enable_thinking=False`.
 
-    Returns: token rows two by two, chosen before rejected; batches also have `group` [N] int64, the same number for the
+    Returns: token rows two by two, chosen before rejected; batches also have `pair_ids` [N] int64, the same for the
         two sides of a pair, `is_chosen` [N] bool, and `margin` [N] float32 where there is one. `tally` says what was
         cut and dropped (see `tokenise`).
     Raises: DataError naming row and column for a row of another form, or a conversation that the template refuses;
@@ -77,7 +77,7 @@ def preference_rows(
             ]
 
     pairs = tokenise(len(rows), encode, max_length, where, rows_per_item=len(SIDES))
-    per_row = {"group": np.repeat(np.arange(len(pairs)), 2), "is_chosen": np.tile([True, False], len(pairs))}
+    per_row = {"pair_ids": np.repeat(np.arange(len(pairs)), 2), "is_chosen": np.tile([True, False], len(pairs))}
     if has_margin:
         margins = [rows[number]["margin"] for number in pairs.source]
         per_row["margin"] = np.repeat(np.asarray(margins, dtype=np.float32), 2)
