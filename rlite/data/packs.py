@@ -39,6 +39,13 @@ def sequence_lengths(batch: Any) -> list[int]:
     return batch["attention_mask"].sum(-1).tolist()
 
 
+def companions(batch: Mapping[str, Tensor], row: int = 0) -> list[int]:
+    """The rows that stay in one pack with `row`, itself among them: those of its `pair_ids`, if the batch has them."""
+    if "pair_ids" not in batch:
+        return [row]
+    return (batch["pair_ids"] == batch["pair_ids"][row]).nonzero()[:, 0].tolist()
+
+
 def pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device) -> dict[str, Any]:
     """Lay `rows` of a right-padded batch end to end.
 

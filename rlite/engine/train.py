@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlite.checkpoint.atomic import publish, seal, staging, verify
 from rlite.data.packing import plan_microbatches
-from rlite.data.packs import check_batch, sequence_lengths
+from rlite.data.packs import check_batch, companions, sequence_lengths
 from rlite.dispatch import gather, gather_of, plan_shares, scatter
 from rlite.engine.base import Engine, Weights
 from rlite.engine.weight_sync import OnInflight, SyncReport, sync_weights
@@ -96,6 +96,11 @@ class RliteTrainEngine(Engine):
         return self.dims.num_data_ranks
 
     @property
+    def num_parameters(self) -> int:
+        """Of the module, tied ones once."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
     def device(self) -> torch.device:
         """Where the driver should keep batches for this engine."""
         return torch.device("cpu")
@@ -125,6 +130,7 @@ class RliteTrainEngine(Engine):
 
         Args:
             batch: right-padded TensorDict or dict: `input_ids`, `attention_mask` [N, L]; other keys [N, L, ...] or [N].
+                Rows of equal `pair_ids` [N], if it has them, come into one microbatch, in the batch's order.
             loss_fn: (logits [T, V], data) -> a mean, or (mean, dict of means to report). `data` holds the batch's keys
                 packed ([T, ...] and [n]) and `cu_seqlens` [n + 1], `position_ids` [T], `max_seqlen`. One marked with
                 `rlite.algorithms.on_logprobs` gets log-probabilities and entropies [T], and no logits are kept.
@@ -181,10 +187,15 @@ class RliteTrainEngine(Engine):
             raise DataError(f"{what}: the batch has no rows")
         lengths = sequence_lengths(batch)
         dims = self.dims
-        plan = plan_microbatches(lengths, dims.num_data_ranks, self.options.max_tokens_per_microbatch * dims.num_peers)
+        plan = plan_microbatches(
+            lengths,
+            dims.num_data_ranks,
+            self.options.max_tokens_per_microbatch * dims.num_peers,
+            batch["pair_ids"].tolist() if "pair_ids" in batch else None,
+        )
         rows_of, calls = [], []
         for microbatches in plan:
-            rows = [row for microbatch in microbatches for row in microbatch] or [0]  # who has none takes one's shape
+            rows = [row for microbatch in microbatches for row in microbatch] or companions(batch)  # for their shape
             local = {row: index for index, row in enumerate(rows)}
             width = max(lengths[row] for row in rows)
             index = torch.tensor(rows)

@@ -59,6 +59,10 @@ class BaseTrainModule(nn.Module):
         """Change a parameter on its way in. `tensor` is this worker's box of it; the shape must stay."""
         return tensor
 
+    def missing_parameter(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """The whole parameter that the source does not have, the same on every rank; None refuses the source."""
+        return None
+
     def postprocess_named_parameter(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
         """Change a parameter on its way out, to a checkpoint or another engine; None leaves it out.
 

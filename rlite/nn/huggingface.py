@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -33,6 +33,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     config: PretrainedConfig
     loss_type: str
     _no_split_modules: Sequence[str] | None
+    _config_options: ClassVar[Mapping[str, Any]] = {}
+    """changes to the checkpoint's config"""
     _changes_logits: bool = False
     """whether the model's forward does more to its logits than the output embedding"""
 
@@ -47,7 +49,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             )
         folder = local_checkpoint(path, weights=False)
         with real_tensors(), meta_parameters():
-            module = cls(cls.config_class.from_pretrained(folder))  # type: ignore[attr-defined]
+            module = cls(cls.config_class.from_pretrained(folder, **cls._config_options))  # type: ignore[attr-defined]
         module.config._name_or_path = str(path)
         module.loss_type = "ForCausalLM"  # transformers reads it off the class's name, which is the user's here
         return module

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rlite.errors import ConfigError
@@ -92,6 +92,18 @@ def forget_gradients(module: nn.Module) -> None:
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's block of a DTensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """The whole of a parameter, on every rank; a collective. Axis by axis: FSDP's shards lie inside the others."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach()
+    placements = list(parameter.placements)
+    whole: Any = parameter.detach()
+    for axis in range(len(placements)):
+        placements[axis] = Replicate()
+        whole = whole.redistribute(placements=placements)
+    return whole.to_local()
 
 
 def local_shard(parameter: Tensor) -> ParameterShard:

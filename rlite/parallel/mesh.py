@@ -39,6 +39,13 @@ class ParallelDims:
             )
         return cls(world_size // executor_size, executor_size // (seq * tensor), seq, tensor)
 
+    @classmethod
+    def of_world(cls, world_size: int, copies: int, seq: int, tensor: int) -> ParallelDims:
+        """As trainers say it. Raises: ConfigError with the equation that does not hold."""
+        if copies < 1 or world_size % copies:
+            raise ConfigError(f"ddp_size={copies} copies do not divide the world of {world_size} devices")
+        return cls.of(world_size, world_size // copies, seq, tensor)
+
     @property
     def num_shards(self) -> int:
         """Ranks over which FSDP shards what a tensor-parallel rank holds of a parameter."""

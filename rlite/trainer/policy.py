@@ -29,6 +29,8 @@ from rlite.algorithms import (
     previous_token,
 )
 from rlite.errors import ConfigError
+from rlite.nn.base import BaseTrainModule
+from rlite.nn.heads import HuggingFaceFsdp2ScoreModule, score_module
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, causal_lm_class
 
 AvgLevel = Literal["token", "sequence", "constant"]
@@ -45,8 +47,8 @@ class OptimizerOptions:
     total_steps: int
 
 
-class PolicyModule(HuggingFaceFsdp2TrainModule):
-    """A causal model with the optimizer that `optimizer_options` describe; without them it is a reference model."""
+class _Optimized(BaseTrainModule):
+    """With the optimizer that `optimizer_options` describe; without them it is a reference model."""
 
     optimizer_options: OptimizerOptions | None = None
 
@@ -58,6 +60,14 @@ class PolicyModule(HuggingFaceFsdp2TrainModule):
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(schedule, options=options))
 
 
+class PolicyModule(_Optimized, HuggingFaceFsdp2TrainModule):
+    """A causal model."""
+
+
+class CriticModule(_Optimized, HuggingFaceFsdp2ScoreModule):
+    """A number for each token: a critic's values, or a reward model's scores."""
+
+
 def schedule(step: int, options: OptimizerOptions) -> float:
     """The factor of the peak rate at a step: linear warm-up to 1, then constant, linear or half a cosine down to 0."""
     return lr_factor(step, options.scheduler, total_steps=options.total_steps, warmup_steps=options.warmup_steps)
@@ -67,6 +77,13 @@ def policy_module(path: str | Path, optimizer_options: OptimizerOptions | None =
     """The checkpoint at `path` as a train module on meta."""
     with init_empty_weights():
         module = causal_lm_class(path, PolicyModule).from_pretrained(path)
+    module.optimizer_options = optimizer_options
+    return module
+
+
+def critic_module(path: str | Path, optimizer_options: OptimizerOptions | None = None) -> CriticModule:
+    """The checkpoint at `path`, of a causal model or of an earlier critic, as a train module on meta."""
+    module = score_module(path, CriticModule)
     module.optimizer_options = optimizer_options
     return module
 
@@ -111,10 +128,10 @@ class PolicyLoss(OnLogprobs):
 
     def positions(self, data: Mapping[str, Any]) -> Tensor:
         """Of the tokens that count."""
-        return _predicts_counted(data)
+        return predicts_counted(data)
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        cu_seqlens, mask = data["cu_seqlens"], _predicts_counted(data)
+        cu_seqlens, mask = data["cu_seqlens"], predicts_counted(data)
         logprobs, entropy = tokens
         behaviour = next_token(data["logprobs"], cu_seqlens)
         old = next_token(data["old_logprobs"], cu_seqlens) if "old_logprobs" in data else logprobs.detach()
@@ -140,7 +157,7 @@ class PolicyLoss(OnLogprobs):
 
     def weight(self, data: Mapping[str, Any]) -> Tensor:
         """What a microbatch's mean counts."""
-        return aggregation_weight(_predicts_counted(data), self.avg_level, data["cu_seqlens"])
+        return aggregation_weight(predicts_counted(data), self.avg_level, data["cu_seqlens"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,15 +168,15 @@ class SftLoss(OnLogprobs):
 
     def positions(self, data: Mapping[str, Any]) -> Tensor:
         """Of the tokens that count."""
-        return _predicts_counted(data)
+        return predicts_counted(data)
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> Tensor:
-        mask, cu_seqlens = _predicts_counted(data), data["cu_seqlens"]
+        mask, cu_seqlens = predicts_counted(data), data["cu_seqlens"]
         return aggregate(-tokens.logprobs, mask, self.avg_level, cu_seqlens=cu_seqlens)
 
     def weight(self, data: Mapping[str, Any]) -> Tensor:
         """What a microbatch's mean counts."""
-        return aggregation_weight(_predicts_counted(data), self.avg_level, data["cu_seqlens"])
+        return aggregation_weight(predicts_counted(data), self.avg_level, data["cu_seqlens"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +189,6 @@ class OwnLogprobs(OnLogprobs):
         return previous_token(tokens.logprobs, data["cu_seqlens"])
 
 
-def _predicts_counted(data: Mapping[str, Any]) -> Tensor:
+def predicts_counted(data: Mapping[str, Any]) -> Tensor:
     """Whether the token that follows a position counts."""
     return next_token(data["loss_mask"], data["cu_seqlens"]).bool()

@@ -121,7 +121,7 @@ class PpoTrainer:
         self.test_rows = list(test_rows)
         self.prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, options.trainer.seed)
         self.loss = _loss(options)
-        self.run = TrainingRun(options.trainer, options, SHOWN)
+        self.run = TrainingRun(options.trainer, options, SHOWN, options.trainer.total_steps)
         num_updates = options.trainer.total_steps * options.actor.update_per_rollout
         self.engines = Engines(options.actor, options.rollout, num_updates, options.trainer.seed)
 

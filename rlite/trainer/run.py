@@ -18,43 +18,61 @@ from rlite.observability.sinks import Run, open_sinks
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerOptions:
-    """Where a run lives and how long it goes."""
+class RunOptions:
+    """Where a run lives, and what it writes there."""
 
-    save_dir: str = "runs/ppo"
-    """holds config.yaml, metrics.jsonl, rollouts.jsonl, latest/ (Hugging Face) and state/ (to resume from)"""
-    total_steps: int = 100
-    """rollout batches to train on"""
+    save_dir: str
+    """holds config.yaml, metrics.jsonl, latest/ (Hugging Face) and state/ (to resume from)"""
     save_freq: int = 20
     """steps between two checkpoints"""
     keep: int = 2
     """checkpoints to keep"""
     test_freq: int = 20
-    """steps between two evaluations on test_data"""
+    """steps between two evaluations on test_data, if there is some"""
     load_ckpt_from: str | None = None
     """a folder under some run's state/, or "latest" for the newest of this run; null starts anew"""
     sinks: list[str] = field(default_factory=lambda: ["jsonl"])
     """where metrics go besides the console: jsonl, tensorboard, wandb, trackio"""
+    use_wandb: bool = False
+    """the same as wandb among the sinks"""
     project: str = "rlite"
     """name for wandb and trackio"""
     experiment_name: str = "run"
     """name for wandb and trackio"""
-    seed: int = 0
-    """order of the data and random numbers of generation"""
+    seed: int = 42
+    """order of the data, and random numbers"""
 
     def __post_init__(self) -> None:
-        for name in ("total_steps", "save_freq", "keep", "test_freq"):
+        for name in ("save_freq", "keep", "test_freq"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")
+                raise ConfigError(f"trainer.{name}={getattr(self, name)}: expected at least 1")
+        if self.use_wandb and "wandb" not in self.sinks:
+            object.__setattr__(self, "sinks", [*self.sinks, "wandb"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions(RunOptions):
+    """A run of so many steps."""
+
+    save_dir: str = "runs/ppo"
+    """holds config.yaml, metrics.jsonl, rollouts.jsonl, latest/ (Hugging Face) and state/ (to resume from)"""
+    total_steps: int = 100
+    """rollout batches to train on"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.total_steps < 1:
+            raise ConfigError(f"trainer.total_steps={self.total_steps}: expected at least 1")
 
 
 class TrainingRun:
     """A run's folder and what is written there. `step` counts finished steps; resuming continues from it."""
 
-    def __init__(self, options: TrainerOptions, resolved: Any, shown: Sequence[str]) -> None:
+    def __init__(self, options: RunOptions, resolved: Any, shown: Sequence[str], total_steps: int) -> None:
         self.folder = Path(options.save_dir)
         self._options = options
         self._shown = tuple(shown)
+        self.total_steps = total_steps
         self._config = resolved
         self.step = 0
         self.checkpoint = self._find_checkpoint()
@@ -98,7 +116,7 @@ class TrainingRun:
             ),
         )
         self._drop_later_rollouts()
-        self.console = ConsoleReporter(options.total_steps, metrics=self._shown, done_steps=self.step)
+        self.console = ConsoleReporter(self.total_steps, metrics=self._shown, done_steps=self.step)
 
     def _drop_later_rollouts(self) -> None:
         """Forget the samples of steps that a resumed run makes again, and of an earlier run in this folder."""
@@ -115,7 +133,7 @@ class TrainingRun:
 
     def is_due(self, every: int) -> bool:
         """Whether something that happens every so many steps, and at the end, happens now."""
-        return self.step % every == 0 or self.step == self._options.total_steps
+        return self.step % every == 0 or self.step == self.total_steps
 
     def save(self, engine: RliteTrainEngine, **facts: Any) -> None:
         """Write state/step-N to resume from, and latest/ for others; drop the oldest states."""

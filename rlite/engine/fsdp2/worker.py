@@ -12,12 +12,11 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rlite.algorithms.token_logprobs import OnLogprobs, TokenLogprobs
 from rlite.checkpoint import huggingface, sharded
 from rlite.cluster.host import WorkerContext
-from rlite.data.packs import pack, unpack
+from rlite.data.packs import companions, pack, unpack
 from rlite.engine.base import Backend, Part
 from rlite.engine.fsdp2.options import Fsdp2Options
 from rlite.errors import CheckpointError, ConfigError
@@ -31,6 +30,7 @@ from rlite.parallel.fsdp import (
     allocate,
     clip_gradients,
     forget_gradients,
+    full_tensor,
     local_shard,
     local_tensor,
     set_gradient_sync,
@@ -99,6 +99,11 @@ class Fsdp2Worker:
         for name, parameter in self.module.named_parameters():
             box = local_shard(parameter)
             stored = self.module.checkpoint_name(name)
+            if stored not in reader.names():
+                missing = self.module.missing_parameter(name, box.global_shape)
+                if missing is not None:
+                    box.tensor.copy_(missing[box.box])
+                    continue
             shape = reader.shape(stored)
             if shape != box.global_shape:
                 raise CheckpointError(f"{stored}: the model needs shape {box.global_shape}, {source} has {shape}")
@@ -120,7 +125,7 @@ class Fsdp2Worker:
     ) -> dict[str, float]:
         """Forward and backward over this rank's microbatches, then one optimizer step.
 
-        An empty microbatch is filled with the first row at weight zero, so that every rank takes part in every
+        An empty microbatch is filled with the first row (or pair) at weight zero: every rank takes part in every
         collective. Returns the batch's means: loss, what loss_fn reports; grad_norm and lr.
         """
         optimizer = self._need_optimizer()
@@ -151,7 +156,7 @@ class Fsdp2Worker:
         """Add up the gradients of this rank's microbatches, each counting its share of the whole batch."""
         means: dict[str, float] = {}
         for index, (rows, share) in enumerate(zip(microbatches, shares, strict=True)):
-            data = pack(batch, rows or [0], self._device)
+            data = pack(batch, rows or companions(batch), self._device)
             set_gradient_sync(self.module, is_last=index == len(microbatches) - 1)
             outputs = self._outputs(loss_fn, data)
             loss, report = _loss(loss_fn, outputs, data)
@@ -172,7 +177,7 @@ class Fsdp2Worker:
         total = self._sum([sum(weights)])[0]
         means: dict[str, float] = {}
         for rows, weight in zip(microbatches, weights, strict=True):
-            data = pack(batch, rows or [0], self._device)
+            data = pack(batch, rows or companions(batch), self._device)
             loss, report = _loss(loss_fn, self._outputs(loss_fn, data), data)
             _add(means, {"loss": loss, **report}, weight / total if total else 0.0)
         names = sorted(means)
@@ -186,7 +191,7 @@ class Fsdp2Worker:
         width = batch["attention_mask"].shape[1]
         results: dict[int, Tensor] = {}
         for rows in microbatches:
-            data = pack(batch, rows or [0], self._device)
+            data = pack(batch, rows or companions(batch), self._device)
             values = post_hook(self._outputs(post_hook, data), data)
             padded = unpack(values, data["cu_seqlens"], width).cpu()
             results.update(zip(rows, padded, strict=False))
@@ -231,13 +236,13 @@ class Fsdp2Worker:
         """
         served, self._own_names = {}, {}
         for name, box in self.parameter_shards().items():
-            parameter = self.module.get_parameter(name)
-            if self._mesh.tensor_rank > 0 and parameter.placements[-1].is_replicate():  # type: ignore[attr-defined]
-                continue
             out = self.module.postprocess_named_parameter(name, box.tensor)
-            if out is not None:
+            if out is None:
+                continue
+            self._own_names[out[0]] = name
+            parameter = self.module.get_parameter(name)
+            if self._mesh.tensor_rank == 0 or not parameter.placements[-1].is_replicate():  # type: ignore[attr-defined]
                 served[out[0]] = ParameterShard(out[1], box.offset, box.global_shape)
-                self._own_names[out[0]] = name
         return served
 
     def aliases(self) -> dict[str, str]:
@@ -256,8 +261,7 @@ class Fsdp2Worker:
         """A served tensor gathered whole on this device; a collective of all ranks."""
         own = self._own_names[name]
         parameter = self.module.get_parameter(own)
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        out = self.module.postprocess_named_parameter(own, whole.detach())
+        out = self.module.postprocess_named_parameter(own, full_tensor(parameter))
         assert out is not None  # else it were not served
         return out[1]
 
@@ -280,13 +284,8 @@ class Fsdp2Worker:
 
     def save(self, path: str) -> None:
         """Write a Hugging Face checkpoint; every rank takes part, rank 0 writes."""
-        tensors = (
-            (name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data)
-            for name, parameter in self.module.named_parameters()
-        )
-        served = (
-            out for name, full in tensors if (out := self.module.postprocess_named_parameter(name, full.detach()))
-        )
+        tensors = ((name, full_tensor(parameter)) for name, parameter in self.module.named_parameters())
+        served = (out for name, full in tensors if (out := self.module.postprocess_named_parameter(name, full)))
         try:
             if self._context.rank == 0:
                 self._write(Path(path), served)
@@ -373,6 +372,9 @@ class _Tensors:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._tensors:

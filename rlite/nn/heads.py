@@ -1,0 +1,60 @@
+"""A number for each token from any causal model: reward models and critics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
+from transformers.modeling_outputs import TokenClassifierOutput
+
+from rlite.errors import ConfigError
+from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, local_checkpoint
+
+
+class HuggingFaceFsdp2ScoreModule(HuggingFaceFsdp2TrainModule):
+    """Put it before a transformers class: `class Critic(HuggingFaceFsdp2ScoreModule, Qwen2ForSequenceClassification)`.
+
+    The outputs that losses see are scores [T], one for each token. Weights are those of a causal model, with a new head
+    (normal, of deviation 1 / (hidden size + 1), as in Stiennon et al. 2020), or of an earlier such model with its head.
+    What is saved opens with `AutoModelForSequenceClassification`, whose score is that of the last token.
+    """
+
+    base_model: nn.Module
+    score: nn.Linear
+    _config_options: ClassVar[Mapping[str, Any]] = {"num_labels": 1}
+
+    def forward(self, **inputs: Any) -> TokenClassifierOutput:
+        """Scores [B, L, 1] as logits; transformers' own forward would keep the last token's alone."""
+        return TokenClassifierOutput(logits=self.score(self.base_model(**inputs).last_hidden_state))
+
+    def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
+        """Scores [T] of a pack."""
+        return super().compute_logits(data)[:, 0]
+
+    def missing_parameter(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """The head of a model that has none yet; the same on every rank."""
+        if name != "score.weight":
+            return super().missing_parameter(name, shape)
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(shape, generator=generator, dtype=torch.float64) / (shape[1] + 1)
+
+
+def score_module(path: str | Path, carrier: type[HuggingFaceFsdp2ScoreModule]) -> Any:
+    """The checkpoint at `path` on meta, as `carrier` before its transformers class.
+
+    Raises: ConfigError if transformers has no sequence classification for this type of model.
+    """
+    config = AutoConfig.from_pretrained(local_checkpoint(path, weights=False))
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ConfigError(
+            f"{path}: transformers has no sequence classification for models of type {config.model_type!r}"
+        )
+    model = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    with init_empty_weights():
+        cls: Any = type(f"{carrier.__name__}{model.__name__}", (carrier, model), {})
+        return cls.from_pretrained(path)

@@ -1,0 +1,97 @@
+"""Options that several trainers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlite.algorithms import Schedule
+from rlite.parallel.mesh import ParallelDims
+from rlite.trainer.policy import AvgLevel, OptimizerOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """A model that is trained, and how it lies on the devices: world = ddp_size x fsdp x sp_size x tp_size."""
+
+    model_name: str
+    """folder or hub name of a Hugging Face checkpoint"""
+    ddp_size: int = 1
+    """copies of the model; each is sharded over world / ddp_size devices"""
+    tp_size: int = 1
+    """devices that share each matrix (tensor parallel)"""
+    sp_size: int = 1
+    """devices that share the tokens of a sequence (context parallel)"""
+    max_length_per_device: int = 16384
+    """tokens of one microbatch on a device; the longest sequence is tp_size x sp_size times as long"""
+    gradient_checkpointing: bool = True
+    """recompute activations in the backward pass"""
+    avg_level: AvgLevel = "token"
+    """mean of the loss over: all tokens; sequences' means; tokens divided by a constant length (Dr. GRPO's paper)"""
+    lr: float = 5e-6
+    """peak learning rate of AdamW"""
+    weight_decay: float = 1e-2
+    """of AdamW"""
+    max_grad_norm: float = 1.0
+    """global norm to which gradients are clipped"""
+    scheduler: Schedule = "cosine"
+    """after the warm-up"""
+    warmup_ratio: float = 0.1
+    """share of all optimizer steps in which the rate rises"""
+
+    def optimizer(self, total_steps: int) -> OptimizerOptions:
+        """AdamW over so many optimizer steps."""
+        return OptimizerOptions(
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            scheduler=self.scheduler,
+            warmup_steps=round(self.warmup_ratio * total_steps),
+            total_steps=total_steps,
+        )
+
+    def build_options(self, world_size: int, seed: int) -> dict[str, Any]:
+        """What `RliteTrainEngine.build` is given in a world of so many devices.
+
+        Raises: ConfigError with the equation that does not hold.
+        """
+        dims = ParallelDims.of_world(world_size, self.ddp_size, self.sp_size, self.tp_size)
+        return {
+            "tensor_parallel_size": world_size // dims.copies,
+            "data_parallel_size": dims.copies,
+            "tp_size": self.tp_size,
+            "sp_size": self.sp_size,
+            "max_tokens_per_microbatch": self.max_length_per_device,
+            "max_grad_norm": self.max_grad_norm,
+            "gradient_checkpointing": self.gradient_checkpointing,
+            "seed": seed,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Rows to learn from."""
+
+    path: str
+    """JSON, JSONL, CSV, Parquet or Arrow file, datasets folder or hub name; optionally split@path"""
+    max_length: int = 4096
+    """longest row in tokens; a longer one is cut at its end, and counted"""
+    batch_size: int = 128
+    """rows (of preferences: pairs) in one optimizer step"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestDataOptions:
+    """Rows to evaluate on."""
+
+    path: str | None = None
+    """as data.path; null evaluates nothing"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """What runs the workers."""
+
+    launcher: Literal["inprocess", "torchrun", "ray"] | None = None
+    """what starts the workers; default: torchrun under torchrun, else one process"""
+    num_devices: int | None = None
+    """devices to use; default: one on CPU, all GPUs"""

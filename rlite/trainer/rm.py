@@ -1,0 +1,103 @@
+"""Reward models from preference pairs (Bradley-Terry).
+
+    torchrun --nproc_per_node=N -m rlite.trainer.rm critic.model_name=MODEL data.path=pairs.jsonl data.max_length=2048
+
+A row of data holds `chosen` and `rejected` answers to a `prompt` or to `messages`, and perhaps a `margin`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import rlite
+from rlite import config
+from rlite.data.preferences import preference_rows
+from rlite.data.tables import read_rows
+from rlite.data.tokens import TokenRows
+from rlite.engine.train import RliteTrainEngine
+from rlite.observability import stats_tracker
+from rlite.trainer.engines import init_devices
+from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions, TestDataOptions
+from rlite.trainer.policy import critic_module
+from rlite.trainer.preferences import RewardModelLoss
+from rlite.trainer.supervised import EpochOptions, SupervisedRun, load_tokenizer, serve_if_worker
+
+SHOWN = ("loss", "accuracy", "margin", "test_loss", "test_accuracy", "grad_norm", "lr", "tokens_per_second", "seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelOptions(ModelOptions):
+    """The model that learns to score."""
+
+    lr: float = 1e-5
+    """peak learning rate of AdamW"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RmTrainerOptions(EpochOptions):
+    """Where the run lives."""
+
+    save_dir: str = "runs/rm"
+    """holds config.yaml, metrics.jsonl, latest/ (Hugging Face) and state/ (to resume from)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RmConfig(LaunchOptions):
+    """Everything that a run is made of."""
+
+    critic: RewardModelOptions
+    data: DataOptions
+    test_data: TestDataOptions = field(default_factory=TestDataOptions)
+    trainer: RmTrainerOptions = field(default_factory=RmTrainerOptions)
+
+
+class RmTrainer:
+    """Learns to score what was chosen above what was rejected.
+
+    Needs a session: call `rlite.init()` first.
+
+    Args:
+        options: the run's config.
+        rows: pairs of token rows (`rlite.data.preferences.preference_rows`).
+        test_rows: pairs to evaluate on.
+    """
+
+    def __init__(self, options: RmConfig, rows: TokenRows, test_rows: TokenRows | None = None) -> None:
+        steps = -(-len(rows) // options.data.batch_size) * options.trainer.n_epochs
+        engine = RliteTrainEngine(critic_module(options.critic.model_name, options.critic.optimizer(steps)))
+        self.run = SupervisedRun(
+            options, options.critic, options.data, options.trainer, engine, RewardModelLoss(), rows, test_rows, SHOWN
+        )
+
+    def fit(self) -> dict[str, float]:
+        """Train to the last step; returns the last metrics."""
+        run, metrics = self.run, {}
+        run.start("rlite rm")
+        for batch in run.batches():
+            with stats_tracker.record_timing("step"):
+                stats = run.train_batch(batch)
+            metrics = run.finish_step(stats)
+        run.run.close()
+        return metrics
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the trainer from the command line."""
+    options = config.load(RmConfig, argv)
+    serve_if_worker(options)
+    tokenizer = load_tokenizer(options.critic.model_name)
+
+    def rows(key: str, path: str) -> TokenRows:
+        return preference_rows(read_rows(path, key), tokenizer, options.data.max_length, f"{key}={path}")
+
+    train_rows = rows("data.path", options.data.path)
+    test_rows = rows("test_data.path", options.test_data.path) if options.test_data.path else None
+    init_devices(options.launcher, options.num_devices)
+    RmTrainer(options, train_rows, test_rows).fit()
+    rlite.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

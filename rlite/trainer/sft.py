@@ -1,0 +1,104 @@
+"""Supervised fine-tuning.
+
+    torchrun --nproc_per_node=N -m rlite.trainer.sft actor.model_name=MODEL data.path=rows.json data.max_length=2048
+    python -m rlite.trainer.sft ...                     one device
+    python -m rlite.trainer.sft launcher=ray ...
+
+A row of data holds `prompt` and `response`, or `messages`, of which every turn of the assistant is learnt.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import rlite
+from rlite import config
+from rlite.data.sft import sft_rows
+from rlite.data.tables import read_rows
+from rlite.data.tokens import TokenRows
+from rlite.engine.train import RliteTrainEngine
+from rlite.errors import ConfigError
+from rlite.observability import stats_tracker
+from rlite.trainer.engines import init_devices
+from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions, TestDataOptions
+from rlite.trainer.policy import SftLoss, policy_module
+from rlite.trainer.supervised import EpochOptions, SupervisedRun, load_tokenizer, serve_if_worker
+
+SHOWN = ("loss", "test_loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftTrainerOptions(EpochOptions):
+    """Where the run lives."""
+
+    save_dir: str = "runs/sft"
+    """holds config.yaml, metrics.jsonl, latest/ (Hugging Face) and state/ (to resume from)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig(LaunchOptions):
+    """Everything that a run is made of."""
+
+    actor: ModelOptions
+    data: DataOptions
+    test_data: TestDataOptions = field(default_factory=TestDataOptions)
+    trainer: SftTrainerOptions = field(default_factory=SftTrainerOptions)
+
+    def __post_init__(self) -> None:
+        if self.actor.avg_level == "constant":
+            raise ConfigError(
+                "actor.avg_level=constant divides by the length of generated answers; use token, sequence"
+            )
+
+
+class SftTrainer:
+    """Learns demonstrations by cross entropy.
+
+    Needs a session: call `rlite.init()` first.
+
+    Args:
+        options: the run's config.
+        rows: token rows to learn (`rlite.data.sft.sft_rows`).
+        test_rows: token rows to evaluate on.
+    """
+
+    def __init__(self, options: SftConfig, rows: TokenRows, test_rows: TokenRows | None = None) -> None:
+        steps = -(-len(rows) // options.data.batch_size) * options.trainer.n_epochs
+        engine = RliteTrainEngine(policy_module(options.actor.model_name, options.actor.optimizer(steps)))
+        loss = SftLoss(avg_level=options.actor.avg_level)  # type: ignore[arg-type]
+        self.run = SupervisedRun(
+            options, options.actor, options.data, options.trainer, engine, loss, rows, test_rows, SHOWN
+        )
+
+    def fit(self) -> dict[str, float]:
+        """Train to the last step; returns the last metrics."""
+        run, metrics = self.run, {}
+        run.start("rlite sft")
+        for batch in run.batches():
+            with stats_tracker.record_timing("step"):
+                stats = run.train_batch(batch)
+            metrics = run.finish_step(stats)
+        run.run.close()
+        return metrics
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the trainer from the command line."""
+    options = config.load(SftConfig, argv)
+    serve_if_worker(options)
+    tokenizer = load_tokenizer(options.actor.model_name)
+
+    def rows(key: str, path: str) -> TokenRows:
+        return sft_rows(read_rows(path, key), tokenizer, options.data.max_length, f"{key}={path}")
+
+    train_rows = rows("data.path", options.data.path)
+    test_rows = rows("test_data.path", options.test_data.path) if options.test_data.path else None
+    init_devices(options.launcher, options.num_devices)
+    SftTrainer(options, train_rows, test_rows).fit()
+    rlite.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

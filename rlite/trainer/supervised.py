@@ -1,0 +1,168 @@
+"""What the trainers that learn from rows (sft, rm, dpo) share around their loops."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+import rlite
+from rlite.data.loader import BatchLoader
+from rlite.data.tokens import TokenRows
+from rlite.engine.train import RliteTrainEngine
+from rlite.errors import ConfigError
+from rlite.nn.huggingface import local_checkpoint
+from rlite.observability import stats_tracker
+from rlite.trainer.engines import init_devices
+from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions
+from rlite.trainer.run import RunOptions, TrainingRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochOptions(RunOptions):
+    """A run of so many epochs."""
+
+    save_dir: str = "runs/supervised"
+    """holds config.yaml, metrics.jsonl, latest/ (Hugging Face) and state/ (to resume from)"""
+    n_epochs: int = 1
+    """how often the data is learnt"""
+    save_freq: int = 100
+    """steps between two checkpoints"""
+    test_freq: int = 100
+    """steps between two evaluations on test_data, if there is some"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n_epochs < 1:
+            raise ConfigError(f"trainer.n_epochs={self.n_epochs}: expected at least 1")
+
+
+class BatchLoss(Protocol):
+    """A loss on packs, and what its mean counts."""
+
+    def __call__(self, outputs: Any, data: Any, /) -> Any: ...
+
+    def weight(self, data: Mapping[str, Any]) -> Tensor: ...
+
+
+class SupervisedRun:
+    """One model, its data and its run; the trainers' loops use it phase by phase.
+
+    Needs a session: call `rlite.init()` first.
+
+    Args:
+        options: the whole config, which is saved with the run.
+        model: of the model that is trained.
+        data: how rows are dealt.
+        trainer: where the run lives.
+        engine: of the model that is trained.
+        loss: what is minimised.
+        rows: to train on.
+        test_rows: to evaluate on.
+        shown: metrics for the console.
+    """
+
+    def __init__(
+        self,
+        options: Any,
+        model: ModelOptions,
+        data: DataOptions,
+        trainer: EpochOptions,
+        engine: RliteTrainEngine,
+        loss: BatchLoss,
+        rows: TokenRows,
+        test_rows: TokenRows | None,
+        shown: Sequence[str],
+    ) -> None:
+        self.options, self.model, self.engine, self.loss = trainer, model, engine, loss
+        self.rows, self.test_rows, self._batch_size = rows, test_rows, data.batch_size
+        self.loader = BatchLoader(rows, data.batch_size, trainer.seed, trainer.n_epochs)
+        self.run = TrainingRun(trainer, options, shown, self.loader.num_batches)
+        rows.check_capacity(model.max_length_per_device * model.tp_size * model.sp_size, "max_length_per_device")
+
+    def start(self, title: str) -> None:
+        """Build the engine, resume if asked, and report the plan."""
+        world = len(rlite.current_session().devices)
+        self.engine.build(**self.model.build_options(world, self.options.seed))
+        facts = self.run.restore(self.engine)
+        if facts:
+            self.loader.load_state_dict(facts["loader"])
+        self.run.open()
+        self.run.console.report(title, self.plan())
+        self.engine.train()
+
+    def plan(self) -> dict[str, str]:
+        """How a step's work is divided, in words and numbers."""
+        session, dims, model = rlite.current_session(), self.engine.dims, self.model
+        lengths = self.rows.lengths
+        batch_tokens = self._batch_size * self.rows.rows_per_item * lengths.mean()
+        return {
+            "model": f"{model.model_name}, {self.engine.num_parameters / 1e6:.2f} M parameters",
+            "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims.copies} "
+            f"copies x {dims.fsdp} shards x sp {dims.seq} x tp {dims.tensor}",
+            "data": f"{len(self.rows)} items of {lengths.mean():.0f} tokens on average, at most {lengths.max()}; "
+            f"{self.rows.tally}",
+            "step": f"{self._batch_size} items, about {batch_tokens:.0f} tokens over {dims.num_data_ranks} data rank(s), in "
+            f"packs of at most {model.max_length_per_device * dims.num_peers} tokens",
+            "run": f"{self.options.n_epochs} epoch(s) of {len(self.loader)} steps = {self.run.total_steps}, "
+            f"checkpoint every {self.options.save_freq}, in {self.options.save_dir}",
+        }
+
+    def batches(self) -> Iterator[TensorDict]:
+        """Each batch that is left."""
+        return iter(self.loader)
+
+    def train_batch(self, batch: TensorDict) -> dict[str, float]:
+        """One optimizer step, and one of the learning rate."""
+        stats = self.engine.train_batch(batch, self.loss, self.loss.weight)
+        self.engine.step_lr_scheduler()
+        return stats
+
+    def finish_step(self, stats: Mapping[str, float], prepare: Any = None) -> dict[str, float]:
+        """Count the step, evaluate and save where due, log; returns the metrics."""
+        self.run.step += 1
+        metrics = {**stats, **_timings()}
+        metrics["tokens_per_second"] = metrics["num_tokens"] / metrics["seconds"]
+        if self.test_rows is not None and self.run.is_due(self.options.test_freq):
+            metrics |= self.evaluate(prepare)
+        self.run.log(metrics)
+        if self.run.is_due(self.options.save_freq):
+            self.run.save(self.engine, loader=self.loader.state_dict())
+        return metrics
+
+    def evaluate(self, prepare: Any = None) -> dict[str, float]:
+        """Means of the loss and what it reports over the test rows, as `test_...`; `prepare` adds keys to a batch."""
+        assert self.test_rows is not None
+        sums: dict[str, float] = {}
+        total = 0.0
+        self.engine.eval()
+        for batch in self.test_rows.batches(self._batch_size):
+            stats = self.engine.eval_batch(prepare(batch) if prepare else batch, self.loss, self.loss.weight)
+            total += stats["weight"]
+            for key in stats.keys() - {"weight", "num_tokens", "num_microbatches"}:
+                sums[key] = sums.get(key, 0.0) + stats[key] * stats["weight"]
+        self.engine.train()
+        return {f"test_{key}": value / total for key, value in sums.items()}
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint."""
+    return AutoTokenizer.from_pretrained(local_checkpoint(path, weights=False))
+
+
+def serve_if_worker(launch: LaunchOptions) -> None:
+    """Under torchrun, ranks other than 0 serve from here on and exit; data is read by rank 0 alone."""
+    if int(os.environ.get("RANK", "0")) > 0 and launch.launcher in (None, "torchrun"):
+        init_devices(launch.launcher, launch.num_devices)
+
+
+def _timings() -> dict[str, float]:
+    """Phase timings as "seconds_...", of the step itself as "seconds"."""
+    stats = stats_tracker.export()
+    renamed = {key.replace("timeperf/", "seconds_"): value for key, value in stats.items()}
+    return {"seconds" if key == "seconds_step" else key: value for key, value in renamed.items()}
