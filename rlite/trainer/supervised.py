@@ -107,8 +107,8 @@ class SupervisedRun:
             f"copies x {dims.fsdp} shards x sp {dims.seq} x tp {dims.tensor}",
             "data": f"{len(self.rows)} items of {lengths.mean():.0f} tokens on average, at most {lengths.max()}; "
             f"{self.rows.tally}",
-            "step": f"{self._batch_size} items, about {batch_tokens:.0f} tokens over {dims.num_data_ranks} data rank(s), in "
-            f"packs of at most {model.max_length_per_device * dims.num_peers} tokens",
+            "step": f"{self._batch_size} items, about {batch_tokens:.0f} tokens over {dims.num_data_ranks} data "
+            f"rank(s), in packs of at most {model.max_length_per_device * dims.num_peers} tokens",
             "run": f"{self.options.n_epochs} epoch(s) of {len(self.loader)} steps = {self.run.total_steps}, "
             f"checkpoint every {self.options.save_freq}, in {self.options.save_dir}",
         }
