@@ -13,6 +13,8 @@ from torch import Tensor
 from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
 from rlite.algorithms import TokenLogprobs, on_logprobs
 from rlite.errors import ConfigError
+from rlite.nn.heads import HuggingFaceFsdp2ScoreModule, score_module
+from rlite.trainer.preferences import DpoLoss, RewardModelLoss
 from tests.integration.modules import POLICIES, make_batch, next_token_logprobs, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
 from tests.tiny import build_model_dir
@@ -145,3 +147,55 @@ def test_sizes_that_do_not_multiply_are_refused_with_the_equation(build: Build) 
         build("qwen2", size=2, tp_size=2, sp_size=2)
     with pytest.raises(ConfigError, match="num_key_value_heads=2"):
         build("qwen2", size=4, tp_size=4)
+
+
+# -- heads and pairs ----------------------------------------------------------------------------------------------------
+
+
+class Critic(HuggingFaceFsdp2ScoreModule):
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def squared_error(values: Tensor, data: dict[str, Any]) -> Tensor:
+    """A value loss: returns are made of the tokens' own numbers."""
+    counted = data["loss_mask"].bool()
+    return ((values - data["input_ids"] / 256) ** 2)[counted].sum() / counted.sum()
+
+
+def pairs_batch(seed: int) -> dict[str, Tensor]:
+    """Three and a half pairs of rows would not do: four pairs, of different lengths."""
+    batch = make_batch([9, 4, 13, 2, 7, 6, 5, 11], seed)
+    batch["pair_ids"] = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    batch["is_chosen"] = torch.tensor([True, False] * 4)
+    batch["ref_logprobs"] = -batch["attention_mask"].double()
+    return batch
+
+
+def stepped(engine: RliteTrainEngine, batches: list[dict[str, Tensor]], losses: list[Any]) -> dict[str, Tensor]:
+    for batch, (loss, weight) in zip(batches, losses, strict=True):
+        engine.train_batch(batch, loss, weight)
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_value_reward_and_dpo_losses_do_not_see_how_the_work_is_divided(models: dict[str, Path], kind: str) -> None:
+    rm, dpo = RewardModelLoss(), DpoLoss(beta=0.5)
+    batches = [make_batch(LENGTHS), pairs_batch(1), pairs_batch(2)]
+    score_losses = [(squared_error, num_counted), (rm, rm.weight), (rm, rm.weight)]
+    cases = [
+        (lambda: score_module(models[kind], Critic), batches, score_losses),
+        (lambda: on_meta(POLICIES[kind], models[kind]), batches[1:], [(dpo, dpo.weight)] * 2),
+    ]
+    for make_module, data, losses in cases:
+        expected: dict[str, Tensor] = {}
+        for layout in [{"size": 1}, {"size": 1, "max_tokens_per_microbatch": 17}, *LAYOUTS]:
+            more = {"max_tokens_per_microbatch": 17, **layout}
+            engine = RliteTrainEngine(make_module())
+            size, copies = more.pop("size"), more.pop("copies", 1)
+            engine.build(tensor_parallel_size=size, data_parallel_size=copies, param_dtype="float64", **more)
+            weights = stepped(engine, data, losses)
+            expected = expected or weights
+            for name, tensor in weights.items():
+                torch.testing.assert_close(tensor, expected[name], atol=1e-9, rtol=0, msg=f"{layout} {name}")
+            engine.release()
