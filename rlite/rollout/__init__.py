@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlite.rollout.batch import check_trajectory, pad_trajectories
     from rlite.rollout.collector import RolloutCollector
+    from rlite.rollout.env import Environment, EnvironmentWorkflow
     from rlite.rollout.options import CollectorOptions
     from rlite.rollout.rewards import (
         RewardCrash,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "rlite.rollout.batch": ("check_trajectory", "pad_trajectories"),
     "rlite.rollout.collector": ("RolloutCollector",),
+    "rlite.rollout.env": ("Environment", "EnvironmentWorkflow"),
     "rlite.rollout.options": ("CollectorOptions",),
     "rlite.rollout.rewards": (
         "RewardCrash",

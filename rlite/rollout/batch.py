@@ -84,6 +84,26 @@ def pad_trajectories(trajectories: Sequence[TensorDict], group_ids: Sequence[int
     return TensorDict(batch, batch_size=[len(batch["group_ids"])])
 
 
+def join_batches(batches: Sequence[TensorDict]) -> TensorDict:
+    """Batches one below the other, padded to one width; their `group_ids` stay. Raises: as pad_trajectories."""
+    joined = pad_trajectories(batches)
+    joined["group_ids"] = torch.cat([batch["group_ids"] for batch in batches])
+    return joined
+
+
+def trajectory_index(batch: TensorDict) -> Tensor:
+    """The number [N] of each row's trajectory, from 0. One of several sequences has them in adjacent rows, which their
+    `sequence_index` [N] counts from 0; without that key every row is a trajectory."""
+    if "sequence_index" not in batch:
+        return torch.arange(len(batch))
+    return (batch["sequence_index"] == 0).cumsum(0) - 1
+
+
+def first_rows(batch: TensorDict) -> Tensor:
+    """The first row [M] of each trajectory, where what it says of the whole counts once."""
+    return (trajectory_index(batch).diff(prepend=torch.tensor([-1])) > 0).nonzero()[:, 0]
+
+
 def _join(key: str, values: list[Tensor], lengths: list[int]) -> Tensor:
     first = values[0]
     for index, value in enumerate(values):

@@ -27,6 +27,7 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlite.errors import RliteError
 from rlite.rollout.reward_process import INVALID, RAISED, READY, STARTED, VALUE, Chunk, frame, frames
@@ -82,6 +83,8 @@ class RewardCode:
     blob: bytes
     seconds: float = float("inf")
     """running mean of what a call takes; unknown at first"""
+    what: str = "the reward function"
+    """for error messages"""
 
     def took(self, seconds: float) -> None:
         known = self.seconds != float("inf")
@@ -94,7 +97,7 @@ class _Call:
     code: RewardCode
     arguments: bytes
     timeout: float
-    future: Future[float]
+    future: Future[Any]
 
 
 @dataclass(eq=False)
@@ -138,9 +141,12 @@ class RewardPool:
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
         self._thread.start()
 
-    def submit(self, code: RewardCode, arguments: bytes, timeout: float) -> Future[float]:
-        """Compute one reward; the future ends with a finite number or a RewardError. Safe in any thread."""
-        future: Future[float] = Future()
+    def submit(self, code: RewardCode, arguments: bytes, timeout: float) -> Future[Any]:
+        """Compute one reward; the future ends with a finite number (or what was `Passed`) or a RewardError.
+
+        Safe in any thread.
+        """
+        future: Future[Any] = Future()
         with self._lock:
             if self._failure is not None:
                 raise RliteError("the reward pool has stopped") from self._failure
@@ -264,10 +270,10 @@ class RewardPool:
                 if kind == VALUE:
                     _settle(call, value=result)
                 elif kind == INVALID:
-                    text = f"the reward function returned {result}; expected a finite number"
+                    text = f"{call.code.what} returned {result}; expected a finite number"
                     _settle(call, error=RewardInvalid(text))
                 elif kind == RAISED:
-                    _settle(call, error=RewardRaised(f"the reward function raised:\n{result}"))
+                    _settle(call, error=RewardRaised(f"{call.code.what} raised:\n{result}"))
 
     def _end_late_ones(self) -> None:
         now = time.monotonic()
@@ -280,10 +286,10 @@ class RewardPool:
                     continue
                 call = process.calls.popleft()
                 if process.is_computing:
-                    text = f"the reward function ran for more than {call.timeout:g} s; its process was killed"
+                    text = f"{call.code.what} ran for more than {call.timeout:g} s; its process was killed"
                     call.code.took(call.timeout)
                 else:
-                    text = f"loading the reward function or its arguments took more than {LOAD_TIMEOUT:g} s"
+                    text = f"loading {call.code.what} or its arguments took more than {LOAD_TIMEOUT:g} s"
                 _settle(call, error=RewardTimeout(text))
                 self._requeue(process)
 
@@ -298,7 +304,7 @@ class RewardPool:
         elif process.calls:
             call = process.calls.popleft()
             call.code.took(call.timeout)  # slow or dangerous: the next ones go alone
-            _settle(call, error=RewardCrash(f"the process of the reward function {how} while it computed"))
+            _settle(call, error=RewardCrash(f"the process of {call.code.what} {how} while it computed"))
             self._requeue(process)
 
     def _requeue(self, process: _Process) -> None:
@@ -339,7 +345,7 @@ class RewardPool:
         return process.process.wait()
 
 
-def _settle(call: _Call, value: float = 0.0, error: BaseException | None = None) -> None:
+def _settle(call: _Call, value: Any = None, error: BaseException | None = None) -> None:
     if not call.future.set_running_or_notify_cancel():
         return
     if error is None:

@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 READY, STARTED, VALUE, INVALID, RAISED = "ready", "started", "value", "invalid", "raised"
 
@@ -28,6 +28,12 @@ Chunk = tuple[dict[bytes, bytes], list[tuple[int, bytes, bytes]]]
 HEADER = struct.Struct("<Q")
 MAX_TEXT = 4000
 """characters of a traceback that are reported"""
+
+
+class Passed(NamedTuple):
+    """What a function returns to have bytes passed on as they are, where a number is expected otherwise."""
+
+    payload: bytes
 
 
 def frame(message: Any) -> bytes:
@@ -83,6 +89,13 @@ def _outcome(function: Callable[..., Any], keywords: dict[str, Any], runner: asy
             value = runner.run(value)
     except BaseException:  # SystemExit too: it is the function's, and the process serves on
         return RAISED, _traceback()
+    return checked_result(value)
+
+
+def checked_result(value: Any) -> tuple[str, Any]:
+    """(VALUE, a finite number, or the payload of what was `Passed`) or (INVALID, a description)."""
+    if isinstance(value, Passed):
+        return VALUE, value.payload
     number = as_number(value)
     return (VALUE, number) if number is not None else (INVALID, repr(value)[:MAX_TEXT])
 

@@ -25,7 +25,7 @@ from rlite.rollout.reward_pool import (
     RewardTimeout,
     shared_pool,
 )
-from rlite.rollout.reward_process import as_number
+from rlite.rollout.reward_process import INVALID, checked_result
 
 
 def default_num_processes() -> int:
@@ -51,6 +51,7 @@ class RewardFunction:
         num_processes: processes that the program's reward pool has at least room for; default: the cores, at most 8.
         in_process: run `fn` in the event loop instead, at no cost; for cheap functions that cannot hang. The time-out
             then bounds `async` functions only.
+        what: its name in error messages.
 
     `outcomes` counts the attempts by their end: ok, timeout, crash, raised, invalid.
     Raises: ConfigError for options out of range, or a function that cannot be pickled.
@@ -63,6 +64,7 @@ class RewardFunction:
         retries: int = 0,
         num_processes: int | None = None,
         in_process: bool = False,
+        what: str = "the reward function",
     ) -> None:
         if not callable(fn):
             raise ConfigError(f"RewardFunction({fn!r}): expected a function")
@@ -76,16 +78,17 @@ class RewardFunction:
         self.retries = retries
         self.num_processes = num_processes or default_num_processes()
         self.in_process = in_process
+        self.what = what
         self.outcomes: Counter[str] = Counter()
         if not in_process:
             try:
                 blob = cloudpickle.dumps(fn)
             except Exception as error:
                 raise ConfigError(
-                    f"the reward function {fn!r} cannot be sent to another process ({error}); "
+                    f"{what} {fn!r} cannot be sent to another process ({error}); "
                     "let it hold plain data only, or run it with in_process=True"
                 ) from error
-            self._code = RewardCode(hashlib.blake2b(blob, digest_size=16).digest(), blob)
+            self._code = RewardCode(hashlib.blake2b(blob, digest_size=16).digest(), blob, what=what)
 
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
@@ -98,6 +101,10 @@ class RewardFunction:
             "completion_ids": completion_ids,
             **data,
         }
+        return await self.run(**keywords)
+
+    async def run(self, **keywords: Any) -> Any:
+        """Call the function with just these arguments; returns a float, or the bytes that it `Passed`."""
         attempts = 0
         while True:
             attempts += 1
@@ -111,14 +118,14 @@ class RewardFunction:
                 self.outcomes["ok"] += 1
                 return value
 
-    async def _run_there(self, keywords: dict[str, Any]) -> float:
+    async def _run_there(self, keywords: dict[str, Any]) -> Any:
         try:
             arguments = cloudpickle.dumps(keywords)
         except Exception as error:
             raise DataError(f"a row cannot be sent to the reward process: {error}") from error
         return await asyncio.wrap_future(shared_pool(self.num_processes).submit(self._code, arguments, self.timeout))
 
-    async def _run_here(self, keywords: dict[str, Any]) -> float:
+    async def _run_here(self, keywords: dict[str, Any]) -> Any:
         try:
             async with asyncio.timeout(self.timeout) as limit:
                 value = self.fn(**keywords)
@@ -126,12 +133,12 @@ class RewardFunction:
                     value = await value
         except Exception as error:
             if isinstance(error, TimeoutError) and limit.expired():
-                raise RewardTimeout(f"the reward function ran for more than {self.timeout:g} s") from error
-            raise RewardRaised(f"the reward function raised:\n{traceback.format_exc()}") from error
-        number = as_number(value)
-        if number is None:
-            raise RewardInvalid(f"the reward function returned {value!r}; expected a finite number")
-        return number
+                raise RewardTimeout(f"{self.what} ran for more than {self.timeout:g} s") from error
+            raise RewardRaised(f"{self.what} raised:\n{traceback.format_exc()}") from error
+        kind, result = checked_result(value)
+        if kind == INVALID:
+            raise RewardInvalid(f"{self.what} returned {result}; expected a finite number")
+        return result
 
 
 def from_trl(fn: Callable[..., Any], is_conversational: bool = False) -> Callable[..., Any]:

@@ -93,7 +93,7 @@ class SingleTurnWorkflow(RolloutWorkflow):
         self.chat_template_options = dict(chat_template_options or {})
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
-        input_ids = self.prompt_ids(data)
+        input_ids = prompt_ids(data, self.tokenizer, self.chat_template_options)
         response = await engine.agenerate(LLMRequest(input_ids=input_ids, gconfig=self.gconfig))
         if response.stop_reason == "abort":
             raise RolloutError(f"the engine aborted the completion after {response.output_len} tokens")
@@ -106,18 +106,42 @@ class SingleTurnWorkflow(RolloutWorkflow):
         }
         return trajectory(response, reward=await self.reward_fn(**arguments))
 
-    def prompt_ids(self, data: Mapping[str, Any]) -> list[int]:
-        """The item's prompt as tokens. Raises: DataError if it has none."""
-        if "input_ids" in data:
-            return [int(token) for token in data["input_ids"]]
-        prompt = data.get("messages", data.get("prompt"))
-        if isinstance(prompt, str) and prompt:
-            return self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        if isinstance(prompt, list) and prompt and all(isinstance(message, Mapping) for message in prompt):
-            return self.tokenizer.apply_chat_template(
-                prompt, tokenize=True, add_generation_prompt=True, return_dict=False, **self.chat_template_options
-            )
-        raise DataError(
-            f"the item has the keys {sorted(data)} and no prompt: expected input_ids (token ids), messages (a list of "
-            "{role, content}) or prompt (a text)"
-        )
+
+def prompt_ids(
+    data: Mapping[str, Any], tokenizer: Tokenizer, chat_template_options: Mapping[str, Any] | None = None
+) -> list[int]:
+    """An item's prompt as tokens: its `input_ids`, `messages` or `prompt`. Raises: DataError if it has none."""
+    if "input_ids" in data:
+        return [int(token) for token in data["input_ids"]]
+    prompt = _prompt(data)
+    if isinstance(prompt, str):
+        return tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    return tokenizer.apply_chat_template(
+        prompt, tokenize=True, add_generation_prompt=True, return_dict=False, **(chat_template_options or {})
+    )
+
+
+def prompt_text(
+    data: Mapping[str, Any], tokenizer: Tokenizer, chat_template_options: Mapping[str, Any] | None = None
+) -> str:
+    """An item's prompt as the text that `prompt_ids` are the tokens of."""
+    if "input_ids" in data:
+        return tokenizer.decode(data["input_ids"])
+    prompt = _prompt(data)
+    if isinstance(prompt, str):
+        return prompt
+    return tokenizer.apply_chat_template(
+        prompt, tokenize=False, add_generation_prompt=True, **(chat_template_options or {})
+    )
+
+
+def _prompt(data: Mapping[str, Any]) -> str | list[Any]:
+    prompt = data.get("messages", data.get("prompt"))
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt and all(isinstance(message, Mapping) for message in prompt):
+        return prompt
+    raise DataError(
+        f"the item has the keys {sorted(data)} and no prompt: expected input_ids (token ids), messages (a list of "
+        "{role, content}) or prompt (a text)"
+    )

@@ -27,8 +27,7 @@ from rlite.data.tables import read_rows
 from rlite.errors import ConfigError
 from rlite.nn.huggingface import local_checkpoint
 from rlite.observability import stats_tracker
-from rlite.rollout import RewardFunction, RolloutWorkflow, SingleTurnWorkflow
-from rlite.rollout.env import EnvironmentReward
+from rlite.rollout import Environment, EnvironmentWorkflow, RolloutWorkflow
 from rlite.trainer.engines import ActorOptions, Engines, RolloutOptions, init_devices
 from rlite.trainer.policy import OwnLogprobs, PolicyLoss
 from rlite.trainer.run import TrainerOptions, TrainingRun
@@ -298,15 +297,16 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
     train_rows = read_rows(data_path, key="train_data.path")
     test_rows = read_rows(options.test_data.path, key="test_data.path") if options.test_data.path else []
-    reward = RewardFunction(EnvironmentReward(env_path))
+    environment = Environment(env_path)
+    environment.check()
     tokenizer = AutoTokenizer.from_pretrained(local_checkpoint(options.actor.model_name, weights=False))
     init_devices(options.launcher, options.num_devices)
     trainer = PpoTrainer(
         options,
-        SingleTurnWorkflow(reward, options.rollout.train_sampling_params.gconfig(), tokenizer),
+        EnvironmentWorkflow(environment, options.rollout.train_sampling_params.gconfig(), tokenizer),
         train_rows,
         test_rows,
-        SingleTurnWorkflow(reward, options.rollout.test_sampling_params.gconfig(), tokenizer),
+        EnvironmentWorkflow(environment, options.rollout.test_sampling_params.gconfig(), tokenizer),
     )
     trainer.fit()
     rlite.shutdown()

@@ -1,0 +1,101 @@
+"""What runs an environment, in a reward process; it imports no torch.
+
+`extra_info` stays pickled outside: only the environment's own process need know the classes that it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import math
+import pickle
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from rlite.errors import ConfigError
+from rlite.rollout.reward_process import Passed, as_number
+
+STEP_KEYS = ("next_state", "reward", "score", "done", "extra_info")
+
+
+class Step(NamedTuple):
+    """What one step of an environment answers."""
+
+    next_state: str | None
+    """what the model reads in its next turn"""
+    reward: float
+    """of this turn: what is learnt from"""
+    score: float
+    """of this turn: what is logged"""
+    is_done: bool
+    extra_info: bytes
+    """pickled, for the next step"""
+
+
+class EnvironmentFunction:
+    """An environment file as a function of (method, extra_info, ...); the file is imported where it arrives."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(Path(path).absolute())
+        if not Path(self.path).is_file():
+            raise ConfigError(f"rollout.env_path={str(path)!r}: no such file")
+        # a file that was edited is another function
+        self.digest = hashlib.blake2b(Path(self.path).read_bytes(), digest_size=8).hexdigest()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        load_environment(self.path, self.digest)  # here, where imports may take longer than a step
+
+    async def __call__(self, method: str, extra_info: bytes, state: str = "", action: str = "") -> Passed:
+        """`describe`: whether it has a `reset`; `reset`: (first state, extra_info); `step`: a Step. Pickled."""
+        module = load_environment(self.path, self.digest)
+        if method == "describe":
+            return Passed(pickle.dumps(hasattr(module, "reset")))
+        info = pickle.loads(extra_info)
+        if method == "reset":
+            first = await module.reset(info)
+            if not isinstance(first, str):
+                raise ConfigError(f"reset() in {self.path} returned {type(first).__name__}; expected a text")
+            return Passed(pickle.dumps((first, pickle.dumps(info))))
+        return Passed(pickle.dumps(checked_step(await module.step(state, action, info), self.path)))
+
+
+@cache
+def load_environment(path: str, digest: str) -> ModuleType:
+    """Import an environment file. Raises: ConfigError if it has no async function `step`."""
+    name = f"rlite_environment_{digest}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"rollout.env_path={path!r}: expected a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # its dataclasses and what it pickles look it up there
+    spec.loader.exec_module(module)
+    for function, is_needed in (("step", True), ("reset", hasattr(module, "reset"))):
+        if is_needed and not inspect.iscoroutinefunction(getattr(module, function, None)):
+            raise ConfigError(
+                f"rollout.env_path={path!r}: expected `async def step(state, action, extra_info)` in it, "
+                "and if it has a reset, `async def reset(extra_info)`"
+            )
+    return module
+
+
+def checked_step(response: Any, path: str) -> Step:
+    """What `step()` returned, as a Step. Raises: ConfigError that names what is missing or of another type."""
+    missing = [key for key in STEP_KEYS if key not in response] if isinstance(response, Mapping) else STEP_KEYS
+    if missing:
+        raise ConfigError(f"step() in {path} returned no {', '.join(missing)}")
+    numbers = {}
+    for key in ("reward", "score"):
+        number = as_number(response[key])
+        if number is None or not math.isfinite(number):
+            raise ConfigError(f"step() in {path} returned {key}={response[key]!r}; expected a finite number")
+        numbers[key] = number
+    next_state = response["next_state"]
+    if not isinstance(next_state, str | None):
+        raise ConfigError(f"step() in {path} returned next_state={next_state!r}; expected a text or None")
+    return Step(next_state, **numbers, is_done=bool(response["done"]), extra_info=pickle.dumps(response["extra_info"]))
