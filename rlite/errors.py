@@ -43,6 +43,10 @@ class CheckpointError(RliteError, RuntimeError):
     """A checkpoint is missing, damaged, or belongs to another model."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint's file is missing, cut short or changed since it was written."""
+
+
 class WorkerError(RliteError, RuntimeError):
     """A worker cannot serve calls any more; the engine has to be built again."""
 

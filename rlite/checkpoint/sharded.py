@@ -1,14 +1,24 @@
-"""The state that resume needs, in torch.distributed.checkpoint's format: another number of ranks can load it."""
+"""The state that resume needs, in torch.distributed.checkpoint's format: another number of ranks can load it.
+
+Saving is `snapshot`, which reads the module, then `write`, which does not: it may run beside the next training steps,
+over a process group of its own. Beside the shared part each rank has `rank-N.pt`: what is its own, or not a tensor.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -16,29 +26,87 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from rlite.checkpoint.atomic import hash_files, publish, seal
+from rlite.checkpoint.randomness import random_state, set_random_state
+from rlite.errors import CheckpointError
+
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 
+_writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+"""One thread for each process: writes come in the order in which they were asked for, which is the same everywhere, so
+that those of two engines cannot wait for each other."""
 
-def save(
-    folder: Path,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Scheduler | None,
-    rank: int,
-    group: dist.ProcessGroup,
-) -> None:
-    """Every rank of `group` writes its part into `folder`."""
-    has_stepped = optimizer is not None and bool(optimizer.state)
-    dcp.save(_state(module, optimizer if has_stepped else None), checkpoint_id=folder, process_group=group)
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's state at a step boundary."""
+
+    shared: dict[str, Any]
+    """tensors of all ranks: "model", "optimizer", "gradients" """
+    own: dict[str, Any]
+
+
+def snapshot(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Scheduler | None, is_copied: bool
+) -> Snapshot:
+    """Collect the state; copied to host memory, it stays as it is now while training goes on."""
+    stepped = _with_state(module, optimizer)
+    gradients = [name for name, parameter in module.named_parameters() if parameter.grad is not None]
     own: dict[str, Any] = {
-        "rng": torch.get_rng_state(),
+        "random": random_state(),
         "scheduler": scheduler.state_dict() if scheduler else None,
-        "has_stepped": has_stepped,
+        "settings": _settings(optimizer),
+        "stepped": stepped,
+        "gradients": gradients,
     }
-    if torch.cuda.is_available():
-        own["cuda_rng"] = torch.cuda.get_rng_state()
-    torch.save(own, folder / f"rank-{rank}.pt")
-    dist.barrier(group=group)
+    shared = _shared(module, optimizer if stepped else None, gradients)
+    if is_copied:
+        on_cuda = any(parameter.is_cuda for parameter in module.parameters())
+        stager = DefaultStager(StagingOptions(on_cuda, False, False, on_cuda))
+        shared = stager.stage(shared)  # type: ignore[assignment]  # a future only with asynchronous staging
+        stager.close()
+        own = _copied(own)
+    return Snapshot(shared, own)
+
+
+def start_writing(
+    state: Snapshot, folder: Path, path: Path, facts: Mapping[str, Any], rank: int, group: dist.ProcessGroup
+) -> Future[None]:
+    """`write` in this process's writing thread. Nothing else may use `group` but writes."""
+    return _writer.submit(write, state, folder, path, facts, rank, group)
+
+
+def write(
+    state: Snapshot, folder: Path, path: Path, facts: Mapping[str, Any], rank: int, group: dist.ProcessGroup
+) -> None:
+    """Every rank of `group` writes its part into `folder`; when all have, rank 0 seals it and renames it to `path`.
+
+    Raises: CheckpointError on every rank if one of them could not write; then `path` is as it was.
+    """
+    try:
+        dcp.save(state.shared, checkpoint_id=folder, process_group=group)
+    except CheckpointException as error:  # a BaseException, which would end the worker
+        raise CheckpointError(f"{path}: could not be written: {error}") from None
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, _write_own(state.own, folder, rank), group=group)
+    if errors := [f"rank {index}: {outcome}" for index, outcome in enumerate(outcomes) if isinstance(outcome, str)]:
+        raise CheckpointError(f"{path}: could not be written: {'; '.join(errors)}")
+    if rank == 0:
+        seal(folder, facts, known={name: record for outcome in outcomes for name, record in outcome.items()})
+        publish(folder, path)
+
+
+def _write_own(own: dict[str, Any], folder: Path, rank: int) -> dict[str, Any] | str:
+    """Hashes of the files that this rank wrote, or what went wrong: the peers must hear of it, and do not wait."""
+    try:
+        file = folder / f"rank-{rank}.pt"
+        with file.open("wb") as stream:
+            torch.save(own, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        return hash_files(folder, [file.name, *(part.name for part in folder.glob(f"__{rank}_*"))])
+    except OSError as error:
+        return str(error)
 
 
 def load(
@@ -49,29 +117,93 @@ def load(
     rank: int,
     group: dist.ProcessGroup,
 ) -> None:
-    """Read what `save` wrote. A rank that did not exist then takes the scheduler of rank 0 and fresh random numbers."""
+    """Read what `write` wrote, in this layout. A rank that did not exist then goes on with its own random numbers.
+
+    Raises: CheckpointError if it was saved from another model; then nothing was changed.
+    """
     file = folder / f"rank-{rank}.pt"
     own = torch.load(file if file.exists() else folder / "rank-0.pt", weights_only=True)
+    _check_model(folder, module)
+    if own["stepped"] and optimizer is None:
+        raise CheckpointError(f"{folder}: it holds an optimizer's state, and this module has none to take it")
+    module.zero_grad(set_to_none=True)
+    for name in own["gradients"]:
+        parameter = module.get_parameter(name)
+        parameter.grad = torch.zeros_like(parameter.detach())
     if optimizer is not None:
-        optimizer.zero_grad(set_to_none=True)
-        if not own["has_stepped"]:
-            optimizer.state.clear()
-    state = _state(module, optimizer if own["has_stepped"] else None)
-    dcp.load(state, checkpoint_id=folder, process_group=group)
+        optimizer.state.clear()  # torch fills an empty one, which is then whole
+    state = _shared(module, optimizer if own["stepped"] else None, own["gradients"])
+    if own["stepped"]:
+        of_parameter = state["optimizer"]["state"]
+        state["optimizer"]["state"] = {name: of_parameter[name] for name in own["stepped"]}
+    try:
+        dcp.load(state, checkpoint_id=folder, process_group=group)
+    except CheckpointException as error:  # a BaseException, which would end the worker
+        raise CheckpointError(f"{folder}: could not be read: {error}") from None
     set_model_state_dict(module, state["model"])
-    if optimizer is not None and own["has_stepped"]:
-        set_optimizer_state_dict(module, optimizer, state["optimizer"])
+    if optimizer is not None:
+        if own["stepped"]:
+            set_optimizer_state_dict(module, optimizer, state["optimizer"])
+        stepped = {id(module.get_parameter(name)) for name in own["stepped"]}
+        for forgotten in [parameter for parameter in optimizer.state if id(parameter) not in stepped]:
+            del optimizer.state[forgotten]
+        for group_now, settings in zip(optimizer.param_groups, own["settings"], strict=True):
+            group_now.update(settings)
     if scheduler is not None and own["scheduler"] is not None:
         scheduler.load_state_dict(own["scheduler"])
     if file.exists():
-        torch.set_rng_state(own["rng"])
-        if "cuda_rng" in own and torch.cuda.is_available():
-            torch.cuda.set_rng_state(own["cuda_rng"])
+        set_random_state(own["random"])
 
 
-def _state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def _shared(module: nn.Module, optimizer: torch.optim.Optimizer | None, gradients: list[str]) -> dict[str, Any]:
     """torch fills an optimizer that has not stepped by a step of zero, which counts as one: save must not ask it to."""
     state: dict[str, Any] = {"model": get_model_state_dict(module)}
     if optimizer is not None:
+        had = {name: parameter.grad for name, parameter in module.named_parameters()}
+        for parameter in module.parameters():
+            parameter.grad = None  # torch refuses to fill an optimizer whose parameters have gradients
         state["optimizer"] = get_optimizer_state_dict(module, optimizer)
+        for name, gradient in had.items():
+            module.get_parameter(name).grad = gradient
+    if gradients:
+        state["gradients"] = {name: module.get_parameter(name).grad for name in gradients}
     return state
+
+
+def _with_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[str]:
+    """Names of the parameters for which the optimizer remembers something."""
+    if optimizer is None:
+        return []
+    remembered = {id(parameter) for parameter, state in optimizer.state.items() if state}
+    return [name for name, parameter in module.named_parameters() if id(parameter) in remembered]
+
+
+def _settings(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """Learning rate and the like of each parameter group."""
+    groups = optimizer.param_groups if optimizer else []
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _check_model(folder: Path, module: nn.Module) -> None:
+    """Names and shapes of the checkpoint's tensors must be the module's."""
+    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = {key.removeprefix("model."): entry for key, entry in entries.items() if key.startswith("model.")}
+    for name, value in get_model_state_dict(module).items():
+        if name not in saved:
+            raise CheckpointError(f"{folder}: saved from another model: it has no {name}")
+        size = getattr(saved.pop(name), "size", None)
+        if isinstance(value, Tensor) and size != value.shape:
+            found = None if size is None else tuple(size)
+            raise CheckpointError(f"{folder}: saved from another model: {name} is {found}, not {tuple(value.shape)}")
+    if saved:
+        raise CheckpointError(f"{folder}: saved from another model: this one has no {next(iter(saved))}")
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,16 +12,23 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from rlite.checkpoint.atomic import publish, seal, staging, verify
+from rlite.checkpoint.atomic import staging, verify
+from rlite.checkpoint.randomness import random_state, set_random_state
+from rlite.cluster.group import WorkerGroup
 from rlite.data.packing import plan_microbatches
 from rlite.data.packs import check_batch, companions, sequence_lengths
 from rlite.dispatch import gather, gather_of, plan_shares, scatter
 from rlite.engine.base import Engine, Weights
 from rlite.engine.weight_sync import OnInflight, SyncReport, sync_weights
-from rlite.errors import CheckpointError, ConfigError, DataError
+from rlite.errors import CheckpointError, ConfigError, DataError, RliteError
 from rlite.nn.base import BaseTrainModule, is_on_meta
 from rlite.nn.huggingface import local_checkpoint
 from rlite.parallel.mesh import ParallelDims
+
+logger = logging.getLogger(__name__)
+
+DRIVER_STATE = "driver.pt"
+"""the driver's random numbers, in a checkpoint"""
 
 
 class RliteTrainEngine(Engine):
@@ -61,6 +69,7 @@ class RliteTrainEngine(Engine):
                 "Build it inside `with accelerate.init_empty_weights():`"
             )
         self.module = module
+        self._writing: StateWriting | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """The module's public methods, called on every data-parallel rank."""
@@ -110,6 +119,17 @@ class RliteTrainEngine(Engine):
 
     def _source(self) -> bytes:
         return cloudpickle.dumps(self.module)
+
+    def _built(self) -> None:
+        assert self._session is not None
+        self._session.before_release(self.name, self._before_release)
+
+    def _before_release(self) -> None:
+        """Let a checkpoint be written to its end; the workers end then, whatever becomes of it."""
+        try:
+            self._finish_saving()
+        except (RliteError, OSError) as error:
+            logger.error("%s: %s", self.name, error)
 
     # -- atomic operations ---------------------------------------------------------------------------------------
 
@@ -258,22 +278,42 @@ class RliteTrainEngine(Engine):
         self.group.broadcast("load", folder)
         self.weights = Weights.DEVICE
 
-    def save_state(self, path: str | Path, **facts: Any) -> None:
-        """Write a checkpoint to resume from: weights, optimizer, scheduler, random numbers. Whole or not at all."""
+    def save_state(self, path: str | Path, asynchronous: bool = False, **facts: Any) -> StateWriting:
+        """Write a checkpoint to resume from: weights, optimizer, scheduler, gradients, random numbers of every rank.
+
+        Whole or not at all: `path` is as it was until everything is written.
+
+        Args:
+            path: a folder on a file system that all workers and this process share.
+            asynchronous: copy the state to host memory and write it while training goes on.
+            facts: what JSON can hold; load_state returns it.
+
+        Returns: what to wait for; there is nothing to wait for unless it is asynchronous.
+        Raises: CheckpointError, of this save or of the asynchronous one before.
+        """
         self._need_weights("save_state")
+        self._finish_saving()
         final = Path(path).absolute()
         folder = staging(final)
-        self.group.broadcast("save_state", str(folder))
-        seal(folder, module=type(self.module).__name__, **facts)
-        publish(folder, final)
+        torch.save(random_state(), folder / DRIVER_STATE)
+        self._writing = StateWriting(final, self.group)
+        known = {"module": type(self.module).__name__, **facts}
+        self.group.broadcast("save_state", str(folder), str(final), known, asynchronous)
+        return self._writing
+
+    def _finish_saving(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def load_state(self, path: str | Path) -> dict[str, Any]:
-        """Resume from what save_state wrote, with any number of workers; returns its facts.
+        """Resume from what save_state wrote, with any number of workers in any layout; returns its facts.
 
-        Raises: CheckpointError if it is damaged or of another module; then nothing was changed.
+        Raises: DamagedCheckpointError; CheckpointError if it is of another module. Then nothing was changed.
         """
         if self.weights is not Weights.EMPTY:
             self._need_weights("load_state")
+        self._finish_saving()
         folder = Path(path).absolute()
         facts = verify(folder)
         if facts["module"] != type(self.module).__name__:
@@ -283,7 +323,24 @@ class RliteTrainEngine(Engine):
         self.weights = Weights.EMPTY  # until all of it is read
         self.group.broadcast("load_state", str(folder))
         self.weights = Weights.DEVICE
+        set_random_state(torch.load(folder / DRIVER_STATE, weights_only=True))
         return facts
+
+
+class StateWriting:
+    """A checkpoint that workers write while training goes on."""
+
+    def __init__(self, path: Path, group: WorkerGroup) -> None:
+        self.path = path
+        self._group = group
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait until it is written; returns where it is. The engine's other calls wait, too.
+
+        Raises: CheckpointError if it could not be written; CallTimeout.
+        """
+        self._group.broadcast("finish_saving", timeout=timeout)
+        return self.path
 
 
 def _own_methods(module: type[nn.Module]) -> dict[str, Callable[..., Any]]:

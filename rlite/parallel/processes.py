@@ -16,7 +16,7 @@ import torch.distributed.distributed_c10d as c10d
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 
-_subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_subgroups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 _open_stores: dict[int, dist.Store] = {}  # by port; a TCPStore serves as long as somebody holds it
 
 
@@ -78,26 +78,28 @@ def leave() -> None:
     _open_stores.clear()
 
 
-def subgroup(ranks: Sequence[int]) -> dist.ProcessGroup:
+def subgroup(ranks: Sequence[int], purpose: str = "", backend: str | None = None) -> dist.ProcessGroup:
     """The process group over `ranks` of the default group, in that order; only they need to ask for it.
 
-    There is one for all who ask: a process runs one call at a time, in the same order as its peers. It is named by its
-    ranks, because torch's own `new_group` names a group by how many each process has been in, and ranks that have been
-    in different numbers of groups would wait for each other for ever.
+    There is one for all who ask: a process runs one call at a time, in the same order as its peers. What runs beside
+    the calls, in another thread, needs one for its own `purpose`. A group is named by its purpose and ranks, because
+    torch's own `new_group` names a group by how many each process has been in, and ranks that have been in different
+    numbers of groups would wait for each other for ever.
     """
-    key = tuple(ranks)
+    members = tuple(ranks)
+    key = (purpose, members)
     if key not in _subgroups:
         group, _ = c10d._new_process_group_helper(
-            len(key),
-            key.index(dist.get_rank()),
-            list(key),
-            dist.Backend(dist.get_backend()),
+            len(members),
+            members.index(dist.get_rank()),
+            list(members),
+            dist.Backend(backend or dist.get_backend()),
             c10d._get_default_store(),
-            c10d.GroupName(f"rlite-{'-'.join(map(str, key))}"),
+            c10d.GroupName(f"rlite-{purpose}-{'-'.join(map(str, members))}"),
             timeout=COLLECTIVE_TIMEOUT,
         )
         assert isinstance(group, dist.ProcessGroup)  # a rank that is not a member gets a sentinel instead
-        c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(key)}
+        c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
         _subgroups[key] = group
     return _subgroups[key]
 

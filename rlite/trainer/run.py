@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +10,10 @@ from typing import Any
 
 from rlite import config
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CheckpointError, ConfigError
+from rlite.errors import ConfigError, did_you_mean
 from rlite.observability.console import ConsoleReporter
 from rlite.observability.sinks import Run, open_sinks
+from rlite.trainer.checkpoints import NO_ENGINES, Checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +24,19 @@ class RunOptions:
     """holds config.yaml, metrics.jsonl, latest/ (Hugging Face) and state/ (to resume from)"""
     save_freq: int = 20
     """steps between two checkpoints"""
+    save_async: bool = True
+    """write checkpoints while training goes on, from a copy in host memory"""
     keep: int = 2
     """checkpoints to keep"""
+    best_metric: str | None = None
+    """metric of the evaluation (test_loss) whose best model so far is kept in best/ (Hugging Face)"""
+    best_is_highest: bool = False
+    """whether the best value of best_metric is the highest or the lowest"""
     test_freq: int = 20
     """steps between two evaluations on test_data, if there is some"""
     load_ckpt_from: str | None = None
-    """a folder under some run's state/, or "latest" for the newest of this run; null starts anew"""
+    """a folder under some run's state/, or "latest" for the newest of this run ("latest_good": the newest that is not
+    damaged; "latest" refuses a damaged one); null starts anew"""
     sinks: list[str] = field(default_factory=lambda: ["jsonl"])
     """where metrics go besides the console: jsonl, tensorboard, wandb, trackio"""
     use_wandb: bool = False
@@ -75,29 +81,24 @@ class TrainingRun:
         self.total_steps = total_steps
         self._config = resolved
         self.step = 0
-        self.checkpoint = self._find_checkpoint()
+        self._best: float | None = None
+        self._checkpoints = Checkpoints(
+            self.folder / "state", options.keep, options.load_ckpt_from, is_asynchronous=options.save_async
+        )
 
-    def _find_checkpoint(self) -> Path | None:
-        wanted = self._options.load_ckpt_from
-        if wanted is None:
-            return None
-        if wanted == "latest":
-            found = self._checkpoints()
-            return found[-1] if found else None
-        if not Path(wanted).is_dir():
-            raise CheckpointError(f"trainer.load_ckpt_from={wanted}: no such folder")
-        return Path(wanted)
+    @property
+    def checkpoint(self) -> Path | None:
+        """What the run goes on from."""
+        return self._checkpoints.found
 
-    def _checkpoints(self) -> list[Path]:
-        numbered = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in (self.folder / "state").glob("step-*")]
-        return [path for _, path in sorted((int(match[1]), path) for match, path in numbered if match)]
+    def restore(self, engine: RliteTrainEngine, beside: Mapping[str, RliteTrainEngine] = NO_ENGINES) -> dict[str, Any]:
+        """Load the checkpoint to resume from into the engine, and into those `beside` it, by name.
 
-    def restore(self, engine: RliteTrainEngine) -> dict[str, Any]:
-        """Load the checkpoint to resume from into the engine; returns its facts ({} for a new run)."""
-        if self.checkpoint is None:
-            return {}
-        facts = engine.load_state(self.checkpoint)
-        self.step = facts["step"]
+        Returns: its facts ({} for a new run). Raises: CheckpointError.
+        """
+        facts = self._checkpoints.restore(engine, beside)
+        self.step = facts.get("step", 0)
+        self._best = facts.get("best")
         return facts
 
     def open(self) -> None:
@@ -135,14 +136,26 @@ class TrainingRun:
         """Whether something that happens every so many steps, and at the end, happens now."""
         return self.step % every == 0 or self.step == self.total_steps
 
-    def save(self, engine: RliteTrainEngine, **facts: Any) -> None:
-        """Write state/step-N to resume from, and latest/ for others; drop the oldest states."""
-        engine.save_state(self.folder / "state" / f"step-{self.step}", step=self.step, **facts)
+    def save(self, engine: RliteTrainEngine, beside: Mapping[str, RliteTrainEngine] = NO_ENGINES, **facts: Any) -> None:
+        """Write state/step-N to resume from, of this engine and those `beside` it, and latest/ for others."""
+        self._checkpoints.save(self.step, engine, beside, {"best": self._best, **facts})
         engine.save(self.folder / "latest")
-        for old in self._checkpoints()[: -self._options.keep]:
-            shutil.rmtree(old)
+
+    def save_best(self, engine: RliteTrainEngine, metrics: Mapping[str, float]) -> None:
+        """Write best/ if this evaluation is the best so far. Raises: ConfigError if it does not know best_metric."""
+        name = self._options.best_metric
+        if name is None:
+            return
+        if name not in metrics:
+            raise ConfigError(f"trainer.best_metric={name}: {did_you_mean(name, metrics)}")
+        value = metrics[name]
+        is_better = self._best is None or (value > self._best if self._options.best_is_highest else value < self._best)
+        if is_better:
+            self._best = value
+            engine.save(self.folder / "best")
 
     def close(self) -> None:
-        """Close the sinks and the progress bar."""
+        """Wait for the last checkpoint; close the sinks and the progress bar."""
+        self._checkpoints.finish()
         self._sinks.close()
         self.console.close()

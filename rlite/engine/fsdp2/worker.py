@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class Fsdp2Worker:
         self.module: BaseTrainModule
         self.arena: SharedArena | None = None
         self.staged: Any = None
+        self._writing: Future[None] | None = None
         self._own_names: dict[str, str] = {}
         """served name -> parameter name"""
         torch.manual_seed(options.seed + context.rank)
@@ -304,11 +306,20 @@ class Fsdp2Worker:
             writer.add_config(self.module.config, exported_class(self.module), folder)
         writer.finish()
 
-    def save_state(self, path: str) -> None:
-        """Write all that resume needs: weights, optimizer, scheduler, random numbers of this rank."""
-        sharded.save(
-            Path(path), self.module, self.module.optimizer, self.module.lr_scheduler, self._context.rank, self._everyone
-        )
+    def save_state(self, folder: str, path: str, facts: dict[str, Any], is_asynchronous: bool) -> None:
+        """Write into `folder` all that resume needs, and publish it as `path`: now, or beside what comes next."""
+        module = self.module
+        state = sharded.snapshot(module, module.optimizer, module.lr_scheduler, is_copied=is_asynchronous)
+        group = subgroup(self._context.world_ranks, "checkpoint", "gloo")
+        self._writing = sharded.start_writing(state, Path(folder), Path(path), facts, self._context.rank, group)
+        if not is_asynchronous:
+            self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """Wait until what `save_state` began is written. Raises: CheckpointError if it could not be."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def load_state(self, path: str) -> None:
         sharded.load(

@@ -7,16 +7,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlite.checkpoint import huggingface
-from rlite.checkpoint.atomic import MANIFEST, publish, seal, staging, verify
-from rlite.errors import CheckpointError
+from rlite.checkpoint import atomic, huggingface
+from rlite.checkpoint.atomic import FACTS, MANIFEST, publish, seal, staging, verify
+from rlite.errors import CheckpointError, DamagedCheckpointError
 
 
 def write(path: Path, text: str, **facts: object) -> None:
     folder = staging(path)
     (folder / "deep").mkdir()
     (folder / "deep" / "file").write_text(text)
-    seal(folder, **facts)
+    seal(folder, facts)
     publish(folder, path)
 
 
@@ -40,14 +40,45 @@ def test_a_write_that_was_cut_short_leaves_the_one_before_and_is_cleared_by_the_
 
 def test_what_is_damaged_missing_or_unfinished_is_named(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
-    with pytest.raises(CheckpointError, match=f"no {MANIFEST}"):
+    with pytest.raises(CheckpointError, match="no such folder"):
         verify(path)
     write(path, "text")
     (path / "deep" / "file").write_text("texT")
-    with pytest.raises(CheckpointError, match="deep/file is damaged"):
+    with pytest.raises(DamagedCheckpointError, match="deep/file is damaged"):
+        verify(path)
+    (path / "deep" / "file").write_text("tex")
+    with pytest.raises(DamagedCheckpointError, match="deep/file has 3 bytes, and had 4"):
         verify(path)
     (path / "deep" / "file").unlink()
-    with pytest.raises(CheckpointError, match="deep/file is missing"):
+    with pytest.raises(DamagedCheckpointError, match="deep/file is missing"):
+        verify(path)
+    (path / MANIFEST).unlink()
+    with pytest.raises(DamagedCheckpointError, match=f"{MANIFEST} is missing"):
+        verify(path)
+
+
+def test_one_flipped_bit_anywhere_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "PIECE_BYTES", 32)  # the file below has several, and a rest
+    path = tmp_path / "checkpoint"
+    write(path, "0123456789" * 10, step=7)
+    for file in (path / "deep" / "file", path / FACTS, path / MANIFEST):
+        whole = file.read_bytes()
+        for place in range(len(whole)):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+            if file.name == MANIFEST and whole[place : place + 1].isspace():
+                continue  # says nothing
+            with pytest.raises(DamagedCheckpointError):
+                verify(path)
+        file.write_bytes(whole)
+    assert verify(path) == {"step": 7}
+
+
+def test_pieces_that_change_places_change_the_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "PIECE_BYTES", 4)
+    path = tmp_path / "checkpoint"
+    write(path, "aaaabbbb")
+    (path / "deep" / "file").write_text("bbbbaaaa")
+    with pytest.raises(DamagedCheckpointError, match="deep/file"):
         verify(path)
 
 

@@ -1,0 +1,128 @@
+"""The checkpoints of a run: `state/step-N`, of which the newest few are kept, and which of them a run goes on from."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlite.checkpoint.atomic import is_sound
+from rlite.engine.train import RliteTrainEngine, StateWriting
+from rlite.errors import CheckpointError, DamagedCheckpointError
+
+NO_ENGINES: Mapping[str, RliteTrainEngine] = {}
+
+
+class Checkpoints:
+    """Writes checkpoints into a folder, deletes old ones, finds the one to resume from.
+
+    Engines beside the first (a critic) have folders `step-N-NAME`, which are there before `step-N` is: a step counts
+    when `step-N` is there.
+
+    Args:
+        folder: the run's `state` folder.
+        keep: how many to keep; those of later steps than the newest, left by a run that was not resumed, are deleted.
+        wanted: a path, "latest", "latest_good", or None.
+        is_asynchronous: write while training goes on.
+    """
+
+    def __init__(self, folder: Path, keep: int, wanted: str | None, is_asynchronous: bool) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._wanted = wanted
+        self._is_asynchronous = is_asynchronous
+        self._under_way: list[StateWriting] = []
+        self._newest = -1
+        self.found = self._find(wanted)
+
+    def _find(self, wanted: str | None) -> Path | None:
+        """What to resume from; None is a new run. Raises: CheckpointError if it is not there, or all are damaged."""
+        if wanted is None:
+            return None
+        if wanted in ("latest", "latest_good"):
+            steps = self._steps()
+            if not steps:
+                return None
+            if wanted == "latest":
+                return steps[max(steps)]
+            if (good := self._last_good(steps)) is None:
+                raise DamagedCheckpointError(f"trainer.load_ckpt_from=latest_good: all in {self._folder} are damaged")
+            return good
+        if not Path(wanted).is_dir():
+            raise CheckpointError(
+                f"trainer.load_ckpt_from={wanted}: no such folder; expected one, latest, latest_good or null"
+            )
+        return Path(wanted)
+
+    def _steps(self) -> dict[int, Path]:
+        """Complete checkpoints by step."""
+        matches = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in self._folder.glob("step-*")]
+        return {int(match[1]): path for match, path in matches if match}
+
+    def _last_good(self, steps: Mapping[int, Path]) -> Path | None:
+        for _, path in sorted(steps.items(), reverse=True):
+            if all(is_sound(folder) for folder in [path, *path.parent.glob(f"{path.name}-*")]):
+                return path
+        return None
+
+    def restore(self, engine: RliteTrainEngine, beside: Mapping[str, RliteTrainEngine] = NO_ENGINES) -> dict[str, Any]:
+        """Load what was found into the engines; returns its facts ({} for a new run).
+
+        Raises: DamagedCheckpointError, which names the last good one; CheckpointError. An engine is loaded whole or
+            not at all.
+        """
+        path = self.found
+        if path is None:
+            return {}
+        try:
+            for name, other in beside.items():
+                other.load_state(path.with_name(f"{path.name}-{name}"))
+            return engine.load_state(path)
+        except DamagedCheckpointError as error:
+            good = self._last_good(self._steps()) if self._wanted == "latest" else None
+            if good is not None:
+                remedy = f"the last good one is {good}: trainer.load_ckpt_from=latest_good goes on from there"
+            elif self._wanted == "latest":
+                remedy = f"no checkpoint in {self._folder} is whole"
+            else:
+                remedy = "it cannot be resumed from"
+            raise DamagedCheckpointError(f"{error}; {remedy}") from error
+
+    def save(
+        self, step: int, engine: RliteTrainEngine, beside: Mapping[str, RliteTrainEngine], facts: Mapping[str, Any]
+    ) -> None:
+        """Write one for `step`, and delete old ones when it is there.
+
+        Raises: CheckpointError, of this one or of the one before.
+        """
+        self.finish()
+        path = self._folder / f"step-{step}"
+        for name, other in beside.items():
+            in_order = other.group.handles[0].process == engine.group.handles[0].process  # one after the other
+            self._write(other, path.with_name(f"{path.name}-{name}"), self._is_asynchronous and in_order, {})
+        self._write(engine, path, self._is_asynchronous, {"step": step, **facts})
+        self._newest = step
+        if not self._is_asynchronous:
+            self.finish()
+
+    def _write(self, engine: RliteTrainEngine, path: Path, asynchronous: bool, facts: Mapping[str, Any]) -> None:
+        self._under_way.append(engine.save_state(path, asynchronous, **facts))
+
+    def finish(self) -> None:
+        """Wait until the last one is written, then delete those that are too many."""
+        while self._under_way:
+            self._under_way.pop(0).result()
+        steps = self._steps()
+        if self._newest in steps:
+            own = sorted(step for step in steps if step <= self._newest)
+            for step in steps.keys() - set(own[-self._keep :]):
+                _delete(steps[step])
+            for path in self._folder.glob("step-*-*"):
+                if not path.with_name(path.name.rpartition("-")[0]).exists():
+                    _delete(path)
+
+
+def _delete(path: Path) -> None:
+    shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleted")))  # half of one must not count
