@@ -1,7 +1,8 @@
 """The `rlite` command.
 
-rlite quickstart [key=value ...]     a small model learns a task by reinforcement learning, in a few minutes
-rlite ppo key=value ...              the PPO / GRPO trainer; also python -m rlite.trainer.ppo
+rlite quickstart [key=value ...]            a small model learns a task by reinforcement learning, in a few minutes
+rlite sft | rm | dpo | ppo key=value ...    the trainers; also python -m rlite.trainer.ppo ...
+rlite plan model_name=... num_devices=...   what a model would take on each device; reads no weights
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import rlite
 from rlite.errors import RliteError, did_you_mean
 
-COMMANDS = {"quickstart": "rlite.trainer.quickstart", "ppo": "rlite.trainer.ppo"}
+COMMANDS = {name: f"rlite.trainer.{name}" for name in ("quickstart", "sft", "rm", "dpo", "ppo", "plan")}
 
 
 def main() -> None:

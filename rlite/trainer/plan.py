@@ -1,0 +1,141 @@
+"""A dry run: what a model would take on each device, before anybody rents one.
+
+    rlite plan model_name=MODEL num_devices=64 tp_size=8        MODEL: a folder with a config.json, or a hub name
+
+The model is made on meta and really sharded, over a process group that only pretends; no weight is read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rlite import config
+from rlite.engine.fsdp2.options import DTYPES
+from rlite.errors import ConfigError, RliteError
+from rlite.observability.console import ConsoleReporter
+from rlite.parallel.fsdp import local_tensor, shard
+from rlite.parallel.mesh import ParallelDims, make_mesh
+from rlite.trainer.policy import policy_module
+
+ADAM_STATES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """A model and a world."""
+
+    model_name: str
+    """folder with a config.json, or hub name of a Hugging Face checkpoint"""
+    num_devices: int
+    """in the world"""
+    ddp_size: int = 1
+    """copies of the model"""
+    tp_size: int = 1
+    """devices that share each matrix (tensor parallel)"""
+    sp_size: int = 1
+    """devices that share the tokens of a sequence (context parallel)"""
+    max_length_per_device: int = 16384
+    """tokens of one microbatch on a device"""
+    param_dtype: str = "float32"
+    """master weights, gradients and optimizer state"""
+    compute_dtype: str = "bfloat16"
+    """forward and backward"""
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "compute_dtype"):
+            if getattr(self, name) not in DTYPES:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes on the first device of a world; the others hold as much, or a little less."""
+
+    num_parameters: int
+    """of the whole model"""
+    dims: ParallelDims
+    weights: int
+    """master weights"""
+    gradients: int
+    optimizer: int
+    """AdamW's two moments"""
+    gathered: int
+    """the largest FSDP unit and the next one, gathered in compute_dtype while they compute"""
+    kept: int
+    """with gradient checkpointing: the input of every layer for one full microbatch"""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.gathered + self.kept
+
+
+def plan(options: PlanConfig) -> MemoryPlan:
+    """Shard the model on meta and count. The process must not be in a process group yet.
+
+    Raises: ConfigError for sizes that do not divide, a model that cannot be split so, or no such checkpoint.
+    """
+    if dist.is_initialized():
+        raise RliteError("a plan is made in a process of its own: this one is in a process group already")
+    module = policy_module(options.model_name)
+    dims = ParallelDims.of_world(options.num_devices, options.ddp_size, options.sp_size, options.tp_size)
+    dist.init_process_group("fake", rank=0, world_size=options.num_devices, store=FakeStore())
+    try:
+        mesh = make_mesh("cpu", range(options.num_devices), 0, dims)
+        num_parameters = sum(parameter.numel() for parameter in module.parameters())
+        if dims.tensor > 1:
+            module.parallelize(mesh.tensor)
+        units = module.fsdp_units()
+        compute, master = (getattr(torch, name) for name in (options.compute_dtype, options.param_dtype))
+        gathered = 2 * max(_local_numel(unit) for unit in units) * compute.itemsize
+        shard(module, units, mesh, compute, master)
+        weights = _local_numel(module) * master.itemsize
+    finally:
+        dist.destroy_process_group()
+    hidden = module.config.get_text_config().hidden_size
+    return MemoryPlan(
+        num_parameters=num_parameters,
+        dims=dims,
+        weights=weights,
+        gradients=weights,
+        optimizer=ADAM_STATES * weights,
+        gathered=gathered,
+        kept=len(units) * options.max_length_per_device * hidden * compute.itemsize,
+    )
+
+
+def _local_numel(module: nn.Module) -> int:
+    return sum(local_tensor(parameter).numel() for parameter in module.parameters())
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print a plan."""
+    options = config.load(PlanConfig, argv)
+    made = plan(options)
+    dims = made.dims
+    parts = {
+        f"weights, {options.param_dtype}": made.weights,
+        "gradients": made.gradients,
+        "optimizer": made.optimizer,
+        f"gathered units, {options.compute_dtype}": made.gathered,
+        "layers' inputs": made.kept,
+        "together": made.total,
+    }
+    layout = f"{dims.copies} copies x {dims.fsdp} shards x sp {dims.seq} x tp {dims.tensor}"
+    rows = {
+        "model": f"{options.model_name}, {made.num_parameters / 1e9:.2f} B parameters",
+        "devices": f"{options.num_devices} = {layout}",
+        **{f"{name}, per device": f"{size / 2**30:.2f} GiB ({size} bytes)" for name, size in parts.items()},
+        "not counted": "activations inside one layer, and what the libraries take for themselves",
+    }
+    ConsoleReporter().report("rlite plan", rows)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
