@@ -127,15 +127,16 @@ def _shared(q: Tensor, k: Tensor, v: Tensor, share: ContextShare, scaling: float
     parts = []
     for segment in share.segments:
         rows_q, rows_k, rows_v = (
-            x[rows].transpose(0, 1) for x, rows in ((q, segment.queries), (k, segment.keys), (v, segment.keys))
+            x[rows].transpose(0, 1)[None]  # four axes: else torch keeps every probability for the backward pass
+            for x, rows in ((q, segment.queries), (k, segment.keys), (v, segment.keys))
         )
-        num_queries, num_keys = rows_q.shape[1], rows_k.shape[1]
+        num_queries, num_keys = rows_q.shape[2], rows_k.shape[2]
         is_whole = num_queries == num_keys
         mask = None if is_whole else q.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
         attended = F.scaled_dot_product_attention(
             rows_q, rows_k, rows_v, attn_mask=mask, is_causal=is_whole, scale=scaling
         )
-        parts.append(attended.transpose(0, 1))
+        parts.append(attended[0].transpose(0, 1))
     return torch.cat(parts)
 
 

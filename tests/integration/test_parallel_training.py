@@ -12,8 +12,10 @@ from torch import Tensor
 
 from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
 from rlite.algorithms import TokenLogprobs, on_logprobs
+from rlite.data.packs import pack
 from rlite.errors import ConfigError
 from rlite.nn.heads import HuggingFaceFsdp2ScoreModule, score_module
+from rlite.parallel.fsdp import local_tensor
 from rlite.trainer.preferences import DpoLoss, RewardModelLoss
 from tests.integration.modules import POLICIES, make_batch, next_token_logprobs, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
@@ -199,3 +201,36 @@ def test_value_reward_and_dpo_losses_do_not_see_how_the_work_is_divided(models: 
             for name, tensor in weights.items():
                 torch.testing.assert_close(tensor, expected[name], atol=1e-9, rtol=0, msg=f"{layout} {name}")
             engine.release()
+
+
+# -- activations --------------------------------------------------------------------------------------------------------
+
+
+class Measured(POLICIES["llama"]):  # type: ignore[misc]
+    def kept_bytes(self, data: dict[str, Any]) -> int:
+        """Memory that the forward pass keeps for the backward pass, beside parameters."""
+        kept: dict[int, int] = {}
+        own = {parameter.untyped_storage().data_ptr() for parameter in map(local_tensor, self.parameters())}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = local_tensor(tensor.detach()).untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = self.compute_logprobs(data).logprobs.sum()
+        loss.backward()
+        self.zero_grad()
+        return sum(kept.values())
+
+
+def test_two_ranks_that_share_tokens_keep_about_half_of_the_activations_each(models: dict[str, Path]) -> None:
+    data = pack(make_batch([300, 200, 500]), [0, 1, 2], torch.device("cpu"))
+    kept = []
+    for options in ({}, {"sp_size": 2}):
+        engine = RliteTrainEngine(on_meta(Measured, models["llama"]))
+        engine.build(tensor_parallel_size=options.get("sp_size", 1), data_parallel_size=1, **options)
+        kept.append(engine.kept_bytes(data)[0])
+        engine.release()
+    assert kept[1] <= 0.65 * kept[0], kept
