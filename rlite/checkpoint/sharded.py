@@ -18,13 +18,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 from rlite.checkpoint.atomic import hash_files, publish, seal
 from rlite.checkpoint.randomness import random_state, set_random_state
@@ -61,11 +61,10 @@ def snapshot(
     }
     shared = _shared(module, optimizer if stepped else None, gradients)
     if is_copied:
-        on_cuda = any(parameter.is_cuda for parameter in module.parameters())
-        stager = DefaultStager(StagingOptions(on_cuda, False, False, on_cuda))
-        shared = stager.stage(shared)  # type: ignore[assignment]  # a future only with asynchronous staging
-        stager.close()
-        own = _copied(own)
+        copies: dict[int, Tensor] = {}
+        shared, own = _on_host(shared, copies), _on_host(own, copies)
+        if any(parameter.is_cuda for parameter in module.parameters()):
+            torch.cuda.synchronize()
     return Snapshot(shared, own)
 
 
@@ -133,9 +132,9 @@ def load(
     if optimizer is not None:
         optimizer.state.clear()  # torch fills an empty one, which is then whole
     state = _shared(module, optimizer if own["stepped"] else None, own["gradients"])
+    filled = state["optimizer"]["state"] if own["stepped"] else {}
     if own["stepped"]:
-        of_parameter = state["optimizer"]["state"]
-        state["optimizer"]["state"] = {name: of_parameter[name] for name in own["stepped"]}
+        state["optimizer"]["state"] = {name: filled[name] for name in own["stepped"]}
     try:
         dcp.load(state, checkpoint_id=folder, process_group=group)
     except CheckpointException as error:  # a BaseException, which would end the worker
@@ -143,6 +142,7 @@ def load(
     set_model_state_dict(module, state["model"])
     if optimizer is not None:
         if own["stepped"]:
+            state["optimizer"]["state"] = {**filled, **state["optimizer"]["state"]}  # torch wants all
             set_optimizer_state_dict(module, optimizer, state["optimizer"])
         stepped = {id(module.get_parameter(name)) for name in own["stepped"]}
         for forgotten in [parameter for parameter in optimizer.state if id(parameter) not in stepped]:
@@ -199,11 +199,20 @@ def _check_model(folder: Path, module: nn.Module) -> None:
         raise CheckpointError(f"{folder}: saved from another model: this one has no {next(iter(saved))}")
 
 
-def _copied(value: Any) -> Any:
+def _on_host(value: Any, copies: dict[int, Tensor]) -> Any:
+    """The same in host memory of its own; what occurs twice (tied parameters) is copied once. CUDA copies in its time.
+
+    A DTensor is made by its constructor: `from_local` would move the block to the mesh's device.
+    """
     if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
+        if id(value) not in copies:
+            local = value.to_local() if isinstance(value, DTensor) else value
+            copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda, requires_grad=False)
+            copy.copy_(local.detach(), non_blocking=True)
+            copies[id(value)] = DTensor(copy, value._spec, requires_grad=False) if isinstance(value, DTensor) else copy
+        return copies[id(value)]
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: _on_host(item, copies) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
+        return type(value)(_on_host(item, copies) for item in value)
     return value

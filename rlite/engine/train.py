@@ -333,13 +333,22 @@ class StateWriting:
     def __init__(self, path: Path, group: WorkerGroup) -> None:
         self.path = path
         self._group = group
+        self._is_done = False
+        self._error: CheckpointError | None = None
 
     def result(self, timeout: float | None = None) -> Path:
         """Wait until it is written; returns where it is. The engine's other calls wait, too.
 
-        Raises: CheckpointError if it could not be written; CallTimeout.
+        Raises: CheckpointError if it could not be written; what a worker raises; CallTimeout.
         """
-        self._group.broadcast("finish_saving", timeout=timeout)
+        if not self._is_done:
+            try:
+                self._group.broadcast("finish_saving", timeout=timeout)
+            except CheckpointError as error:
+                self._error = error
+            self._is_done = True
+        if self._error is not None:
+            raise self._error
         return self.path
 
 

@@ -1,0 +1,274 @@
+"""Checkpoints of the train engine: any layout loads those of another, and what is half written never counts."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlite import RliteTrainEngine
+from rlite.checkpoint import sharded
+from rlite.errors import CheckpointError, DamagedCheckpointError
+from rlite.trainer.checkpoints import Checkpoints
+from tests.integration.modules import LlamaPolicy, Qwen2Policy, make_batch, num_counted, on_meta, token_loss
+from tests.integration.worlds import world
+from tests.tiny import build_model_dir
+
+Build = Callable[..., RliteTrainEngine]
+LENGTHS = [9, 4, 13, 1, 7, 6, 5]
+LAYOUTS: list[dict[str, int]] = [
+    {},
+    {"size": 2, "tp_size": 2},
+    {"size": 4},
+    {"size": 2, "copies": 2},
+    {"size": 2, "sp_size": 2},
+    {"size": 4, "tp_size": 2, "sp_size": 2},
+    {"size": 2},
+    {"size": 4, "tp_size": 2},
+    {"size": 2, "copies": 2, "tp_size": 2},
+    {"size": 2, "copies": 2, "sp_size": 2},
+    {"size": 4, "sp_size": 2},
+]
+"""one after the other, and the last before the first: each is saved in and loaded into"""
+
+
+class Learner(Qwen2Policy):
+    """AdamW with a schedule; also says which random numbers come next, and adds up gradients without a step."""
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.8**step)
+
+    def draw(self) -> tuple[float, float, float]:
+        return torch.rand(()).item(), float(np.random.rand()), random.random()
+
+    def add_gradients(self, row: list[int]) -> None:
+        self(torch.tensor([row])).logits.square().mean().backward()
+
+    def step_with_gradients(self) -> None:
+        assert self.optimizer is not None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class PlainSgd(Qwen2Policy):
+    """Remembers nothing but its learning rate."""
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.1)
+
+
+class Partial(Qwen2Policy):
+    """A parameter that takes no part in the loss: the optimizer never remembers anything of it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.unused = torch.nn.Parameter(torch.zeros(8))
+
+    def missing_parameter(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        return torch.ones(shape) if name == "unused" else None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    with world(4):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model_dir(tmp_path_factory.mktemp("models") / "qwen2", "qwen2", tie=True, hidden=64, vocab_size=264)
+
+
+@pytest.fixture
+def build(model: Path) -> Iterator[Build]:
+    """build(kind, size=, copies=, **options): an engine in float64 that is released after the test."""
+    built = []
+
+    def build_engine(kind: type = Learner, size: int = 1, copies: int = 1, **options: Any) -> RliteTrainEngine:
+        engine = RliteTrainEngine(on_meta(kind, model))
+        options = {"param_dtype": "float64", **options}
+        engine.build(tensor_parallel_size=size, data_parallel_size=copies, **options)
+        built.append(engine)
+        return engine
+
+    yield build_engine
+    for engine in built:
+        engine.release()
+
+
+def learn(engine: RliteTrainEngine, steps: range) -> dict[str, Tensor]:
+    for step in steps:
+        engine.train_batch(make_batch(LENGTHS, step), token_loss, num_counted)
+        engine.step_lr_scheduler()
+    return engine.state_dict()
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def flip_a_bit(path: Path) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(len(LAYOUTS)))
+def test_a_run_goes_on_in_another_layout(build: Build, tmp_path: Path, index: int) -> None:
+    here, there = LAYOUTS[index - 1], LAYOUTS[index]
+    engine = build(**here)
+    learn(engine, range(2))
+    engine.save_state(tmp_path / "state", asynchronous=True, step=2)
+    expected = learn(engine, range(2, 4))  # beside the writing
+    engine.release()
+    moved = build(**there)
+    assert moved.load_state(tmp_path / "state")["step"] == 2
+    for name, tensor in learn(moved, range(2, 4)).items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-9, rtol=0, msg=f"{here} to {there}: {name}")
+    moved.release()
+    again = build(**here)
+    learn(again, range(7, 8))  # what it was before must not matter
+    again.load_state(tmp_path / "state")
+    assert same(learn(again, range(2, 4)), expected), f"bit-identical in the layout {here}"
+
+
+def test_what_was_saved_is_the_state_of_that_step_whatever_training_did_meanwhile(build: Build, tmp_path: Path) -> None:
+    engine = build(size=2)
+    learn(engine, range(1))
+    engine.save_state(tmp_path / "waited")
+    writing = engine.save_state(tmp_path / "beside", asynchronous=True)
+    learn(engine, range(1, 5))
+    assert writing.result() == tmp_path / "beside"
+    restored = []
+    for name in ("waited", "beside"):
+        engine.load_state(tmp_path / name)
+        restored.append(learn(engine, range(0)))
+    assert same(*restored)
+
+
+def test_random_numbers_gradients_and_learning_rate_go_on(build: Build, tmp_path: Path) -> None:
+    engine = build(size=2)
+    learn(engine, range(1))
+    engine.add_gradients([5, 6, 7])
+    engine.save_state(tmp_path / "state", asynchronous=True)
+    numbers = engine.draw()
+    engine.step_with_gradients()
+    expected = engine.state_dict()
+    engine.draw()
+    engine.load_state(tmp_path / "state")
+    assert engine.draw() == numbers
+    assert len(set(numbers)) == 2, "each rank has its own"
+    engine.step_with_gradients()
+    assert same(engine.state_dict(), expected)
+
+
+@pytest.mark.parametrize("kind", [PlainSgd, Partial])
+def test_an_optimizer_that_remembers_little_goes_on_exactly(build: Build, tmp_path: Path, kind: type) -> None:
+    engine = build(kind)
+    batch = make_batch(LENGTHS)
+    for _ in range(3):
+        engine.train_batch(batch, token_loss, num_counted)
+        if kind is PlainSgd:
+            engine.step_lr_scheduler()
+    engine.save_state(tmp_path / "state")
+    resumed = build(kind)
+    resumed.load_state(tmp_path / "state")
+    assert resumed.memory_bytes() == engine.memory_bytes()
+    for each in (engine, resumed):
+        each.train_batch(batch, token_loss, num_counted)
+    assert same(engine.state_dict(), resumed.state_dict())
+
+
+def test_a_write_that_fails_is_reported_by_the_next_one_and_leaves_the_one_before(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(size=2)
+    engine.save_state(tmp_path / "state", step=1)
+    folder = tmp_path / ".state.writing"
+    submit = sharded._writer.submit
+
+    def submit_later(*args: Any) -> Any:  # rank 0 finds no folder to write into, its peer makes no difference
+        shutil.rmtree(folder)
+        folder.write_text("in the way")
+        return submit(*args)
+
+    monkeypatch.setattr(sharded._writer, "submit", submit_later)
+    writing = engine.save_state(tmp_path / "state", asynchronous=True, step=2)
+    monkeypatch.undo()
+    learn(engine, range(1))
+    with pytest.raises(CheckpointError, match="state: could not be written"):
+        engine.save_state(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="state: could not be written"):
+        writing.result()
+    folder.unlink()
+    assert engine.load_state(tmp_path / "state")["step"] == 1
+    engine.save_state(tmp_path / "state", step=3)
+    assert engine.load_state(tmp_path / "state")["step"] == 3
+
+
+def test_another_model_under_the_same_name_is_refused_and_changes_nothing(build: Build, tmp_path: Path) -> None:
+    engine = build()
+    engine.save_state(tmp_path / "state")
+    deeper = build_model_dir(tmp_path / "deeper", "qwen2", hidden=64, layers=3, vocab_size=264)
+    other = RliteTrainEngine(on_meta(Learner, deeper))
+    other.build(data_parallel_size=1)
+    before = other.state_dict()
+    with pytest.raises(CheckpointError, match=r"another model: it has no model\.layers\.2"):
+        other.load_state(tmp_path / "state")
+    other.release()
+    assert "model.layers.2.mlp.up_proj.weight" in before
+    llama = RliteTrainEngine(on_meta(LlamaPolicy, build_model_dir(tmp_path / "llama", "llama", hidden=64)))
+    llama.build(data_parallel_size=1)
+    with pytest.raises(CheckpointError, match="saved from Learner, this engine has LlamaPolicy"):
+        llama.load_state(tmp_path / "state")
+    llama.release()
+
+
+def test_a_run_keeps_the_newest_and_names_the_last_good_one(build: Build, tmp_path: Path) -> None:
+    engine, critic = build(size=2), build(size=2)
+    beside = {"critic": critic}
+    checkpoints = Checkpoints(tmp_path, keep=2, wanted="latest", is_asynchronous=True)
+    assert checkpoints.restore(engine, beside) == {}
+    weights = {}
+    for step in (1, 2, 30):
+        weights[step] = learn(engine, range(step, step + 1)), learn(critic, range(step, step + 1))
+        checkpoints.save(step, engine, beside, {"position": 10 * step})
+    checkpoints.finish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-2-critic", "step-30", "step-30-critic"]
+
+    def resume(wanted: str) -> Checkpoints:
+        return Checkpoints(tmp_path, keep=2, wanted=wanted, is_asynchronous=True)
+
+    (tmp_path / ".step-31.writing").mkdir()  # a write that was cut short
+    assert resume("latest").restore(engine, beside) == {"module": "Learner", "step": 30, "position": 300}
+    for damaged in ("step-30/rank-1.pt", "step-30-critic/__0_0.distcp"):
+        shutil.copytree(tmp_path / "step-30", tmp_path / "whole")
+        shutil.copytree(tmp_path / "step-30-critic", tmp_path / "whole-critic")
+        flip_a_bit(tmp_path / damaged)
+        learn(engine, range(5, 6))
+        before = engine.state_dict()
+        with pytest.raises(
+            DamagedCheckpointError, match=rf"{damaged.split('/')[1]} is damaged.*good one is .*step-2:.*latest_good"
+        ):
+            resume("latest").restore(engine, beside)
+        assert same(engine.state_dict(), before)
+        good = resume("latest_good")
+        assert good.restore(engine, beside)["step"] == 2
+        assert same(engine.state_dict(), weights[2][0])
+        assert same(critic.state_dict(), weights[2][1])
+        for name in ("", "-critic"):
+            shutil.rmtree(tmp_path / f"step-30{name}")
+            (tmp_path / f"whole{name}").rename(tmp_path / f"step-30{name}")
+    good.save(3, engine, beside, {})
+    good.finish()  # those of the future that was given up go with the oldest
+    assert {path.name for path in tmp_path.glob("step-*")} == {"step-2", "step-2-critic", "step-3", "step-3-critic"}
