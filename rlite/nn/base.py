@@ -47,6 +47,13 @@ class BaseTrainModule(nn.Module):
         """The submodules whose parameters are gathered together; by default each entry of each `nn.ModuleList`."""
         return [child for module in self.modules() if isinstance(module, nn.ModuleList) for child in module]
 
+    def recompute_activations(self) -> None:
+        """Compute activations again in the backward pass instead of keeping them (gradient checkpointing)."""
+        raise ConfigError(
+            f"{type(self).__name__} has no recompute_activations(): define it, or build with "
+            "gradient_checkpointing=False"
+        )
+
     def parallelize(self, mesh: DeviceMesh) -> None:
         """Split the module, still on meta, over the ranks of a one-dimensional mesh (tensor parallel)."""
         raise ConfigError(f"{type(self).__name__} has no parallelize(mesh): define it, or build with tp_size=1")
@@ -62,6 +69,10 @@ class BaseTrainModule(nn.Module):
     def missing_parameter(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
         """The whole parameter that the source does not have, the same on every rank; None refuses the source."""
         return None
+
+    def served_parameter(self, name: str, parameter: Tensor) -> Tensor:
+        """The parameter with the value that leaves, sharded as `parameter` is. A collective: all ranks, in one order."""
+        return parameter
 
     def postprocess_named_parameter(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
         """Change a parameter on its way out, to a checkpoint or another engine; None leaves it out.

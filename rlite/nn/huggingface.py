@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConf
 from rlite.algorithms.logprobs import next_token
 from rlite.algorithms.token_logprobs import TokenLogprobs
 from rlite.errors import ConfigError
-from rlite.nn.attention import PACKED, PackedLayout, attention
+from rlite.nn.attention import PACKED, PackedLayout, attention, recompute_alike
 from rlite.nn.base import BaseTrainModule, CheckpointSource
 from rlite.nn.logprobs import logprobs_of
 from rlite.nn.meta import meta_parameters, real_tensors
@@ -66,6 +67,12 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         names = set(self._no_split_modules or ())
         units = [module for module in self.modules() if type(module).__name__ in names]
         return units or super().fsdp_units()
+
+    def recompute_activations(self) -> None:
+        """Of each layer, with the attention that its forward used."""
+        enable: Any = getattr(self, "activation_checkpointing_enable", None)  # its name since transformers 5.23
+        enable = enable or self.gradient_checkpointing_enable
+        enable({"use_reentrant": False, "context_fn": partial(recompute_alike, self.config)})
 
     def parallelize(self, mesh: DeviceMesh) -> None:
         """By the model's own plan; see `rlite.parallel.tensor_training`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from rlite.data.packs import companions, pack, unpack
 from rlite.engine.base import Backend, Part
 from rlite.engine.fsdp2.options import Fsdp2Options
 from rlite.errors import CheckpointError, ConfigError
-from rlite.nn.attention import recompute_alike
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, exported_class, local_checkpoint
 from rlite.nn.linear import speed_up_linear_layers
@@ -77,9 +75,8 @@ class Fsdp2Worker:
             module: BaseTrainModule = cloudpickle.loads(self._source)
             if isinstance(module, HuggingFaceFsdp2TrainModule):
                 module.tie_weights()  # type: ignore[operator]
-                if self._options.gradient_checkpointing:
-                    contexts = partial(recompute_alike, module.config)
-                    module.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})  # type: ignore[operator]
+            if self._options.gradient_checkpointing:
+                module.recompute_activations()
             if self._device.type == "cpu":
                 speed_up_linear_layers(module)
             if self._mesh.dims.tensor > 1:
@@ -231,18 +228,18 @@ class Fsdp2Worker:
     def parameter_shards(self) -> dict[str, ParameterShard]:
         return {name: local_shard(parameter) for name, parameter in self.module.named_parameters()}
 
-    def served_shards(self) -> dict[str, ParameterShard]:
+    def served_shards(self, has_values: bool = True) -> dict[str, ParameterShard]:
         """The boxes as they leave this engine: renamed and changed by `postprocess_named_parameter`.
 
         What every tensor-parallel rank holds is served by the first of them.
         """
         served, self._own_names = {}, {}
-        for name, box in self.parameter_shards().items():
+        for name, parameter in self.module.named_parameters():
+            box = local_shard(self.module.served_parameter(name, parameter) if has_values else parameter)
             out = self.module.postprocess_named_parameter(name, box.tensor)
             if out is None:
                 continue
             self._own_names[out[0]] = name
-            parameter = self.module.get_parameter(name)
             if self._mesh.tensor_rank == 0 or not parameter.placements[-1].is_replicate():  # type: ignore[attr-defined]
                 served[out[0]] = ParameterShard(out[1], box.offset, box.global_shape)
         return served
@@ -263,7 +260,7 @@ class Fsdp2Worker:
         """A served tensor gathered whole on this device; a collective of all ranks."""
         own = self._own_names[name]
         parameter = self.module.get_parameter(own)
-        out = self.module.postprocess_named_parameter(own, full_tensor(parameter))
+        out = self.module.postprocess_named_parameter(own, full_tensor(self.module.served_parameter(own, parameter)))
         assert out is not None  # else it were not served
         return out[1]
 
@@ -285,8 +282,12 @@ class Fsdp2Worker:
             self._read_weights(path)
 
     def save(self, path: str) -> None:
-        """Write a Hugging Face checkpoint; every rank takes part, rank 0 writes."""
-        tensors = ((name, full_tensor(parameter)) for name, parameter in self.module.named_parameters())
+        """Write a Hugging Face checkpoint, and adapters beside it; every rank takes part, rank 0 writes."""
+        module = self.module
+        trained = {}
+        if isinstance(module, LoraTrainModule) and module.lora is not None:
+            trained = {name: full_tensor(p) for name, p in module.named_parameters() if p.requires_grad}
+        tensors = ((name, full_tensor(module.served_parameter(name, p))) for name, p in module.named_parameters())
         served = (out for name, full in tensors if (out := self.module.postprocess_named_parameter(name, full)))
         try:
             if self._context.rank == 0:
