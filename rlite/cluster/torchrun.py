@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -144,14 +145,15 @@ class TorchrunLauncher:
         dist.init_process_group(backend_for(device), timeout=COLLECTIVE_TIMEOUT)
         self._control = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
         here = Device(_node_name(), int(os.environ["LOCAL_RANK"]), _node_ip(), device)
-        places: list[Device | None] = [None] * world_size
-        dist.all_gather_object(places, here, group=self._control)
+        gathered: list[Any] = [None] * world_size
+        dist.all_gather_object(gathered, (here, int(os.environ.get("GROUP_RANK", "0"))), group=self._control)
+        places = _told_apart(gathered)
         host = WorkerHost()
         if rank != 0:
             _serve(host, self._control)
         self._call_timeout = call_timeout
         self._num_threads = num_threads
-        self._rank_of = {place: r for r, place in enumerate(places) if place is not None}
+        self._rank_of = {place: r for r, place in enumerate(places)}
         self.devices = tuple(sorted(self._rank_of))
         self._processes = [
             _Process(r, self._performer(r, host), f"rank {r} on {place}") for r, place in enumerate(places)
@@ -246,6 +248,14 @@ def _encoded(answer: Outcome) -> bytes:
         return cloudpickle.dumps(answer)
     except Exception as error:  # a user's method may return anything
         return cloudpickle.dumps(_refusal("the result", error))
+
+
+def _told_apart(places: Sequence[tuple[Device, int]]) -> list[Device]:
+    """Each rank's device, from (device, number of its agent): several agents on one machine are nodes of their own."""
+    devices = [device for device, _ in places]
+    if len(set(devices)) == len(devices):
+        return devices
+    return [replace(device, node=f"{device.node}#{agent}") for device, agent in places]
 
 
 def _node_name() -> str:

@@ -78,14 +78,14 @@ class TokenRows:
         for start in range(0, len(self), batch_size):
             yield self.batch(range(start, min(start + batch_size, len(self))))
 
-    def check_capacity(self, capacity: int, name: str) -> None:
-        """Raise ConfigError, naming the file's row, unless every item fits the `capacity` that `name` says."""
+    def check_capacity(self, capacity: int, name: str, table: str = "data") -> None:
+        """Raise ConfigError, naming row and `table`, unless every item fits the `capacity` that `name` says."""
         sizes = self.lengths.reshape(-1, self.rows_per_item).sum(1)
         if sizes.max() > capacity:
             item = int(sizes.argmax())
             what = "tokens" if self.rows_per_item == 1 else "tokens, both sides together,"
             raise ConfigError(
-                f"row {self.source[item]} of the data has {sizes[item]} {what} and {name} is {capacity}; "
+                f"row {self.source[item]} of {table} has {sizes[item]} {what} and {name} is {capacity}; "
                 "raise that, or lower data.max_length"
             )
 

@@ -102,7 +102,7 @@ class DpoTrainer:
             loss=chosen.name, options=chosen.options, beta=actor.beta, is_length_normalised=chosen.length_normalised
         )
         self.options = options
-        self.run = SupervisedRun(options, actor, options.data, options.trainer, engine, loss, rows, test_rows, SHOWN)
+        self.run = SupervisedRun(options, "actor", options.data, options.trainer, engine, loss, rows, test_rows, SHOWN)
         self.reference = RliteTrainEngine(policy_module(options.ref_actor.model_name or actor.model_name))
 
     def fit(self) -> dict[str, float]:
@@ -115,14 +115,12 @@ class DpoTrainer:
                 batch = self.with_reference(batch)
                 stats = run.train_batch(batch)
             metrics = run.finish_step(stats, self.with_reference)
-        run.run.close()
+        run.close()
         return metrics
 
     def build_reference(self) -> None:
         """Place the reference beside the actor."""
-        world = len(rlite.current_session().devices)
-        options = self.options.actor.build_options(world, self.options.trainer.seed)
-        self.reference.build(**options, colocate_with=self.run.engine)
+        self.reference.build(**self.run.build_options, colocate_with=self.run.engine)
         self.reference.eval()
         if self.options.ref_actor.offload_model:
             self.reference.cpu()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlite.algorithms import Schedule
+from rlite.errors import ConfigError
 from rlite.parallel.mesh import ParallelDims
 from rlite.trainer.policy import AvgLevel, OptimizerOptions
 
@@ -77,6 +78,11 @@ class DataOptions:
     """longest row in tokens; a longer one is cut at its end, and counted"""
     batch_size: int = 128
     """rows (of preferences: pairs) in one optimizer step"""
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_length", 2), ("batch_size", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"data.{name}={getattr(self, name)}: expected at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,7 @@ class RmTrainer:
         steps = -(-len(rows) // options.data.batch_size) * options.trainer.n_epochs
         engine = RliteTrainEngine(critic_module(options.critic.model_name, options.critic.optimizer(steps)))
         self.run = SupervisedRun(
-            options, options.critic, options.data, options.trainer, engine, RewardModelLoss(), rows, test_rows, SHOWN
+            options, "critic", options.data, options.trainer, engine, RewardModelLoss(), rows, test_rows, SHOWN
         )
 
     def fit(self) -> dict[str, float]:
@@ -79,7 +79,7 @@ class RmTrainer:
             with stats_tracker.record_timing("step"):
                 stats = run.train_batch(batch)
             metrics = run.finish_step(stats)
-        run.run.close()
+        run.close()
         return metrics
 
 

@@ -68,9 +68,7 @@ class SftTrainer:
         steps = -(-len(rows) // options.data.batch_size) * options.trainer.n_epochs
         engine = RliteTrainEngine(policy_module(options.actor.model_name, options.actor.optimizer(steps)))
         loss = SftLoss(avg_level=options.actor.avg_level)  # type: ignore[arg-type]
-        self.run = SupervisedRun(
-            options, options.actor, options.data, options.trainer, engine, loss, rows, test_rows, SHOWN
-        )
+        self.run = SupervisedRun(options, "actor", options.data, options.trainer, engine, loss, rows, test_rows, SHOWN)
 
     def fit(self) -> dict[str, float]:
         """Train to the last step; returns the last metrics."""
@@ -80,7 +78,7 @@ class SftTrainer:
             with stats_tracker.record_timing("step"):
                 stats = run.train_batch(batch)
             metrics = run.finish_step(stats)
-        run.run.close()
+        run.close()
         return metrics
 
 

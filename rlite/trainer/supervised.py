@@ -57,7 +57,7 @@ class SupervisedRun:
 
     Args:
         options: the whole config, which is saved with the run.
-        model: of the model that is trained.
+        key: of the model in it, "actor" or "critic".
         data: how rows are dealt.
         trainer: where the run lives.
         engine: of the model that is trained.
@@ -70,7 +70,7 @@ class SupervisedRun:
     def __init__(
         self,
         options: Any,
-        model: ModelOptions,
+        key: str,
         data: DataOptions,
         trainer: EpochOptions,
         engine: RliteTrainEngine,
@@ -79,16 +79,24 @@ class SupervisedRun:
         test_rows: TokenRows | None,
         shown: Sequence[str],
     ) -> None:
+        model: ModelOptions = getattr(options, key)
         self.options, self.model, self.engine, self.loss = trainer, model, engine, loss
         self.rows, self.test_rows, self._batch_size = rows, test_rows, data.batch_size
         self.loader = BatchLoader(rows, data.batch_size, trainer.seed, trainer.n_epochs)
         self.run = TrainingRun(trainer, options, shown, self.loader.num_batches)
-        rows.check_capacity(model.max_length_per_device * model.tp_size * model.sp_size, "max_length_per_device")
+        try:
+            self.build_options = model.build_options(len(rlite.current_session().devices), trainer.seed)
+        except ConfigError as error:
+            sizes = ", ".join(f"{key}.{name}={getattr(model, name)}" for name in ("ddp_size", "sp_size", "tp_size"))
+            raise ConfigError(f"{sizes}: {error}") from error
+        for table, its_rows in (("data", rows), ("test_data", test_rows)):
+            if its_rows is not None:
+                capacity = model.max_length_per_device * model.tp_size * model.sp_size
+                its_rows.check_capacity(capacity, _capacity_name(key, model), table)
 
     def start(self, title: str) -> None:
         """Build the engine, resume if asked, and report the plan."""
-        world = len(rlite.current_session().devices)
-        self.engine.build(**self.model.build_options(world, self.options.seed))
+        self.engine.build(**self.build_options)
         facts = self.run.restore(self.engine)
         if facts:
             self.loader.load_state_dict(facts["loader"])
@@ -130,10 +138,15 @@ class SupervisedRun:
         metrics["tokens_per_second"] = metrics["num_tokens"] / metrics["seconds"]
         if self.test_rows is not None and self.run.is_due(self.options.test_freq):
             metrics |= self.evaluate(prepare)
+            self.run.save_best(self.engine, metrics)
         self.run.log(metrics)
         if self.run.is_due(self.options.save_freq):
             self.run.save(self.engine, loader=self.loader.state_dict())
         return metrics
+
+    def close(self) -> None:
+        """Close the metric sinks and the progress bar."""
+        self.run.close()
 
     def evaluate(self, prepare: Any = None) -> dict[str, float]:
         """Means of the loss and what it reports over the test rows, as `test_...`; `prepare` adds keys to a batch."""
@@ -159,6 +172,11 @@ def serve_if_worker(launch: LaunchOptions) -> None:
     """Under torchrun, ranks other than 0 serve from here on and exit; data is read by rank 0 alone."""
     if int(os.environ.get("RANK", "0")) > 0 and launch.launcher in (None, "torchrun"):
         init_devices(launch.launcher, launch.num_devices)
+
+
+def _capacity_name(key: str, model: ModelOptions) -> str:
+    sizes = [f" x {name}" for name in ("sp_size", "tp_size") if getattr(model, name) > 1]
+    return f"{key}.max_length_per_device{''.join(sizes)}"
 
 
 def _timings() -> dict[str, float]:

@@ -6,14 +6,28 @@ import pytest
 
 from rlite.config import load
 from rlite.errors import ConfigError
-from rlite.trainer.ppo import PpoConfig
+from rlite.trainer.dpo import DpoConfig
+from rlite.trainer.ppo_options import PpoConfig
+from rlite.trainer.rm import RmConfig
+from rlite.trainer.sft import SftConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BASE = CONFIGS / "dr_grpo.yaml"
 USERS = ["actor.model_name=model", "train_data.path=rows.jsonl", "rollout.env_path=env.py"]
+SUPERVISED = {"sft.yaml": (SftConfig, "actor"), "rm.yaml": (RmConfig, "critic"), "dpo.yaml": (DpoConfig, "actor")}
+OF_PPO = [path for path in sorted(CONFIGS.glob("*.yaml")) if path.name not in SUPERVISED]
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_a_recipe_for_learning_from_rows_loads(name):
+    cls, key = SUPERVISED[name]
+    config = load(cls, ["--config", str(CONFIGS / name), f"{key}.model_name=model", "data.path=rows.jsonl"])
+    assert getattr(config, key).model_name == "model"
+    with pytest.raises(ConfigError, match=rf"{key}\.model_name"):
+        load(cls, ["--config", str(CONFIGS / name), "data.path=rows.jsonl"])
+
+
+@pytest.mark.parametrize("path", OF_PPO, ids=lambda path: path.name)
 def test_a_recipe_loads_on_top_of_the_default(path):
     config = load(PpoConfig, ["--config", str(BASE), "--config", str(path), *USERS])
     assert config.actor.model_name == "model"

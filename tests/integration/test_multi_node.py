@@ -1,0 +1,61 @@
+"""Two torchrun agents, each a node of its own, run one job."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.integration.worlds import environment, free_port
+
+
+def run_on_two_nodes(*argv: str, cwd: Path) -> list[str]:
+    """Run a module as one job of two agents with one process each; what each agent wrote."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_id=job"]
+    torchrun += ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "--local_addr=127.0.0.1"]
+    agents = [
+        subprocess.Popen(
+            [*torchrun, f"--node_rank={rank}", "-m", *argv],
+            env=environment(),
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [agent.communicate(timeout=110)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    for agent, output in zip(agents, outputs, strict=True):
+        assert agent.returncode == 0, output
+    return outputs
+
+
+@pytest.mark.slow
+def test_sft_on_two_nodes_learns_what_one_process_learns(models: dict[str, Path], tmp_path: Path) -> None:
+    rows = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(8) for b in range(8)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    settings = [f"actor.model_name={models['qwen2']}", "data.path=rows.json", "data.batch_size=16", "actor.lr=1e-3"]
+    outputs = run_on_two_nodes("rlite.trainer.sft", *settings, "trainer.save_dir=two", cwd=tmp_path)
+    assert "2 x cpu, launcher torchrun" in "".join(outputs)
+    alone = [sys.executable, "-m", "rlite.trainer.sft", *settings, "trainer.save_dir=one"]
+    subprocess.run(alone, env=environment(), cwd=tmp_path, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    one, two = (
+        [json.loads(line) for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()]
+        for out in ("one", "two")
+    )
+    assert len(one) == 4
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-4)
+    assert two[-1]["loss"] < two[0]["loss"]
+    assert [row["num_tokens"] for row in two] == [row["num_tokens"] for row in one]
+    ours, theirs = (load_file(tmp_path / out / "latest" / "model.safetensors") for out in ("one", "two"))
+    assert ours.keys() == theirs.keys()
+    assert all(bool((ours[key] - theirs[key]).abs().max() < 1e-3) for key in ours)

@@ -1,0 +1,239 @@
+"""The trainers sft, rm and dpo on one device: they learn, they export, they resume exactly, and they say no in time."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import rlite
+from rlite import cli
+from rlite.cluster.session import Session
+from rlite.config import load
+from rlite.data.loader import BatchLoader
+from rlite.data.preferences import preference_rows
+from rlite.data.sft import sft_rows
+from rlite.data.tokens import TokenRows
+from rlite.engine.train import RliteTrainEngine
+from rlite.errors import CheckpointError
+from rlite.nn.tiny import byte_tokenizer
+from rlite.observability import stats_tracker
+from rlite.trainer.dpo import DpoConfig, DpoTrainer
+from rlite.trainer.rm import RmConfig, RmTrainer
+from rlite.trainer.sft import SftConfig, SftTrainer
+from tests.tiny import build_model_dir
+
+LETTERS = "abcdefgh"
+TRAINERS: dict[str, Any] = {"sft": (SftConfig, SftTrainer), "rm": (RmConfig, RmTrainer), "dpo": (DpoConfig, DpoTrainer)}
+MODEL_KEY = {"sft": "actor", "rm": "critic", "dpo": "actor"}
+# what a clock says is the machine's, not the run's
+CLOCKED = ("seconds", "tokens_per_second")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build_model_dir(tmp_path_factory.mktemp("models") / "qwen2", hidden=64))
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    yield rlite.init(num_devices=1, num_threads=1)
+    rlite.shutdown()
+
+
+def words(count: int, seed: int) -> list[str]:
+    rng = random.Random(seed)
+    return ["".join(rng.choices(LETTERS, k=rng.randint(3, 8))) for _ in range(count)]
+
+
+def demonstrations(count: int, seed: int) -> list[dict[str, str]]:
+    """Shout the word's last letter, then stop."""
+    return [{"prompt": word, "response": f"{word[-1].upper()}!"} for word in words(count, seed)]
+
+
+def preferences(count: int, seed: int) -> list[dict[str, str]]:
+    """The answer that holds an exclamation mark, at any place, is the better one."""
+    rng, pairs = random.Random(seed), []
+    for prompt, answer, other in zip(words(count, seed), words(count, seed + 1), words(count, seed + 2), strict=True):
+        place = rng.randrange(len(answer) + 1)
+        pairs.append({"prompt": f"{prompt}>", "chosen": answer[:place] + "!" + answer[place:], "rejected": other})
+    return pairs
+
+
+def token_rows(kind: str, count: int, seed: int) -> TokenRows:
+    make, tokenise = (demonstrations, sft_rows) if kind == "sft" else (preferences, preference_rows)
+    return tokenise(make(count, seed), byte_tokenizer(), 32)
+
+
+def trainer(kind: str, model: str, out: Path, *settings: str) -> Any:
+    options, cls = TRAINERS[kind]
+    key = MODEL_KEY[kind]
+    fixed = [f"{key}.model_name={model}", f"{key}.lr=3e-3", f"{key}.max_length_per_device=1024"]
+    fixed += [f"{key}.gradient_checkpointing=false", "data.path=-", "data.batch_size=32", f"trainer.save_dir={out}"]
+    config = load(options, [*fixed, *settings])
+    return cls(config, token_rows(kind, 256, seed=0), token_rows(kind, 64, seed=7))
+
+
+def logged(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_sft_lowers_the_held_out_loss_and_leaves_a_whole_model(model: str, tmp_path: Path, session: Session) -> None:
+    last = trainer("sft", model, tmp_path / "run", "trainer.n_epochs=3", "trainer.test_freq=8").fit()
+    rows = logged(tmp_path / "run")
+    held_out = [row["test_loss"] for row in rows if "test_loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 25))
+    assert last["test_loss"] == held_out[-1]
+    assert held_out[0] < rows[0]["loss"]
+    assert held_out[-1] < 0.1 * rows[0]["loss"]
+    export = tmp_path / "run" / "latest"
+    exported, info = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    before = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert max((value - before[key]).abs().max().item() for key, value in exported.state_dict().items()) > 1e-3
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    prompt = tokenizer("hbaf", return_tensors="pt")
+    said = exported.generate(**prompt, max_new_tokens=4, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(said) == "F!<|im_end|>"
+    assert (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_reward_model_tells_unseen_pairs_apart_and_scores_the_same_in_transformers(
+    model: str, tmp_path: Path, session: Session
+) -> None:
+    learner = trainer("rm", model, tmp_path, "trainer.n_epochs=4")
+    last = learner.fit()
+    assert last["test_accuracy"] > 0.9
+    pairs = token_rows("rm", 8, seed=11)
+    batch = pairs.batch(range(8))
+    lengths = batch["attention_mask"].sum(-1)
+    ours = learner.run.engine.forward(batch, lambda scores, _: scores)[torch.arange(16), lengths - 1]
+    exported, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "latest", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    with torch.no_grad():
+        for row, length, score in zip(batch["input_ids"], lengths, ours, strict=True):
+            theirs = exported(input_ids=row[None, :length]).logits[0, 0]
+            assert theirs.item() == pytest.approx(score.item(), abs=1e-4)
+    AutoTokenizer.from_pretrained(tmp_path / "latest")
+
+
+def test_dpo_raises_margin_and_accuracy_on_pairs_it_has_not_seen(model: str, tmp_path: Path, session: Session) -> None:
+    learner = trainer("dpo", model, tmp_path, "trainer.n_epochs=4", "trainer.test_freq=4", "actor.lr=2e-3")
+    last = learner.fit()
+    rows = logged(tmp_path)
+    assert rows[0]["margin"] == pytest.approx(0.0, abs=1e-5), "before the first update policy and reference are equal"
+    assert rows[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert last["margin"] > 1.0
+    tested = [row for row in rows if "test_margin" in row]
+    assert tested[-1]["test_margin"] > tested[0]["test_margin"] + 1.0
+    assert tested[-1]["test_accuracy"] > 0.9
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "latest", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+
+
+@pytest.mark.parametrize("kind", ["sft", "rm", "dpo"])
+def test_a_stopped_run_ends_as_if_it_had_not_been_stopped(
+    kind: str, model: str, tmp_path: Path, session: Session
+) -> None:
+    settings = ("trainer.n_epochs=2", "trainer.save_freq=5", "trainer.test_freq=6")
+    trainer(kind, model, tmp_path / "whole", *settings).fit()
+    rlite.shutdown()
+    rlite.init(num_devices=1, num_threads=1)
+    stop(trainer(kind, model, tmp_path / "stopped", *settings), after=11)  # the newest checkpoint is of step 10
+    rlite.shutdown()
+    rlite.init(num_devices=1, num_threads=1)
+    learner = trainer(kind, model, tmp_path / "stopped", *settings, "trainer.load_ckpt_from=latest")
+    learner.fit()
+    assert learner.run.run.step == 16
+    assert trained(tmp_path / "stopped") == trained(tmp_path / "whole")
+    assert weights(tmp_path / "stopped").keys() == weights(tmp_path / "whole").keys()
+    for key, value in weights(tmp_path / "whole").items():
+        assert torch.equal(weights(tmp_path / "stopped")[key], value), key
+
+
+def stop(learner: Any, after: int) -> None:
+    """The trainer's loop, left in the middle of an epoch and without a word, as if killed."""
+    run, is_dpo = learner.run, isinstance(learner, DpoTrainer)
+    run.start("stopped")
+    if is_dpo:
+        learner.build_reference()
+    for _, batch in zip(range(after), run.batches(), strict=False):
+        with stats_tracker.record_timing("step"):
+            stats = run.train_batch(learner.with_reference(batch) if is_dpo else batch)
+        run.finish_step(stats, learner.with_reference if is_dpo else None)
+
+
+def trained(out: Path) -> list[dict[str, float]]:
+    """The metrics of every step without what a clock says, which is the machine's."""
+    return [{key: value for key, value in row.items() if not key.startswith(CLOCKED)} for row in logged(out)]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "latest" / "model.safetensors")
+
+
+def test_a_checkpoint_of_other_data_is_refused(model: str, tmp_path: Path, session: Session) -> None:
+    trainer("sft", model, tmp_path).fit()
+    rlite.shutdown()
+    rlite.init(num_devices=1, num_threads=1)
+    other = trainer("sft", model, tmp_path, "trainer.load_ckpt_from=latest")
+    other.run.loader = BatchLoader(token_rows("sft", 100, seed=0), 32, seed=42)
+    with pytest.raises(CheckpointError, match=r"256 items of data; now there are 100"):
+        other.fit()
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "expected"),
+    [
+        ("sft", "actor.modle_name=x", "did you mean 'actor.model_name'"),
+        ("rm", "critic.modle_name=x", "did you mean 'critic.model_name'"),
+        ("dpo", "actor.preference_loss.nam=ipo", "did you mean 'actor.preference_loss.name'"),
+        ("sft", "data.path=missing.json", "data.path=missing.json"),
+        ("rm", "test_data.path=missing.json", "test_data.path=missing.json"),
+        ("dpo", "actor.model_name=missing", "missing"),
+        ("sft", "data.batch_size=abc", "data.batch_size"),
+        ("sft", "data.batch_size=0", "data.batch_size=0"),
+        ("rm", "trainer.n_epochs=0", "trainer.n_epochs=0"),
+        ("sft", "data.max_length=1", "data.max_length=1"),
+        ("sft", "actor.avg_level=constant", "actor.avg_level"),
+        ("sft", "actor.max_length_per_device=10", "actor.max_length_per_device is 10"),
+        ("rm", "critic.max_length_per_device=24", "critic.max_length_per_device is 24"),
+        ("sft", "actor.tp_size=2", "actor.tp_size=2"),
+        ("dpo", "actor.sp_size=3", "actor.sp_size=3"),
+        ("rm", "critic.ddp_size=2", "critic.ddp_size=2"),
+        ("dpo", "actor.preference_loss.name=sigmod", "sigmod"),
+        ("dpo", "actor.preference_loss.options={temperature: 1}", "temperature"),
+        ("dpo", "data.path={sft}", "row 0: no 'chosen'"),
+        ("sft", "data.path={preferences}", "row 0: no 'response'"),
+        ("sft", "trainer.load_ckpt_from=nowhere", "trainer.load_ckpt_from=nowhere"),
+    ],
+)
+def test_the_command_line_names_what_is_wrong_before_an_engine_is_built(
+    kind: str, argument: str, expected: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {}
+    for name, rows in (("sft", demonstrations(16, seed=0)), ("preferences", preferences(16, seed=0))):
+        files[name] = str(tmp_path / f"{name}.json")
+        Path(files[name]).write_text(json.dumps(rows))
+    data = files["sft" if kind == "sft" else "preferences"]
+    argv = [f"{MODEL_KEY[kind]}.model_name={model}", f"data.path={data}", "data.batch_size=4"]
+    for name, path in files.items():
+        argument = argument.replace("{" + name + "}", path)
+    monkeypatch.setattr(RliteTrainEngine, "build", lambda *_, **__: pytest.fail("an engine was built"))
+    monkeypatch.setattr(sys, "argv", ["rlite", kind, *argv, argument, f"trainer.save_dir={tmp_path}/run"])
+    with pytest.raises(SystemExit) as error:
+        cli.main()
+    rlite.shutdown()
+    assert expected in str(error.value)
+    assert not (tmp_path / "run").exists()
