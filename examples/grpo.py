@@ -11,8 +11,8 @@ import tempfile
 import rlite
 from rlite.nn.tiny import build_tiny_qwen3, byte_tokenizer
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
-from rlite.trainer.engines import ActorOptions
-from rlite.trainer.ppo import PpoConfig, PpoTrainer, PromptOptions
+from rlite.trainer.ppo import PpoTrainer
+from rlite.trainer.ppo_options import ActorOptions, PpoConfig, PromptOptions
 from rlite.trainer.run import TrainerOptions
 from rlite.types import GenerationHyperparameters
 

@@ -53,9 +53,9 @@ class PromptStream:
     def position(self, position: int) -> None:
         self._order.position = position
 
-    def next(self) -> list[Mapping[str, Any]]:
-        """The next `batch_size` rows; a batch may span two epochs."""
-        return [self._rows[number] for number in self._order.take(self._batch_size)]
+    def next(self, count: int | None = None) -> list[Mapping[str, Any]]:
+        """The next `batch_size` rows, or `count` of them; a batch may span two epochs."""
+        return [self._rows[number] for number in self._order.take(self._batch_size if count is None else count)]
 
     def state_dict(self) -> dict[str, int]:
         """Where the stream is, as a few numbers."""

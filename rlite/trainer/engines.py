@@ -1,201 +1,128 @@
-"""The two engines of a reinforcement-learning trainer on the same devices, and their options."""
+"""The engines of a reinforcement-learning trainer on the same devices, taking turns where memory asks for it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 import rlite
-from rlite.algorithms import check_policy_loss
+from rlite.engine.base import Engine
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.engine.weight_sync import SyncReport
-from rlite.errors import ConfigError, UnknownOptionError
-from rlite.trainer.policy import AvgLevel, OptimizerOptions, policy_module
-from rlite.types import GenerationHyperparameters
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyLossOptions:
-    """What turns log-probabilities and advantages into a loss."""
-
-    name: str = "ppo_clip"
-    """a name of `rlite.algorithms.POLICY_LOSSES`"""
-    options: dict[str, Any] = field(default_factory=dict)
-    """of that loss, its keyword parameters; ppo_clip has its range from actor.clip"""
-
-    def __post_init__(self) -> None:
-        try:
-            check_policy_loss(self.name, self.options)
-        except UnknownOptionError as error:
-            raise ConfigError(str(error)) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActorOptions:
-    """The policy that is trained."""
-
-    model_name: str
-    """folder or hub name of a Hugging Face checkpoint"""
-    ddp_size: int = 1
-    """copies of the model; each is sharded over world / ddp_size devices"""
-    max_length_per_device: int = 16384
-    """tokens in one microbatch; the longest sequence must fit"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass"""
-    lr: float = 1e-6
-    """peak learning rate of AdamW"""
-    weight_decay: float = 1e-2
-    """of AdamW"""
-    max_grad_norm: float = 1.0
-    """global norm to which gradients are clipped"""
-    scheduler: Literal["constant", "cosine", "linear"] = "constant"
-    """after the warm-up"""
-    warmup_ratio: float = 0.0
-    """share of all optimizer steps in which the rate rises"""
-    update_per_rollout: int = 1
-    """optimizer steps on each rollout batch"""
-    clip: float = 0.2
-    """PPO's clip range below 1 (and above, unless clip_high says otherwise)"""
-    clip_high: float | None = None
-    """clip range above 1"""
-    policy_loss: PolicyLossOptions = field(default_factory=PolicyLossOptions)
-    """the loss of each token"""
-    avg_level: AvgLevel = "token"
-    """mean of the loss over: all tokens; sequences' means; tokens divided by a constant length (Dr. GRPO's paper)"""
-    tis_coef: float | None = 2.0
-    """cap of the importance weight trainer / engine; null is off"""
-    entropy_coef: float = 0.0
-    """weight of the entropy bonus"""
-    offload_model: bool | None = None
-    """leave the device to generation between updates; default: on GPUs"""
-
-    def optimizer(self, total_steps: int) -> OptimizerOptions:
-        """AdamW over so many optimizer steps."""
-        return OptimizerOptions(
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            scheduler=self.scheduler,
-            warmup_steps=round(self.warmup_ratio * total_steps),
-            total_steps=total_steps,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """How responses are sampled."""
-
-    temperature: float = 1.0
-    """0 is greedy"""
-    max_new_tokens: int = 1024
-    """longest response"""
-    top_p: float = 1.0
-    """1 is off"""
-    top_k: int = 0
-    """0 is off"""
-    stop: list[str] = field(default_factory=list)
-    """texts that end a response"""
-
-    def gconfig(self) -> GenerationHyperparameters:
-        return GenerationHyperparameters(
-            temperature=self.temperature,
-            max_new_tokens=self.max_new_tokens,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop=tuple(self.stop),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutOptions:
-    """The engine that generates, and what rewards it."""
-
-    executor: str = "torch"
-    """inference executor"""
-    tp_size: int = 1
-    """devices that share one replica"""
-    dtype: str | None = None
-    """of the served weights; default: the checkpoint's"""
-    gpu_memory_utilization: float = 0.6
-    """share of a GPU's memory for generation"""
-    max_num_seqs: int = 256
-    """sequences that a replica decodes at once"""
-    max_model_len: int | None = None
-    """longest prompt and response together"""
-    env_path: str | None = None
-    """Python file with `async step(state, action, extra_info)`; it returns the keys `rlite.rollout.env.STEP_KEYS`"""
-    train_sampling_params: SamplingOptions = field(default_factory=SamplingOptions)
-    """sampling for training"""
-    test_sampling_params: SamplingOptions = field(default_factory=lambda: SamplingOptions(temperature=0.0))
-    """sampling for evaluation"""
+from rlite.errors import ConfigError
+from rlite.trainer.options import ModelOptions
+from rlite.trainer.policy import critic_module, policy_module
+from rlite.trainer.ppo_options import PpoConfig
 
 
 class Engines:
-    """The actor and the rollout engine on the same devices, taking turns where memory asks for it."""
+    """Actor, rollout engine, and where the algorithm has them a critic and a reference, on the same devices.
 
-    def __init__(self, actor: ActorOptions, rollout: RolloutOptions, num_updates: int, seed: int) -> None:
-        self._actor_options, self._rollout_options, self._seed = actor, rollout, seed
-        self.rollout = RliteInferenceEngine(actor.model_name, executor=rollout.executor)
-        self.actor = RliteTrainEngine(policy_module(actor.model_name, actor.optimizer(num_updates)), executor="fsdp2")
-        self._takes_turns = False
+    Those that take turns are on the device one at a time: `bring` one, and the one before leaves. The rollout engine
+    leaves without its weights, which the next `sync` writes; the others to host memory.
+    """
+
+    def __init__(self, options: PpoConfig) -> None:
+        actor, trainer = options.actor, options.trainer
+        self._options = options
+        self._takes_turns: dict[Engine, bool] = {}
+        self._resident: Engine | None = None
+        self.rollout = RliteInferenceEngine(actor.model_name, executor=options.rollout.executor)
+        num_updates = max(trainer.total_steps - actor.freeze_steps, 1) * actor.update_per_rollout
+        self.actor = RliteTrainEngine(policy_module(actor.model_name, actor.optimizer(num_updates)))
+        self.critic: RliteTrainEngine | None = None
+        self.reference: RliteTrainEngine | None = None
+        if options.adv.estimator == "gae":
+            critic = options.critic.as_model(actor)
+            optimizer = critic.optimizer(trainer.total_steps * actor.update_per_rollout)
+            self.critic = RliteTrainEngine(critic_module(critic.model_name, optimizer))
+        if options.kl.type is not None:
+            self.reference = RliteTrainEngine(policy_module(options.ref_actor.as_model(actor).model_name))
 
     def build(self) -> None:
-        """Place both on all devices. Raises: ConfigError if the sizes do not divide the world."""
-        session = rlite.current_session()
-        world, actor, rollout = len(session.devices), self._actor_options, self._rollout_options
-        for key, size in (("actor.ddp_size", actor.ddp_size), ("rollout.tp_size", rollout.tp_size)):
-            if world % size:
-                raise ConfigError(f"{key}={size} does not divide the world of {world} devices")
+        """Place all of them on all devices. Raises: ConfigError if the sizes do not divide the world."""
+        session, options = rlite.current_session(), self._options
+        world, rollout, actor = len(session.devices), options.rollout, options.actor
+        if world % rollout.tp_size:
+            raise ConfigError(f"rollout.tp_size={rollout.tp_size} does not divide the world of {world} devices")
+        train_engines: list[tuple[RliteTrainEngine | None, ModelOptions, bool | None]] = [
+            (self.actor, actor, actor.offload_model),
+            (self.critic, options.critic.as_model(actor), options.critic.offload_model),
+            (self.reference, options.ref_actor.as_model(actor), options.ref_actor.offload_model),
+        ]
+        build_options = [model.build_options(world, options.trainer.seed) for _, model, _ in train_engines]
         self.rollout.build(
             tensor_parallel_size=rollout.tp_size,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             max_num_seqs=rollout.max_num_seqs,
             max_model_len=rollout.max_model_len,
             dtype=rollout.dtype,
-            seed=self._seed,
+            seed=options.trainer.seed,
         )
-        self._takes_turns = actor.offload_model if actor.offload_model is not None else session.device == "cuda"
-        self.actor.build(
-            tensor_parallel_size=world // actor.ddp_size,
-            data_parallel_size=actor.ddp_size,
-            colocate_with=self.rollout,
-            max_tokens_per_microbatch=actor.max_length_per_device,
-            max_grad_norm=actor.max_grad_norm,
-            gradient_checkpointing=actor.gradient_checkpointing,
-            seed=self._seed,
-        )
+        default = session.device == "cuda" if actor.offload_model is None else actor.offload_model
+        self._takes_turns = {self.rollout: default}
+        self._resident = self.rollout if default else None
+        for (engine, _, offload), keywords in zip(train_engines, build_options, strict=True):
+            if engine is not None:
+                engine.build(**keywords, colocate_with=self.rollout)
+                self._takes_turns[engine] = default if offload is None else offload
 
-    def for_training(self) -> None:
-        """Give the devices to the actor."""
-        if self._takes_turns:
+    @property
+    def beside(self) -> dict[str, RliteTrainEngine]:
+        """What is trained beside the actor, by name."""
+        return {} if self.critic is None else {"critic": self.critic}
+
+    def take_turns(self) -> None:
+        """From here on; before, all of them are on the device."""
+        for engine, takes_turns in self._takes_turns.items():
+            if takes_turns and engine is not self.rollout:
+                engine.cpu()
+
+    def bring(self, engine: Engine) -> None:
+        """Give the devices to this one; the one that had them leaves."""
+        if not self._takes_turns[engine] or self._resident is engine:
+            return
+        self._leave()
+        engine.cuda()
+        self._resident = engine
+
+    def _leave(self) -> None:
+        if self._resident is self.rollout:
             self.rollout.meta()
-            self.actor.cuda()
+        elif self._resident is not None:
+            self._resident.cpu()
+        self._resident = None
 
     @contextmanager
-    def actor_on_device(self) -> Iterator[None]:
-        """Around a checkpoint: the actor on the device, and what is served on the host meanwhile."""
-        if self._takes_turns:
+    def trained_on_device(self) -> Iterator[None]:
+        """Around a checkpoint: all that is trained on the device, what is served on the host meanwhile."""
+        trained = [engine for engine in (self.actor, *self.beside.values()) if self._takes_turns[engine]]
+        if self._resident is self.rollout:
             self.rollout.cpu()
-            self.actor.cuda()
+        for engine in trained:
+            engine.cuda()
         yield
-        if self._takes_turns:
-            self.actor.cpu()
+        for engine in trained:
+            engine.cpu()
+        if self._resident is self.rollout:
             self.rollout.cuda()
 
     def sync(self) -> SyncReport:
         """Write the actor's weights into the rollout engine, and give it the devices."""
-        if not self._takes_turns:
+        if not self._takes_turns[self.rollout]:
+            self._leave()
             return self.actor.p2p_weight_sync(self.rollout)
-        self.actor.cuda()
+        self.bring(self.actor)
         self.rollout.cuda("weights")
         report = self.actor.p2p_weight_sync(self.rollout)
         self.actor.cpu()
         self.rollout.cuda("kv_cache")
+        self._resident = self.rollout
         return report
 
 

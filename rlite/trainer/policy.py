@@ -21,6 +21,7 @@ from rlite.algorithms import (
     aggregation_weight,
     check_policy_loss,
     importance_weights,
+    kl_penalty,
     lr_factor,
     masked_mean,
     next_token,
@@ -28,10 +29,11 @@ from rlite.algorithms import (
     ppo_clip,
     previous_token,
 )
+from rlite.algorithms.kl import KLEstimator
 from rlite.errors import ConfigError
-from rlite.nn.base import BaseTrainModule
 from rlite.nn.heads import HuggingFaceFsdp2ScoreModule, score_module
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, causal_lm_class
+from rlite.nn.lora import LoraOptions, LoraTrainModule
 
 AvgLevel = Literal["token", "sequence", "constant"]
 
@@ -47,7 +49,7 @@ class OptimizerOptions:
     total_steps: int
 
 
-class _Optimized(BaseTrainModule):
+class _Optimized(LoraTrainModule):
     """With the optimizer that `optimizer_options` describe; without them it is a reference model."""
 
     optimizer_options: OptimizerOptions | None = None
@@ -56,7 +58,8 @@ class _Optimized(BaseTrainModule):
         options = self.optimizer_options
         if options is None:
             return
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=options.weight_decay)
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(schedule, options=options))
 
 
@@ -73,17 +76,28 @@ def schedule(step: int, options: OptimizerOptions) -> float:
     return lr_factor(step, options.scheduler, total_steps=options.total_steps, warmup_steps=options.warmup_steps)
 
 
-def policy_module(path: str | Path, optimizer_options: OptimizerOptions | None = None) -> PolicyModule:
-    """The checkpoint at `path` as a train module on meta."""
+def policy_module(
+    path: str | Path, optimizer_options: OptimizerOptions | None = None, lora: LoraOptions | None = None
+) -> PolicyModule:
+    """The checkpoint at `path` as a train module on meta; with `lora` only adapters beside its weights are trained."""
     with init_empty_weights():
         module = causal_lm_class(path, PolicyModule).from_pretrained(path)
-    module.optimizer_options = optimizer_options
-    return module
+    return _optimized(module, optimizer_options, lora)
 
 
-def critic_module(path: str | Path, optimizer_options: OptimizerOptions | None = None) -> CriticModule:
-    """The checkpoint at `path`, of a causal model or of an earlier critic, as a train module on meta."""
-    module = score_module(path, CriticModule)
+def critic_module(
+    path: str | Path, optimizer_options: OptimizerOptions | None = None, lora: LoraOptions | None = None
+) -> CriticModule:
+    """The checkpoint at `path`, of a causal model or of an earlier critic, as a train module on meta.
+
+    With `lora` only its head, and adapters beside its other weights, are trained.
+    """
+    return _optimized(score_module(path, CriticModule), optimizer_options, lora)
+
+
+def _optimized(module: Any, optimizer_options: OptimizerOptions | None, lora: LoraOptions | None) -> Any:
+    if lora is not None:
+        module.add_lora(lora)
     module.optimizer_options = optimizer_options
     return module
 
@@ -110,6 +124,9 @@ class PolicyLoss(OnLogprobs):
     tis_coef: float | None = 2.0
     """cap of the truncated importance weight exp(old - rollout); None is off"""
     entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    """weight of the KL to the reference, whose `ref_logprobs` [T] `data` then holds"""
+    kl_estimator: KLEstimator = "k2"
 
     def __post_init__(self) -> None:
         if self.avg_level == "constant" and not self.max_new_tokens:
@@ -149,11 +166,20 @@ class PolicyLoss(OnLogprobs):
             behaviour_logprobs=behaviour,
             options=self.options,
         )
-        per_token = token_loss.loss - self.entropy_coef * entropy
+        kl = self._kl(logprobs, data)
+        per_token = token_loss.loss - self.entropy_coef * entropy + self.kl_coef * kl
         loss = aggregate(per_token, mask, self.avg_level, cu_seqlens=cu_seqlens, length=self.max_new_tokens)
         drift = (old - behaviour).abs()
         report = {**token_loss.metrics, "entropy": entropy.detach(), "logprob_drift": drift}
+        if self.kl_coef:
+            report["kl"] = kl.detach()
         return loss, {key: masked_mean(value, mask) for key, value in report.items()}
+
+    def _kl(self, logprobs: Tensor, data: Mapping[str, Any]) -> Tensor:
+        """To the reference, of each token."""
+        if not self.kl_coef:
+            return torch.zeros_like(logprobs)
+        return kl_penalty(logprobs, next_token(data["ref_logprobs"], data["cu_seqlens"]), self.kl_estimator)
 
     def weight(self, data: Mapping[str, Any]) -> Tensor:
         """What a microbatch's mean counts."""

@@ -12,30 +12,36 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tensordict import TensorDict
-from transformers import AutoTokenizer
 
 import rlite
 from rlite import config
-from rlite.algorithms import group_advantages
 from rlite.data.prompts import PromptStream, check_prompts
 from rlite.data.tables import read_rows
 from rlite.errors import ConfigError
-from rlite.nn.huggingface import local_checkpoint
 from rlite.observability import stats_tracker
 from rlite.rollout import Environment, EnvironmentWorkflow, RolloutWorkflow
-from rlite.trainer.engines import ActorOptions, Engines, RolloutOptions, init_devices
+from rlite.rollout.batch import first_rows, trajectory_index
+from rlite.trainer.credit import Credit
+from rlite.trainer.critic import find_critic
+from rlite.trainer.engines import Engines, init_devices
+from rlite.trainer.filtering import replace_uniform_groups
 from rlite.trainer.policy import OwnLogprobs, PolicyLoss
-from rlite.trainer.run import TrainerOptions, TrainingRun
+from rlite.trainer.ppo_options import PpoConfig, SamplingOptions
+from rlite.trainer.reference import find_reference
+from rlite.trainer.run import TrainingRun
+from rlite.trainer.supervised import load_tokenizer, serve_if_worker
 
+ALIASES = {"actor.rollout.env_path": "rollout.env_path", "actor.entropy.coef": "actor.entropy_coef"}
 SHOWN = (
     "reward",
+    "score",
     "accuracy",
     "loss",
+    "kl",
     "entropy",
     "response_length",
     "truncated",
@@ -45,50 +51,6 @@ SHOWN = (
 )
 DRIFT_ALARM = 0.1
 """mean |log p(trainer) - log p(engine)| per token, in nats, above which the two are not the same policy"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptOptions:
-    """Prompts to train on."""
-
-    path: str | None = None
-    """JSON, JSONL, CSV, Parquet or Arrow file, a folder or hub name of a dataset; SPLIT@PATH for a part of it"""
-    prompts_per_rollout: int = 32
-    """prompts in one rollout batch"""
-    responses_per_prompt: int = 1
-    """responses to each prompt, a group; with 1 the batch's mean reward is the baseline"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TestOptions:
-    """Prompts to evaluate on."""
-
-    path: str | None = None
-    """as train_data.path; null evaluates nothing"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdvantageOptions:
-    """From rewards to advantages."""
-
-    norm_var: bool = False
-    """divide by the group's standard deviation (GRPO)"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PpoConfig:
-    """Everything that a run is made of."""
-
-    actor: ActorOptions
-    train_data: PromptOptions = field(default_factory=PromptOptions)
-    test_data: TestOptions = field(default_factory=TestOptions)
-    adv: AdvantageOptions = field(default_factory=AdvantageOptions)
-    rollout: RolloutOptions = field(default_factory=RolloutOptions)
-    trainer: TrainerOptions = field(default_factory=TrainerOptions)
-    launcher: Literal["inprocess", "torchrun", "ray"] | None = None
-    """what starts the workers; default: torchrun under torchrun, else one process"""
-    num_devices: int | None = None
-    """devices to use; default: one on CPU, all GPUs"""
 
 
 class PpoTrainer:
@@ -120,9 +82,11 @@ class PpoTrainer:
         self.test_rows = list(test_rows)
         self.prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, options.trainer.seed)
         self.loss = _loss(options)
+        self.credit = Credit(options.adv, options.kl, is_single=options.train_data.responses_per_prompt == 1)
         self.run = TrainingRun(options.trainer, options, SHOWN, options.trainer.total_steps)
-        num_updates = options.trainer.total_steps * options.actor.update_per_rollout
-        self.engines = Engines(options.actor, options.rollout, num_updates, options.trainer.seed)
+        self.engines = Engines(options)
+        self.critic = find_critic(options, self.engines)
+        self.reference = find_reference(self.engines, options.temperature)
 
     def fit(self) -> dict[str, float]:
         """Train to the last step; returns the last metrics."""
@@ -131,7 +95,11 @@ class PpoTrainer:
         for items in self.batches():
             with stats_tracker.record_timing("step"):
                 batch = self.roll_out(items)
+                batch = self.reference.with_logprobs(batch)
+                batch = self.critic.with_values(batch)
+                batch = self.with_old_logprobs(batch)
                 batch = self.with_advantages(batch)
+                self.critic.update(batch)
                 self.update(batch)
                 self.sync()
             metrics = self.finish_step(batch)
@@ -143,7 +111,8 @@ class PpoTrainer:
     def start(self) -> None:
         """Build the engines, resume if asked, report the plan, evaluate once."""
         self.engines.build()
-        facts = self.run.restore(self.engines.actor)
+        facts = self.run.restore(self.engines.actor, self.engines.beside)
+        self.engines.take_turns()
         self.prompts.position = facts.get("position", 0)
         if facts:
             self.sync()
@@ -161,26 +130,39 @@ class PpoTrainer:
     @stats_tracker.record_timing("rollout")
     def roll_out(self, items: Sequence[Mapping[str, Any]]) -> TensorDict:
         """Generate and reward a batch: each prompt's responses side by side."""
-        return self.engines.rollout.rollout_batch(
-            items, self.workflow, group_size=self.options.train_data.responses_per_prompt
+        rollout, group_size = self.options.rollout, self.options.train_data.responses_per_prompt
+
+        def generate(items: Sequence[Mapping[str, Any]]) -> TensorDict:
+            return self.engines.rollout.rollout_batch(items, self.workflow, group_size=group_size)
+
+        batch = generate(items)
+        if group_size == 1 or not rollout.dynamic_filtering:
+            return batch
+        return replace_uniform_groups(
+            batch, len(items), lambda count: generate(self.prompts.next(count)), rollout.max_refills
         )
 
-    def with_advantages(self, batch: TensorDict) -> TensorDict:
-        """Add `advantages` [N, L], the same for all action tokens of a response."""
-        is_single = self.options.train_data.responses_per_prompt == 1
-        groups = torch.zeros_like(batch["group_ids"]) if is_single else batch["group_ids"]
-        advantages = group_advantages(batch["rewards"].double(), groups, norm_std=self.options.adv.norm_var)
-        batch["advantages"] = advantages.float()[:, None] * batch["loss_mask"]
+    def with_old_logprobs(self, batch: TensorDict) -> TensorDict:
+        """Add `old_logprobs` [N, L], each token's before this batch's updates, where something is measured from it."""
+        if self.options.actor.update_per_rollout == 1 and self.options.kl.type not in ("reward", "advantage"):
+            return batch
+        with stats_tracker.record_timing("old_logprobs"):
+            self.engines.bring(self.engines.actor)
+            batch["old_logprobs"] = self.engines.actor.forward(batch, OwnLogprobs(temperature=self.loss.temperature))
         return batch
+
+    def with_advantages(self, batch: TensorDict) -> TensorDict:
+        """Add `advantages` [N, L], and what a critic learns from."""
+        return self.credit(batch)
 
     @stats_tracker.record_timing("update")
     def update(self, batch: TensorDict) -> None:
         """The optimizer steps of one rollout batch."""
-        self.engines.for_training()
+        if self.run.step < self.options.actor.freeze_steps:
+            return
         actor, num_updates = self.engines.actor, self.options.actor.update_per_rollout
+        self.engines.bring(actor)
         actor.train()
-        if num_updates > 1:
-            batch["old_logprobs"] = actor.forward(batch, OwnLogprobs(temperature=self.loss.temperature))
         for rows in torch.arange(len(batch)).tensor_split(min(num_updates, len(batch))):
             stats = actor.train_batch(batch[rows], self.loss, self.loss.weight)
             actor.step_lr_scheduler()
@@ -193,15 +175,18 @@ class PpoTrainer:
         stats_tracker.scalar(sync_bytes=report.num_bytes, sync_seconds=report.seconds)
 
     def evaluate(self) -> dict[str, float]:
-        """The mean reward on the test rows."""
+        """The mean score on the test rows; where the workflow has none, the mean reward."""
         with stats_tracker.record_timing("evaluate"):
             batch = self.engines.rollout.rollout_batch(self.test_rows, self.test_workflow)
-        return {"accuracy": batch["rewards"].float().mean().item()}
+        metrics = batch_metrics(batch)
+        return {"accuracy": metrics.get("score", metrics["reward"])}
 
     def finish_step(self, batch: TensorDict) -> dict[str, float]:
         """Count the step, evaluate and save where due, log."""
         self.run.step += 1
         metrics = {**batch_metrics(batch), **_flat(stats_tracker.export())}
+        if "seconds" in metrics:
+            metrics["tokens_per_second"] = batch["attention_mask"].sum().item() / metrics["seconds"]
         self._sample_rollouts(batch)
         if self.test_rows and self.run.is_due(self.options.trainer.test_freq):
             metrics |= self.evaluate()
@@ -212,8 +197,8 @@ class PpoTrainer:
                 {"logprob_drift": f"{metrics['logprob_drift']:.3f} nats per token (limit {DRIFT_ALARM})"},
             )
         if self.run.is_due(self.options.trainer.save_freq):
-            with self.engines.actor_on_device():
-                self.run.save(self.engines.actor, position=self.prompts.position)
+            with self.engines.trained_on_device():
+                self.run.save(self.engines.actor, self.engines.beside, position=self.prompts.position)
         return metrics
 
     def _sample_rollouts(self, batch: TensorDict, count: int = 4) -> None:
@@ -238,42 +223,62 @@ def batch_plan(options: PpoConfig, engines: Engines) -> dict[str, str]:
     session, ranks = rlite.current_session(), engines.actor.num_data_ranks
     sequences = data.prompts_per_rollout * data.responses_per_prompt
     per_update = sequences // actor.update_per_rollout
-    deviation = "divided by the group's deviation (GRPO)" if options.adv.norm_var else "not divided (Dr. GRPO)"
     return {
-        "model": f"{actor.model_name}, {_count(engines.actor.module)} parameters",
+        "model": f"{actor.model_name}, {engines.actor.num_parameters / 1e6:.2f} M parameters",
         "devices": f"{ranks} x {session.device}, launcher {session.launcher.kind}",
         "step": f"{data.prompts_per_rollout} prompts x {data.responses_per_prompt} responses = {sequences} sequences, "
-        f"at most {rollout.train_sampling_params.max_new_tokens} new tokens each",
+        f"at most {rollout.train_sampling_params.max_new_tokens} new tokens in each of {rollout.max_turns} turn(s)",
         "update": f"{actor.update_per_rollout} optimizer step(s) of {per_update} sequences: {per_update // ranks} on "
         f"each of {ranks} rank(s), in packs of at most {actor.max_length_per_device} tokens",
         "rollout": f"{len(engines.rollout.executors)} replica(s) of {rollout.tp_size} device(s), executor "
         f"{rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each",
-        "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, group advantages {deviation}",
+        "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, {credit_plan(options)}",
         "run": f"{trainer.total_steps} steps, checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
     }
 
 
+def credit_plan(options: PpoConfig) -> str:
+    """How rewards become advantages, in words."""
+    adv, kl = options.adv, options.kl
+    mean = "batch" if adv.global_norm or options.train_data.responses_per_prompt == 1 else "group"
+    deviation = f"divided by the {mean}'s deviation (GRPO)" if adv.norm_var else "not divided (Dr. GRPO)"
+    plans = {
+        "gae": f"GAE with gamma {adv.gamma}, lambda {adv.lamda}, critic {options.critic.model_name or 'as the actor'}",
+        "reinforce": f"{mean} advantages {deviation}",
+    }
+    penalty = "" if kl.type is None else f", {kl.coef} x KL in the {kl.type}"
+    return plans.get(adv.estimator, f"advantages by {adv.estimator}") + penalty
+
+
 def batch_metrics(batch: TensorDict) -> dict[str, float]:
-    """What a batch of rollouts says of itself."""
-    lengths = batch["loss_mask"].sum(-1).float()
-    metrics = {"reward": batch["rewards"].float().mean().item(), "response_length": lengths.mean().item()}
-    if "truncated" in batch:  # workflows of your own may not say
-        metrics["truncated"] = batch["truncated"].float().mean().item()
+    """What a batch of rollouts says of itself, as means over its trajectories."""
+    first, index = first_rows(batch), trajectory_index(batch)
+    lengths = torch.zeros(len(first)).index_add(0, index, batch["loss_mask"].sum(-1).float())
+    metrics = {"reward": batch["rewards"][first].float().mean().item(), "response_length": lengths.mean().item()}
+    # workflows of your own may not say these
+    if "truncated" in batch:
+        truncated = torch.zeros(len(first)).index_add(0, index, batch["truncated"].float())
+        metrics["truncated"] = (truncated > 0).float().mean().item()
+    for key, name in (("scores", "score"), ("num_turns", "turns")):
+        if key in batch:
+            metrics[name] = batch[key][first].float().mean().item()
     return metrics
 
 
 def _loss(options: PpoConfig) -> PolicyLoss:
-    actor, sampling = options.actor, options.rollout.train_sampling_params
+    actor = options.actor
     return PolicyLoss(
         policy_loss=actor.policy_loss.name,
         options=actor.policy_loss.options,
         clip_low=actor.clip,
         clip_high=actor.clip if actor.clip_high is None else actor.clip_high,
         avg_level=actor.avg_level,
-        temperature=sampling.temperature,
-        max_new_tokens=sampling.max_new_tokens,
+        temperature=options.temperature,
+        max_new_tokens=options.rollout.train_sampling_params.max_new_tokens,
         tis_coef=actor.tis_coef,
         entropy_coef=actor.entropy_coef,
+        kl_coef=options.kl.coef if options.kl.type == "loss" else 0.0,
+        kl_estimator=options.kl.loss_estimator,
     )
 
 
@@ -290,25 +295,25 @@ def _count(module: torch.nn.Module) -> str:
 
 def main(argv: Sequence[str]) -> None:
     """Run the trainer from the command line."""
-    options = config.load(PpoConfig, argv, aliases={"actor.rollout.env_path": "rollout.env_path"})
+    options = config.load(PpoConfig, argv, aliases=ALIASES)
     data_path, env_path = options.train_data.path, options.rollout.env_path
     if data_path is None or env_path is None:
         missing = [k for k, v in {"train_data.path": data_path, "rollout.env_path": env_path}.items() if v is None]
         raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
+    serve_if_worker(options)
     train_rows = read_rows(data_path, key="train_data.path")
     test_rows = read_rows(options.test_data.path, key="test_data.path") if options.test_data.path else []
-    environment = Environment(env_path)
+    rollout = options.rollout
+    environment = Environment(env_path, rollout.env_timeout, rollout.env_processes)
     environment.check()
-    tokenizer = AutoTokenizer.from_pretrained(local_checkpoint(options.actor.model_name, weights=False))
+    tokenizer = load_tokenizer(options.actor.model_name)
     init_devices(options.launcher, options.num_devices)
-    trainer = PpoTrainer(
-        options,
-        EnvironmentWorkflow(environment, options.rollout.train_sampling_params.gconfig(), tokenizer),
-        train_rows,
-        test_rows,
-        EnvironmentWorkflow(environment, options.rollout.test_sampling_params.gconfig(), tokenizer),
-    )
-    trainer.fit()
+
+    def workflow(sampling: SamplingOptions) -> EnvironmentWorkflow:
+        return EnvironmentWorkflow(environment, sampling.gconfig(), tokenizer, rollout.max_turns, options.max_length)
+
+    evaluating = workflow(rollout.evaluation_sampling)
+    PpoTrainer(options, workflow(rollout.train_sampling_params), train_rows, test_rows, evaluating).fit()
     rlite.shutdown()
 
 

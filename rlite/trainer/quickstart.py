@@ -30,9 +30,16 @@ from rlite.nn.tiny import build_tiny_qwen3
 from rlite.observability.console import ConsoleReporter
 from rlite.observability.plots import plot_learning_curve
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
-from rlite.trainer.engines import ActorOptions, RolloutOptions, SamplingOptions
 from rlite.trainer.policy import OptimizerOptions, SftLoss, policy_module
-from rlite.trainer.ppo import PpoConfig, PpoTrainer, PromptOptions
+from rlite.trainer.ppo import PpoTrainer
+from rlite.trainer.ppo_options import (
+    ActorOptions,
+    EvaluationSamplingOptions,
+    PpoConfig,
+    PromptOptions,
+    RolloutOptions,
+    SamplingOptions,
+)
 from rlite.trainer.run import TrainerOptions
 
 TASK = "spell_backward"
@@ -143,12 +150,13 @@ def reinforce(
 ) -> dict[str, float]:
     """GRPO from the warm start; returns held-out accuracy before and after."""
     run = PpoConfig(
-        actor=ActorOptions(model_name=str(warm), lr=5e-4, weight_decay=0.0),
+        actor=ActorOptions(model_name=str(warm), lr=5e-4, weight_decay=0.0, gradient_checkpointing=False),
         train_data=PromptOptions(prompts_per_rollout=32, responses_per_prompt=8),
         rollout=RolloutOptions(
             train_sampling_params=SamplingOptions(max_new_tokens=MAX_NEW_TOKENS),
-            test_sampling_params=SamplingOptions(temperature=0.0, max_new_tokens=MAX_NEW_TOKENS),
+            test_sampling_params=EvaluationSamplingOptions(max_new_tokens=MAX_NEW_TOKENS),
             max_model_len=128,
+            dynamic_filtering=False,
         ),
         trainer=TrainerOptions(
             save_dir=str(folder),
@@ -169,7 +177,7 @@ def reinforce(
         SingleTurnWorkflow(reward, sampling.train_sampling_params.gconfig(), tokenizer),
         train,
         held_out,
-        SingleTurnWorkflow(reward, sampling.test_sampling_params.gconfig(), tokenizer),
+        SingleTurnWorkflow(reward, sampling.evaluation_sampling.gconfig(), tokenizer),
     ).fit()
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     accuracies = [row["accuracy"] for row in logged if "accuracy" in row]

@@ -11,8 +11,14 @@ from rlite import cli
 from rlite.errors import CheckpointError, DataError, RliteError
 from rlite.nn.tiny import byte_tokenizer
 from rlite.rollout import SingleTurnWorkflow
-from rlite.trainer.engines import ActorOptions, RolloutOptions, SamplingOptions
-from rlite.trainer.ppo import PpoConfig, PpoTrainer, PromptOptions
+from rlite.trainer.ppo import PpoTrainer
+from rlite.trainer.ppo_options import (
+    ActorOptions,
+    PpoConfig,
+    PromptOptions,
+    RolloutOptions,
+    SamplingOptions,
+)
 from rlite.trainer.run import TrainerOptions
 from tests.tiny import build_model_dir
 

@@ -6,8 +6,8 @@ import torch
 from rlite.algorithms import POLICY_LOSSES, TokenLogprobs, TokenLoss, gather_logprobs_entropy, next_token, ppo_clip
 from rlite.config import load
 from rlite.errors import ConfigError
-from rlite.trainer.engines import ActorOptions
 from rlite.trainer.policy import OptimizerOptions, OwnLogprobs, PolicyLoss, SftLoss, schedule
+from rlite.trainer.ppo_options import ActorOptions
 
 
 def pack(lengths, prompt=2, vocab=11, seed=0):

@@ -1,0 +1,50 @@
+"""Dynamic filtering (DAPO, arXiv:2503.14476): groups from which nothing can be learnt are replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from rlite.observability import stats_tracker
+from rlite.rollout.batch import first_rows, join_batches
+
+
+def replace_uniform_groups(
+    batch: TensorDict, num_groups: int, generate: Callable[[int], TensorDict], max_rounds: int
+) -> TensorDict:
+    """A batch of `num_groups` groups with different rewards in each, as far as they are found.
+
+    Groups whose trajectories all have the same reward, and those that were lost, are replaced by what `generate(count)`
+    returns, at most `max_rounds` times. What is missing then is made up from the uniform groups, so that the batch
+    keeps its size.
+    """
+    kept, uniform, num_missing, num_dropped, rounds = [], [], num_groups, 0, 0
+    while True:
+        is_varied = torch.isin(batch["group_ids"], varied_groups(batch))
+        num_varied = len(batch["group_ids"][is_varied].unique())
+        kept.append(batch[is_varied])
+        uniform.append(batch[~is_varied])
+        num_missing -= num_varied
+        num_dropped += len(batch["group_ids"].unique()) - num_varied
+        if num_missing <= 0 or rounds == max_rounds:
+            break
+        rounds += 1
+        batch = generate(num_missing)
+    if num_missing > 0 and num_dropped:
+        spare = join_batches([part for part in uniform if len(part)])
+        ids = list(dict.fromkeys(spare["group_ids"].tolist()))[:num_missing]
+        kept.append(spare[torch.isin(spare["group_ids"], torch.tensor(ids))])
+        num_dropped -= len(ids)
+    stats_tracker.scalar(num_filtered=num_dropped, num_refills=rounds)
+    return join_batches([part for part in kept if len(part)])
+
+
+def varied_groups(batch: TensorDict) -> Tensor:
+    """The ids of the groups whose trajectories do not all have the same reward."""
+    first = first_rows(batch)
+    rewards, groups = batch["rewards"][first], batch["group_ids"][first]
+    found = [int(group) for group in groups.unique() if len(rewards[groups == group].unique()) > 1]
+    return torch.tensor(found, dtype=torch.int64)

@@ -1,0 +1,294 @@
+"""Options of reinforcement learning from rollouts."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlite import config
+from rlite.algorithms import Schedule, check_advantage, check_policy_loss
+from rlite.algorithms.kl import KLEstimator
+from rlite.errors import ConfigError, UnknownOptionError
+from rlite.trainer.options import LaunchOptions, ModelOptions
+from rlite.trainer.policy import AvgLevel
+from rlite.trainer.run import TrainerOptions
+from rlite.types import GenerationHyperparameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossOptions:
+    """What turns log-probabilities and advantages into a loss."""
+
+    name: str = "ppo_clip"
+    """a name of `rlite.algorithms.POLICY_LOSSES`"""
+    options: dict[str, Any] = field(default_factory=dict)
+    """of that loss, its keyword parameters; ppo_clip has its range from actor.clip"""
+
+    def __post_init__(self) -> None:
+        try:
+            check_policy_loss(self.name, self.options)
+        except UnknownOptionError as error:
+            raise ConfigError(str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorOptions(ModelOptions):
+    """The policy that is trained."""
+
+    lr: float = 1e-6
+    """peak learning rate of AdamW"""
+    scheduler: Schedule = "constant"
+    """after the warm-up"""
+    warmup_ratio: float = 0.0
+    """share of all optimizer steps in which the rate rises"""
+    update_per_rollout: int = 1
+    """optimizer steps on each rollout batch, the critic's too"""
+    freeze_steps: int = 0
+    """first steps in which only the critic learns"""
+    clip: float = 0.2
+    """PPO's clip range below 1 (and above, unless clip_high says otherwise)"""
+    clip_high: float | None = None
+    """clip range above 1"""
+    policy_loss: PolicyLossOptions = field(default_factory=PolicyLossOptions)
+    """the loss of each token"""
+    tis_coef: float | None = 2.0
+    """cap of the importance weight trainer / engine; null is off"""
+    entropy_coef: float = 0.0
+    """weight of the entropy bonus"""
+    temperature: float | None = None
+    """of the log-probabilities that are trained; default: that of sampling"""
+    offload_model: bool | None = None
+    """leave the device to generation and to other models; default: on GPUs"""
+
+    def __post_init__(self) -> None:
+        if self.update_per_rollout < 1 or self.freeze_steps < 0:
+            raise ConfigError(
+                f"actor.update_per_rollout={self.update_per_rollout}, actor.freeze_steps={self.freeze_steps}: "
+                "expected at least 1 and at least 0"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceOptions:
+    """A model beside the actor, which stays as it is; what is not set is the actor's."""
+
+    model_name: str | None = None
+    """folder or hub name of a Hugging Face checkpoint"""
+    ddp_size: int | None = None
+    """copies of the model; each is sharded over world / ddp_size devices"""
+    tp_size: int | None = None
+    """devices that share each matrix (tensor parallel)"""
+    sp_size: int | None = None
+    """devices that share the tokens of a sequence (context parallel)"""
+    max_length_per_device: int | None = None
+    """tokens of one microbatch on a device"""
+    offload_model: bool | None = None
+    """leave the device to the others when it is not used"""
+
+    def as_model(self, actor: ActorOptions) -> ModelOptions:
+        """With what the actor lends."""
+        filled = config.inherit(self, actor)
+        lent = {f.name: getattr(filled, f.name, getattr(actor, f.name)) for f in dataclasses.fields(ModelOptions)}
+        return ModelOptions(**lent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticOptions(ReferenceOptions):
+    """The model of values, which adv.estimator=gae needs; what is not set is the actor's."""
+
+    gradient_checkpointing: bool | None = None
+    """recompute activations in the backward pass"""
+    avg_level: AvgLevel | None = None
+    """as actor.avg_level"""
+    lr: float = 5e-6
+    """peak learning rate of AdamW"""
+    weight_decay: float | None = None
+    """of AdamW"""
+    max_grad_norm: float | None = None
+    """global norm to which gradients are clipped"""
+    scheduler: Schedule | None = None
+    """after the warm-up"""
+    warmup_ratio: float | None = None
+    """share of all optimizer steps in which the rate rises"""
+    clip: float = 0.5
+    """how far a value may move from what it was at the rollout; infinity is off"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlOptions:
+    """The price of leaving the reference policy."""
+
+    type: Literal["reward", "loss", "advantage"] | None = None
+    """where it is paid: of each token's reward, as a term of the loss, or of each token's advantage; null is nowhere"""
+    coef: float = 1e-3
+    """its weight"""
+    reward_estimator: KLEstimator = "k1"
+    """of the types reward and advantage"""
+    loss_estimator: KLEstimator = "k2"
+    """of the type loss"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageOptions:
+    """From rewards to advantages."""
+
+    estimator: str = "reinforce"
+    """reinforce: reward less the mean of its group; gae: with a critic; or a name of `rlite.algorithms.ADVANTAGES`"""
+    options: dict[str, Any] = field(default_factory=dict)
+    """of an estimator of ADVANTAGES, its keyword parameters"""
+    gamma: float = 1.0
+    """discount for each token that the model writes; an outcome is the discounted sum of its trajectory's rewards"""
+    lamda: float = 1.0
+    """of gae: 1 relies on rewards alone, 0 on values"""
+    global_norm: bool = False
+    """the mean is that of the whole batch (gae: advantages are centred)"""
+    norm_var: bool = False
+    """divide by the standard deviation, of the group (GRPO), or with global_norm or gae of the whole batch"""
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "lamda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"adv.{name}={getattr(self, name)}: expected a number between 0 and 1")
+        is_named = self.estimator not in ("reinforce", "gae")
+        if self.estimator in ("remax", "gdpo"):
+            raise ConfigError(f"adv.estimator={self.estimator} needs more rewards than this trainer collects")
+        if is_named:
+            try:
+                check_advantage(self.estimator, self.options)
+            except UnknownOptionError as error:
+                raise ConfigError(str(error)) from error
+        if (self.options and not is_named) or (is_named and (self.global_norm or self.norm_var)):
+            raise ConfigError(
+                f"adv.estimator={self.estimator}: adv.options are of the estimators in ADVANTAGES, adv.global_norm and "
+                "adv.norm_var of reinforce and gae"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How responses are sampled."""
+
+    temperature: float = 1.0
+    """0 is greedy"""
+    max_new_tokens: int = 1024
+    """longest response, in each turn"""
+    top_p: float = 1.0
+    """1 is off"""
+    top_k: int = 0
+    """0 is off"""
+    stop: list[str] = field(default_factory=list)
+    """texts that end a response"""
+
+    def gconfig(self) -> GenerationHyperparameters:
+        return GenerationHyperparameters(
+            temperature=self.temperature,
+            max_new_tokens=self.max_new_tokens,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=tuple(self.stop),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSamplingOptions:
+    """How responses are sampled for evaluation; what is not set is as for training."""
+
+    temperature: float = 0.0
+    """0 is greedy"""
+    max_new_tokens: int | None = None
+    """longest response, in each turn"""
+    top_p: float = 1.0
+    """1 is off"""
+    top_k: int = 0
+    """0 is off"""
+    stop: list[str] | None = None
+    """texts that end a response"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions:
+    """The engine that generates, and what rewards it."""
+
+    executor: str = "torch"
+    """inference executor"""
+    tp_size: int = 1
+    """devices that share one replica"""
+    dtype: str | None = None
+    """of the served weights; default: the checkpoint's"""
+    gpu_memory_utilization: float = 0.6
+    """share of a GPU's memory for generation"""
+    max_num_seqs: int = 256
+    """sequences that a replica decodes at once"""
+    max_model_len: int | None = None
+    """longest prompt and response together"""
+    env_path: str | None = None
+    """Python file with `async step(state, action, extra_info)`; it returns the keys `rlite.rollout.env.STEP_KEYS`"""
+    env_timeout: float = 60.0
+    """seconds for one step of the environment"""
+    env_processes: int | None = None
+    """steps of environments that run at the same time; default: the cores, at most 8"""
+    max_turns: int = 1
+    """turns of the model in one episode"""
+    dynamic_filtering: bool = True
+    """replace groups whose rewards are all equal, from which nothing can be learnt, by further prompts"""
+    max_refills: int = 4
+    """further rounds of generation for that; what is missing then stays as it is"""
+    train_sampling_params: SamplingOptions = field(default_factory=SamplingOptions)
+    """sampling for training"""
+    test_sampling_params: EvaluationSamplingOptions = field(default_factory=EvaluationSamplingOptions)
+    """sampling for evaluation"""
+
+    @property
+    def evaluation_sampling(self) -> SamplingOptions:
+        """For evaluation, with what training lends."""
+        filled = config.inherit(self.test_sampling_params, self.train_sampling_params)
+        return SamplingOptions(**{f.name: getattr(filled, f.name) for f in dataclasses.fields(SamplingOptions)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """Prompts to train on."""
+
+    path: str | None = None
+    """JSON, JSONL, CSV, Parquet or Arrow file, a folder or hub name of a dataset; SPLIT@PATH for a part of it"""
+    prompts_per_rollout: int = 32
+    """prompts in one rollout batch"""
+    responses_per_prompt: int = 1
+    """responses to each prompt, a group; with 1 the batch's mean reward is the baseline"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestOptions:
+    """Prompts to evaluate on."""
+
+    path: str | None = None
+    """as train_data.path; null evaluates nothing"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoConfig(LaunchOptions):
+    """Everything that a run is made of."""
+
+    actor: ActorOptions
+    critic: CriticOptions = field(default_factory=CriticOptions)
+    ref_actor: ReferenceOptions = field(default_factory=ReferenceOptions)
+    train_data: PromptOptions = field(default_factory=PromptOptions)
+    test_data: TestOptions = field(default_factory=TestOptions)
+    kl: KlOptions = field(default_factory=KlOptions)
+    adv: AdvantageOptions = field(default_factory=AdvantageOptions)
+    rollout: RolloutOptions = field(default_factory=RolloutOptions)
+    trainer: TrainerOptions = field(default_factory=TrainerOptions)
+
+    @property
+    def temperature(self) -> float:
+        """Of the log-probabilities that are trained; those of greedy sampling have 1."""
+        chosen = self.actor.temperature
+        return self.rollout.train_sampling_params.temperature or 1.0 if chosen is None else chosen
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence that every model which is trained or asked can take."""
+        models = [self.actor, self.critic.as_model(self.actor), self.ref_actor.as_model(self.actor)]
+        limits = [model.max_length_per_device * model.tp_size * model.sp_size for model in models]
+        return min([*limits, *([self.rollout.max_model_len] if self.rollout.max_model_len else [])])

@@ -1,0 +1,44 @@
+"""The reference policy that a KL penalty measures against. Without one there is `NoReference`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from tensordict import TensorDict
+
+from rlite.engine.train import RliteTrainEngine
+from rlite.observability import stats_tracker
+from rlite.trainer.engines import Engines
+from rlite.trainer.policy import OwnLogprobs
+
+
+class AnyReference(Protocol):
+    """What the trainer's loop asks of a reference."""
+
+    def with_logprobs(self, batch: TensorDict) -> TensorDict: ...
+
+
+class NoReference:
+    """Nothing ties the policy to where it began."""
+
+    def with_logprobs(self, batch: TensorDict) -> TensorDict:
+        return batch
+
+
+class Reference:
+    """A policy that stays as it is."""
+
+    def __init__(self, engines: Engines, engine: RliteTrainEngine, temperature: float) -> None:
+        self._engines, self._engine, self._hook = engines, engine, OwnLogprobs(temperature=temperature)
+
+    @stats_tracker.record_timing("reference")
+    def with_logprobs(self, batch: TensorDict) -> TensorDict:
+        """Add `ref_logprobs` [N, L], each token's under the reference."""
+        self._engines.bring(self._engine)
+        batch["ref_logprobs"] = self._engine.forward(batch, self._hook)
+        return batch
+
+
+def find_reference(engines: Engines, temperature: float) -> AnyReference:
+    """The one that the engines have, or none."""
+    return NoReference() if engines.reference is None else Reference(engines, engines.reference, temperature)
