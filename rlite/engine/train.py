@@ -118,6 +118,9 @@ class RliteTrainEngine(Engine):
         ParallelDims.of(executor_size, executor_size, self.options.sp_size, self.options.tp_size)
 
     def _source(self) -> bytes:
+        for parameter in self.module.parameters():
+            # accelerate notes it there for tied parameters, and what was frozen since would arrive as it was before
+            vars(parameter).pop("requires_grad", None)
         return cloudpickle.dumps(self.module)
 
     def _built(self) -> None:
@@ -130,6 +133,8 @@ class RliteTrainEngine(Engine):
             self._finish_saving()
         except (RliteError, OSError) as error:
             logger.error("%s: %s", self.name, error)
+        except RuntimeError:  # at the interpreter's end there are no threads to ask; they have written what they had to
+            pass
 
     # -- atomic operations ---------------------------------------------------------------------------------------
 
