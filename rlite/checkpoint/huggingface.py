@@ -19,11 +19,14 @@ COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json",
 
 
 class Writer:
-    """Collects tensors into safetensors files of at most MAX_FILE_BYTES, then publishes the folder at once."""
+    """Collects tensors into safetensors files of at most MAX_FILE_BYTES, then publishes the folder at once.
+
+    Until then it is at `folder`, where other files may be written beside them.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._folder = staging(path)
+        self.folder = staging(path)
         self._files: list[list[str]] = []
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
@@ -41,30 +44,30 @@ class Writer:
         """Write the model's config, naming its transformers class, and the companions found in `origin`."""
         config = copy.deepcopy(config)
         config.architectures = [architecture]
-        config.save_pretrained(self._folder)
+        config.save_pretrained(self.folder)
         if origin is None:
             return
         for pattern in COMPANIONS:
             for file in origin.glob(pattern):
-                shutil.copy2(file, self._folder / file.name)
+                shutil.copy2(file, self.folder / file.name)
 
     def finish(self) -> None:
         self._flush()
         if len(self._files) == 1:
-            self._file(0).rename(self._folder / "model.safetensors")
+            self._file(0).rename(self.folder / "model.safetensors")
         else:
             count = len(self._files)
             weight_map = {}
             for number, names in enumerate(self._files):
                 final = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-                self._file(number).rename(self._folder / final)
+                self._file(number).rename(self.folder / final)
                 weight_map.update(dict.fromkeys(names, final))
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        publish(self._folder, self._path)
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        publish(self.folder, self._path)
 
     def _file(self, number: int) -> Path:
-        return self._folder / f"part-{number}.safetensors"
+        return self.folder / f"part-{number}.safetensors"
 
     def _flush(self) -> None:
         save_file(self._pending, self._file(len(self._files)), metadata={"format": "pt"})

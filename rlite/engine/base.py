@@ -62,8 +62,11 @@ class SourceWorker(Worker, Protocol):
     staged: Any
     """whatever weight sync keeps alive here between two calls"""
 
-    def served_shards(self) -> dict[str, ParameterShard]:
-        """Its boxes under the names and with the values that leave the engine."""
+    def served_shards(self, has_values: bool = True) -> dict[str, ParameterShard]:
+        """Its boxes under the names and with the values that leave the engine; a collective of its copy of the model.
+
+        Without `has_values` the values may be other ones: it costs neither time nor memory.
+        """
         ...
 
     def aliases(self) -> dict[str, str]:

@@ -65,7 +65,7 @@ def describe(worker: SourceWorker | Worker, is_source: bool, is_shared: bool) ->
     if not is_source:
         return Layout({name: _place(s) for name, s in worker.parameter_shards().items()}, host_identity())
     source = cast(SourceWorker, worker)
-    served = source.served_shards()
+    served = source.served_shards(has_values=is_shared)
     return Layout(
         places={name: _place(shard) for name, shard in served.items()},
         host=host_identity(),
@@ -90,7 +90,7 @@ def share(worker: SourceWorker, names: Sequence[str] | None, is_gathered: bool) 
         is_gathered: first gather each whole tensor from all ranks of the source (a collective): CUDA workers see only
             their own device, so a target there cannot read another one's shard.
     """
-    shards = worker.served_shards()
+    shards = worker.served_shards(has_values=not is_gathered)
     chosen = {name: shards[name].tensor for name in (shards if names is None else names)}
     if is_gathered:
         chosen = {name: worker.full_tensor(name) for name in chosen}

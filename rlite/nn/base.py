@@ -71,7 +71,7 @@ class BaseTrainModule(nn.Module):
         return None
 
     def served_parameter(self, name: str, parameter: Tensor) -> Tensor:
-        """The parameter with the value that leaves, sharded as `parameter` is. A collective: all ranks, in one order."""
+        """The parameter with the value that leaves, sharded as `parameter` is. A collective of all ranks, in order."""
         return parameter
 
     def postprocess_named_parameter(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:

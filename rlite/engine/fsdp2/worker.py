@@ -23,6 +23,7 @@ from rlite.errors import CheckpointError, ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, exported_class, local_checkpoint
 from rlite.nn.linear import speed_up_linear_layers
+from rlite.nn.lora import LoraTrainModule
 from rlite.nn.meta import real_tensors
 from rlite.parallel.arena import SharedArena
 from rlite.parallel.fsdp import (
@@ -284,20 +285,20 @@ class Fsdp2Worker:
     def save(self, path: str) -> None:
         """Write a Hugging Face checkpoint, and adapters beside it; every rank takes part, rank 0 writes."""
         module = self.module
-        trained = {}
+        trained: dict[str, Tensor] = {}
         if isinstance(module, LoraTrainModule) and module.lora is not None:
             trained = {name: full_tensor(p) for name, p in module.named_parameters() if p.requires_grad}
         tensors = ((name, full_tensor(module.served_parameter(name, p))) for name, p in module.named_parameters())
-        served = (out for name, full in tensors if (out := self.module.postprocess_named_parameter(name, full)))
+        served = (out for name, full in tensors if (out := module.postprocess_named_parameter(name, full)))
         try:
             if self._context.rank == 0:
-                self._write(Path(path), served)
+                self._write(Path(path), served, trained)
         finally:  # gathering is a collective: a full disk on rank 0 must not leave its peers in one
             for _ in served:
                 pass
             dist.barrier(group=self._everyone)
 
-    def _write(self, path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _write(self, path: Path, tensors: Iterable[tuple[str, Tensor]], adapter: Mapping[str, Tensor]) -> None:
         writer = huggingface.Writer(path)
         for name, tensor in tensors:
             writer.add(name, tensor)
@@ -305,6 +306,8 @@ class Fsdp2Worker:
             source = self.module.config._name_or_path
             folder = local_checkpoint(source, weights=False) if source else None
             writer.add_config(self.module.config, exported_class(self.module), folder)
+        if isinstance(self.module, LoraTrainModule) and adapter:
+            self.module.save_adapter(writer.folder / "adapter", adapter)
         writer.finish()
 
     def save_state(self, folder: str, path: str, facts: dict[str, Any], is_asynchronous: bool) -> None:
@@ -356,6 +359,7 @@ class Fsdp2Worker:
         if self._device.type == "cpu":
             return
         self.module.to(device)
+        self.staged = None  # what was shared for the last sync would hold the memory that is to be left
         optimizer = self.module.optimizer
         for state in optimizer.state.values() if optimizer else ():
             for key, value in state.items():

@@ -1,0 +1,208 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) by PEFT, which are trained while the checkpoint's weights stay as they are.
+
+    held        q_proj.base_layer.weight W [out, in], frozen
+                q_proj.lora_A.default.weight A [rank, in], q_proj.lora_B.default.weight B [out, rank]
+    served      q_proj.weight = W + alpha / rank B A: to other engines, in state_dict() and in the checkpoint of save()
+    exported    A and B in PEFT's own format, which `peft.PeftModel.from_pretrained` opens, in `adapter/` beside it
+
+A checkpoint to resume from holds W, A and B, and the optimizer's state of A and B.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from transformers import PreTrainedModel
+
+from rlite.errors import ConfigError, did_you_mean
+from rlite.nn.base import BaseTrainModule, is_on_meta
+from rlite.nn.heads import HuggingFaceFsdp2ScoreModule
+from rlite.nn.meta import meta_parameters
+
+ALL_LINEAR = "all-linear"
+_HELD, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
+_SCORE = "score"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """Adapters of rank `rank` beside linear layers; they count alpha / rank."""
+
+    rank: int = 16
+    """columns of each factor"""
+    alpha: float = 32.0
+    """what the product of the factors is multiplied with, times rank"""
+    dropout: float = 0.0
+    """share of an adapter's inputs that is set to 0 in training"""
+    target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    """names of linear layers, or how they end; all-linear: each but the output embedding or head"""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"rank={self.rank}: expected at least 1")
+        if not self.alpha > 0:
+            raise ConfigError(f"alpha={self.alpha}: expected more than 0")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout={self.dropout}: expected at least 0 and less than 1")
+        if not self.target_modules or (ALL_LINEAR in self.target_modules and len(self.target_modules) > 1):
+            raise ConfigError(f"target_modules={self.target_modules}: expected names of layers, or {ALL_LINEAR} alone")
+        if importlib.util.find_spec("peft") is None:
+            raise ConfigError("adapters need the package peft: pip install 'rlite[lora]'")
+
+
+class LoraTrainModule(BaseTrainModule):
+    """Put it before the module's other classes, and call `add_lora` while the module is on meta.
+
+    `class Mine(LoraTrainModule, HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM)`. Until `add_lora` nothing is different.
+    Afterwards only adapters ask for gradients, and the head of a score module, which is new itself.
+    """
+
+    lora: LoraOptions | None = None
+
+    def add_lora(self, options: LoraOptions) -> None:
+        """Put adapters beside the linear layers that `options` name, and freeze everything else.
+
+        Raises: ConfigError for a module with weights, for a name that fits no linear layer, and for layers that have no
+            merged weight of their own: tied ones.
+        """
+        if not is_on_meta(self):
+            raise ConfigError(f"{type(self).__name__} holds real weights; add_lora comes before them, on meta")
+        import peft  # optional, and slow to import
+
+        self._check_targets(options)
+        with meta_parameters():
+            peft.inject_adapter_in_model(self._peft_config(options), self)
+        if isinstance(self, HuggingFaceFsdp2ScoreModule):
+            self.score.requires_grad_(True)
+        self.lora = options
+
+    def _check_targets(self, options: LoraOptions) -> None:
+        linears = {name: module for name, module in self.named_modules() if isinstance(module, nn.Linear)}
+        if options.target_modules == [ALL_LINEAR]:
+            return
+        for target in options.target_modules:
+            fitting = [name for name in linears if f".{name}".endswith(f".{target}")]
+            others = [name for name, _ in self.named_modules() if f".{name}".endswith(f".{target}")]
+            if not fitting or len(others) > len(fitting):
+                endings = {name.rpartition(".")[2] for name in linears}
+                raise ConfigError(f"target_modules: {target!r} is no linear layer; {did_you_mean(target, endings)}")
+            for name in fitting:
+                if isinstance(self, HuggingFaceFsdp2ScoreModule) and name == _SCORE:
+                    raise ConfigError(f"target_modules: {target!r} is the new head, which is trained as a whole")
+                if _is_tied(self, linears[name]):
+                    raise ConfigError(
+                        f"target_modules: {target!r} shares its weight with the input embedding, which would have to "
+                        "change with it; leave it out"
+                    )
+
+    def _peft_config(self, options: LoraOptions, **changes: Any) -> Any:
+        import peft
+
+        is_scorer = isinstance(self, HuggingFaceFsdp2ScoreModule)
+        targets = options.target_modules
+        return peft.LoraConfig(
+            task_type="SEQ_CLS" if is_scorer else "CAUSAL_LM",
+            r=options.rank,
+            lora_alpha=options.alpha,
+            lora_dropout=options.dropout,
+            target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+            **changes,
+        )
+
+    # -- on the way in -------------------------------------------------------------------------------------------
+
+    def checkpoint_name(self, name: str) -> str:
+        """The name without the adapters: `q_proj.weight` of `q_proj.base_layer.weight`."""
+        return super().checkpoint_name(self._plain_name(name))
+
+    def preprocess_named_parameter(self, name: str, tensor: Tensor) -> Tensor:
+        return super().preprocess_named_parameter(self._plain_name(name), tensor)
+
+    def missing_parameter(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """Adapters begin as PEFT's do: A uniform (of Kaiming, with a = sqrt(5)), drawn for its name alone; B zero."""
+        if self.lora is not None and name.endswith(_UP):
+            return torch.zeros(shape, device="cpu")
+        if self.lora is not None and name.endswith(_DOWN):
+            generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
+            return nn.init.kaiming_uniform_(torch.empty(shape, device="cpu"), math.sqrt(5), generator=generator)
+        return super().missing_parameter(self._plain_name(name), shape)
+
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        if self.lora is not None:
+            raise ConfigError(f"adapters cannot be split over tp_size={mesh.size()} workers: build with tp_size=1")
+        super().parallelize(mesh)
+
+    # -- on the way out ------------------------------------------------------------------------------------------
+
+    def served_parameter(self, name: str, parameter: Tensor) -> Tensor:
+        """A layer's weight with its adapter merged into it."""
+        layer, _, attribute = name.rpartition(_HELD)
+        if self.lora is None or not layer or attribute != "weight":
+            return super().served_parameter(self._plain_name(name), parameter)
+        down, up = self.get_parameter(layer + _DOWN), self.get_parameter(layer + _UP)
+        merged = merge(parameter, down, up, self.lora.alpha / self.lora.rank)
+        return super().served_parameter(self._plain_name(name), merged)
+
+    def postprocess_named_parameter(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
+        """Adapters do not leave: they are in the weights already."""
+        if self.lora is not None and name.endswith((_DOWN, _UP)):
+            return None
+        return super().postprocess_named_parameter(self._plain_name(name), tensor)
+
+    def _plain_name(self, name: str) -> str:
+        return name if self.lora is None else name.replace(_HELD, ".")
+
+    def save_adapter(self, folder: Path, trained: Mapping[str, Tensor]) -> None:
+        """Write what was trained, whole and by parameter name, into `folder` in PEFT's format.
+
+        It opens with `peft.PeftModel.from_pretrained(base, folder)`, where `base` is the checkpoint that was read.
+        """
+        if self.lora is None:
+            raise ConfigError(f"{type(self).__name__} has no adapter to save: call add_lora")
+        endings = {name.removesuffix(_DOWN).rpartition(".")[2] for name in trained if name.endswith(_DOWN)}
+        is_scorer = isinstance(self, HuggingFaceFsdp2ScoreModule)
+        config = self._peft_config(
+            self.lora,
+            base_model_name_or_path=getattr(getattr(self, "config", None), "_name_or_path", None),
+            inference_mode=True,
+            modules_to_save=[_SCORE] if is_scorer else None,
+        )
+        if config.target_modules == ALL_LINEAR:  # of the base as it is now, which an opener's may not be
+            config.target_modules = sorted(endings)
+        config.save_pretrained(str(folder))
+        tensors = {
+            f"base_model.model.{name.replace('.default.', '.')}": tensor.detach().cpu().contiguous()
+            for name, tensor in trained.items()
+        }
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """`weight + scale up @ down`, computed in float32 at least, in the dtype and the sharding of `weight`.
+
+    weight [out, in], down [rank, in], up [out, rank]. A collective if they are DTensors, which are sharded alike.
+    """
+    if isinstance(down, DTensor):
+        down = down.redistribute(placements=[Replicate()] * down.device_mesh.ndim)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return torch.add(weight.to(dtype), up.to(dtype) @ down.to(dtype), alpha=scale).to(weight.dtype)
+
+
+def _is_tied(module: nn.Module, layer: nn.Linear) -> bool:
+    """Whether the weight of `layer` is, or will be when the model ties its weights, the input embedding's."""
+    if not isinstance(module, PreTrainedModel):
+        return False
+    is_head = layer is module.get_output_embeddings()
+    return is_head and bool(getattr(module.config.get_text_config(), "tie_word_embeddings", False))

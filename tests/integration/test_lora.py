@@ -1,0 +1,172 @@
+"""Adapters on real processes: what they train, what is served, and what others open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlite import RliteInferenceEngine, RliteTrainEngine
+from rlite.errors import ConfigError
+from rlite.nn import LoraOptions
+from rlite.trainer.policy import OptimizerOptions, critic_module, policy_module
+from tests.integration.modules import make_batch, next_token_logprobs, num_counted, token_loss
+from tests.integration.worlds import world
+
+LORA = LoraOptions(rank=4, alpha=6.0)
+GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+PROMPTS = [[1, 2, 3], [200, 7, 91, 4, 77, 8], [5]]
+IDS = torch.tensor([[11, 12, 13, 200, 7, 91, 4, 77, 8]])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    with world(2):
+        yield
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Any]]:
+    built: list[Any] = []
+    yield built
+    for engine in built:
+        engine.release()
+
+
+def optimizer(lr: float = 2e-2) -> OptimizerOptions:
+    return OptimizerOptions(lr=lr, weight_decay=0.0, scheduler="constant", warmup_steps=0, total_steps=10)
+
+
+def build(engines: list[Any], module: Any, size: int = 1, copies: int = 1, **options: Any) -> RliteTrainEngine:
+    engine = RliteTrainEngine(module)
+    engine.build(tensor_parallel_size=size, data_parallel_size=copies, colocate_with=engines[:1], **options)
+    engines.append(engine)
+    return engine
+
+
+def train(engine: RliteTrainEngine, loss: Any = token_loss, steps: int = 3) -> list[float]:
+    batch = make_batch([9, 4, 7, 6, 3])
+    return [engine.train_batch(batch, loss, num_counted)["loss"] for _ in range(steps)]
+
+
+def score_loss(scores: Tensor, data: dict[str, Any]) -> Tensor:
+    return ((scores - 1) ** 2 * data["loss_mask"]).sum() / data["loss_mask"].sum()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_training_changes_adapted_weights_by_their_adapters_and_nothing_else(
+    engines: list[Any], models: dict[str, Path], tmp_path: Path, size: int
+) -> None:
+    engine = build(engines, policy_module(models["qwen2"], optimizer(), LORA), size=size)
+    before = engine.state_dict()
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in load_file(models["qwen2"] / "model.safetensors").items()
+    )
+    losses = train(engine)
+    assert losses[-1] < losses[0] - 0.1
+    engine.save(tmp_path)
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert all(".lora_A." in name or ".lora_B." in name for name in adapter)
+    num_adapted = 0
+    for name, tensor in engine.state_dict().items():
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        expected = before[name]
+        if name.endswith(".weight") and f"{layer}.lora_B.weight" in adapter:
+            expected = expected + 6 / 4 * adapter[f"{layer}.lora_B.weight"] @ adapter[f"{layer}.lora_A.weight"]
+            num_adapted += not torch.equal(tensor, before[name])
+            torch.testing.assert_close(tensor, expected, atol=1e-6, rtol=1e-6)
+        else:
+            assert torch.equal(tensor, expected), name
+    assert num_adapted == 14
+    held = sum(part["optimizer"] for part in engine.group.broadcast("memory_bytes"))
+    assert held == pytest.approx(2 * sum(tensor.nbytes for tensor in adapter.values()), rel=0.02), "AdamW's two moments"
+
+
+@pytest.mark.parametrize(("train_size", "serve_size"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_what_is_served_and_what_others_open_is_the_trained_model(
+    engines: list[Any], models: dict[str, Path], tmp_path: Path, kind: str, train_size: int, serve_size: int
+) -> None:
+    path = models[kind]
+    engine = build(engines, policy_module(path, optimizer(), LORA), size=train_size)
+    served = RliteInferenceEngine(path)
+    served.build(tensor_parallel_size=serve_size, max_model_len=64, max_num_seqs=4, colocate_with=engines[:1])
+    engines.append(served)
+    untrained = [output.outputs[0].token_ids for output in served.generate(PROMPTS, GREEDY)]
+    train(engine)
+    engine.p2p_weight_sync(served, verify_checksums=True)
+    engine.save(tmp_path / "latest")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "latest").eval()
+    base = AutoModelForCausalLM.from_pretrained(path)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "latest" / "adapter").eval()
+    assert adapted.active_peft_config.base_model_name_or_path == str(path)
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(IDS).logits, merged(IDS).logits, atol=1e-4, rtol=0)
+        outputs = [output.outputs[0] for output in served.generate(PROMPTS, GREEDY)]
+        assert [output.token_ids for output in outputs] != untrained
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            made = slice(len(prompt) - 1, -1)
+            logprobs = merged(torch.tensor([prompt + output.token_ids])).logits[0, made].log_softmax(-1)
+            assert logprobs.argmax(-1).tolist() == output.token_ids
+            expected = logprobs.gather(-1, torch.tensor(output.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
+        # and what the engine itself computes, with its adapters apart
+        scored = engine.forward({"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, next_token_logprobs)
+        expected = merged(IDS).logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
+        torch.testing.assert_close(scored[:, :-1], expected, atol=1e-4, rtol=0)
+
+
+def test_every_sharding_trains_the_same_adapters(engines: list[Any], models: dict[str, Path], tmp_path: Path) -> None:
+    adapters = []
+    for number, placement in enumerate([{}, {"size": 2}, {"copies": 2}, {"size": 2, "sp_size": 2}]):
+        module = policy_module(models["qwen2"], optimizer(), LORA)
+        engine = build([], module, param_dtype="float64", gradient_checkpointing=number > 0, **placement)
+        train(engine)
+        engine.save(tmp_path / str(number))
+        engine.release()
+        adapters.append(load_file(tmp_path / str(number) / "adapter" / "adapter_model.safetensors"))
+    for other in adapters[1:]:
+        assert other.keys() == adapters[0].keys()
+        for name, tensor in other.items():
+            torch.testing.assert_close(tensor, adapters[0][name], atol=1e-9, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_resumed_engine_goes_on_with_the_same_adapters(
+    engines: list[Any], models: dict[str, Path], tmp_path: Path, size: int
+) -> None:
+    engine = build(engines, policy_module(models["qwen2"], optimizer(), LORA), size=size)
+    train(engine, steps=2)
+    engine.save_state(tmp_path / "state")
+    expected = train(engine, steps=2)
+    resumed = build(engines, policy_module(models["qwen2"], optimizer(), LORA), size=size)
+    resumed.load_state(tmp_path / "state")
+    assert train(resumed, steps=2) == expected
+    for name, tensor in engine.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], tensor), name
+
+
+def test_a_reward_models_adapters_and_head_open_in_peft(
+    engines: list[Any], models: dict[str, Path], tmp_path: Path
+) -> None:
+    engine = build(engines, critic_module(models["qwen2"], optimizer(), LORA), size=2)
+    losses = train(engine, score_loss)
+    assert losses[-1] < losses[0] - 0.1
+    engine.save(tmp_path)
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    base = AutoModelForSequenceClassification.from_pretrained(models["qwen2"], num_labels=1)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(IDS).logits, merged(IDS).logits, atol=1e-4, rtol=0)
+
+
+def test_adapters_are_not_split_by_tensor_parallel(engines: list[Any], models: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="tp_size=1"):
+        build([], policy_module(models["qwen2"], optimizer(), LORA), size=2, tp_size=2)

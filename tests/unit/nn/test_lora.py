@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+from rlite.errors import ConfigError
+from rlite.nn import LoraOptions
+from rlite.nn.lora import merge
+from rlite.trainer.policy import critic_module, policy_module
+from tests.tiny import build_model_dir
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return build_model_dir(tmp_path_factory.mktemp("models") / "qwen2", hidden=64)
+
+
+def trained(module):
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+def test_only_adapters_are_trained_and_every_other_name_is_the_checkpoints(path):
+    plain, module = policy_module(path), policy_module(path, lora=LoraOptions(rank=4))
+    names = [name for name, _ in module.named_parameters()]
+    adapters = [name for name in names if ".lora_" in name]
+    assert trained(module) == adapters
+    assert len(adapters) == 2 * 7 * 2  # two factors, seven linear layers, two decoder layers
+    left = [name for name in names if name not in adapters]
+    assert [module.checkpoint_name(name) for name in left] == [name for name, _ in plain.named_parameters()]
+    box = torch.empty(0)
+    served = [out[0] for name in names if (out := module.postprocess_named_parameter(name, box))]
+    assert served == [name for name, _ in plain.named_parameters()]
+
+
+def test_only_the_named_layers_get_adapters(path):
+    module = policy_module(path, lora=LoraOptions(target_modules=["q_proj", "model.layers.1.mlp.up_proj"]))
+    layers = {name.rpartition(".lora_")[0] for name in trained(module)}
+    assert layers == {
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.up_proj",
+    }
+
+
+def test_the_new_head_of_a_critic_is_trained_beside_its_adapters(path):
+    module = critic_module(path, lora=LoraOptions())
+    assert [name for name in trained(module) if ".lora_" not in name] == ["score.weight"]
+    head = module.missing_parameter("score.weight", (1, 64))
+    assert torch.equal(head, critic_module(path).missing_parameter("score.weight", (1, 64)))
+
+
+def test_adapters_begin_as_those_of_peft_and_change_nothing(path):
+    module = policy_module(path, lora=LoraOptions(rank=4))
+    first, second = (name for name in trained(module) if name.endswith("q_proj.lora_A.default.weight"))
+    draws = module.missing_parameter(first, (512, 64))
+    assert torch.equal(draws, module.missing_parameter(first, (512, 64)))
+    assert not torch.equal(draws, module.missing_parameter(second, (512, 64)))
+    bound = 1 / 64**0.5
+    assert 0.999 * bound < draws.abs().max() <= bound
+    assert draws.std() == pytest.approx(bound / 3**0.5, rel=0.02)
+    assert not module.missing_parameter(first.replace("lora_A", "lora_B"), (64, 4)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_merged_weight_computes_what_layer_and_adapter_compute(dtype):
+    weight, down, up = (torch.randn(shape, dtype=dtype) for shape in ((5, 7), (3, 7), (5, 3)))
+    x = torch.randn(4, 7, dtype=torch.float64)
+    wide = [tensor.double() for tensor in (weight, down, up)]
+    expected = x @ wide[0].T + 0.5 * (x @ wide[1].T @ wide[2].T)
+    merged = merge(weight, down, up, 0.5)
+    assert merged.dtype == dtype
+    # bfloat16 rounds once, at the end
+    tolerance = 1e-12 if dtype == torch.float64 else 2**-8
+    exact = wide[0] + 0.5 * wide[2] @ wide[1]
+    torch.testing.assert_close(merged.double(), exact, rtol=tolerance, atol=1e-6 if dtype != torch.float64 else 1e-12)
+    if dtype == torch.float64:
+        torch.testing.assert_close(nn.functional.linear(x, merged), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rank": 0}, "rank=0"),
+        ({"alpha": 0.0}, "alpha=0"),
+        ({"dropout": 1.0}, "dropout=1"),
+        ({"target_modules": []}, "target_modules"),
+        ({"target_modules": ["all-linear", "q_proj"]}, "target_modules"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(changes, named):
+    with pytest.raises(ConfigError, match=named):
+        LoraOptions(**changes)
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [("q_prj", "q_proj"), ("embed_tokens", "no linear layer"), ("self_attn", "no linear layer"), ("lm_head", "shares")],
+)
+def test_what_is_no_linear_layer_of_its_own_gets_no_adapter(path, target, reason):
+    with pytest.raises(ConfigError, match=reason):
+        policy_module(path, lora=LoraOptions(target_modules=["k_proj", target]))
+
+
+def test_without_peft_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"rlite\[lora\]"):
+        LoraOptions()
