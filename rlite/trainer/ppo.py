@@ -206,13 +206,13 @@ class PpoTrainer:
         tokenizer = self.engines.rollout.tokenizer
         with (self.run.folder / "rollouts.jsonl").open("a", encoding="utf-8") as file:
             for row in batch[:count]:
-                ids, real = row["input_ids"], row["attention_mask"].bool()
-                made = row["loss_mask"].bool()
+                ids = row["input_ids"][row["attention_mask"].bool()]
+                first = int(row["loss_mask"].int().argmax())  # of what was generated; environments answer in between
                 record = {
                     "step": self.run.step,
                     "reward": row["rewards"].item(),
-                    "prompt": tokenizer.decode(ids[real & ~made]),
-                    "response": tokenizer.decode(ids[made]),
+                    "prompt": tokenizer.decode(ids[:first]),
+                    "response": tokenizer.decode(ids[first:]),
                 }
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
