@@ -84,13 +84,15 @@ def test_a_stopped_run_goes_on_from_its_newest_checkpoint(model, tmp_path, sessi
         first.update(batch)
         first.sync()
         first.finish_step(batch)
+        if first.run.step == 4:
+            position = first.prompts.position
     first.run.close()
     rlite.shutdown()
     rlite.init(num_devices=1)
     second = trainer(model, out, total_steps=8, load_ckpt_from="latest")
     second.start()
     assert second.run.step == 4
-    assert second.prompts.position == 32
+    assert second.prompts.position == position >= 32
     assert second.engines.rollout.get_version() == 4
     assert [row["step"] for row in logged(out)] == [1, 2, 3, 4]
     rlite.shutdown()
