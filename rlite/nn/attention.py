@@ -1,8 +1,9 @@
 """Attention over packs: rows [1, T] that hold many sequences end to end, for unmodified Hugging Face models.
 
 The function is registered with transformers under `PACKED`. On CUDA it is torch's own variable-length flash attention.
-On CPU sequences of similar length are laid side by side and attended with one causal call; the tail of a shorter
-sequence is seen by nobody, so no mask is needed.
+On CPU each sequence is attended by a call of its own, over views of the pack: nothing is padded, masked or gathered,
+and what a sequence gets does not depend on its neighbours. From about 20 tokens on that is faster than laying sequences
+of similar length side by side.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from rlite.errors import ConfigError
 from rlite.parallel.context import ContextShare
 
 PACKED = "rlite_packed"
-PADDING_RATIO = 0.7  # sequences share a call if the shortest is at least so long, relative to the longest
 
 
 class PackedLayout:
@@ -37,21 +37,9 @@ class PackedLayout:
         self.share = share if share is not None and share.group is not None else None
 
     @cached_property
-    def buckets(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs (index [b, L], is_real [b, L]): the pack's positions, padded by repeating the last one."""
-        starts = self.cu_seqlens[:-1].tolist()
-        lengths = self.cu_seqlens.diff().tolist()
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        buckets = []
-        while order:
-            longest = lengths[order[0]]
-            rows = [i for i in order if lengths[i] >= PADDING_RATIO * longest]
-            order = order[len(rows) :]
-            start = torch.tensor([starts[i] for i in rows])[:, None]
-            length = torch.tensor([lengths[i] for i in rows])[:, None]
-            steps = torch.arange(longest)[None, :]
-            buckets.append((start + steps.minimum(length - 1), steps < length))
-        return buckets
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return self.cu_seqlens.diff().tolist()
 
 
 def packed_attention(
@@ -80,24 +68,12 @@ def packed_attention(
             f"the model asks for attention with {asked}, which packs do not support (longest sequence: "
             f"{packed_layout.max_seqlen} tokens); use a model with full attention, or sequences within the window"
         )
+    if packed_layout.share is None and not query.is_cuda:
+        return _one_by_one(query, key, value, packed_layout.lengths, scaling, dropout), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     if packed_layout.share is not None:
         return _shared(q, k, v, packed_layout.share, scaling)[None], None
-    if query.is_cuda:
-        return _varlen(q, k, v, packed_layout, scaling)[None], None
-    groups = q.shape[1] // k.shape[1]
-    parts = []
-    for index, is_real in packed_layout.buckets:
-        rows_q, rows_k, rows_v = (x[index].transpose(1, 2) for x in (q, k, v))  # [b, heads, L, D]
-        if groups > 1:
-            rows_k, rows_v = (x.repeat_interleave(groups, dim=1) for x in (rows_k, rows_v))
-        attended = F.scaled_dot_product_attention(
-            rows_q, rows_k, rows_v, is_causal=True, scale=scaling, dropout_p=dropout
-        )
-        parts.append((index[is_real], attended.transpose(1, 2)[is_real]))
-    out = torch.cat([rows for _, rows in parts])
-    position = torch.cat([index for index, _ in parts])
-    return out[position.argsort()][None], None
+    return _varlen(q, k, v, packed_layout, scaling)[None], None
 
 
 @contextmanager
@@ -114,6 +90,19 @@ def attention(config: PretrainedConfig, implementation: str) -> Iterator[None]:
 def recompute_alike(config: PretrainedConfig) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of a checkpointed forward and of its recomputation, which uses the attention that is in use now."""
     return nullcontext(), attention(config, config._attn_implementation)
+
+
+def _one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float | None, dropout: float
+) -> Tensor:
+    """[1, heads, T, D] -> [1, T, H, D]. One split, not many slices: of a slice the gradient is as long as the pack."""
+    is_grouped = query.shape[1] != key.shape[1]
+    sequences = zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True)
+    attended = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=is_grouped)
+        for q, k, v in sequences
+    ]
+    return torch.cat([rows.transpose(1, 2) for rows in attended], dim=1)
 
 
 def _shared(q: Tensor, k: Tensor, v: Tensor, share: ContextShare, scaling: float | None) -> Tensor:

@@ -1,6 +1,5 @@
 import pytest
 import torch
-import torch.nn.functional as F
 
 from rlite.errors import ConfigError
 from rlite.nn.attention import PackedLayout, packed_attention
@@ -20,12 +19,11 @@ def pack_of(lengths, query_heads, key_heads, dim=8):
 def test_each_sequence_of_a_pack_attends_as_if_it_were_alone(lengths, key_heads):
     (query, key, value), layout = pack_of(lengths, 4, key_heads)
     out, _ = packed_attention(None, query, key, value, None, scaling=0.3, packed_layout=layout)
-    pieces = []
-    for start, end in zip(layout.cu_seqlens[:-1], layout.cu_seqlens[1:], strict=True):
-        rows = [x[:, :, start:end] for x in (query, key, value)]
-        alone = F.scaled_dot_product_attention(*rows, is_causal=True, scale=0.3, enable_gqa=True)
-        pieces.append(alone.transpose(1, 2))
-    expected = torch.cat(pieces, dim=1)
+    sequence = torch.arange(len(layout.lengths)).repeat_interleave(torch.tensor(layout.lengths))
+    sees = (sequence[:, None] == sequence).tril()
+    all_keys, all_values = (x.repeat_interleave(4 // key_heads, dim=1) for x in (key, value))
+    scores = (query @ all_keys.transpose(-1, -2) * 0.3).masked_fill(~sees, -torch.inf)
+    expected = (scores.softmax(-1) @ all_values).transpose(1, 2)
     torch.testing.assert_close(out, expected)
     weights = torch.randn_like(out)
     actual_gradients = torch.autograd.grad((out * weights).sum(), [query, key, value])
@@ -34,11 +32,13 @@ def test_each_sequence_of_a_pack_attends_as_if_it_were_alone(lengths, key_heads)
         torch.testing.assert_close(actual, reference)
 
 
-def test_every_position_lies_in_exactly_one_bucket():
-    _, layout = pack_of([20, 19, 2, 18, 1], 1, 1)
-    positions = torch.cat([index[is_real] for index, is_real in layout.buckets])
-    assert sorted(positions.tolist()) == list(range(60))
-    assert len(layout.buckets) == 3
+def test_the_neighbours_in_a_pack_do_not_change_a_bit_of_a_sequence():
+    (query, key, value), layout = pack_of([20, 19, 2, 18, 1], 4, 2)
+    out, _ = packed_attention(None, query, key, value, None, packed_layout=layout)
+    rows = slice(20, 39)
+    alone = PackedLayout(torch.tensor([0, 19]), 19)
+    expected, _ = packed_attention(None, *(x[:, :, rows] for x in (query, key, value)), None, packed_layout=alone)
+    assert torch.equal(out[:, rows], expected)
 
 
 def test_packed_attention_without_a_layout_is_refused():
