@@ -97,7 +97,7 @@ class DpoTrainer:
     def __init__(self, options: DpoConfig, rows: TokenRows, test_rows: TokenRows | None = None) -> None:
         actor, chosen = options.actor, options.actor.preference_loss
         steps = -(-len(rows) // options.data.batch_size) * options.trainer.n_epochs
-        engine = RliteTrainEngine(policy_module(actor.model_name, actor.optimizer(steps)))
+        engine = RliteTrainEngine(policy_module(actor.model_name, actor.optimizer(steps), actor.lora))
         loss = DpoLoss(
             loss=chosen.name, options=chosen.options, beta=actor.beta, is_length_normalised=chosen.length_normalised
         )

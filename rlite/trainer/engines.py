@@ -34,13 +34,13 @@ class Engines:
         self._resident: Engine | None = None
         self.rollout = RliteInferenceEngine(actor.model_name, executor=options.rollout.executor)
         num_updates = max(trainer.total_steps - actor.freeze_steps, 1) * actor.update_per_rollout
-        self.actor = RliteTrainEngine(policy_module(actor.model_name, actor.optimizer(num_updates)))
+        self.actor = RliteTrainEngine(policy_module(actor.model_name, actor.optimizer(num_updates), actor.lora))
         self.critic: RliteTrainEngine | None = None
         self.reference: RliteTrainEngine | None = None
         if options.adv.estimator == "gae":
             critic = options.critic.as_model(actor)
             optimizer = critic.optimizer(trainer.total_steps * actor.update_per_rollout)
-            self.critic = RliteTrainEngine(critic_module(critic.model_name, optimizer))
+            self.critic = RliteTrainEngine(critic_module(critic.model_name, optimizer, critic.lora))
         if options.kl.type is not None:
             self.reference = RliteTrainEngine(policy_module(options.ref_actor.as_model(actor).model_name))
 

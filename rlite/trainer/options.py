@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from rlite.algorithms import Schedule
 from rlite.errors import ConfigError
+from rlite.nn.lora import LoraOptions
 from rlite.parallel.mesh import ParallelDims
 from rlite.trainer.policy import AvgLevel, OptimizerOptions
 
@@ -39,6 +40,12 @@ class ModelOptions:
     """after the warm-up"""
     warmup_ratio: float = 0.1
     """share of all optimizer steps in which the rate rises"""
+    lora: LoraOptions | None = None
+    """train adapters beside the weights, which stay as they are; null trains the weights"""
+
+    def __post_init__(self) -> None:
+        if self.lora is not None and self.tp_size > 1:
+            raise ConfigError(f"tp_size={self.tp_size}: adapters (lora) cannot be split over devices; use tp_size=1")
 
     def optimizer(self, total_steps: int) -> OptimizerOptions:
         """AdamW over so many optimizer steps."""

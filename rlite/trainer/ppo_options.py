@@ -10,6 +10,7 @@ from rlite import config
 from rlite.algorithms import Schedule, check_advantage, check_policy_loss
 from rlite.algorithms.kl import KLEstimator
 from rlite.errors import ConfigError, UnknownOptionError
+from rlite.nn.lora import LoraOptions
 from rlite.trainer.options import LaunchOptions, ModelOptions
 from rlite.trainer.policy import AvgLevel
 from rlite.trainer.run import TrainerOptions
@@ -62,10 +63,16 @@ class ActorOptions(ModelOptions):
     """leave the device to generation and to other models; default: on GPUs"""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.update_per_rollout < 1 or self.freeze_steps < 0:
             raise ConfigError(
                 f"actor.update_per_rollout={self.update_per_rollout}, actor.freeze_steps={self.freeze_steps}: "
                 "expected at least 1 and at least 0"
+            )
+        if self.lora is not None and self.lora.dropout:
+            raise ConfigError(
+                f"actor.lora.dropout={self.lora.dropout}: the policy that is trained would not be the one that "
+                "answered; use 0"
             )
 
 
@@ -90,7 +97,7 @@ class ReferenceOptions:
         """With what the actor lends."""
         filled = config.inherit(self, actor)
         lent = {f.name: getattr(filled, f.name, getattr(actor, f.name)) for f in dataclasses.fields(ModelOptions)}
-        return ModelOptions(**lent)
+        return ModelOptions(**{**lent, "lora": getattr(filled, "lora", None)})  # what is not trained has no adapters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +118,8 @@ class CriticOptions(ReferenceOptions):
     """after the warm-up"""
     warmup_ratio: float | None = None
     """share of all optimizer steps in which the rate rises"""
+    lora: LoraOptions | None = None
+    """as actor.lora; its head is trained as a whole"""
     clip: float = 0.5
     """how far a value may move from what it was at the rollout; infinity is off"""
 

@@ -66,7 +66,8 @@ class RmTrainer:
 
     def __init__(self, options: RmConfig, rows: TokenRows, test_rows: TokenRows | None = None) -> None:
         steps = -(-len(rows) // options.data.batch_size) * options.trainer.n_epochs
-        engine = RliteTrainEngine(critic_module(options.critic.model_name, options.critic.optimizer(steps)))
+        critic = options.critic
+        engine = RliteTrainEngine(critic_module(critic.model_name, critic.optimizer(steps), critic.lora))
         self.run = SupervisedRun(
             options, "critic", options.data, options.trainer, engine, RewardModelLoss(), rows, test_rows, SHOWN
         )

@@ -66,7 +66,8 @@ class SftTrainer:
 
     def __init__(self, options: SftConfig, rows: TokenRows, test_rows: TokenRows | None = None) -> None:
         steps = -(-len(rows) // options.data.batch_size) * options.trainer.n_epochs
-        engine = RliteTrainEngine(policy_module(options.actor.model_name, options.actor.optimizer(steps)))
+        actor = options.actor
+        engine = RliteTrainEngine(policy_module(actor.model_name, actor.optimizer(steps), actor.lora))
         loss = SftLoss(avg_level=options.actor.avg_level)  # type: ignore[arg-type]
         self.run = SupervisedRun(options, "actor", options.data, options.trainer, engine, loss, rows, test_rows, SHOWN)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,23 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
+from rlite.config import load
+from rlite.data.preferences import preference_rows
+from rlite.data.sft import sft_rows
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
+from rlite.nn.tiny import byte_tokenizer
+from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.policy import OptimizerOptions, critic_module, policy_module
+from rlite.trainer.rm import RmConfig, RmTrainer
+from rlite.trainer.sft import SftConfig, SftTrainer
 from tests.integration.modules import make_batch, next_token_logprobs, num_counted, token_loss
 from tests.integration.worlds import world
 
 LORA = LoraOptions(rank=4, alpha=6.0)
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 PROMPTS = [[1, 2, 3], [200, 7, 91, 4, 77, 8], [5]]
+TRAINERS: dict[str, Any] = {"sft": (SftConfig, SftTrainer), "rm": (RmConfig, RmTrainer), "dpo": (DpoConfig, DpoTrainer)}
 IDS = torch.tensor([[11, 12, 13, 200, 7, 91, 4, 77, 8]])
 
 
@@ -165,6 +174,32 @@ def test_a_reward_models_adapters_and_head_open_in_peft(
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     with torch.no_grad():
         torch.testing.assert_close(adapted(IDS).logits, merged(IDS).logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["sft", "rm", "dpo"])
+def test_every_trainer_of_rows_trains_adapters(
+    engines: list[Any], models: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    config, trainer = TRAINERS[kind]
+    key = "critic" if kind == "rm" else "actor"
+    own = {"model_name": models["qwen2"], "lr": "2e-2", "lora.rank": 4, "lora.target_modules": "[q_proj, up_proj]"}
+    argv = [f"{key}.{name}={value}" for name, value in own.items()]
+    argv += ["data.path=-", "data.batch_size=8", f"trainer.save_dir={tmp_path}", "trainer.n_epochs=3"]
+    if kind == "sft":
+        rows = sft_rows([{"prompt": f"{n}>", "response": "yes!"} for n in range(16)], byte_tokenizer(), 32)
+    else:
+        pairs = [{"prompt": f"{n}>", "chosen": "yes!", "rejected": "no"} for n in range(16)]
+        rows = preference_rows(pairs, byte_tokenizer(), 32)
+    made = trainer(load(config, argv), rows)
+    engines.append(made.run.engine)
+    if kind == "dpo":
+        engines.append(made.reference)
+    made.fit()
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    adapter = load_file(tmp_path / "latest" / "adapter" / "adapter_model.safetensors")
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in adapter if ".lora_" in name} == {"q_proj", "up_proj"}
+    assert [name for name in adapter if ".lora_" not in name] == ["base_model.model.score.weight"] * (kind == "rm")
 
 
 def test_adapters_are_not_split_by_tensor_parallel(engines: list[Any], models: dict[str, Path]) -> None:

@@ -1,0 +1,46 @@
+import pytest
+
+from rlite.config import load, to_container
+from rlite.errors import ConfigError, UnknownOptionError
+from rlite.trainer.ppo_options import PpoConfig
+from rlite.trainer.sft import SftConfig
+
+SFT = ["actor.model_name=a", "data.path=-"]
+
+
+def test_adapters_are_asked_for_by_naming_one_of_their_options():
+    assert load(SftConfig, SFT).actor.lora is None
+    lora = load(SftConfig, [*SFT, "actor.lora.rank=8", "actor.lora.target_modules=[q_proj, v_proj]"]).actor.lora
+    assert to_container(lora) == {"rank": 8, "alpha": 32.0, "dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
+    assert load(SftConfig, [*SFT, "actor.lora={}"]).actor.lora.rank == 16
+
+
+@pytest.mark.parametrize(
+    ("argument", "named"),
+    [
+        ("actor.lora.rank=0", r"actor\.lora\.rank=0"),
+        ("actor.lora.dropout=1", r"actor\.lora\.dropout=1"),
+        ("actor.lora.rnak=8", r"actor\.lora\.rank"),
+    ],
+)
+def test_options_of_adapters_that_mean_nothing_are_refused_by_their_whole_name(argument, named):
+    with pytest.raises((ConfigError, UnknownOptionError), match=named):
+        load(SftConfig, [*SFT, argument])
+
+
+def test_adapters_and_tensor_parallel_are_refused_together():
+    with pytest.raises(ConfigError, match=r"actor\.tp_size=2: adapters"):
+        load(SftConfig, [*SFT, "actor.lora.rank=8", "actor.tp_size=2"])
+
+
+def test_a_critic_has_adapters_as_the_actor_has_and_a_reference_has_none():
+    config = load(PpoConfig, ["actor.model_name=a", "actor.lora.rank=8", "critic.lora.rank=4", "ref_actor.tp_size=2"])
+    assert config.critic.as_model(config.actor).lora.rank == 4
+    assert config.ref_actor.as_model(config.actor).lora is None
+    config = load(PpoConfig, ["actor.model_name=a", "actor.lora.rank=8"])
+    assert config.critic.as_model(config.actor).lora == config.actor.lora
+
+
+def test_a_policy_that_answers_without_dropout_is_not_trained_with_it():
+    with pytest.raises(ConfigError, match=r"actor\.lora\.dropout=0\.1"):
+        load(PpoConfig, ["actor.model_name=a", "actor.lora.dropout=0.1"])
