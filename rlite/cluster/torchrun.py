@@ -32,8 +32,10 @@ from rlite.errors import PlacementError, WorkerDied, WorkerError
 from rlite.parallel.processes import COLLECTIVE_TIMEOUT, backend_for, leave
 
 IDLE_TIMEOUT = timedelta(days=365)  # a rank may wait this long for the driver's next call
-SHUTDOWN_S = 5.0
+SHUTDOWN_S = 60.0
 """at shutdown nobody waits for a result any more: a process that is still busy then sits in a collective"""
+FAILED_SHUTDOWN_S = 5.0
+"""the same where an engine has failed, and a peer that waits for it in a collective will not come back"""
 FREE_S = 10.0
 """how long a new engine waits for the calls of engines that were stopped"""
 LENGTH_TAG, BODY_TAG = 1, 2
@@ -159,6 +161,7 @@ class TorchrunLauncher:
             _Process(r, self._performer(r, host), f"rank {r} on {place}") for r, place in enumerate(places)
         ]
         self._order = threading.RLock()
+        self._groups: list[WorkerGroup] = []
 
     def _performer(self, rank: int, host: WorkerHost) -> Callable[[Call], Outcome]:
         def here(call: Call) -> Outcome:
@@ -183,6 +186,7 @@ class TorchrunLauncher:
         self._check_free(name, ranks)
         handles = [TorchrunHandle(self._processes[rank]) for rank in ranks]
         group = WorkerGroup(name, devices, handles, self._call_timeout, self._order)
+        self._groups.append(group)
         nodes = [device.node for device in devices]
         cores = os.cpu_count() or 1
         contexts = [
@@ -218,7 +222,8 @@ class TorchrunLauncher:
         """Let the other ranks end. If a rank is stuck in a collective the run cannot end well: it ends at once."""
         for process in self._processes[1:]:
             process.submit(("exit", ()))
-        deadline = time.monotonic() + SHUTDOWN_S
+        has_failed = any(group.failure is not None for group in self._groups)
+        deadline = time.monotonic() + (FAILED_SHUTDOWN_S if has_failed else SHUTDOWN_S)
         finished = [process.finish(deadline) for process in self._processes]
         if not all(finished):
             stuck = [process.rank for process, done in zip(self._processes, finished, strict=True) if not done]
