@@ -174,12 +174,18 @@ class RliteTrainEngine(Engine):
         """The loss of a batch, as in train_batch, without a step."""
         return self._atomic("eval_batch", batch, loss_fn, loss_weight_fn)
 
-    def forward(self, batch: Mapping[str, Tensor], post_hook: Callable[..., Tensor]) -> Tensor:
+    def forward(
+        self,
+        batch: Mapping[str, Tensor],
+        post_hook: Callable[..., Tensor],
+        max_tokens_per_microbatch: int | None = None,
+    ) -> Tensor:
         """Apply `post_hook(logits [T, V], data) -> [T, ...]` to a batch; returns [N, L, ...], padded with 0.
 
-        A post_hook may be marked with `on_logprobs`, as a loss_fn may.
+        A post_hook may be marked with `on_logprobs`, as a loss_fn may. Without gradients to keep, microbatches may be
+        larger than in training: `max_tokens_per_microbatch` says how large, where it is not as the engine was built.
         """
-        plan, calls = self._plan("forward", batch)
+        plan, calls = self._plan("forward", batch, max_tokens_per_microbatch)
         results = self._on_data_ranks("forward", calls, post_hook)
         first = next(value for part in results for value in part.values())
         padded = first.new_zeros(*batch["input_ids"].shape, *first.shape[1:])
@@ -204,7 +210,9 @@ class RliteTrainEngine(Engine):
         each: list[Any] = [((*call, *functions), {}) for call in calls for _ in range(num_peers)]
         return self.group.call(method, each)[::num_peers]
 
-    def _plan(self, what: str, batch: Mapping[str, Tensor]) -> tuple[list[list[int]], list[tuple[dict, list]]]:
+    def _plan(
+        self, what: str, batch: Mapping[str, Tensor], max_tokens: int | None = None
+    ) -> tuple[list[list[int]], list[tuple[dict, list]]]:
         """Rows of each rank, and each rank's (its part of the batch, its microbatches as rows of that part)."""
         self._need_weights(what)
         check_batch(batch)
@@ -215,7 +223,7 @@ class RliteTrainEngine(Engine):
         plan = plan_microbatches(
             lengths,
             dims.num_data_ranks,
-            self.options.max_tokens_per_microbatch * dims.num_peers,
+            (max_tokens or self.options.max_tokens_per_microbatch) * dims.num_peers,
             batch["pair_ids"].tolist() if "pair_ids" in batch else None,
         )
         rows_of, calls = [], []

@@ -69,6 +69,7 @@ class Critic:
     def __init__(self, options: PpoConfig, engines: Engines, engine: RliteTrainEngine) -> None:
         model = options.critic.as_model(options.actor)
         self._engines, self._engine = engines, engine
+        self._longest = options.inference_length(options.critic)
         self._num_updates = options.actor.update_per_rollout
         self._loss = ValueLoss(
             clip=options.critic.clip,
@@ -80,7 +81,7 @@ class Critic:
     def with_values(self, batch: TensorDict) -> TensorDict:
         """Add `values` [N, L], at each token that of the state in which it was chosen."""
         self._engines.bring(self._engine)
-        batch["values"] = self._engine.forward(batch, own_values)
+        batch["values"] = self._engine.forward(batch, own_values, self._longest)
         return batch
 
     @stats_tracker.record_timing("update_critic")

@@ -86,7 +86,7 @@ class PpoTrainer:
         self.run = TrainingRun(options.trainer, options, SHOWN, options.trainer.total_steps)
         self.engines = Engines(options)
         self.critic = find_critic(options, self.engines)
-        self.reference = find_reference(self.engines, options.temperature)
+        self.reference = find_reference(options, self.engines)
 
     def fit(self) -> dict[str, float]:
         """Train to the last step; returns the last metrics."""
@@ -148,7 +148,8 @@ class PpoTrainer:
             return batch
         with stats_tracker.record_timing("old_logprobs"):
             self.engines.bring(self.engines.actor)
-            batch["old_logprobs"] = self.engines.actor.forward(batch, OwnLogprobs(temperature=self.loss.temperature))
+            hook, longest = OwnLogprobs(temperature=self.loss.temperature), self.options.inference_length()
+            batch["old_logprobs"] = self.engines.actor.forward(batch, hook, longest)
         return batch
 
     def with_advantages(self, batch: TensorDict) -> TensorDict:
@@ -190,6 +191,9 @@ class PpoTrainer:
         self._sample_rollouts(batch)
         if self.test_rows and self.run.is_due(self.options.trainer.test_freq):
             metrics |= self.evaluate()
+            if self.options.trainer.best_metric is not None:
+                with self.engines.trained_on_device():
+                    self.run.save_best(self.engines.actor, metrics)
         self.run.log(metrics)
         if metrics.get("logprob_drift", 0.0) > DRIFT_ALARM:
             self.run.console.report(

@@ -39,6 +39,8 @@ class ActorOptions(ModelOptions):
 
     lr: float = 1e-6
     """peak learning rate of AdamW"""
+    max_inference_length_per_device: int | None = None
+    """tokens of one microbatch where nothing is trained; default: max_length_per_device"""
     scheduler: Schedule = "constant"
     """after the warm-up"""
     warmup_ratio: float = 0.0
@@ -64,6 +66,12 @@ class ActorOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        longest = self.max_inference_length_per_device
+        if longest is not None and longest < self.max_length_per_device:
+            raise ConfigError(
+                f"actor.max_inference_length_per_device={longest}: expected at least max_length_per_device="
+                f"{self.max_length_per_device}"
+            )
         if self.update_per_rollout < 1 or self.freeze_steps < 0:
             raise ConfigError(
                 f"actor.update_per_rollout={self.update_per_rollout}, actor.freeze_steps={self.freeze_steps}: "
@@ -90,6 +98,8 @@ class ReferenceOptions:
     """devices that share the tokens of a sequence (context parallel)"""
     max_length_per_device: int | None = None
     """tokens of one microbatch on a device"""
+    max_inference_length_per_device: int | None = None
+    """tokens of one microbatch where nothing is trained"""
     offload_model: bool | None = None
     """leave the device to the others when it is not used"""
 
@@ -294,6 +304,11 @@ class PpoConfig(LaunchOptions):
         """Of the log-probabilities that are trained; those of greedy sampling have 1."""
         chosen = self.actor.temperature
         return self.rollout.train_sampling_params.temperature or 1.0 if chosen is None else chosen
+
+    def inference_length(self, model: ReferenceOptions | None = None) -> int | None:
+        """Tokens of a microbatch in which the actor, or a model beside it, trains nothing."""
+        own = None if model is None else model.max_inference_length_per_device
+        return self.actor.max_inference_length_per_device if own is None else own
 
     @property
     def max_length(self) -> int:

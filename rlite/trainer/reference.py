@@ -10,6 +10,7 @@ from rlite.engine.train import RliteTrainEngine
 from rlite.observability import stats_tracker
 from rlite.trainer.engines import Engines
 from rlite.trainer.policy import OwnLogprobs
+from rlite.trainer.ppo_options import PpoConfig
 
 
 class AnyReference(Protocol):
@@ -28,17 +29,19 @@ class NoReference:
 class Reference:
     """A policy that stays as it is."""
 
-    def __init__(self, engines: Engines, engine: RliteTrainEngine, temperature: float) -> None:
-        self._engines, self._engine, self._hook = engines, engine, OwnLogprobs(temperature=temperature)
+    def __init__(self, options: PpoConfig, engines: Engines, engine: RliteTrainEngine) -> None:
+        self._engines, self._engine = engines, engine
+        self._hook = OwnLogprobs(temperature=options.temperature)
+        self._longest = options.inference_length(options.ref_actor)
 
     @stats_tracker.record_timing("reference")
     def with_logprobs(self, batch: TensorDict) -> TensorDict:
         """Add `ref_logprobs` [N, L], each token's under the reference."""
         self._engines.bring(self._engine)
-        batch["ref_logprobs"] = self._engine.forward(batch, self._hook)
+        batch["ref_logprobs"] = self._engine.forward(batch, self._hook, self._longest)
         return batch
 
 
-def find_reference(engines: Engines, temperature: float) -> AnyReference:
+def find_reference(options: PpoConfig, engines: Engines) -> AnyReference:
     """The one that the engines have, or none."""
-    return NoReference() if engines.reference is None else Reference(engines, engines.reference, temperature)
+    return NoReference() if engines.reference is None else Reference(options, engines, engines.reference)

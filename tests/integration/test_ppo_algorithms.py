@@ -80,6 +80,7 @@ def openai_ppo(model, folder, total_steps, **more):
 def test_models_that_take_turns_on_the_device_train_save_and_go_on(model, tmp_path):
     folder = tmp_path / "run"
     actor = {"offload_model": True, "update_per_rollout": 2, "freeze_steps": 1}
+    actor |= {"max_length_per_device": 40, "max_inference_length_per_device": 4096}
     first = openai_ppo(model, folder, 2, actor=actor)
     first.fit()
     frozen, learnt = logged(folder)
