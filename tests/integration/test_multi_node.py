@@ -59,3 +59,29 @@ def test_sft_on_two_nodes_learns_what_one_process_learns(models: dict[str, Path]
     ours, theirs = (load_file(tmp_path / out / "latest" / "model.safetensors") for out in ("one", "two"))
     assert ours.keys() == theirs.keys()
     assert all(bool((ours[key] - theirs[key]).abs().max() < 1e-3) for key in ours)
+
+
+ENVIRONMENT = """
+async def step(state, action, extra_info):
+    reward = sum(character.isdigit() for character in action) / max(len(action), 1)
+    return {"next_state": None, "reward": reward, "score": reward, "done": True, "extra_info": extra_info}
+"""
+
+
+@pytest.mark.slow
+def test_ppo_on_two_nodes_trains_and_serves_on_both(models: dict[str, Path], tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"{a}+{b}="}]} for a in range(8) for b in range(8)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "environment.py").write_text(ENVIRONMENT)
+    settings = [f"actor.model_name={models['qwen3']}", "actor.lr=1e-3", "train_data.path=rows.json"]
+    settings += ["train_data.prompts_per_rollout=8", "train_data.responses_per_prompt=4", "trainer.total_steps=2"]
+    settings += ["rollout.env_path=environment.py", "rollout.train_sampling_params.max_new_tokens=8"]
+    settings += ["rollout.max_model_len=64", "rollout.dynamic_filtering=false", "trainer.save_dir=out"]
+    outputs = run_on_two_nodes("rlite.trainer.ppo", *settings, cwd=tmp_path)
+    assert "2 replica(s) of 1 device(s)" in "".join(outputs)
+    logged = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in logged] == [1, 2]
+    # the policy that both replicas serve is the one that is trained, also after the first weight sync
+    assert all(row["logprob_drift"] < 1e-4 for row in logged)
+    before, after = (load_file(path / "model.safetensors") for path in (models["qwen3"], tmp_path / "out" / "latest"))
+    assert max(float((after[key] - before[key]).abs().max()) for key in after) > 1e-4
