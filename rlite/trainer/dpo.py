@@ -20,6 +20,7 @@ from rlite.data.preferences import preference_rows
 from rlite.data.tables import read_rows
 from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
+from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.trainer.engines import init_devices
 from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions, TestDataOptions
@@ -81,6 +82,10 @@ class DpoConfig(LaunchOptions):
     ref_actor: ReferenceOptions = field(default_factory=ReferenceOptions)
     test_data: TestDataOptions = field(default_factory=TestDataOptions)
     trainer: DpoTrainerOptions = field(default_factory=DpoTrainerOptions)
+
+    def __post_init__(self) -> None:
+        if self.actor.avg_level != "token":
+            raise ConfigError(f"actor.avg_level={self.actor.avg_level}: this loss is a mean over pairs; leave it out")
 
 
 class DpoTrainer:

@@ -17,6 +17,7 @@ from rlite.data.preferences import preference_rows
 from rlite.data.tables import read_rows
 from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
+from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.trainer.engines import init_devices
 from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions, TestDataOptions
@@ -51,6 +52,10 @@ class RmConfig(LaunchOptions):
     data: DataOptions
     test_data: TestDataOptions = field(default_factory=TestDataOptions)
     trainer: RmTrainerOptions = field(default_factory=RmTrainerOptions)
+
+    def __post_init__(self) -> None:
+        if self.critic.avg_level != "token":
+            raise ConfigError(f"critic.avg_level={self.critic.avg_level}: this loss is a mean over pairs; leave it out")
 
 
 class RmTrainer:

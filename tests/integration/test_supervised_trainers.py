@@ -207,6 +207,7 @@ def test_a_checkpoint_of_other_data_is_refused(model: str, tmp_path: Path, sessi
         ("rm", "trainer.n_epochs=0", "trainer.n_epochs=0"),
         ("sft", "data.max_length=1", "data.max_length=1"),
         ("sft", "actor.avg_level=constant", "actor.avg_level"),
+        ("rm", "critic.avg_level=sequence", "critic.avg_level=sequence"),
         ("sft", "actor.max_length_per_device=10", "actor.max_length_per_device is 10"),
         ("rm", "critic.max_length_per_device=24", "critic.max_length_per_device is 24"),
         ("sft", "actor.tp_size=2", "actor.tp_size=2"),
