@@ -20,6 +20,8 @@ from rlite.engine.embedded.cache import BLOCK, Bags, SlotCache
 from rlite.engine.embedded.scheduler import Chunk
 
 ATTENTION = "rlite_slots"
+TILE_ROWS = BLOCK
+"""tokens of a `TilePlan`"""
 
 
 class AttentionPlan(Protocol):
@@ -116,6 +118,37 @@ class PrefillPlan:
         return torch.cat(outputs)
 
 
+class TilePlan:
+    """TILE_ROWS tokens of one sequence, which attend to their slot. Those beyond the last are padding.
+
+    Padding is written to the cache where the next tokens will be, and overwritten by them before anybody reads it.
+    """
+
+    def __init__(self, cache: SlotCache, slot: int, start: int, tokens: Sequence[int], device: torch.device) -> None:
+        self.cache = cache
+        self._slot = slot
+        self._stop = start + TILE_ROWS
+        last = start + len(tokens) - 1
+        self.tokens = torch.tensor([*tokens, *[0] * (TILE_ROWS - len(tokens))], device=device)
+        places = torch.arange(start, self._stop, device=device)
+        self.positions = places.clamp(max=last)  # the table of rotary angles may end here
+        self._targets = cache.targets(torch.full_like(places, slot), places)
+        self._mask = torch.ones(TILE_ROWS, self._stop, dtype=torch.bool, device=device).tril(start)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.cache.write(layer, self._targets, key, value)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        self.write(layer, key, value)
+        keys, values = self.cache.sequence(layer, self._slot, self._stop)
+        out = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None], keys, values, attn_mask=self._mask, scale=scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+
 class DecodePlan:
     """One token for each of the first slots, whose sequences have the given lengths, that token included.
 
@@ -132,26 +165,50 @@ class DecodePlan:
 
     GROUP = 16
 
-    def __init__(self, cache: SlotCache, lengths: Sequence[int], positions: torch.Tensor) -> None:
-        """`positions` of the tokens, `[steps, rows]`: of the last token first, and one further at each step."""
+    def __init__(
+        self,
+        cache: SlotCache,
+        lengths: Sequence[int],
+        positions: torch.Tensor,
+        first_slot: int = 0,
+        is_padded: bool = True,
+    ) -> None:
+        """
+        Args:
+            cache: of the slots.
+            lengths: of the sequences.
+            positions: of the tokens, `[steps, rows]`: of the last token first, and one further at each step.
+            first_slot: of the first row.
+            is_padded: a row may be computed at its group's length; else each at its own, in whole blocks.
+        """
         self.cache = cache
-        self._slots = torch.arange(len(lengths), device=positions.device)
+        self._first_slot = first_slot
+        self._rows = torch.arange(len(lengths), device=positions.device)
         self._positions = positions
-        self._groups = row_groups(lengths, self.GROUP)
+        self._lengths = lengths
+        self._is_padded = is_padded
+        self._groups = row_groups(lengths, self.GROUP) if is_padded else equal_groups(lengths)
         self._bias = _bias(positions[0], min(_round_up(max(lengths) + len(positions)), cache.max_len), cache)
         self._look_up(0)
 
     def go_to(self, step: int) -> None:
         """Go on to this step, the one after the last."""
-        self._groups = [(start, stop, length + 1) for start, stop, length in self._groups]
+        if self._is_padded:
+            self._groups = [(start, stop, length + 1) for start, stop, length in self._groups]
+        else:
+            self._groups = equal_groups([length + step for length in self._lengths])
         self._look_up(step)
-        self._bias[self._slots, :, :, self._positions[step]] = 0
+        self._bias[self._rows, :, :, self._positions[step]] = 0
 
     def _look_up(self, step: int) -> None:
-        self._targets = self.cache.targets(self._slots, self._positions[step])
+        first = self._first_slot
+        self._targets = self.cache.targets(self._rows + first, self._positions[step])
         if self.cache.is_blocked:
             # held here besides: the cache may forget them
-            self._bags = [self.cache.bags(start, stop, -(-length // BLOCK)) for start, stop, length in self._groups]
+            self._bags = [
+                self.cache.bags(first + start, first + stop, -(-length // BLOCK))
+                for start, stop, length in self._groups
+            ]
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.cache.write(layer, self._targets, key, value)
@@ -167,7 +224,14 @@ class DecodePlan:
             ]
         else:
             parts = [
-                _product(self.cache, layer, query[start:stop], self._bias[start:stop, ..., :length], start, scale)
+                _product(
+                    self.cache,
+                    layer,
+                    query[start:stop],
+                    self._bias[start:stop, ..., :length],
+                    self._first_slot + start,
+                    scale,
+                )
                 for start, stop, length in self._groups
             ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -250,4 +314,15 @@ def row_groups(lengths: Sequence[int], size: int) -> list[tuple[int, int, int]]:
                 groups[-1] = (begin, stop, joined)
                 continue
         groups.append((start, stop, longest))
+    return groups
+
+
+def equal_groups(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Cut rows into runs (start, stop, length) of neighbours with equally many blocks; the length is theirs."""
+    groups: list[tuple[int, int, int]] = []
+    for row, length in enumerate(map(_round_up, lengths)):
+        if groups and groups[-1][2] == length:
+            groups[-1] = (groups[-1][0], row + 1, length)
+        else:
+            groups.append((row, row + 1, length))
     return groups

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from rlite.engine.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan
+from rlite.engine.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, TilePlan
 from rlite.engine.embedded.lean import LeanDecoder
 from rlite.errors import CheckpointError, ConfigError
 from rlite.nn.linear import speed_up_linear_layers
@@ -101,7 +101,7 @@ class ShardedModel:
         """Take the faster forward for sequences of at most `max_len`, if there is one for this model."""
         self._lean = LeanDecoder.of(self.model, self.device, max_len)
 
-    def prefill(self, plan: PrefillPlan) -> None:
+    def prefill(self, plan: PrefillPlan | TilePlan) -> None:
         """Fill the cache."""
         if self._lean is not None:
             self._lean.fill(plan.tokens, plan.positions, plan)

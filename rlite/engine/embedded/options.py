@@ -27,6 +27,9 @@ class EmbeddedOptions:
     """tokens of one prefill forward; longer prompts are prefilled in chunks"""
     cuda_graphs: bool = True
     """on one GPU, record decode steps and replay them; needs some memory beside weights and KV cache"""
+    deterministic: bool = False
+    """a request with a seed gets the same bits whatever else is generated, at a price in speed. Not for a request whose
+    cache is computed again in its midst, because weights were written or the engine was offloaded"""
 
     def __post_init__(self) -> None:
         rules = {

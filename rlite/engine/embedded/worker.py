@@ -7,7 +7,7 @@ the same decisions, because the only thing they depend on besides the calls, the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -15,13 +15,20 @@ import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from rlite.engine.embedded.attention import DecodePlan, PrefillPlan
+from rlite.engine.embedded.attention import DecodePlan, PrefillPlan, TilePlan
 from rlite.engine.embedded.cache import SlotCache
 from rlite.engine.embedded.graphs import DecodeGraphs, is_capturable
 from rlite.engine.embedded.model import ShardedModel
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.sampling import SamplingBatch, sample, uniforms
 from rlite.engine.embedded.scheduler import RunningSequence, Scheduler
+from rlite.engine.embedded.tiles import (
+    DECODE_ROWS,
+    TiledDecoder,
+    check_rows,
+    sample_each,
+    tiles_of,
+)
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
 from rlite.parallel.shards import ParameterShard
 from rlite.types import SequenceRequest, TokenChunk
@@ -62,12 +69,17 @@ class EmbeddedWorker:
         self._cache: SlotCache | None = None
         self.load_weights()
         self._num_slots = self._affordable_slots()
-        self._scheduler = Scheduler(self._num_slots, options.max_prefill_tokens)
+        # fixed shapes cut prompts at fixed places, not where a forward happens to be full
+        most = self.max_model_len * self._num_slots if options.deterministic else options.max_prefill_tokens
+        self._scheduler = Scheduler(self._num_slots, most)
         self._refused: list[TokenChunk] = []
         self.to_device("kv_cache")
         self._graphs: DecodeGraphs | None = None
-        if options.cuda_graphs and self.device.type == "cuda" and self._group is None and is_capturable(config):
+        is_recorded = options.cuda_graphs and not options.deterministic and self.device.type == "cuda"
+        if is_recorded and self._group is None and is_capturable(config):
             self._graphs = DecodeGraphs(self._weights, self._num_slots)
+        if options.deterministic:
+            self._check_determinism(config)
 
     def _max_model_len(self, config: PreTrainedConfig) -> int:
         limit = config.max_position_embeddings
@@ -82,6 +94,14 @@ class EmbeddedWorker:
                 f"max_model_len={length}; lower it to the window or use another executor"
             )
         return length
+
+    @torch.inference_mode()
+    def _check_determinism(self, config: PreTrainedConfig) -> None:
+        if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+            raise ConfigError(
+                f"deterministic=true: {self.path} routes tokens to experts, in numbers that depend on the whole batch"
+            )
+        check_rows(self._weights, self._serving_cache())
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -177,7 +197,12 @@ class EmbeddedWorker:
             cache.apply(moves)
             if not chunks:
                 return
-            self._weights.prefill(PrefillPlan(cache, chunks, self.device))
+            if self.options.deterministic:
+                for chunk in chunks:
+                    for start, tokens in tiles_of(chunk, self._scheduler.running[chunk.slot].tokens):
+                        self._weights.prefill(TilePlan(cache, chunk.slot, start, tokens, self.device))
+            else:
+                self._weights.prefill(PrefillPlan(cache, chunks, self.device))
 
     def _decode(self, cache: SlotCache, max_steps: int) -> int:
         """One burst: steps between which neither the batch nor its sampling parameters change. Returns their number."""
@@ -186,14 +211,8 @@ class EmbeddedWorker:
         steps = self._scheduler.burst(max_steps)
         if any(g.stop for g in gconfigs):
             steps = min(steps, STOP_STRING_STEPS)
-        batch = SamplingBatch.of(
-            gconfigs,
-            [s.request.seed for s in sequences],
-            [s.stop_ids for s in sequences],
-            [len(s.tokens) < s.min_tokens for s in sequences],
-            self.vocab_size,
-            self.device,
-        )
+        batch = self._sampling(sequences)
+        each = [self._sampling([s]) for s in sequences] if self.options.deterministic else []
         watched = batch.stop_ids if self.device.type == "cpu" else None
         if batch.stop_ids is not None and watched is None:
             steps = min(steps, CUDA_STEPS)
@@ -211,7 +230,10 @@ class EmbeddedWorker:
                     f"the weights that are served (policy version {self.version}) give logits that are not finite: "
                     "they hold NaN or infinity. Look at the step that made them; release() and build() to go on"
                 )
-            tokens, taken, taken_of_cut = sample(logits, batch, random[step])
+            if each:
+                tokens, taken, taken_of_cut = sample_each(logits, each, random[step])
+            else:
+                tokens, taken, taken_of_cut = sample(logits, batch, random[step])
             if self._group is not None:
                 dist.broadcast(tokens, group_src=0, group=self._group)
             made.append((tokens, taken, taken_of_cut))
@@ -222,6 +244,16 @@ class EmbeddedWorker:
         cache.apply(self._scheduler.record(ids, logprobs, sampling_logprobs, self._find_stop))
         return len(made)
 
+    def _sampling(self, sequences: Sequence[RunningSequence]) -> SamplingBatch:
+        return SamplingBatch.of(
+            [s.request.gconfig for s in sequences],
+            [s.request.seed for s in sequences],
+            [s.stop_ids for s in sequences],
+            [len(s.tokens) < s.min_tokens for s in sequences],
+            self.vocab_size,
+            self.device,
+        )
+
     def _decoder(
         self, cache: SlotCache, lengths: list[int], positions: torch.Tensor
     ) -> Callable[[int, torch.Tensor], torch.Tensor]:
@@ -229,6 +261,8 @@ class EmbeddedWorker:
         if self._graphs is not None:
             graphs, longest, addresses = self._graphs, max(lengths), self._graphs.addresses(cache)
             return lambda step, tokens: graphs.logits(cache, addresses, tokens, positions[step], longest + step)
+        if self.options.deterministic:
+            return TiledDecoder(self._weights, cache, lengths, positions)
         plan = DecodePlan(cache, lengths, positions)
 
         def logits(step: int, tokens: torch.Tensor) -> torch.Tensor:
@@ -313,16 +347,19 @@ class EmbeddedWorker:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         heads = config.num_attention_heads // self._weights.tp_size
         kv_heads = config.num_key_value_heads // self._weights.tp_size
-        return config.num_hidden_layers, self._num_slots, heads, kv_heads, self.max_model_len, head_dim
+        num_slots = self._num_slots
+        if self.options.deterministic:  # the last tile is as large as the others
+            num_slots += -num_slots % DECODE_ROWS
+        return config.num_hidden_layers, num_slots, heads, kv_heads, self.max_model_len, head_dim
 
     def _affordable_slots(self) -> int:
         if self.device.type != "cuda":
             return self.options.max_num_seqs
         self._num_slots = 1
-        layers, _, _, heads, length, dim = self._cache_shape()
+        layers, spare, _, heads, length, dim = self._cache_shape()
         per_slot = 2 * layers * heads * length * dim * self._weights.dtype.itemsize
         free, total = torch.cuda.mem_get_info(self.device)
-        budget = total * self.options.gpu_memory_utilization - (total - free)
+        budget = total * self.options.gpu_memory_utilization - (total - free) - (spare - 1) * per_slot
         slots = torch.tensor(min(self.options.max_num_seqs, int(budget // per_slot)), device=self.device)
         if self._group is not None:
             dist.all_reduce(slots, op=dist.ReduceOp.MIN, group=self._group)
