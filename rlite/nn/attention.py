@@ -108,11 +108,10 @@ def _one_by_one(
 def _shared(q: Tensor, k: Tensor, v: Tensor, share: ContextShare, scaling: float | None) -> Tensor:
     """Attention of this rank's tokens q [t, H, D] to the keys of the whole pack, of which k and v hold this rank's."""
     k, v = share.gather_keys(torch.stack([k, v], dim=1)).unbind(1)
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     if q.is_cuda:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         return _shared_varlen(q, k, v, share, scaling)
+    is_grouped = q.shape[1] != k.shape[1]
     parts = []
     for segment in share.segments:
         rows_q, rows_k, rows_v = (
@@ -123,7 +122,7 @@ def _shared(q: Tensor, k: Tensor, v: Tensor, share: ContextShare, scaling: float
         is_whole = num_queries == num_keys
         mask = None if is_whole else q.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
         attended = F.scaled_dot_product_attention(
-            rows_q, rows_k, rows_v, attn_mask=mask, is_causal=is_whole, scale=scaling
+            rows_q, rows_k, rows_v, attn_mask=mask, is_causal=is_whole, scale=scaling, enable_gqa=is_grouped
         )
         parts.append(attended[0].transpose(0, 1))
     return torch.cat(parts)
