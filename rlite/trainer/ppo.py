@@ -224,16 +224,18 @@ class PpoTrainer:
 def batch_plan(options: PpoConfig, engines: Engines) -> dict[str, str]:
     """How a step's work is divided, in words and numbers."""
     data, actor, rollout, trainer = options.train_data, options.actor, options.rollout, options.trainer
-    session, ranks = rlite.current_session(), engines.actor.num_data_ranks
+    session, dims = rlite.current_session(), engines.actor.dims
+    ranks = dims.num_data_ranks
     sequences = data.prompts_per_rollout * data.responses_per_prompt
     per_update = sequences // actor.update_per_rollout
     return {
         "model": f"{actor.model_name}, {engines.actor.num_parameters / 1e6:.2f} M parameters",
-        "devices": f"{ranks} x {session.device}, launcher {session.launcher.kind}",
+        "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims.copies} "
+        f"copies x {dims.fsdp} shards x sp {dims.seq} x tp {dims.tensor}",
         "step": f"{data.prompts_per_rollout} prompts x {data.responses_per_prompt} responses = {sequences} sequences, "
         f"at most {rollout.train_sampling_params.max_new_tokens} new tokens in each of {rollout.max_turns} turn(s)",
         "update": f"{actor.update_per_rollout} optimizer step(s) of {per_update} sequences: {per_update // ranks} on "
-        f"each of {ranks} rank(s), in packs of at most {actor.max_length_per_device} tokens",
+        f"each of {ranks} data rank(s), in packs of at most {actor.max_length_per_device * dims.num_peers} tokens",
         "rollout": f"{len(engines.rollout.executors)} replica(s) of {rollout.tp_size} device(s), executor "
         f"{rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each",
         "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, {credit_plan(options)}",

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlite import config
-from rlite.algorithms import Schedule, check_advantage, check_policy_loss
+from rlite.algorithms import ADVANTAGES, Schedule, check_advantage, check_policy_loss
 from rlite.algorithms.kl import KLEstimator
-from rlite.errors import ConfigError, UnknownOptionError
+from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 from rlite.nn.lora import LoraOptions
 from rlite.trainer.options import LaunchOptions, ModelOptions
 from rlite.trainer.policy import AvgLevel
@@ -169,7 +169,10 @@ class AdvantageOptions:
         for name in ("gamma", "lamda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"adv.{name}={getattr(self, name)}: expected a number between 0 and 1")
-        is_named = self.estimator not in ("reinforce", "gae")
+        known = ["reinforce", "gae", *ADVANTAGES]
+        if self.estimator not in known:
+            raise ConfigError(f"adv.estimator={self.estimator}: {did_you_mean(self.estimator, known)}")
+        is_named = self.estimator in ADVANTAGES
         if self.estimator in ("remax", "gdpo"):
             raise ConfigError(f"adv.estimator={self.estimator} needs more rewards than this trainer collects")
         if is_named:

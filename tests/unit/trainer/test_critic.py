@@ -35,6 +35,9 @@ def test_the_critic_is_as_the_actor_where_it_does_not_say():
     critic = config.critic.as_model(config.actor)
     assert (critic.model_name, critic.sp_size, critic.tp_size, critic.lr) == ("a", 2, 2, 5e-6)
     assert critic.scheduler == "constant"
+    adapted = load(PpoConfig, ["actor.model_name=a", "actor.lora.rank=4", "critic.model_name=b"])
+    assert adapted.critic.as_model(adapted.actor).lora == adapted.actor.lora
+    assert adapted.ref_actor.as_model(adapted.actor).lora is None
     assert config.max_length == 2 * 50
 
 
