@@ -16,6 +16,7 @@ HOMES = {
     "ray": "rlite/cluster/ray.py",
     "vllm": "rlite/engine/vllm/",
     "sglang": "rlite/engine/sglang/",
+    "peft": "rlite/nn/lora.py",
     "wandb": "rlite/observability/",
     "tensorboard": "rlite/observability/",
     "trackio": "rlite/observability/",

@@ -22,9 +22,20 @@ from rlite.engine.weight_sync import Transport, sync_weights
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
 from rlite.nn.tiny import byte_tokenizer
+from rlite.rollout.workflow import SingleTurnWorkflow
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.policy import OptimizerOptions, critic_module, policy_module
+from rlite.trainer.ppo import PpoTrainer
+from rlite.trainer.ppo_options import (
+    ActorOptions,
+    AdvantageOptions,
+    PpoConfig,
+    PromptOptions,
+    RolloutOptions,
+    SamplingOptions,
+)
 from rlite.trainer.rm import RmConfig, RmTrainer
+from rlite.trainer.run import TrainerOptions
 from rlite.trainer.sft import SftConfig, SftTrainer
 from tests.integration.modules import make_batch, next_token_logprobs, num_counted, token_loss
 from tests.integration.worlds import world
@@ -216,6 +227,30 @@ def test_every_trainer_of_rows_trains_adapters(
     adapter = load_file(tmp_path / "latest" / "adapter" / "adapter_model.safetensors")
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in adapter if ".lora_" in name} == {"q_proj", "up_proj"}
     assert [name for name in adapter if ".lora_" not in name] == ["base_model.model.score.weight"] * (kind == "rm")
+
+
+def count_digits(prompt: str, completions: str, *tokens: Any, **row: Any) -> float:
+    return sum(character.isdigit() for character in completions) / max(len(completions), 1)
+
+
+def test_an_actor_and_its_critic_learn_by_adapters(engines: list[Any], models: dict[str, Path], tmp_path: Path) -> None:
+    sampling = SamplingOptions(max_new_tokens=8)
+    options = PpoConfig(
+        actor=ActorOptions(model_name=str(models["qwen3"]), lr=1e-2, lora=LORA),
+        adv=AdvantageOptions(estimator="gae"),
+        train_data=PromptOptions(prompts_per_rollout=8, responses_per_prompt=4),
+        rollout=RolloutOptions(train_sampling_params=sampling, max_model_len=64, max_num_seqs=32),
+        trainer=TrainerOptions(save_dir=str(tmp_path), total_steps=2),
+    )
+    rows = [{"messages": [{"role": "user", "content": f"{number}?"}]} for number in range(8)]
+    made = PpoTrainer(options, SingleTurnWorkflow(count_digits, sampling.gconfig(), byte_tokenizer()), rows, ())
+    assert made.engines.critic is not None
+    engines += [made.engines.rollout, made.engines.actor, made.engines.critic]
+    made.fit()
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["logprob_drift"] < 1e-4 for line in metrics), "what answers is what is trained"
+    adapter = load_file(tmp_path / "latest" / "adapter" / "adapter_model.safetensors")
+    assert all(tensor.any() for tensor in adapter.values())
 
 
 def test_adapters_are_not_split_by_tensor_parallel(engines: list[Any], models: dict[str, Path]) -> None:
