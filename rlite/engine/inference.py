@@ -29,6 +29,7 @@ from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError, We
 from rlite.nn.huggingface import local_checkpoint
 from rlite.rollout.collector import RolloutCollector
 from rlite.rollout.options import CollectorOptions
+from rlite.rollout.seeds import mix
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.types import (
     CompletionOutput,
@@ -269,7 +270,7 @@ class RliteInferenceEngine(Engine):
         on_chunk: Callable[[TokenChunk], object] | None = None,
     ) -> Flight:
         number = next(self._ids)
-        seed = _mix(self.options.seed, number) if gconfig.seed is None else _mix(gconfig.seed, sample)
+        seed = mix(self.options.seed, number) if gconfig.seed is None else mix(gconfig.seed, sample)
         request = SequenceRequest(request_id=number, input_ids=ids, gconfig=gconfig, seed=seed)
         return Flight(request, on_chunk=on_chunk)
 
@@ -432,12 +433,3 @@ class RliteInferenceEngine(Engine):
         finally:
             self._is_receiving = False
         self._let_run()
-
-
-def _mix(seed: int, number: int) -> int:
-    """A 63-bit seed from two numbers (splitmix64)."""
-    mask = (1 << 64) - 1
-    z = (seed * 0x9E3779B97F4A7C15 + number + 0x632BE59BD9B4E019) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return (z ^ (z >> 31)) >> 1

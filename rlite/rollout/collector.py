@@ -34,6 +34,7 @@ from rlite.rollout.batch import pad_trajectories
 from rlite.rollout.episodes import ENGINE_FAILURES, EpisodeFailed, run_episodes
 from rlite.rollout.options import CollectorOptions
 from rlite.rollout.reward_pool import close_shared_pool
+from rlite.rollout.seeds import mix
 from rlite.rollout.staleness import RolloutCounters, capacity
 from rlite.rollout.workflow import RolloutError, RolloutWorkflow
 from rlite.types import AsyncInference
@@ -61,6 +62,7 @@ class _Group:
     size: int
     lane: _Lane
     should_accept: ShouldAccept | None = None
+    seed: int | None = None
     started: float | None = None
     task: asyncio.Task[None] | None = None
     trajectories: list[TensorDict] | None = None
@@ -279,12 +281,22 @@ class RolloutCollector:
             if not isinstance(item, Mapping):
                 raise DataError(f"data item {index} is {type(item).__name__}: expected a mapping")
         self._raise_if_stopped()
-        groups = [_Group(next(self._ids), item, workflow, group_size, lane, should_accept) for item in items]
+        groups = [
+            _Group(next(self._ids), item, workflow, group_size, lane, should_accept, self._seed(lane, index))
+            for index, item in enumerate(items)
+        ]
         with self._changed:
             lane.waiting.extend(groups)
             lane.counters = lane.counters.submit(len(groups))
         self._poke()
         return groups
+
+    def _seed(self, lane: _Lane, index: int) -> int | None:
+        """Of an item's group: a resumed run gives the same to the same place of the same `rollout_batch`."""
+        if self.options.seed is None:
+            return None
+        number = index if lane is self._now else lane.counters.submitted + index
+        return mix(mix(self.options.seed, self.engine.get_version()), number)
 
     def _consume(self, count: int) -> TensorDict:
         with self._changed:
@@ -500,6 +512,7 @@ class RolloutCollector:
                 timeout=self.options.request_timeout,
                 retries=self.options.request_retries,
                 failed_attempts=self.failed_attempts,
+                seed=group.seed,
             )
             reason = None
             if any(trajectory is None for trajectory in trajectories):

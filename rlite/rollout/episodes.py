@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError, WorkerError
 from rlite.rollout.batch import check_trajectory
 from rlite.rollout.rewards import RewardError
+from rlite.rollout.seeds import SeededInference, mix
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.types import AsyncInference
 
@@ -38,21 +39,24 @@ async def run_episodes(
     timeout: float,
     retries: int,
     failed_attempts: Counter[str],
+    seed: int | None = None,
 ) -> list[TensorDict | None]:
     """`count` episodes of one item; the first that fails for good cancels its siblings.
 
-    `failed_attempts` counts what was raised, by the exception's name or the reward's outcome.
+    `failed_attempts` counts what was raised, by the exception's name or the reward's outcome. With a `seed`, random
+    numbers depend on it, the sample and the turn alone.
     Raises: EpisodeFailed; WorkerError or ResidencyError, at once.
     """
 
-    async def episode() -> TensorDict | None:
-        return await _until_it_succeeds(workflow, engine, data, timeout, retries, failed_attempts)
+    async def episode(sample: int) -> TensorDict | None:
+        episode_seed = None if seed is None else mix(seed, sample)
+        return await _until_it_succeeds(workflow, engine, data, timeout, retries, failed_attempts, episode_seed)
 
     if count == 1:
-        return [await episode()]
+        return [await episode(0)]
     try:
         async with asyncio.TaskGroup() as siblings:
-            tasks = [siblings.create_task(episode()) for _ in range(count)]
+            tasks = [siblings.create_task(episode(sample)) for sample in range(count)]
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -65,6 +69,7 @@ async def _until_it_succeeds(
     timeout: float,
     retries: int,
     failed_attempts: Counter[str],
+    seed: int | None,
 ) -> TensorDict | None:
     attempts = 0
     while True:
@@ -72,7 +77,9 @@ async def _until_it_succeeds(
         limit = asyncio.timeout(timeout)
         try:
             async with limit:
-                result = await workflow.arun_episode(engine, dict(data))
+                # a further attempt is the same again, unless what failed was not the model's doing
+                own = engine if seed is None else SeededInference(engine, seed)
+                result = await workflow.arun_episode(own, dict(data))
             if result is not None:
                 check_trajectory(result, f"the trajectory of {type(workflow).__name__}")
             return result

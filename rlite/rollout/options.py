@@ -25,6 +25,9 @@ class CollectorOptions:
     """groups lost to exceptions, with none accepted between them, that stop the run"""
     max_consecutive_rejections: int = 1024
     """groups dropped by the workflow or by should_accept, with none accepted between them, that stop the run"""
+    seed: int | None = None
+    """draw a request's random numbers from this, the policy version, and the item's, sample's and turn's numbers;
+    None: from the order in which requests arrive"""
 
     def __post_init__(self) -> None:
         least = {
