@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -15,6 +15,7 @@ from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.engine.weight_sync import SyncReport
 from rlite.errors import ConfigError
+from rlite.rollout.options import CollectorOptions
 from rlite.trainer.options import ModelOptions
 from rlite.trainer.policy import critic_module, policy_module
 from rlite.trainer.ppo_options import PpoConfig
@@ -56,6 +57,7 @@ class Engines:
             (self.reference, options.ref_actor.as_model(actor), options.ref_actor.offload_model),
         ]
         build_options = [model.build_options(world, options.trainer.seed) for _, model, _ in train_engines]
+        own_options: dict[str, Any] = {"deterministic": True} if rollout.deterministic else {}
         self.rollout.build(
             tensor_parallel_size=rollout.tp_size,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
@@ -63,7 +65,10 @@ class Engines:
             max_model_len=rollout.max_model_len,
             dtype=rollout.dtype,
             seed=options.trainer.seed,
+            **own_options,
         )
+        if rollout.deterministic:
+            self.rollout.rollout_options = CollectorOptions(seed=options.trainer.seed)
         default = session.device == "cuda" if actor.offload_model is None else actor.offload_model
         self._takes_turns = {self.rollout: default}
         self._resident = self.rollout if default else None

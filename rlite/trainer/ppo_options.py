@@ -244,6 +244,8 @@ class RolloutOptions:
     """sequences that a replica decodes at once"""
     max_model_len: int | None = None
     """longest prompt and response together"""
+    deterministic: bool = False
+    """the same tokens and log-probabilities, bit by bit, after a resume as without it; executor torch alone, slower"""
     env_path: str | None = None
     """Python file with `async step(state, action, extra_info)`; it returns the keys `rlite.rollout.env.STEP_KEYS`"""
     env_timeout: float = 60.0
