@@ -63,12 +63,15 @@ def packed_attention(
     asked = {key: kwargs[key] for key in ("softcap", "s_aux") if kwargs.get(key) is not None}
     if (window := kwargs.get("sliding_window")) is not None and window < packed_layout.max_seqlen:
         asked["sliding_window"] = window
+    if dropout and (query.is_cuda or packed_layout.share is not None):
+        asked["attention_dropout"] = dropout
     if asked:
         raise ConfigError(
             f"the model asks for attention with {asked}, which packs do not support (longest sequence: "
             f"{packed_layout.max_seqlen} tokens); use a model with full attention, or sequences within the window"
         )
-    if packed_layout.share is None and not query.is_cuda:
+    is_flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    if packed_layout.share is None and not is_flash:
         return _one_by_one(query, key, value, packed_layout.lengths, scaling, dropout), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     if packed_layout.share is not None:
@@ -107,8 +110,8 @@ def _one_by_one(
 
 def _shared(q: Tensor, k: Tensor, v: Tensor, share: ContextShare, scaling: float | None) -> Tensor:
     """Attention of this rank's tokens q [t, H, D] to the keys of the whole pack, of which k and v hold this rank's."""
-    k, v = share.gather_keys(torch.stack([k, v], dim=1)).unbind(1)
-    if q.is_cuda:
+    k, v = share.gather_keys(torch.cat([k, v], dim=-1)).split([k.shape[-1], v.shape[-1]], dim=-1)
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         return _shared_varlen(q, k, v, share, scaling)
     is_grouped = q.shape[1] != k.shape[1]

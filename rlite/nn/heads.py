@@ -28,9 +28,9 @@ class HuggingFaceFsdp2ScoreModule(HuggingFaceFsdp2TrainModule):
     score: nn.Linear
     _config_options: ClassVar[Mapping[str, Any]] = {"num_labels": 1}
 
-    def forward(self, **inputs: Any) -> TokenClassifierOutput:
+    def forward(self, *args: Any, **inputs: Any) -> TokenClassifierOutput:
         """Scores [B, L, 1] as logits; transformers' own forward would keep the last token's alone."""
-        return TokenClassifierOutput(logits=self.score(self.base_model(**inputs).last_hidden_state))
+        return TokenClassifierOutput(logits=self.score(self.base_model(*args, **inputs).last_hidden_state))
 
     def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
         """Scores [T] of a pack."""

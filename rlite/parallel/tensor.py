@@ -82,6 +82,11 @@ class TensorParallelPlan:
         self._rows: list[nn.Linear] = []
         if self.world_size > 1:
             check_heads(model.config, self.world_size)
+            if type(self._embedding) is not nn.Embedding:
+                raise ConfigError(
+                    f"{model.config.model_type!r} has an embedding of its own kind, {type(self._embedding).__name__}, "
+                    "which is not split; use tensor_parallel_size=1"
+                )
             columns, rows = split_linears(model)
             self._rows = list(rows.values())
             for column in (*columns.values(), self._embedding, self._head):

@@ -33,7 +33,8 @@ from rlite.parallel.tensor import check_heads, split_linears
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Split the model, which is on meta, over the ranks of a one-dimensional mesh, by the model's own plan.
 
-    Embedding and head are split where their number of rows divides; else they are whole on every rank.
+    Embedding and head are split where their number of rows divides, and the embedding is torch's own; else they are
+    whole on every rank.
 
     Raises: ConfigError if heads do not divide, or the model has no plan or one that is not known here.
     """
@@ -42,7 +43,8 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     columns, rows = split_linears(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     vocabulary = [module for module in (embedding, head) if module is not None]
-    if any(module.weight.shape[0] % mesh.size() for module in vocabulary):
+    is_plain = type(embedding) is nn.Embedding  # one that scales its output, say, keeps its own forward
+    if not is_plain or any(module.weight.shape[0] % mesh.size() for module in vocabulary):
         vocabulary = []
 
     axis = {parameter: 0 for module in (*columns.values(), *vocabulary) for parameter in module.parameters()}
@@ -126,9 +128,16 @@ def _row_forward(row: nn.Linear, forward: Any, group: dist.ProcessGroup, x: Tens
 
 def _embedding_forward(embedding: nn.Embedding, group: dist.ProcessGroup, ids: Tensor) -> Tensor:
     weight = embedding.get_parameter("weight").to_local()  # type: ignore[attr-defined]
-    local = ids - group.rank() * weight.shape[0]
+    start = group.rank() * weight.shape[0]
+    local = ids - start
     is_here = (local >= 0) & (local < weight.shape[0])
-    return sum_forward(F.embedding(local.where(is_here, 0), weight) * is_here[..., None], group)
+    if embedding.padding_idx is not None:  # its row gets no gradient
+        is_padding = (ids == embedding.padding_idx)[..., None]
+        rows = F.embedding(local.where(is_here, 0), weight)
+        rows = torch.where(is_padding, rows.detach(), rows)
+    else:
+        rows = F.embedding(local.where(is_here, 0), weight)
+    return sum_forward(rows * is_here[..., None], group)
 
 
 def _head_forward(forward: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:

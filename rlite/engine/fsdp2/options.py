@@ -29,7 +29,7 @@ class Fsdp2Options:
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     seed: int = 0
-    """plus its rank: what torch's generator of each worker's process is seeded with when the engine is built"""
+    """plus its data rank: what torch's generator of each worker's process is seeded with when the engine is built"""
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "compute_dtype"):

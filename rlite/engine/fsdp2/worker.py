@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -65,7 +66,8 @@ class Fsdp2Worker:
         self._writing: Future[None] | None = None
         self._own_names: dict[str, str] = {}
         """served name -> parameter name"""
-        torch.manual_seed(options.seed + context.rank)
+        # who shares the work must draw alike
+        torch.manual_seed(options.seed + context.rank // dims.num_peers)
         self._materialize()
 
     # -- making the module real ----------------------------------------------------------------------------------
@@ -146,9 +148,8 @@ class Fsdp2Worker:
             optimizer.zero_grad(set_to_none=True)
         else:
             optimizer.step()
-        names = sorted(means)
-        summed = dict(zip(names, self._sum([means[name] for name in names]), strict=True))
-        return {**summed, "grad_norm": grad_norm, "lr": lr, "weight": total, "is_skipped": float(is_skipped)}
+        step = {"grad_norm": grad_norm, "lr": lr, "weight": total, "is_skipped": float(is_skipped)}
+        return {**self._sum_named(means), **step}
 
     def _accumulate(
         self, batch: Mapping[str, Tensor], microbatches: list[list[int]], shares: list[float], loss_fn: Loss
@@ -180,8 +181,7 @@ class Fsdp2Worker:
             data = pack(batch, rows or companions(batch), self._device)
             loss, report = _loss(loss_fn, self._outputs(loss_fn, data), data)
             _add(means, {"loss": loss, **report}, weight / total if total else 0.0)
-        names = sorted(means)
-        return {**dict(zip(names, self._sum([means[name] for name in names]), strict=True)), "weight": total}
+        return {**self._sum_named(means), "weight": total}
 
     @torch.no_grad()
     def forward(
@@ -217,6 +217,17 @@ class Fsdp2Worker:
 
     def _clip(self) -> float:
         return clip_gradients(self.module.parameters(), self._options.max_grad_norm, self._mesh, self._everyone)
+
+    def _sum_named(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Sums by name. Raises: ConfigError on every rank if the ranks have different names."""
+        names = sorted(values)
+        own = float(zlib.crc32("\n".join(names).encode()))
+        if self._sum([own])[0] != own * self._mesh.dims.num_data_ranks:
+            raise ConfigError(
+                f"this rank's loss reports {names}, another rank's something else: a loss has to report the same "
+                "metrics for every pack"
+            )
+        return dict(zip(names, self._sum([values[name] for name in names]), strict=True))
 
     def _sum(self, values: list[float]) -> list[float]:
         """Sums over the ranks with different data, in float64."""
