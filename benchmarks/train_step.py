@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,12 @@ class HandWritten:
         return total
 
 
+def engine_step(engine: RliteTrainEngine, batch: Any) -> float:
+    """The same by the engine."""
+    loss = SftLoss()
+    return engine.train_batch(batch, loss, loss.weight)["loss"]
+
+
 def ready_packs(batch: Any, capacity: int) -> list[dict[str, Any]]:
     """The packs that the engine makes of a batch, with labels."""
     lengths = batch["attention_mask"].sum(-1).tolist()
@@ -107,15 +114,12 @@ def main() -> None:
         engine = RliteTrainEngine(policy_module(path, options.optimizer(args.steps)))
         engine.build(**options.build_options(1, seed=0))
         engine.train()
-        loss, by_hand = SftLoss(), HandWritten(path)
+        by_hand = HandWritten(path)
         measured = []
         for number, batch in enumerate(rows.batches(ROWS_PER_STEP)):
             packs = ready_packs(batch, args.max_length_per_device)
             num_labels = int(batch["loss_mask"].sum())
-            sides = [
-                lambda batch=batch: engine.train_batch(batch, loss, loss.weight)["loss"],
-                lambda packs=packs, num_labels=num_labels: by_hand.step(packs, num_labels),
-            ]
+            sides = [partial(engine_step, engine, batch), partial(by_hand.step, packs, num_labels)]
             order = (0, 1) if number % 2 else (1, 0)  # each meets the other's caches as often
             results = {side: timed(sides[side]) for side in order}
             measured.append((results[0], results[1]))
