@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from tests.integration.worlds import environment, free_port, processes_with
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 MARK = "RLITE_TEST_RUN"
 STEPS = 36
 
@@ -59,13 +59,10 @@ def sft(model: Path, data: Path, save_dir: Path) -> list[str]:
     ]
 
 
-def run_and_kill(argv: Sequence[str], save_dir: Path, moment: random.Random) -> int:
-    """Kill the program and all that it started after a random step, at a random moment of the next; returns the step.
-
-    A run that ends before is one that was not killed: STEPS is returned.
-    """
+def run_and_kill(argv: Sequence[str], save_dir: Path, moment: random.Random, steps: int = STEPS) -> int:
+    """Kill a program and all that it started after a random step, at a random moment of the next; returns the step."""
     mark = uuid.uuid4().hex
-    step, delay = moment.randrange(1, STEPS), moment.random() * 0.1
+    step, delay = moment.randrange(1, steps), moment.random() * 0.1
     metrics = save_dir / "metrics.jsonl"
     with (save_dir.parent / "log").open("a") as log:
         program = subprocess.Popen(argv, env=environment(**{MARK: mark}), stdout=log, stderr=log)
@@ -81,10 +78,10 @@ def run_and_kill(argv: Sequence[str], save_dir: Path, moment: random.Random) -> 
     return step
 
 
-def curve(save_dir: Path) -> list[dict[str, float]]:
+def curve(save_dir: Path, steps: int = STEPS) -> list[dict[str, float]]:
     """The metrics of every step but those of time."""
     records = [json.loads(line) for line in (save_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(1, STEPS + 1)), "each step is there once"
+    assert [record["step"] for record in records] == list(range(1, steps + 1)), "each step is there once"
     return [
         {key: value for key, value in record.items() if "second" not in key and key not in ("time", "timestamp")}
         for record in records
@@ -115,3 +112,56 @@ def test_sft_that_was_killed_ends_as_if_it_had_not_been(
             assert torch.equal(found[name], tensor), f"{export}: {name}, killed after {moments}"
     left = sorted(path.name for path in (broken / "state").iterdir() if not path.name.startswith("."))
     assert left == ["step-33", "step-36"]
+
+
+ENVIRONMENT = """
+async def step(state, action, extra_info):
+    score = sum(letter.isalpha() for letter in action) / max(len(action), 1)
+    return {"next_state": None, "reward": score, "score": score, "done": True, "extra_info": extra_info}
+"""
+
+
+PPO_STEPS = 15
+
+
+def ppo(model: Path, folder: Path, save_dir: Path) -> list[str]:
+    (folder / "env.py").write_text(ENVIRONMENT)
+    return [
+        f"actor.model_name={model}",
+        f"critic.model_name={model}",
+        "adv.estimator=gae",
+        "actor.lr=1e-3",
+        f"train_data.path={folder / 'prompts.jsonl'}",
+        "train_data.prompts_per_rollout=4",
+        "train_data.responses_per_prompt=2",
+        f"rollout.env_path={folder / 'env.py'}",
+        "rollout.train_sampling_params.max_new_tokens=12",
+        "rollout.max_num_seqs=5",
+        "rollout.max_model_len=64",
+        "rollout.deterministic=true",
+        f"trainer.total_steps={PPO_STEPS}",
+        "trainer.save_freq=3",
+        "trainer.load_ckpt_from=latest",
+        f"trainer.save_dir={save_dir}",
+    ]
+
+
+def test_ppo_that_was_killed_ends_as_if_it_had_not_been(models: dict[str, Path], data: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line)["prompt"] for line in data.read_text().splitlines()]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+
+    def argv(save_dir: Path) -> list[str]:
+        return command(1, "rlite.trainer.ppo", *ppo(models["qwen2"], tmp_path, save_dir))
+
+    seed = random.randrange(10**6)
+    print(f"seed of the moments: {seed}")
+    moment = random.Random(seed)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    subprocess.run(argv(whole), env=environment(), check=True, capture_output=True, timeout=600)
+    moments = [run_and_kill(argv(broken), broken, moment, PPO_STEPS) for _ in range(2)]
+    done = subprocess.run(argv(broken), env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert curve(broken, PPO_STEPS) == curve(whole, PPO_STEPS), f"killed after {moments}"
+    expected, found = (load_file(folder / "latest" / "model.safetensors") for folder in (whole, broken))
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), f"{name}, killed after {moments}"
