@@ -151,7 +151,7 @@ def test_sizes_that_do_not_multiply_are_refused_with_the_equation(build: Build) 
         build("qwen2", size=4, tp_size=4)
 
 
-# -- heads and pairs ----------------------------------------------------------------------------------------------------
+# -- heads and pairs ---------------------------------------------------------------------------------------------------
 
 
 class Critic(HuggingFaceFsdp2ScoreModule):
@@ -203,7 +203,7 @@ def test_value_reward_and_dpo_losses_do_not_see_how_the_work_is_divided(models: 
             engine.release()
 
 
-# -- activations --------------------------------------------------------------------------------------------------------
+# -- activations -------------------------------------------------------------------------------------------------------
 
 
 class Measured(POLICIES["llama"]):  # type: ignore[misc]
