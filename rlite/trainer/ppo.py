@@ -294,11 +294,6 @@ def _flat(stats: Mapping[str, float]) -> dict[str, float]:
     return {"seconds" if key == "seconds_step" else key: value for key, value in renamed.items()}
 
 
-def _count(module: torch.nn.Module) -> str:
-    number = sum(parameter.numel() for parameter in module.parameters())
-    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
-
-
 def main(argv: Sequence[str]) -> None:
     """Run the trainer from the command line."""
     options = config.load(PpoConfig, argv, aliases=ALIASES)
