@@ -48,6 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker("peers")
             item.add_marker(pytest.mark.filterwarnings("ignore"))  # theirs are not ours to mend
+    # last: what the peers do to logging on import stays
+    items.sort(key=lambda item: item.get_closest_marker("peers") is not None)
 
 
 @pytest.fixture(scope="session")

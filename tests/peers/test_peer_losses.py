@@ -531,6 +531,7 @@ def trls_dpo(peer: Peer, mask: Tensor, reference: Tensor, **changes: Any) -> Cal
         )
         me.model.gradient_checkpointing_disable = me.model.gradient_checkpointing_enable = lambda *_: None
         me.model.is_gradient_checkpointing = False
+        me.model._modules = {}  # accelerate looks for compiled ones, if anything has imported torch._dynamo
         inputs = {
             "input_ids": torch.zeros(completion_mask.shape, dtype=torch.long),
             "attention_mask": torch.ones(completion_mask.shape),
