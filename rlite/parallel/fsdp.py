@@ -71,6 +71,17 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Tr
     return norm
 
 
+def reshard(module: nn.Module) -> None:
+    """Let FSDP give its gathered parameters back.
+
+    After a forward pass without a backward pass the outermost ones stay gathered: the module's parameters are then
+    others than those that the optimizer and the checkpoint know.
+    """
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()
+
+
 def forget_gradients(module: nn.Module) -> None:
     """Bring FSDP back to its start after a forward or backward pass that raised; what was accumulated is lost.
 

@@ -485,3 +485,23 @@ def test_a_released_engine_gives_its_devices_back_and_can_be_built_again(build: 
         engine.train_step([[1]])
     engine.build(tensor_parallel_size=2, data_parallel_size=1)
     assert engine.counter(by=1) == 1
+
+
+def test_what_is_saved_after_an_evaluation_is_what_was_saved_before_it(build: Build, tmp_path: Path) -> None:
+    """After a forward pass alone FSDP keeps its outermost parameters gathered, as others than the optimizer's."""
+    batch = make_batch(LENGTHS)
+    weights = []
+    for evaluates in (False, True):
+        engine = build(size=2, param_dtype="float64")
+        engine.train_batch(batch, token_loss, num_counted)
+        if evaluates:
+            engine.eval_batch(batch, token_loss, num_counted)
+        engine.save_state(tmp_path / f"state-{evaluates}")
+        engine.release()
+        resumed = build(size=2, param_dtype="float64")
+        resumed.load_state(tmp_path / f"state-{evaluates}")
+        resumed.train_batch(batch, token_loss, num_counted)
+        weights.append(resumed.state_dict())
+        resumed.release()
+    for name, tensor in weights[0].items():
+        assert torch.equal(weights[1][name], tensor), name

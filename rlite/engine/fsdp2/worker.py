@@ -34,6 +34,7 @@ from rlite.parallel.fsdp import (
     full_tensor,
     local_shard,
     local_tensor,
+    reshard,
     set_gradient_sync,
     shard,
 )
@@ -96,6 +97,7 @@ class Fsdp2Worker:
     @torch.no_grad()
     def _read_weights(self, path: str | None = None) -> None:
         """Fill this rank's boxes; nothing else of the checkpoint is read."""
+        reshard(self.module)
         source = self.module.materialization_source() if path is None else path
         reader: Any = _Tensors(source) if isinstance(source, Mapping) else CheckpointReader(local_checkpoint(source))
         for name, parameter in self.module.named_parameters():
@@ -238,6 +240,7 @@ class Fsdp2Worker:
     # -- weights -------------------------------------------------------------------------------------------------
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
+        reshard(self.module)
         return {name: local_shard(parameter) for name, parameter in self.module.named_parameters()}
 
     def served_shards(self, has_values: bool = True) -> dict[str, ParameterShard]:
@@ -299,6 +302,7 @@ class Fsdp2Worker:
         trained: dict[str, Tensor] = {}
         if isinstance(module, LoraTrainModule) and module.lora is not None:
             trained = {name: full_tensor(p) for name, p in module.named_parameters() if p.requires_grad}
+        reshard(self.module)
         tensors = ((name, full_tensor(module.served_parameter(name, p))) for name, p in module.named_parameters())
         served = (out for name, full in tensors if (out := module.postprocess_named_parameter(name, full)))
         try:
@@ -324,6 +328,7 @@ class Fsdp2Worker:
     def save_state(self, folder: str, path: str, facts: dict[str, Any], is_asynchronous: bool) -> None:
         """Write into `folder` all that resume needs, and publish it as `path`: now, or beside what comes next."""
         module = self.module
+        reshard(module)
         state = sharded.snapshot(module, module.optimizer, module.lr_scheduler, is_copied=is_asynchronous)
         group = subgroup(self._context.world_ranks, "checkpoint", "gloo")
         self._writing = sharded.start_writing(state, Path(folder), Path(path), facts, self._context.rank, group)
@@ -337,6 +342,7 @@ class Fsdp2Worker:
             writing.result()
 
     def load_state(self, path: str) -> None:
+        reshard(self.module)
         sharded.load(
             Path(path), self.module, self.module.optimizer, self.module.lr_scheduler, self._context.rank, self._everyone
         )
