@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlite.algorithms.advantages import group_advantages, normalize_rewards, remax_advantages, rloo_advantages
 from rlite.algorithms.baselines import gdpo_advantages, gpg_advantages, opo_advantages, pass_at_k_advantages
-from rlite.algorithms.registry import check_options, find, keyword_parameters, register
+from rlite.algorithms.registry import check_options, find, keyword_parameters, name_of, register
 from rlite.errors import ConfigError
 
 AdvantageFunction = Callable[..., Tensor]
@@ -56,25 +56,20 @@ def outcome_advantages(
     asked = keyword_parameters(function)
     given = {name: value for name, value in batch.items() if name in asked}
     if missing := [k for k, value in given.items() if value is None and asked[k].default is inspect.Parameter.empty]:
-        raise ConfigError(f"advantage {_name(function)} needs {', '.join(missing)}")
+        raise ConfigError(f"advantage {name_of(ADVANTAGES, function)} needs {', '.join(missing)}")
     return function(rewards, group_ids, **given, **(options or {}))
 
 
 def check_advantage(estimator: str | AdvantageFunction, options: Mapping[str, Any]) -> AdvantageFunction:
     """The function of that name. Raises: ConfigError for an unknown name, UnknownOptionError for an unknown option."""
     function = find(ADVANTAGES, estimator, "advantage")
-    check_options(function, options, f"advantage {_name(function)}", reserved=GIVEN)
+    check_options(function, options, f"advantage {name_of(ADVANTAGES, function)}", reserved=GIVEN)
     return function
 
 
 def register_advantage(name: str) -> Callable[[AdvantageFunction], AdvantageFunction]:
     """A decorator that makes a function an advantage of that name. Raises: ConfigError if the name is taken."""
     return register(ADVANTAGES, name)
-
-
-def _name(function: AdvantageFunction) -> str:
-    names = (name for name, known in ADVANTAGES.items() if known is function)
-    return next(names, getattr(function, "__name__", "without a name"))
 
 
 def _remax(rewards: Tensor, group_ids: Tensor, *, greedy_rewards: Tensor) -> Tensor:

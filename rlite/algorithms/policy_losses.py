@@ -19,7 +19,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from rlite.algorithms.losses import TokenLoss, decoupled_ppo, ppo_clip, reinforce
-from rlite.algorithms.registry import check_options, find, keyword_parameters, register
+from rlite.algorithms.registry import check_options, find, keyword_parameters, name_of, register
 from rlite.algorithms.selective_losses import clip_cov, kl_cov, m2po
 from rlite.algorithms.sequence_losses import gmpo, gspo
 from rlite.algorithms.weighted_losses import cispo, dppo, dro, sapo, vespo
@@ -64,7 +64,7 @@ def policy_loss(
     asked = keyword_parameters(function)
     given = {name: value for name, value in batch.items() if name in asked}
     if missing := [k for k, value in given.items() if value is None and asked[k].default is inspect.Parameter.empty]:
-        raise ConfigError(f"policy loss {_name(function)} needs {', '.join(missing)}")
+        raise ConfigError(f"policy loss {name_of(POLICY_LOSSES, function)} needs {', '.join(missing)}")
     value, metrics = function(logprobs, old_logprobs, advantages, **given, **(options or {}))
     if weights is not None and not {"weights", "behaviour_logprobs"} & set(given):
         value = value * weights.detach()
@@ -74,18 +74,13 @@ def policy_loss(
 def check_policy_loss(loss: str | PolicyLossFunction, options: Mapping[str, Any]) -> PolicyLossFunction:
     """The function of that name. Raises: ConfigError for an unknown name, UnknownOptionError for an unknown option."""
     function = find(POLICY_LOSSES, loss, "policy loss")
-    check_options(function, options, f"policy loss {_name(function)}", reserved=GIVEN)
+    check_options(function, options, f"policy loss {name_of(POLICY_LOSSES, function)}", reserved=GIVEN)
     return function
 
 
 def register_policy_loss(name: str) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
     """A decorator that makes a function a policy loss of that name. Raises: ConfigError if the name is taken."""
     return register(POLICY_LOSSES, name)
-
-
-def _name(function: PolicyLossFunction) -> str:
-    names = (name for name, known in POLICY_LOSSES.items() if known is function)
-    return next(names, getattr(function, "__name__", "without a name"))
 
 
 def _reinforce(

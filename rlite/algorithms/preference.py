@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid
 
 from rlite.algorithms import dpo_losses
 from rlite.algorithms.reduce import sequence_index, sequence_sums
-from rlite.algorithms.registry import check_options, find, register
+from rlite.algorithms.registry import check_options, find, name_of, register
 from rlite.errors import ConfigError
 
 Divergence = Literal["reverse_kl", "forward_kl", "js"]
@@ -84,8 +84,7 @@ def preference_loss(
 def check_preference_loss(loss: str | PreferenceLossFunction, options: Mapping[str, Any]) -> PreferenceLossFunction:
     """The function of that name. Raises: ConfigError for an unknown name, UnknownOptionError for an unknown option."""
     function = find(PREFERENCE_LOSSES, loss, "preference loss")
-    name = loss if isinstance(loss, str) else getattr(loss, "__name__", "without a name")
-    check_options(function, options, f"preference loss {name}", reserved=("beta",))
+    check_options(function, options, f"preference loss {name_of(PREFERENCE_LOSSES, function)}", reserved=("beta",))
     return function
 
 

@@ -37,6 +37,12 @@ def find(table: Mapping[str, Algorithm], name: str | Algorithm, what: str) -> Al
     return table[name]
 
 
+def name_of(table: Mapping[str, Algorithm], function: Algorithm) -> str:
+    """How messages call a function: its name in the table, or its own."""
+    names = (name for name, known in table.items() if known is function)
+    return next(names, getattr(function, "__name__", "without a name"))
+
+
 def keyword_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """The parameters of a function that can only be given by name; `**` of it included."""
     parameters = inspect.signature(function).parameters

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -71,15 +72,19 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Tr
     return norm
 
 
-def reshard(module: nn.Module) -> None:
-    """Let FSDP give its gathered parameters back.
+@contextmanager
+def resharded(module: nn.Module) -> Iterator[None]:
+    """After it FSDP has given its gathered parameters back.
 
-    After a forward pass without a backward pass the outermost ones stay gathered: the module's parameters are then
-    others than those that the optimizer and the checkpoint know.
+    Else a forward pass without a backward pass leaves the outermost ones gathered: they take memory, and the module's
+    parameters are then others than those that the optimizer and the checkpoint know.
     """
-    for submodule in module.modules():
-        if isinstance(submodule, FSDPModule):
-            submodule.reshard()
+    try:
+        yield
+    finally:
+        for submodule in module.modules():
+            if isinstance(submodule, FSDPModule):
+                submodule.reshard()
 
 
 def forget_gradients(module: nn.Module) -> None:

@@ -17,7 +17,6 @@ from tensordict import TensorDict
 import rlite
 from rlite import config
 from rlite.data.preferences import preference_rows
-from rlite.data.tables import read_rows
 from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
@@ -26,7 +25,7 @@ from rlite.trainer.engines import init_devices
 from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions, TestDataOptions
 from rlite.trainer.policy import OwnLogprobs, policy_module
 from rlite.trainer.preferences import DpoLoss
-from rlite.trainer.supervised import EpochOptions, SupervisedRun, load_tokenizer, serve_if_worker
+from rlite.trainer.supervised import EpochOptions, SupervisedRun, num_steps, read_tokens, serve_if_worker
 
 SHOWN = ("loss", "accuracy", "margin", "test_loss", "test_accuracy", "grad_norm", "lr", "tokens_per_second", "seconds")
 
@@ -101,8 +100,9 @@ class DpoTrainer:
 
     def __init__(self, options: DpoConfig, rows: TokenRows, test_rows: TokenRows | None = None) -> None:
         actor, chosen = options.actor, options.actor.preference_loss
-        steps = -(-len(rows) // options.data.batch_size) * options.trainer.n_epochs
-        engine = RliteTrainEngine(policy_module(actor.model_name, actor.optimizer(steps), actor.lora))
+        engine = RliteTrainEngine(
+            policy_module(actor.model_name, actor.optimizer(num_steps(options, rows)), actor.lora)
+        )
         loss = DpoLoss(
             loss=chosen.name, options=chosen.options, beta=actor.beta, is_length_normalised=chosen.length_normalised
         )
@@ -145,13 +145,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the trainer from the command line."""
     options = config.load(DpoConfig, argv)
     serve_if_worker(options)
-    tokenizer = load_tokenizer(options.actor.model_name)
-
-    def rows(key: str, path: str) -> TokenRows:
-        return preference_rows(read_rows(path, key), tokenizer, options.data.max_length, f"{key}={path}")
-
-    train_rows = rows("data.path", options.data.path)
-    test_rows = rows("test_data.path", options.test_data.path) if options.test_data.path else None
+    train_rows, test_rows = read_tokens(options, options.actor.model_name, preference_rows)
     init_devices(options.launcher, options.num_devices)
     DpoTrainer(options, train_rows, test_rows).fit()
     rlite.shutdown()

@@ -32,7 +32,7 @@ from rlite.trainer.filtering import replace_uniform_groups
 from rlite.trainer.policy import OwnLogprobs, PolicyLoss
 from rlite.trainer.ppo_options import PpoConfig, SamplingOptions
 from rlite.trainer.reference import find_reference
-from rlite.trainer.run import TrainingRun
+from rlite.trainer.run import TrainingRun, step_metrics
 from rlite.trainer.supervised import load_tokenizer, serve_if_worker
 
 ALIASES = {"actor.rollout.env_path": "rollout.env_path", "actor.entropy.coef": "actor.entropy_coef"}
@@ -185,7 +185,7 @@ class PpoTrainer:
     def finish_step(self, batch: TensorDict) -> dict[str, float]:
         """Count the step, evaluate and save where due, log."""
         self.run.step += 1
-        metrics = {**batch_metrics(batch), **_flat(stats_tracker.export())}
+        metrics = {**batch_metrics(batch), **step_metrics()}
         if "seconds" in metrics:
             metrics["tokens_per_second"] = batch["attention_mask"].sum().item() / metrics["seconds"]
         self._sample_rollouts(batch)
@@ -286,12 +286,6 @@ def _loss(options: PpoConfig) -> PolicyLoss:
         kl_coef=options.kl.coef if options.kl.type == "loss" else 0.0,
         kl_estimator=options.kl.loss_estimator,
     )
-
-
-def _flat(stats: Mapping[str, float]) -> dict[str, float]:
-    """Phase timings under "seconds_...", the rest as it is."""
-    renamed = {key.replace("timeperf/", "seconds_"): value for key, value in stats.items()}
-    return {"seconds" if key == "seconds_step" else key: value for key, value in renamed.items()}
 
 
 def main(argv: Sequence[str]) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import rlite
 from rlite import config
 from rlite.data.preferences import preference_rows
-from rlite.data.tables import read_rows
 from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
@@ -23,7 +22,7 @@ from rlite.trainer.engines import init_devices
 from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions, TestDataOptions
 from rlite.trainer.policy import critic_module
 from rlite.trainer.preferences import RewardModelLoss
-from rlite.trainer.supervised import EpochOptions, SupervisedRun, load_tokenizer, serve_if_worker
+from rlite.trainer.supervised import EpochOptions, SupervisedRun, num_steps, read_tokens, serve_if_worker
 
 SHOWN = ("loss", "accuracy", "margin", "test_loss", "test_accuracy", "grad_norm", "lr", "tokens_per_second", "seconds")
 
@@ -70,9 +69,10 @@ class RmTrainer:
     """
 
     def __init__(self, options: RmConfig, rows: TokenRows, test_rows: TokenRows | None = None) -> None:
-        steps = -(-len(rows) // options.data.batch_size) * options.trainer.n_epochs
         critic = options.critic
-        engine = RliteTrainEngine(critic_module(critic.model_name, critic.optimizer(steps), critic.lora))
+        engine = RliteTrainEngine(
+            critic_module(critic.model_name, critic.optimizer(num_steps(options, rows)), critic.lora)
+        )
         self.run = SupervisedRun(
             options, "critic", options.data, options.trainer, engine, RewardModelLoss(), rows, test_rows, SHOWN
         )
@@ -93,13 +93,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the trainer from the command line."""
     options = config.load(RmConfig, argv)
     serve_if_worker(options)
-    tokenizer = load_tokenizer(options.critic.model_name)
-
-    def rows(key: str, path: str) -> TokenRows:
-        return preference_rows(read_rows(path, key), tokenizer, options.data.max_length, f"{key}={path}")
-
-    train_rows = rows("data.path", options.data.path)
-    test_rows = rows("test_data.path", options.test_data.path) if options.test_data.path else None
+    train_rows, test_rows = read_tokens(options, options.critic.model_name, preference_rows)
     init_devices(options.launcher, options.num_devices)
     RmTrainer(options, train_rows, test_rows).fit()
     rlite.shutdown()

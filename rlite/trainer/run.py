@@ -11,6 +11,7 @@ from typing import Any
 from rlite import config
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError, did_you_mean
+from rlite.observability import stats_tracker
 from rlite.observability.console import ConsoleReporter
 from rlite.observability.sinks import Run, open_sinks
 from rlite.trainer.checkpoints import NO_ENGINES, Checkpoints
@@ -159,3 +160,9 @@ class TrainingRun:
         self._checkpoints.finish()
         self._sinks.close()
         self.console.close()
+
+
+def step_metrics() -> dict[str, float]:
+    """What `stats_tracker` has gathered in this step; timings as "seconds_PHASE", of the step itself as "seconds"."""
+    renamed = {key.replace("timeperf/", "seconds_"): value for key, value in stats_tracker.export().items()}
+    return {"seconds" if key == "seconds_step" else key: value for key, value in renamed.items()}

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import rlite
 from rlite import config
 from rlite.data.sft import sft_rows
-from rlite.data.tables import read_rows
 from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
@@ -24,7 +23,7 @@ from rlite.observability import stats_tracker
 from rlite.trainer.engines import init_devices
 from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions, TestDataOptions
 from rlite.trainer.policy import SftLoss, policy_module
-from rlite.trainer.supervised import EpochOptions, SupervisedRun, load_tokenizer, serve_if_worker
+from rlite.trainer.supervised import EpochOptions, SupervisedRun, num_steps, read_tokens, serve_if_worker
 
 SHOWN = ("loss", "test_loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "seconds")
 
@@ -65,9 +64,10 @@ class SftTrainer:
     """
 
     def __init__(self, options: SftConfig, rows: TokenRows, test_rows: TokenRows | None = None) -> None:
-        steps = -(-len(rows) // options.data.batch_size) * options.trainer.n_epochs
         actor = options.actor
-        engine = RliteTrainEngine(policy_module(actor.model_name, actor.optimizer(steps), actor.lora))
+        engine = RliteTrainEngine(
+            policy_module(actor.model_name, actor.optimizer(num_steps(options, rows)), actor.lora)
+        )
         loss = SftLoss(avg_level=options.actor.avg_level)  # type: ignore[arg-type]
         self.run = SupervisedRun(options, "actor", options.data, options.trainer, engine, loss, rows, test_rows, SHOWN)
 
@@ -87,13 +87,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the trainer from the command line."""
     options = config.load(SftConfig, argv)
     serve_if_worker(options)
-    tokenizer = load_tokenizer(options.actor.model_name)
-
-    def rows(key: str, path: str) -> TokenRows:
-        return sft_rows(read_rows(path, key), tokenizer, options.data.max_length, f"{key}={path}")
-
-    train_rows = rows("data.path", options.data.path)
-    test_rows = rows("test_data.path", options.test_data.path) if options.test_data.path else None
+    train_rows, test_rows = read_tokens(options, options.actor.model_name, sft_rows)
     init_devices(options.launcher, options.num_devices)
     SftTrainer(options, train_rows, test_rows).fit()
     rlite.shutdown()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,14 +13,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import rlite
 from rlite.data.loader import BatchLoader
+from rlite.data.tables import read_rows
 from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
 from rlite.nn.huggingface import local_checkpoint
-from rlite.observability import stats_tracker
 from rlite.trainer.engines import init_devices
 from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions
-from rlite.trainer.run import RunOptions, TrainingRun
+from rlite.trainer.run import RunOptions, TrainingRun, step_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class SupervisedRun:
     def finish_step(self, stats: Mapping[str, float], prepare: Any = None) -> dict[str, float]:
         """Count the step, evaluate and save where due, log; returns the metrics."""
         self.run.step += 1
-        metrics = {**stats, **_timings()}
+        metrics = {**stats, **step_metrics()}
         metrics["tokens_per_second"] = metrics["num_tokens"] / metrics["seconds"]
         if self.test_rows is not None and self.run.is_due(self.options.test_freq):
             metrics |= self.evaluate(prepare)
@@ -163,6 +163,24 @@ class SupervisedRun:
         return {f"test_{key}": value / total for key, value in sums.items()}
 
 
+def read_tokens(
+    options: Any, model_name: str, tokenise: Callable[..., TokenRows]
+) -> tuple[TokenRows, TokenRows | None]:
+    """The rows of options.data and, if there is some, of options.test_data, by `sft_rows` or `preference_rows`."""
+    tokenizer = load_tokenizer(model_name)
+
+    def rows(key: str, path: str) -> TokenRows:
+        return tokenise(read_rows(path, key), tokenizer, options.data.max_length, f"{key}={path}")
+
+    test_path = options.test_data.path
+    return rows("data.path", options.data.path), rows("test_data.path", test_path) if test_path else None
+
+
+def num_steps(options: Any, rows: TokenRows) -> int:
+    """Optimizer steps of the whole run."""
+    return BatchLoader(rows, options.data.batch_size, n_epochs=options.trainer.n_epochs).num_batches
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint."""
     return AutoTokenizer.from_pretrained(local_checkpoint(path, weights=False))
@@ -177,10 +195,3 @@ def serve_if_worker(launch: LaunchOptions) -> None:
 def _capacity_name(key: str, model: ModelOptions) -> str:
     sizes = [f" x {name}" for name in ("sp_size", "tp_size") if getattr(model, name) > 1]
     return f"{key}.max_length_per_device{''.join(sizes)}"
-
-
-def _timings() -> dict[str, float]:
-    """Phase timings as "seconds_...", of the step itself as "seconds"."""
-    stats = stats_tracker.export()
-    renamed = {key.replace("timeperf/", "seconds_"): value for key, value in stats.items()}
-    return {"seconds" if key == "seconds_step" else key: value for key, value in renamed.items()}

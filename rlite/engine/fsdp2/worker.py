@@ -34,7 +34,7 @@ from rlite.parallel.fsdp import (
     full_tensor,
     local_shard,
     local_tensor,
-    reshard,
+    resharded,
     set_gradient_sync,
     shard,
 )
@@ -97,7 +97,6 @@ class Fsdp2Worker:
     @torch.no_grad()
     def _read_weights(self, path: str | None = None) -> None:
         """Fill this rank's boxes; nothing else of the checkpoint is read."""
-        reshard(self.module)
         source = self.module.materialization_source() if path is None else path
         reader: Any = _Tensors(source) if isinstance(source, Mapping) else CheckpointReader(local_checkpoint(source))
         for name, parameter in self.module.named_parameters():
@@ -117,7 +116,8 @@ class Fsdp2Worker:
 
     def invoke(self, method: str, args: tuple, kwargs: dict) -> Any:
         """Call a method of the user's module."""
-        return getattr(self.module, method)(*args, **kwargs)
+        with resharded(self.module):
+            return getattr(self.module, method)(*args, **kwargs)
 
     # -- atomic operations ---------------------------------------------------------------------------------------
 
@@ -179,10 +179,11 @@ class Fsdp2Worker:
         weights = [float(loss_weight_fn(pack(batch, rows, self._device))) if rows else 0.0 for rows in microbatches]
         total = self._sum([sum(weights)])[0]
         means: dict[str, float] = {}
-        for rows, weight in zip(microbatches, weights, strict=True):
-            data = pack(batch, rows or companions(batch), self._device)
-            loss, report = _loss(loss_fn, self._outputs(loss_fn, data), data)
-            _add(means, {"loss": loss, **report}, weight / total if total else 0.0)
+        with resharded(self.module):
+            for rows, weight in zip(microbatches, weights, strict=True):
+                data = pack(batch, rows or companions(batch), self._device)
+                loss, report = _loss(loss_fn, self._outputs(loss_fn, data), data)
+                _add(means, {"loss": loss, **report}, weight / total if total else 0.0)
         return {**self._sum_named(means), "weight": total}
 
     @torch.no_grad()
@@ -192,11 +193,12 @@ class Fsdp2Worker:
         """post_hook(logits [T, V], data) -> [T, ...] for every row of this rank: local row -> its values, padded."""
         width = batch["attention_mask"].shape[1]
         results: dict[int, Tensor] = {}
-        for rows in microbatches:
-            data = pack(batch, rows or companions(batch), self._device)
-            values = post_hook(self._outputs(post_hook, data), data)
-            padded = unpack(values, data["cu_seqlens"], width).cpu()
-            results.update(zip(rows, padded, strict=False))
+        with resharded(self.module):
+            for rows in microbatches:
+                data = pack(batch, rows or companions(batch), self._device)
+                values = post_hook(self._outputs(post_hook, data), data)
+                padded = unpack(values, data["cu_seqlens"], width).cpu()
+                results.update(zip(rows, padded, strict=False))
         return results
 
     def _outputs(self, function: Callable[..., Any], data: dict[str, Any]) -> Tensor | TokenLogprobs:
@@ -240,7 +242,6 @@ class Fsdp2Worker:
     # -- weights -------------------------------------------------------------------------------------------------
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
-        reshard(self.module)
         return {name: local_shard(parameter) for name, parameter in self.module.named_parameters()}
 
     def served_shards(self, has_values: bool = True) -> dict[str, ParameterShard]:
@@ -302,7 +303,6 @@ class Fsdp2Worker:
         trained: dict[str, Tensor] = {}
         if isinstance(module, LoraTrainModule) and module.lora is not None:
             trained = {name: full_tensor(p) for name, p in module.named_parameters() if p.requires_grad}
-        reshard(self.module)
         tensors = ((name, full_tensor(module.served_parameter(name, p))) for name, p in module.named_parameters())
         served = (out for name, full in tensors if (out := module.postprocess_named_parameter(name, full)))
         try:
@@ -328,7 +328,6 @@ class Fsdp2Worker:
     def save_state(self, folder: str, path: str, facts: dict[str, Any], is_asynchronous: bool) -> None:
         """Write into `folder` all that resume needs, and publish it as `path`: now, or beside what comes next."""
         module = self.module
-        reshard(module)
         state = sharded.snapshot(module, module.optimizer, module.lr_scheduler, is_copied=is_asynchronous)
         group = subgroup(self._context.world_ranks, "checkpoint", "gloo")
         self._writing = sharded.start_writing(state, Path(folder), Path(path), facts, self._context.rank, group)
@@ -342,7 +341,6 @@ class Fsdp2Worker:
             writing.result()
 
     def load_state(self, path: str) -> None:
-        reshard(self.module)
         sharded.load(
             Path(path), self.module, self.module.optimizer, self.module.lr_scheduler, self._context.rank, self._everyone
         )
