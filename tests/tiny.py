@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rlite.nn.tiny import byte_tokenizer
 
@@ -51,3 +52,12 @@ def build_model_dir(
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def tokenizer_with_bos() -> PreTrainedTokenizerFast:
+    """`byte_tokenizer` that begins every text with `<|endoftext|>`, as Llama's do with `<|begin_of_text|>`."""
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = "<|endoftext|>"
+    begin = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    return tokenizer

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from rlite.data.raw import raw_prompts
 from rlite.engine.base import Engine, Part, Weights
 from rlite.engine.pump import Flight, Pump
 from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError, WeightSyncError
@@ -85,7 +86,8 @@ class RliteInferenceEngine(Engine):
         """Complete every prompt; results come in the order of the prompts.
 
         Args:
-            prompts: texts, lists of token ids, or dicts with `prompt_token_ids`; or one text or dict.
+            prompts: texts, lists of token ids, or dicts with `prompt_token_ids`; or one text or dict. A text gets, once,
+                what the tokenizer puts before every text.
             sampling_params: in AReaL's or vLLM's names; one for all prompts.
             timeout: seconds for the whole call.
 
@@ -246,7 +248,7 @@ class RliteInferenceEngine(Engine):
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
             prompt = prompt["prompt_token_ids"]
         if isinstance(prompt, str):
-            ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            ids = raw_prompts(self.tokenizer, [prompt])[0]
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             ids = list(prompt)
             if others := [token for token in ids if not isinstance(token, int)]:

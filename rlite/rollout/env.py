@@ -14,6 +14,7 @@ import cloudpickle
 import torch
 from tensordict import TensorDict
 
+from rlite.data.raw import raw_prompts, raw_tokens
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.batch import pad_trajectories
 from rlite.rollout.env_process import STEP_KEYS, EnvironmentFunction, Step
@@ -174,7 +175,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
                 sequence.read(self._continuation(step.next_state[len(state + action) :], response))
             else:
                 sequence = _Sequence()
-                sequence.read(self._tokens(step.next_state))
+                sequence.read(self._prompt(step.next_state))
                 sequences.append(sequence)
             state = step.next_state
         return self._trajectory(sequences, num_turns, score)
@@ -183,7 +184,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
         """The first state, as text and as tokens, and the pickled extra_info."""
         state, info = await self.environment.reset(cloudpickle.dumps(data.get("extra_info") or {}))
         if state is not None:
-            tokens = self._tokens(state)
+            tokens = self._prompt(state)
         else:
             state = prompt_text(data, self.tokenizer, self.chat_template_options)
             tokens = prompt_ids(data, self.tokenizer, self.chat_template_options)
@@ -213,7 +214,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
 
     def _continuation(self, text: str, response: LLMResponse) -> list[int]:
         """What the environment adds, without the end token of the turn, if the model has written that itself."""
-        tokens = self._tokens(text)
+        tokens = raw_tokens(self.tokenizer, [text])[0]
         end = response.output_tokens[-1:]
         if response.stop_reason == "stop" and tokens[:1] == end and not self._is_visible(end):
             return tokens[1:]
@@ -222,8 +223,8 @@ class EnvironmentWorkflow(RolloutWorkflow):
     def _is_visible(self, tokens: list[int]) -> bool:
         return bool(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def _tokens(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+    def _prompt(self, state: str) -> list[int]:
+        return raw_prompts(self.tokenizer, [state])[0]
 
     def _trajectory(self, sequences: list[_Sequence], num_turns: int, score: float) -> TensorDict:
         written = [sequence for sequence in sequences if any(sequence.loss_mask)]

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from tensordict import TensorDict
 
+from rlite.data.raw import TextTokenizer, raw_prompts
 from rlite.errors import DataError, RliteError
 from rlite.rollout.rewards import RewardFunction
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse
@@ -34,14 +35,12 @@ class RolloutWorkflow(ABC):
         """
 
 
-class Tokenizer(Protocol):
+class Tokenizer(TextTokenizer, Protocol):
     """What a workflow needs of a Hugging Face tokenizer."""
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
     def decode(self, token_ids: Any, **options: Any) -> Any: ...
-
-    def __call__(self, text: str, **options: Any) -> Any: ...
 
 
 def trajectory(response: LLMResponse, reward: float | None = None) -> TensorDict:
@@ -99,7 +98,7 @@ class SingleTurnWorkflow(RolloutWorkflow):
             raise RolloutError(f"the engine aborted the completion after {response.output_len} tokens")
         arguments = {
             **data,
-            "prompt": self.tokenizer.decode(input_ids),
+            "prompt": prompt_text(data, self.tokenizer, self.chat_template_options),
             "completions": self.tokenizer.decode(response.output_tokens, skip_special_tokens=True),
             "prompt_ids": response.input_tokens,
             "completion_ids": response.output_tokens,
@@ -115,7 +114,7 @@ def prompt_ids(
         return [int(token) for token in data["input_ids"]]
     prompt = _prompt(data)
     if isinstance(prompt, str):
-        return tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        return raw_prompts(tokenizer, [prompt])[0]
     return tokenizer.apply_chat_template(
         prompt, tokenize=True, add_generation_prompt=True, return_dict=False, **(chat_template_options or {})
     )
@@ -124,7 +123,7 @@ def prompt_ids(
 def prompt_text(
     data: Mapping[str, Any], tokenizer: Tokenizer, chat_template_options: Mapping[str, Any] | None = None
 ) -> str:
-    """An item's prompt as the text that `prompt_ids` are the tokens of."""
+    """An item's prompt as the text that `prompt_ids` are the tokens of; raw, without what a tokenizer puts before."""
     if "input_ids" in data:
         return tokenizer.decode(data["input_ids"])
     prompt = _prompt(data)

@@ -10,6 +10,7 @@ from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError, DataError
 from rlite.nn.tiny import byte_tokenizer
+from tests.tiny import tokenizer_with_bos
 
 TOKENIZER = byte_tokenizer()
 
@@ -31,14 +32,10 @@ def test_a_raw_response_is_learnt_with_the_end_that_it_is_given() -> None:
 
 
 def test_a_raw_prompt_begins_as_the_tokenizer_begins_every_text() -> None:
-    from tokenizers.processors import TemplateProcessing
-
-    made = byte_tokenizer()
-    made.bos_token = "<|endoftext|>"
-    processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", made.bos_token_id)])
-    made.backend_tokenizer.post_processor = processor
-    rows = sft_rows([{"prompt": "a", "response": "b"}], made, 64)
-    assert (text(rows), learnt(rows)) == ("<|endoftext|>ab<|im_end|>", "b<|im_end|>")
+    prompts = ["a", "<|endoftext|>a"]  # a text that has the beginning already gets no second one
+    rows = sft_rows([{"prompt": prompt, "response": "b"} for prompt in prompts], tokenizer_with_bos(), 64)
+    for number in range(2):
+        assert (text(rows, number), learnt(rows, number)) == ("<|endoftext|>ab<|im_end|>", "b<|im_end|>")
 
 
 def test_every_turn_of_the_assistant_is_learnt() -> None:

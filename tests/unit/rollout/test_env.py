@@ -20,6 +20,7 @@ from rlite.rollout import (
 )
 from rlite.rollout.batch import first_rows, join_batches, pad_trajectories, trajectory_index
 from rlite.rollout.reward_pool import close_shared_pool
+from tests.tiny import tokenizer_with_bos
 
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.eos_token_id
@@ -66,7 +67,7 @@ def run(tmp_path: Path, code: str, answers: list[list[int]], item: dict[str, Any
     path.write_text(code)
     gconfig = GenerationHyperparameters(max_new_tokens=options.pop("max_new_tokens", 8))
     environment = Environment(path, timeout=options.pop("timeout", 60.0), num_processes=1)
-    workflow = EnvironmentWorkflow(environment, gconfig, TOKENIZER, **options)
+    workflow = EnvironmentWorkflow(environment, gconfig, options.pop("tokenizer", TOKENIZER), **options)
     return asyncio.run(workflow.arun_episode(ScriptedEngine(answers), item))
 
 
@@ -119,6 +120,17 @@ def test_a_state_that_does_not_grow_begins_a_sequence_of_the_same_trajectory(tmp
     assert trajectory_index(batch).tolist() == [0, 0, 1, 1, 2, 2]
     assert first_rows(batch).tolist() == [0, 2, 4]
     assert batch["group_ids"].tolist() == [7, 7, 7, 7, 9, 9]
+
+
+def test_every_sequence_begins_once_with_what_the_tokenizer_begins_texts_with(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with_bos()
+    bos = [tokenizer.bos_token_id]
+    item = {"prompt": "q:", "extra_info": {"last": 1}}
+    row = run(tmp_path, GROWING, [ids("a"), ids("b")], item, max_turns=2, tokenizer=tokenizer)
+    assert row["input_ids"].tolist() == [bos + ids("q:a<|im_end|>\nmore:b")], "a turn that is appended has none"
+    rows = run(tmp_path, FORGETFUL, [ids("a"), ids("b")], item, max_turns=2, tokenizer=tokenizer)
+    texts = [row[mask].tolist() for row, mask in zip(rows["input_ids"], rows["attention_mask"], strict=True)]
+    assert texts == [bos + ids("start:a"), bos + ids("anew:b")]
 
 
 def test_a_sequence_stays_within_its_length(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rlite.data.sft import sft_rows
 from rlite.errors import DataError
 from rlite.nn.tiny import byte_tokenizer
 from rlite.rollout import (
@@ -17,6 +18,7 @@ from rlite.rollout import (
     SingleTurnWorkflow,
     trajectory,
 )
+from tests.tiny import tokenizer_with_bos
 
 TOKENIZER = byte_tokenizer()
 GCONFIG = GenerationHyperparameters(max_new_tokens=8)
@@ -82,6 +84,19 @@ def test_the_reward_sees_text_tokens_and_the_items_keys() -> None:
     asyncio.run(workflow(seen).arun_episode(ScriptedEngine(echo), item))
     ids = TOKENIZER("2+2=")["input_ids"]
     assert seen == [{"prompt": "2+2=", "completions": "2+", "prompt_ids": ids, "completion_ids": ids[:2], "answer": 4}]
+
+
+@pytest.mark.parametrize("prompt", ["2+2=", "<|endoftext|>2+2="])
+def test_a_raw_prompt_is_asked_as_it_is_learnt(prompt: str) -> None:
+    seen: list[dict[str, Any]] = []
+    tokenizer = tokenizer_with_bos()
+    asking = workflow(seen)
+    asking.tokenizer = tokenizer
+    row = asyncio.run(asking.arun_episode(ScriptedEngine([[9, tokenizer.eos_token_id]]), {"prompt": prompt}))
+    taught = sft_rows([{"prompt": prompt, "response": tokenizer.decode([9])}], tokenizer, 64).batch([0])
+    assert row["input_ids"].tolist() == taught["input_ids"].tolist()
+    assert row["input_ids"][0, :2].tolist() == [tokenizer.bos_token_id, TOKENIZER("2")["input_ids"][0]]
+    assert seen[0]["prompt"] == prompt
 
 
 def test_an_item_without_a_prompt_is_refused_with_its_keys() -> None:
