@@ -86,8 +86,8 @@ class RliteInferenceEngine(Engine):
         """Complete every prompt; results come in the order of the prompts.
 
         Args:
-            prompts: texts, lists of token ids, or dicts with `prompt_token_ids`; or one text or dict. A text gets, once,
-                what the tokenizer puts before every text.
+            prompts: texts, lists of token ids, or dicts with `prompt_token_ids`; or one text or dict. A text begins,
+                once, with what the tokenizer puts before every text.
             sampling_params: in AReaL's or vLLM's names; one for all prompts.
             timeout: seconds for the whole call.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from tensordict import TensorDict
@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError, WorkerError
 from rlite.rollout.batch import check_trajectory
 from rlite.rollout.rewards import RewardError
-from rlite.rollout.seeds import SeededInference, mix
+from rlite.rollout.seeds import SampleInference
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.types import AsyncInference
 
@@ -44,13 +44,17 @@ async def run_episodes(
     """`count` episodes of one item; the first that fails for good cancels its siblings.
 
     `failed_attempts` counts what was raised, by the exception's name or the reward's outcome. With a `seed`, random
-    numbers depend on it, the sample and the turn alone.
+    numbers depend on it, the sample and the turn alone; those of requests with a seed of their own on that and the
+    sample.
     Raises: EpisodeFailed; WorkerError or ResidencyError, at once.
     """
 
     async def episode(sample: int) -> TensorDict | None:
-        episode_seed = None if seed is None else mix(seed, sample)
-        return await _until_it_succeeds(workflow, engine, data, timeout, retries, failed_attempts, episode_seed)
+        def attempt() -> Awaitable[TensorDict | None]:
+            # with a seed, a further attempt is the same again, unless what failed was not the model's doing
+            return workflow.arun_episode(SampleInference(engine, sample, seed), dict(data))
+
+        return await _until_it_succeeds(attempt, type(workflow).__name__, timeout, retries, failed_attempts)
 
     if count == 1:
         return [await episode(0)]
@@ -63,13 +67,11 @@ async def run_episodes(
 
 
 async def _until_it_succeeds(
-    workflow: RolloutWorkflow,
-    engine: AsyncInference,
-    data: Mapping[str, Any],
+    attempt: Callable[[], Awaitable[TensorDict | None]],
+    name: str,
     timeout: float,
     retries: int,
     failed_attempts: Counter[str],
-    seed: int | None,
 ) -> TensorDict | None:
     attempts = 0
     while True:
@@ -77,18 +79,16 @@ async def _until_it_succeeds(
         limit = asyncio.timeout(timeout)
         try:
             async with limit:
-                # a further attempt is the same again, unless what failed was not the model's doing
-                own = engine if seed is None else SeededInference(engine, seed)
-                result = await workflow.arun_episode(own, dict(data))
+                result = await attempt()
             if result is not None:
-                check_trajectory(result, f"the trajectory of {type(workflow).__name__}")
+                check_trajectory(result, f"the trajectory of {name}")
             return result
         except ENGINE_FAILURES:
             raise
         except Exception as error:
             cause: Exception = error
             if isinstance(error, TimeoutError) and limit.expired():
-                cause = CallTimeout(f"an episode of {type(workflow).__name__} did not end in {timeout:g} s")
+                cause = CallTimeout(f"an episode of {name} did not end in {timeout:g} s")
             failed_attempts[cause.outcome if isinstance(cause, RewardError) else type(cause).__name__] += 1
             if attempts > retries or isinstance(cause, FINAL):
                 raise EpisodeFailed(cause) from cause

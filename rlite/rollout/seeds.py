@@ -17,22 +17,29 @@ def mix(seed: int, number: int) -> int:
     return (z ^ (z >> 31)) >> 1
 
 
-class SeededInference:
-    """An engine for one episode: each of its requests without a seed gets one, from the episode's and its turn."""
+class SampleInference:
+    """An engine for one episode of a group: what it samples differs from what its siblings do.
 
-    def __init__(self, engine: AsyncInference, seed: int) -> None:
+    A request with a seed of its own gets another one for each sample but the first. One without gets it from the
+    group's seed, the sample and its turn, if the group has a seed.
+    """
+
+    def __init__(self, engine: AsyncInference, sample: int, group_seed: int | None = None) -> None:
         self._engine = engine
-        self._seed = seed
+        self._sample = sample
+        self._seed = None if group_seed is None else mix(group_seed, sample)
         self._turns = itertools.count()
 
     def __getattr__(self, name: str):  # type: ignore[no-untyped-def]  # workflows may use what this engine has besides
         return getattr(self._engine, name)
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        turn = next(self._turns)
-        if request.gconfig.seed is None:
-            request = replace(request, gconfig=replace(request.gconfig, seed=mix(self._seed, turn)))
-        return await self._engine.agenerate(request)
+        turn, seed = next(self._turns), request.gconfig.seed
+        if seed is None and self._seed is not None:
+            seed = mix(self._seed, turn)
+        elif seed is not None and self._sample > 0:
+            seed = mix(seed, self._sample)
+        return await self._engine.agenerate(replace(request, gconfig=replace(request.gconfig, seed=seed)))
 
     def get_version(self) -> int:
         return self._engine.get_version()

@@ -42,19 +42,24 @@ class Recorder:
 
 
 class TwoTurns(RolloutWorkflow):
+    def __init__(self, seed: int | None = None) -> None:
+        self.gconfig = GenerationHyperparameters(seed=seed)
+
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
         for _ in range(2):
-            await engine.agenerate(LLMRequest(input_ids=[data["item"]], gconfig=GenerationHyperparameters()))
+            await engine.agenerate(LLMRequest(input_ids=[data["item"]], gconfig=self.gconfig))
         row = torch.ones(1, 2, dtype=torch.long)
         return TensorDict(
             {"input_ids": row, "attention_mask": row, "loss_mask": row, "rewards": torch.ones(1)}, batch_size=[1]
         )
 
 
-def seeds(version: int, delays: list[float], seed: int | None = 5) -> list[tuple[int, int | None]]:
+def seeds(
+    version: int, delays: list[float], seed: int | None = 5, own: int | None = None, group_size: int = 3
+) -> list[tuple[int, int | None]]:
     engine = Recorder(version, delays)
     collector = RolloutCollector(engine, CollectorOptions(seed=seed))
-    collector.rollout_batch([{"item": item} for item in range(4)], TwoTurns(), group_size=3)
+    collector.rollout_batch([{"item": item} for item in range(4)], TwoTurns(own), group_size=group_size)
     collector.close()
     return sorted(engine.seeds, key=str)
 
@@ -68,3 +73,10 @@ def test_each_request_has_a_seed_of_its_own_whatever_the_order_of_answers() -> N
 
 def test_without_a_seed_requests_are_left_as_they_are() -> None:
     assert {seed for _, seed in seeds(2, [0.0], seed=None)} == {None}
+
+
+def test_siblings_of_a_fixed_seed_draw_differently_and_always_the_same() -> None:
+    found = seeds(2, [0.0], own=7)
+    assert len({seed for _, seed in found}) == 3, "one for each sample of a group, whatever the item and the turn"
+    assert seeds(3, [0.0, 0.01], seed=None, own=7) == found
+    assert {seed for _, seed in seeds(2, [0.0], own=7, group_size=1)} == {7}, "which is what one request alone gets"
