@@ -21,7 +21,7 @@ from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
-from rlite.trainer.engines import init_devices
+from rlite.trainer.engines import init_devices, untrained
 from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions, TestDataOptions
 from rlite.trainer.policy import OwnLogprobs, policy_module
 from rlite.trainer.preferences import DpoLoss
@@ -125,7 +125,8 @@ class DpoTrainer:
 
     def build_reference(self) -> None:
         """Place the reference beside the actor."""
-        self.reference.build(**self.run.build_options, colocate_with=self.run.engine)
+        options = untrained(self.run.build_options, rlite.current_session().device)
+        self.reference.build(**options, colocate_with=self.run.engine)
         self.reference.eval()
         if self.options.ref_actor.offload_model:
             self.reference.cpu()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -74,7 +74,8 @@ class Engines:
         self._resident = self.rollout if default else None
         for (engine, _, offload), keywords in zip(train_engines, build_options, strict=True):
             if engine is not None:
-                engine.build(**keywords, colocate_with=self.rollout)
+                own = untrained(keywords, session.device) if engine is self.reference else keywords
+                engine.build(**own, colocate_with=self.rollout)
                 self._takes_turns[engine] = default if offload is None else offload
 
     @property
@@ -129,6 +130,14 @@ class Engines:
         self.rollout.cuda("kv_cache")
         self._resident = self.rollout
         return report
+
+
+def untrained(build_options: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Those of a model that stays as it is, on such devices: held in the dtype that it computes in.
+
+    Master weights in float32 are for the small steps of an optimizer; without any they are bits that nothing reads.
+    """
+    return {**build_options, "param_dtype": "bfloat16" if device == "cuda" else "float32"}
 
 
 def init_devices(launcher: Literal["inprocess", "torchrun", "ray"] | None, num_devices: int | None) -> None:

@@ -17,6 +17,8 @@ from rlite import NeedParallel, RliteTrainEngine
 from rlite.data.packs import pack
 from rlite.errors import CheckpointError, ConfigError, DataError, PlacementError, ResidencyError, RliteError
 from rlite.nn import BaseTrainModule, HuggingFaceFsdp2TrainModule
+from rlite.trainer.engines import untrained
+from rlite.trainer.policy import OwnLogprobs, policy_module
 from tests.integration.modules import (
     LlamaPolicy,
     Policy,
@@ -196,6 +198,21 @@ def test_tied_embeddings_stay_tied(build: Build, size: int) -> None:
 
 
 LENGTHS = [9, 4, 17, 2, 30, 11, 5]
+
+
+@pytest.mark.parametrize(("kind", "size"), [("qwen2", 1), ("qwen3", 1), ("llama", 2)])
+def test_a_model_that_is_not_trained_needs_no_master_weights(models: dict[str, Path], kind: str, size: int) -> None:
+    assert untrained({"seed": 1}, "cuda") == {"seed": 1, "param_dtype": "bfloat16"}
+    assert untrained({"seed": 1}, "cpu") == {"seed": 1, "param_dtype": "float32"}
+    found, held = [], []
+    for options in ({"compute_dtype": "bfloat16"}, {"param_dtype": "bfloat16"}):
+        engine = RliteTrainEngine(policy_module(models[kind]))
+        engine.build(tensor_parallel_size=size, data_parallel_size=1, **options)
+        found.append(engine.forward(make_batch([9, 4, 7]), OwnLogprobs()))
+        held.append(engine.memory_bytes()[0]["weights"])
+        engine.release()
+    assert torch.equal(*found)
+    assert held[0] == 2 * held[1]
 
 
 def reference_weights(path: Path, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
