@@ -28,6 +28,8 @@ class ModelOptions:
     """tokens of one microbatch on a device; the longest sequence is tp_size x sp_size times as long"""
     gradient_checkpointing: bool = True
     """recompute activations in the backward pass"""
+    offload_optimizer: bool = True
+    """keep AdamW's state in host memory between optimizer steps"""
     avg_level: AvgLevel = "token"
     """mean of the loss over: all tokens; sequences' means; tokens divided by a constant length (Dr. GRPO's paper)"""
     lr: float = 5e-6
@@ -71,6 +73,7 @@ class ModelOptions:
             "max_tokens_per_microbatch": self.max_length_per_device,
             "max_grad_norm": self.max_grad_norm,
             "gradient_checkpointing": self.gradient_checkpointing,
+            "offload_optimizer": self.offload_optimizer,
             "seed": seed,
         }
 

@@ -116,6 +116,8 @@ class CriticOptions(ReferenceOptions):
 
     gradient_checkpointing: bool | None = None
     """recompute activations in the backward pass"""
+    offload_optimizer: bool | None = None
+    """keep AdamW's state in host memory between optimizer steps"""
     avg_level: AvgLevel | None = None
     """as actor.avg_level"""
     lr: float = 5e-6

@@ -28,6 +28,8 @@ class Fsdp2Options:
     """workers that share the tokens of each microbatch (context parallel); divides those that hold one copy"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
+    offload_optimizer: bool = False
+    """keep the optimizer's state in host memory but for the moment of a step; on CPU slots it is there anyway"""
     seed: int = 0
     """plus its data rank: what torch's generator of each worker's process is seeded with when the engine is built"""
 

@@ -39,6 +39,7 @@ from rlite.parallel.fsdp import (
     shard,
 )
 from rlite.parallel.mesh import ParallelDims, make_mesh
+from rlite.parallel.offload import keep_on_host_between_steps, move_state
 from rlite.parallel.processes import subgroup
 from rlite.parallel.shards import CheckpointReader, ParameterShard
 
@@ -58,6 +59,7 @@ class Fsdp2Worker:
         self._param_dtype = getattr(torch, options.param_dtype)
         default = "bfloat16" if self._device.type == "cuda" else options.param_dtype
         self._compute_dtype = getattr(torch, options.compute_dtype or default)
+        self._is_state_on_host = options.offload_optimizer and self._device.type != "cpu"
         dims = ParallelDims.of(context.world_size, executor_size, options.sp_size, options.tp_size)
         self._mesh = make_mesh(self._device.type, context.world_ranks, context.rank, dims)
         self._everyone = subgroup(context.world_ranks)
@@ -93,6 +95,8 @@ class Fsdp2Worker:
             if is_read:
                 self._read_weights(path)
             module.on_weights_materialized()
+            if self._is_state_on_host and module.optimizer is not None:
+                keep_on_host_between_steps(module.optimizer, self._device)
 
     @torch.no_grad()
     def _read_weights(self, path: str | None = None) -> None:
@@ -344,6 +348,8 @@ class Fsdp2Worker:
         sharded.load(
             Path(path), self.module, self.module.optimizer, self.module.lr_scheduler, self._context.rank, self._everyone
         )
+        if self._is_state_on_host and self.module.optimizer is not None:
+            move_state(self.module.optimizer, torch.device("cpu"))
 
     # -- residency -----------------------------------------------------------------------------------------------
 
@@ -375,11 +381,8 @@ class Fsdp2Worker:
             return
         self.module.to(device)
         self.staged = None  # what was shared for the last sync would hold the memory that is to be left
-        optimizer = self.module.optimizer
-        for state in optimizer.state.values() if optimizer else ():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0:  # step counters stay where torch wants them
-                    state[key] = value.to(device, non_blocking=True)
+        if self.module.optimizer is not None and not self._is_state_on_host:
+            move_state(self.module.optimizer, device)
         torch.cuda.synchronize()
         if device.type == "cpu":
             torch.cuda.empty_cache()
