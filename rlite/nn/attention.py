@@ -2,16 +2,17 @@
 
 The function is registered with transformers under `PACKED`. On CUDA it is torch's own variable-length flash attention.
 On CPU each sequence is attended by a call of its own, over views of the pack: nothing is padded, masked or gathered,
-and what a sequence gets does not depend on its neighbours. From about 20 tokens on that is faster than laying sequences
-of similar length side by side.
+and what a sequence gets does not depend on its neighbours. Gathering sequences of like length into common calls was
+measured and left out: only below about 30 tokens does it gain anything (docs/performance.md).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,18 @@ from rlite.errors import ConfigError
 from rlite.parallel.context import ContextShare
 
 PACKED = "rlite_packed"
+TAKES_GROUPED_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""whether torch's variable-length attention takes fewer key than query heads as they are"""
+
+
+class Bounds(NamedTuple):
+    """Where queries and keys of each sequence lie, as one call over many sequences needs it."""
+
+    cu_queries: Tensor
+    """[n + 1] int32, cumulative, as is cu_keys"""
+    cu_keys: Tensor
+    max_queries: int
+    max_keys: int
 
 
 class PackedLayout:
@@ -40,6 +53,21 @@ class PackedLayout:
     def lengths(self) -> list[int]:
         """Tokens of each sequence."""
         return self.cu_seqlens.diff().tolist()
+
+    @cached_property
+    def segments(self) -> tuple[Tensor, Bounds]:
+        """The keys [K] int64 that the share's segments see, one segment's after the other's, and the bounds of both.
+
+        Keys that two segments see are there twice. Made on the host and copied: nothing waits for the device.
+        """
+        assert self.share is not None
+        slices = [(segment.queries, segment.keys) for segment in self.share.segments]
+        lengths = torch.tensor([[rows.stop - rows.start for rows in both] for both in slices])
+        cu_queries, cu_keys = F.pad(lengths.cumsum(0), (0, 0, 1, 0)).to(torch.int32).T.contiguous()
+        index = torch.cat([torch.arange(keys.start, keys.stop) for _, keys in slices])
+        max_queries, max_keys = lengths.amax(0).tolist()
+        device = self.cu_seqlens.device
+        return index.to(device), Bounds(cu_queries.to(device), cu_keys.to(device), max_queries, max_keys)
 
 
 def packed_attention(
@@ -75,8 +103,9 @@ def packed_attention(
         return _one_by_one(query, key, value, packed_layout.lengths, scaling, dropout), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     if packed_layout.share is not None:
-        return _shared(q, k, v, packed_layout.share, scaling)[None], None
-    return _varlen(q, k, v, packed_layout, scaling)[None], None
+        return _shared(q, k, v, packed_layout, packed_layout.share, scaling)[None], None
+    cu_seqlens, length = packed_layout.cu_seqlens, packed_layout.max_seqlen
+    return _varlen(q, k, v, Bounds(cu_seqlens, cu_seqlens, length, length), scaling)[None], None
 
 
 @contextmanager
@@ -108,12 +137,14 @@ def _one_by_one(
     return torch.cat([rows.transpose(1, 2) for rows in attended], dim=1)
 
 
-def _shared(q: Tensor, k: Tensor, v: Tensor, share: ContextShare, scaling: float | None) -> Tensor:
+def _shared(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, share: ContextShare, scaling: float | None
+) -> Tensor:
     """Attention of this rank's tokens q [t, H, D] to the keys of the whole pack, of which k and v hold this rank's."""
     k, v = share.gather_keys(torch.cat([k, v], dim=-1)).split([k.shape[-1], v.shape[-1]], dim=-1)
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        return _shared_varlen(q, k, v, share, scaling)
+        index, bounds = layout.segments
+        return _varlen(q, k[index], v[index], bounds, scaling)
     is_grouped = q.shape[1] != k.shape[1]
     parts = []
     for segment in share.segments:
@@ -131,27 +162,15 @@ def _shared(q: Tensor, k: Tensor, v: Tensor, share: ContextShare, scaling: float
     return torch.cat(parts)
 
 
-def _shared_varlen(q: Tensor, k: Tensor, v: Tensor, share: ContextShare, scaling: float | None) -> Tensor:
-    """By one call: each segment's keys are laid out anew; flash attention aligns the causal mask to their end."""
-    lengths = torch.tensor(
-        [[s.queries.stop - s.queries.start, s.keys.stop - s.keys.start] for s in share.segments], device=q.device
-    )
-    cu_q, cu_k = F.pad(lengths.cumsum(0), (0, 0, 1, 0)).to(torch.int32).unbind(1)
-    index = torch.cat([torch.arange(s.keys.start, s.keys.stop, device=q.device) for s in share.segments])
-    most_q, most_k = (int(most) for most in lengths.amax(0))
-    out = varlen_attn(
-        q, k[index], v[index], cu_q.contiguous(), cu_k.contiguous(), most_q, most_k, window_size=(-1, 0), scale=scaling
-    )
-    assert isinstance(out, Tensor)  # it also returns the log-sum-exp where that is asked for
-    return out
-
-
-def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:
-    length = layout.max_seqlen
+def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scaling: float | None) -> Tensor:
+    """By one call of flash attention, which aligns the causal mask to the end of each sequence's keys."""
+    grouped: dict[str, Any] = {}
     if k.shape[1] != q.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    cu_seqlens = layout.cu_seqlens
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, length, length, window_size=(-1, 0), scale=scaling)
+        if TAKES_GROUPED_KEYS:
+            grouped = {"enable_gqa": True}
+        else:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    out = varlen_attn(q, k, v, *bounds, window_size=(-1, 0), scale=scaling, **grouped)
     assert isinstance(out, Tensor)  # it also returns the log-sum-exp where that is asked for
     return out
 

@@ -1,8 +1,10 @@
 import pytest
 import torch
+import torch.distributed as dist
 
 from rlite.errors import ConfigError
 from rlite.nn.attention import PackedLayout, packed_attention
+from rlite.parallel.context import ContextShare
 
 
 def pack_of(lengths, query_heads, key_heads, dim=8):
@@ -39,6 +41,28 @@ def test_the_neighbours_in_a_pack_do_not_change_a_bit_of_a_sequence():
     alone = PackedLayout(torch.tensor([0, 19]), 19)
     expected, _ = packed_attention(None, *(x[:, :, rows] for x in (query, key, value)), None, packed_layout=alone)
     assert torch.equal(out[:, rows], expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("lengths", [[5], [3, 9, 1, 4], [20, 19, 2, 18, 1]])
+def test_the_bounds_of_all_ranks_shares_give_every_token_the_keys_of_its_sequence_up_to_itself(lengths, size):
+    _, whole = pack_of(lengths, 1, 1)
+    positions = torch.arange(sum(lengths))
+    starts = whole.cu_seqlens[:-1].repeat_interleave(torch.tensor(lengths))
+    seen = {}
+    for rank in range(size):
+        share = ContextShare(whole.cu_seqlens, dist.ProcessGroup(rank, size))
+        index, bounds = PackedLayout(whole.cu_seqlens, max(lengths), share).segments
+        assert bounds.max_queries == bounds.cu_queries.diff().max()
+        assert bounds.max_keys == bounds.cu_keys.diff().max()
+        mine = share.take(positions + 1) - 1  # -1 is what fills up
+        for queries, keys in zip(
+            mine.split(bounds.cu_queries.diff().tolist()), index.split(bounds.cu_keys.diff().tolist()), strict=True
+        ):
+            for back, query in enumerate(reversed(queries.tolist())):  # a causal mask that ends where the keys end
+                seen[query] = keys[: len(keys) - back].tolist()
+    seen.pop(-1, None)
+    assert seen == {query: list(range(start, query + 1)) for query, start in enumerate(starts.tolist())}
 
 
 def test_packed_attention_without_a_layout_is_refused():
