@@ -7,7 +7,7 @@ natural logarithms.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
@@ -188,6 +188,10 @@ class AsyncInference(Protocol):
     """All that a rollout knows of an inference engine."""
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse: ...
+
+    def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
+        """The tokens of one request as they are made; the last chunk has a finish_reason. Leaving it ends the request."""
+        ...
 
     def get_version(self) -> int: ...
 

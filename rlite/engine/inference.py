@@ -152,24 +152,16 @@ class RliteInferenceEngine(Engine):
     async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
         """The tokens of one request as they are made; the last chunk has a finish_reason."""
         loop = asyncio.get_running_loop()
-        chunks: asyncio.Queue[TokenChunk] = asyncio.Queue()
+        chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
         task = asyncio.ensure_future(
             self.agenerate(request, lambda chunk: loop.call_soon_threadsafe(chunks.put_nowait, chunk))
         )
+        task.add_done_callback(lambda _: chunks.put_nowait(None))
         try:
-            while True:
-                get = asyncio.ensure_future(chunks.get())
-                await asyncio.wait({get, task}, return_when=asyncio.FIRST_COMPLETED)
-                if not get.done():
-                    get.cancel()
-                    task.result()
-                    while not chunks.empty():
-                        yield chunks.get_nowait()
-                    return
-                chunk = get.result()
-                yield chunk
-                if chunk.finish_reason is not None:
-                    return
+            while (chunk := await chunks.get()) is not None:
+                if chunk.error is None:
+                    yield chunk
+            task.result()
         finally:
             task.cancel()
 

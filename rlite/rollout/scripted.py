@@ -7,9 +7,9 @@ import bisect
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
-from rlite.types import LLMRequest, LLMResponse
+from rlite.types import LLMRequest, LLMResponse, StopReason, TokenChunk
 
 Answer = Callable[[LLMRequest], Sequence[int]] | Sequence[Sequence[int]]
 
@@ -47,25 +47,56 @@ class ScriptedEngine:
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         """The next answer of the script, when its time has passed."""
-        self.num_requests += 1
-        tokens = next(self._script) if self._script is not None else list(self._answer(request))  # type: ignore[operator]
-        tokens = tokens[: request.gconfig.max_new_tokens]
-        seconds = self._latency(request) if callable(self._latency) else self._latency
+        tokens, seconds, reason = self._next(request)
         started = self._clock()
         await self._sleep_until(started + seconds)
-        made_at = [started + seconds * (index + 1) / len(tokens) for index in range(len(tokens))]
-        with self._lock:
-            versions = [self._versions[bisect.bisect_right(self._set_at, moment) - 1] for moment in made_at]
         return LLMResponse(
             input_tokens=list(request.input_ids),
             output_tokens=tokens,
             output_logprobs=[self._logprob] * len(tokens),
-            output_versions=versions,
-            stop_reason="length" if len(tokens) == request.gconfig.max_new_tokens else "stop",
+            output_versions=[
+                self._version_at(started + seconds * (index + 1) / len(tokens)) for index in range(len(tokens))
+            ],
+            stop_reason=reason,
             latency=seconds,
             ttft=seconds / max(len(tokens), 1),
             sampling_logprobs=[self._logprob] * len(tokens),
             metadata=dict(request.metadata),
+        )
+
+    async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
+        """The same, token by token."""
+        tokens, seconds, reason = self._next(request)
+        number, started = self.num_requests, self._clock()
+        for index, token in enumerate(tokens):
+            made_at = started + seconds * (index + 1) / len(tokens)
+            await self._sleep_until(made_at)
+            is_last = index == len(tokens) - 1
+            yield self._chunk(number, [token], self._version_at(made_at), reason if is_last else None)
+        if not tokens:
+            yield self._chunk(number, [], self.get_version(), reason)
+
+    def _next(self, request: LLMRequest) -> tuple[list[int], float, StopReason]:
+        """Tokens of the next answer, the seconds that it takes, and why it ends."""
+        self.num_requests += 1
+        tokens = next(self._script) if self._script is not None else list(self._answer(request))  # type: ignore[operator]
+        tokens = tokens[: request.gconfig.max_new_tokens]
+        seconds = self._latency(request) if callable(self._latency) else self._latency
+        return tokens, seconds, "length" if len(tokens) == request.gconfig.max_new_tokens else "stop"
+
+    def _version_at(self, moment: float) -> int:
+        with self._lock:
+            return self._versions[bisect.bisect_right(self._set_at, moment) - 1]
+
+    def _chunk(self, number: int, tokens: list[int], version: int, reason: StopReason | None) -> TokenChunk:
+        logprobs = [self._logprob] * len(tokens)
+        return TokenChunk(
+            request_id=number,
+            token_ids=tokens,
+            logprobs=logprobs,
+            sampling_logprobs=logprobs,
+            version=version,
+            finish_reason=reason,
         )
 
     def get_version(self) -> int:

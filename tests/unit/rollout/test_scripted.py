@@ -65,3 +65,23 @@ def test_nothing_is_made_during_a_pause() -> None:
     versions, seconds = asyncio.run(pause_and_update())
     assert versions == [1, 1]
     assert seconds >= 0.24
+
+
+def test_a_stream_has_the_tokens_one_by_one_and_can_be_left() -> None:
+    engine = ScriptedEngine([[1, 2, 3], []], latency=0.03, version=4)
+
+    async def both() -> tuple[list, list, list]:
+        whole = [chunk async for chunk in engine.stream(request())]
+        empty = [chunk async for chunk in engine.stream(request())]
+        left = []
+        async for chunk in engine.stream(request()):
+            left.append(chunk)
+            break
+        return whole, empty, left
+
+    whole, empty, left = asyncio.run(both())
+    assert [chunk.token_ids for chunk in whole] == [[1], [2], [3]]
+    assert [chunk.finish_reason for chunk in whole] == [None, None, "stop"]
+    assert {chunk.version for chunk in whole} == {4}
+    assert [(chunk.token_ids, chunk.finish_reason) for chunk in empty] == [([], "stop")]
+    assert [chunk.token_ids for chunk in left] == [[1]]

@@ -1,0 +1,206 @@
+"""Tool calls in generated text: the formats that open models are trained on, as pure functions of the text.
+
+    hermes       <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number      Hermes, Qwen2.5, Qwen3
+    llama3_json  {"name": ..., "parameters": {...}}, several with ";" between               Llama 3
+    mistral      [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]                      Mistral
+    pythonic     [name(argument=literal, ...), ...]                                         Llama 3.2 and 4
+
+A text that is not wholly in its format is no call at all: it stays text, unchanged.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlite.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that a model asks for."""
+
+    name: str
+    arguments: dict[str, Any]
+    """JSON values by parameter"""
+
+    @property
+    def arguments_json(self) -> str:
+        """The arguments as JSON text."""
+        return json.dumps(self.arguments)
+
+
+@dataclass(frozen=True)
+class ToolCallFormat:
+    """How a model writes its calls."""
+
+    name: str
+    parse: Callable[[str], tuple[str, list[ToolCall]]]
+    """text -> (the text outside of calls, the calls); without calls the text as it is"""
+    num_settled: Callable[[str], int]
+    """how many characters at the beginning of an unfinished text are content, whatever follows"""
+    shows_special_tokens: bool = False
+    """its marks may be special tokens, which decoding must not skip then"""
+
+
+def find_format(template: str) -> ToolCallFormat:
+    """The format that a chat template teaches; hermes if it teaches none."""
+    marks = {"[TOOL_CALLS]": "mistral", "<tool_call>": "hermes", "<|python_tag|>": "llama3_json"}
+    return next((FORMATS[name] for mark, name in marks.items() if mark in template), FORMATS["hermes"])
+
+
+def format_named(name: str) -> ToolCallFormat:
+    """Raises: ConfigError for a name that is not among FORMATS."""
+    if name not in FORMATS:
+        raise ConfigError(f"tool call format {name!r}: {did_you_mean(name, FORMATS)}")
+    return FORMATS[name]
+
+
+_NAME = re.compile(r"[\w.:/-]{1,256}")
+_HERMES_OPEN, _HERMES_CLOSE = "<tool_call>", "</tool_call>"
+_MISTRAL_OPEN = "[TOOL_CALLS]"
+_LLAMA_OPEN = "<|python_tag|>"
+_MAX_LENGTH = 1 << 20
+"""characters of a text in which calls are looked for"""
+
+
+class _NoCall(Exception):
+    """The text is not in the format."""
+
+
+def _parser(read: Callable[[str], tuple[str, list[ToolCall]]]) -> Callable[[str], tuple[str, list[ToolCall]]]:
+    def parse(text: str) -> tuple[str, list[ToolCall]]:
+        if len(text) > _MAX_LENGTH:
+            return text, []
+        try:
+            content, calls = read(text)
+        # deep nesting and numbers of thousands of digits are a model's doing, too
+        except (_NoCall, ValueError, SyntaxError, RecursionError, MemoryError):
+            return text, []
+        return (content, calls) if calls else (text, [])
+
+    return parse
+
+
+def _read_hermes(text: str) -> tuple[str, list[ToolCall]]:
+    content, *rest = text.split(_HERMES_OPEN)
+    calls = []
+    for part in rest:
+        # the last call may end with the turn, where its closing mark was the end token or did not fit
+        body, _, after = part.partition(_HERMES_CLOSE)
+        calls.append(_call(_json(body), "arguments"))
+        content += after
+    return content.rstrip(), calls
+
+
+def _read_llama3(text: str) -> tuple[str, list[ToolCall]]:
+    rest, calls = text.strip().removeprefix(_LLAMA_OPEN).strip(), []
+    while rest:
+        value, end = _DECODER.raw_decode(rest)
+        calls.append(_call(value, "parameters", "arguments"))
+        rest = rest[end:].strip()
+        if rest and not rest.startswith(";"):
+            raise _NoCall
+        rest = rest.removeprefix(";").strip()
+    return "", calls
+
+
+def _read_mistral(text: str) -> tuple[str, list[ToolCall]]:
+    content, mark, rest = text.partition(_MISTRAL_OPEN)
+    if not mark:
+        raise _NoCall
+    values = _json(rest)
+    if not isinstance(values, list):
+        raise _NoCall
+    return content.rstrip(), [_call(value, "arguments") for value in values]
+
+
+def _read_pythonic(text: str) -> tuple[str, list[ToolCall]]:
+    text = text.strip()
+    if not text.startswith("["):
+        raise _NoCall
+    with warnings.catch_warnings():  # of what a model writes, such as "\d"
+        warnings.simplefilter("ignore")
+        tree = ast.parse(text, mode="eval").body
+    if not isinstance(tree, ast.List):
+        raise _NoCall
+    calls = []
+    for node in tree.elts:
+        if not isinstance(node, ast.Call) or node.args or any(word.arg is None for word in node.keywords):
+            raise _NoCall
+        arguments = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
+        calls.append(_call({"name": ast.unparse(node.func), "arguments": arguments}, "arguments"))
+    return "", calls
+
+
+def _call(value: Any, *keys: str) -> ToolCall:
+    """A call from {"name": ..., KEY: {...}}. Raises: _NoCall."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not _NAME.fullmatch(value["name"]):
+        raise _NoCall
+    arguments = next((value[key] for key in keys if key in value), {})
+    if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's interface
+        arguments = _json(arguments)
+    if not isinstance(arguments, dict):
+        raise _NoCall
+    try:
+        return ToolCall(value["name"], json.loads(json.dumps(arguments, allow_nan=False)))
+    except TypeError as error:  # bytes, a set
+        raise _NoCall from error
+
+
+def _no_constant(name: str) -> Any:
+    raise _NoCall  # NaN and Infinity are not JSON
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, strict=False)
+
+
+def _json(text: str) -> Any:
+    value, end = _DECODER.raw_decode(text.strip())
+    if text.strip()[end:].strip():
+        raise _NoCall
+    return value
+
+
+def num_before(text: str, marks: tuple[str, ...]) -> int:
+    """Characters of an unfinished text that stand before the first of the marks, or before the beginning of one."""
+    ends = [text.find(mark) for mark in marks if mark in text]
+    ends += [
+        len(text) - size
+        for mark in marks
+        for size in range(1, min(len(mark), len(text) + 1))
+        if text.endswith(mark[:size])
+    ]
+    return min(ends, default=len(text))
+
+
+def _settled_before(mark: str) -> Callable[[str], int]:
+    # white space before a call is not content
+    return lambda text: len(text[: num_before(text, (mark,))].rstrip())
+
+
+def _settled_unless(*beginnings: str) -> Callable[[str], int]:
+    """For formats that are the whole text: all or nothing."""
+
+    def num_settled(text: str) -> int:
+        begun = text.lstrip()
+        is_open = any(begun.startswith(mark) or mark.startswith(begun) for mark in beginnings)
+        return 0 if is_open else len(text)
+
+    return num_settled
+
+
+FORMATS = {
+    form.name: form
+    for form in (
+        ToolCallFormat("hermes", _parser(_read_hermes), _settled_before(_HERMES_OPEN)),
+        ToolCallFormat("llama3_json", _parser(_read_llama3), _settled_unless("{", _LLAMA_OPEN), True),
+        ToolCallFormat("mistral", _parser(_read_mistral), _settled_before(_MISTRAL_OPEN), True),
+        ToolCallFormat("pythonic", _parser(_read_pythonic), _settled_unless("["), False),
+    )
+}

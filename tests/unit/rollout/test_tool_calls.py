@@ -1,0 +1,122 @@
+"""Tool calls in generated text, format by format."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlite.errors import ConfigError
+from rlite.rollout.tool_calls import FORMATS, ToolCall, find_format, format_named
+
+ADD = ToolCall("add", {"a": 1, "b": [2, {"c": None}]})
+ASK = ToolCall("web.search", {"query": 'what "is" </this>; \\d?'})
+
+
+def written(name: str, calls: list[ToolCall]) -> str:
+    """What a model that knows the format writes."""
+    if name == "hermes":
+        bodies = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in calls]
+        return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+    if name == "llama3_json":
+        return "; ".join(json.dumps({"name": call.name, "parameters": call.arguments}) for call in calls)
+    if name == "mistral":
+        return "[TOOL_CALLS] " + json.dumps([{"name": call.name, "arguments": call.arguments} for call in calls])
+    arguments = [", ".join(f"{key}={value!r}" for key, value in call.arguments.items()) for call in calls]
+    return "[" + ", ".join(f"{call.name}({text})" for call, text in zip(calls, arguments, strict=True)) + "]"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_are_read_in_their_order_with_their_values(name):
+    assert FORMATS[name].parse(written(name, [ADD, ASK])) == ("", [ADD, ASK])
+    assert FORMATS[name].parse(written(name, [ADD])) == ("", [ADD])
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
+def test_what_is_said_before_the_calls_is_content(name):
+    assert FORMATS[name].parse("Let me see.\n\n" + written(name, [ADD])) == ("Let me see.", [ADD])
+
+
+def test_a_call_whose_closing_mark_is_missing_counts():
+    assert FORMATS["hermes"].parse('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}') == (
+        "",
+        [ToolCall("add", {"a": 1})],
+    )
+    assert FORMATS["llama3_json"].parse('<|python_tag|>{"name": "now", "parameters": {}}') == (
+        "",
+        [ToolCall("now", {})],
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}}</tool_call><tool_call>{"name": </tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "a b", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
+        ("llama3_json", '{"name": "add", "parameters": {}} and so on'),
+        ("llama3_json", "{" * 100_000),
+        ("mistral", '[TOOL_CALLS] {"name": "add"}'),
+        ("mistral", '[{"name": "add", "arguments": {}}]'),
+        ("pythonic", "[add(1, 2)]"),
+        ("pythonic", "[add(**x)]"),
+        ("pythonic", "[add(a=open('x'))]"),
+        ("pythonic", "[add(a={1, 2})]"),
+        ("pythonic", "[add(a=b'x')]"),
+        ("pythonic", "[add(a=" + "9" * 5000 + ")]"),
+        ("pythonic", "[1, 2]"),
+        ("pythonic", "[]"),
+    ],
+)
+def test_a_text_that_is_not_in_the_format_stays_as_it_is(name, text):
+    assert FORMATS[name].parse(text) == (text, [])
+
+
+pieces = st.sampled_from(
+    ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name": "f", "arguments": {"x": 1}}']
+    + ['{"name": "f", "parameters": {}}', "[f(x=1)]", "[", "]", "{", "}", ";", '"', "\\", "\n", "f(", "NaN", "é", "\0"]
+)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(text=st.lists(pieces | st.text(max_size=5)).map("".join))
+def test_any_text_is_calls_or_itself_and_what_was_streamed_stays_said(name, text):
+    form = FORMATS[name]
+    content, calls = form.parse(text)
+    assert calls or content == text
+    for call in calls:
+        assert json.loads(call.arguments_json) == call.arguments
+    for end in range(len(text) + 1):
+        assert content.startswith(text[: form.num_settled(text[:end])])
+
+
+arguments = st.dictionaries(
+    st.from_regex(r"[a-z]{1,8}_", fullmatch=True),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=6,
+    ),
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(values=arguments)
+def test_every_json_value_survives(name, values):
+    call = ToolCall("lookup", json.loads(json.dumps(values)))
+    text = written(name, [call])
+    if name == "hermes" and ("<tool_call>" in text[1:] or "</tool_call>" in text[:-12]):
+        return
+    assert FORMATS[name].parse(text) == ("", [call])
+
+
+def test_a_template_says_which_format_it_teaches():
+    assert find_format("... [TOOL_CALLS] ...").name == "mistral"
+    assert find_format("{{ '<tool_call>' }}").name == "hermes"
+    assert find_format("{{ message }}").name == "hermes"
+    with pytest.raises(ConfigError, match="did you mean 'hermes'"):
+        format_named("herms")
