@@ -15,7 +15,7 @@ from transformers import Qwen3ForCausalLM
 import rlite
 import rlite.nn
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.algorithms import gather_logprobs, group_advantages, masked_mean, next_token, ppo_clip
+from rlite.algorithms import group_advantages, masked_mean, next_token, on_logprobs, ppo_clip
 from rlite.nn.tiny import build_tiny_qwen3
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.types import GenerationHyperparameters
@@ -31,13 +31,12 @@ def digits(prompt, completions, prompt_ids, completion_ids, **row):
     return sum(character.isdigit() for character in completions) / max(len(completions), 1)
 
 
-def grpo_loss(logits, data):
-    """logits [T, V] of whole sequences end to end; `next_token` moves a token's value to where it is predicted."""
-    cu_seqlens = data["cu_seqlens"]
-    logprobs = gather_logprobs(logits, next_token(data["input_ids"], cu_seqlens))
-    old = next_token(data["logprobs"], cu_seqlens)
-    token_loss = ppo_clip(logprobs, old, next_token(data["advantages"], cu_seqlens), clip_low=0.2, clip_high=0.28)
-    return masked_mean(token_loss.loss, next_token(data["loss_mask"], cu_seqlens))
+@on_logprobs
+def grpo_loss(tokens, data):
+    """Sequences end to end: tokens.logprobs [T] stand where a token is predicted; `next_token` moves data there."""
+    keys = ("logprobs", "advantages", "loss_mask")
+    old, advantages, mask = (next_token(data[key], data["cu_seqlens"]) for key in keys)
+    return masked_mean(ppo_clip(tokens.logprobs, old, advantages, clip_low=0.2, clip_high=0.28).loss, mask)
 
 
 def num_action_tokens(data):

@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import AutoTokenizer
 
 import rlite
 from rlite import config
 from rlite.data.prompts import PromptStream
-from rlite.data.reasoning import held_out_split, impatient_demonstrations, question_of, verify_exactly
+from rlite.data.reasoning import held_out_split, impatient_demonstrations, verify_exactly
+from rlite.data.sft import sft_rows
 from rlite.engine.train import RliteTrainEngine
 from rlite.nn.tiny import build_tiny_qwen3
 from rlite.observability.console import ConsoleReporter
@@ -44,6 +43,7 @@ from rlite.trainer.run import TrainerOptions
 
 TASK = "spell_backward"
 MAX_NEW_TOKENS = 12
+MAX_LENGTH = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,42 +107,27 @@ def warm_start(options: QuickstartConfig, folder: Path, train: Sequence[Any]) ->
     """Teach the format, and short words, by imitation; writes folder/warm."""
     blank = build_tiny_qwen3(folder / "blank", seed=options.seed, hidden_size=128, intermediate_size=256)
     answers = impatient_demonstrations(train, options.seed, patience=4, impatience=0.6)
-    rows = [{"question": question_of(row), "answer": answer} for row, answer in zip(train, answers, strict=True)]
+    chats = [
+        {"messages": [*row["messages"], {"role": "assistant", "content": answer}]}
+        for row, answer in zip(train, answers, strict=True)
+    ]
+    rows = sft_rows(chats, AutoTokenizer.from_pretrained(blank), MAX_LENGTH)
     optimizer = OptimizerOptions(
         lr=2e-3, weight_decay=0.0, scheduler="cosine", warmup_steps=10, total_steps=options.warm_steps
     )
     engine = RliteTrainEngine(policy_module(blank, optimizer))
     engine.build()
-    tokenizer = AutoTokenizer.from_pretrained(blank)
     console = ConsoleReporter(options.warm_steps, metrics=("loss",))
     console.report("1/2 warm start", {"imitate": f"{len(rows)} demonstrations, {options.warm_steps} steps of 64"})
-    stream, loss = PromptStream(rows, 64, options.seed), SftLoss()
+    stream, loss = PromptStream(range(len(rows)), 64, options.seed), SftLoss()
     for step in range(options.warm_steps):
-        stats = engine.train_batch(demonstrations(tokenizer, stream.next()), loss, loss.weight)
+        stats = engine.train_batch(rows.batch(stream.next()), loss, loss.weight)
         engine.step_lr_scheduler()
         if (step + 1) % 25 == 0:
             console.log(step + 1, stats)
     console.close()
     engine.save(folder / "warm")
     engine.release()
-
-
-def demonstrations(tokenizer: Any, rows: Sequence[Any]) -> dict[str, Tensor]:
-    """Question and answer as a right-padded batch; the answer and its end token are trained."""
-    sequences, masks = [], []
-    for row in rows:
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["question"]}], add_generation_prompt=True, return_dict=False
-        )
-        answer = [*tokenizer(row["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        sequences.append(torch.tensor([*prompt, *answer]))
-        masks.append(torch.tensor([0] * len(prompt) + [1] * len(answer)))
-    pad = torch.nn.utils.rnn.pad_sequence
-    return {
-        "input_ids": pad(sequences, batch_first=True),
-        "loss_mask": pad(masks, batch_first=True),
-        "attention_mask": pad([torch.ones_like(mask) for mask in masks], batch_first=True),
-    }
 
 
 def reinforce(
@@ -155,7 +140,7 @@ def reinforce(
         rollout=RolloutOptions(
             train_sampling_params=SamplingOptions(max_new_tokens=MAX_NEW_TOKENS),
             test_sampling_params=EvaluationSamplingOptions(max_new_tokens=MAX_NEW_TOKENS),
-            max_model_len=128,
+            max_model_len=MAX_LENGTH,
             dynamic_filtering=False,
         ),
         trainer=TrainerOptions(
