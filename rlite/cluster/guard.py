@@ -6,7 +6,9 @@ it imports nothing but psutil, so that the companion starts in a moment and stay
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -68,6 +70,16 @@ def reap(mark: str) -> None:
             with suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(found, timeout=POLL_S)
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, by SIGKILL too, whatever it does then (Linux alone).
+
+    A parent that ended before is not noticed.
+    """
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def watch(mark: str, driver: int) -> None:

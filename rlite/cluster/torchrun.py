@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from rlite.cluster.group import WorkerGroup
+from rlite.cluster.guard import end_with_parent
 from rlite.cluster.host import Outcome, WorkerContext, WorkerHost, WorkerKey
 from rlite.cluster.placement import Device, DeviceKind
 from rlite.errors import PlacementError, WorkerDied, WorkerError
@@ -38,6 +39,8 @@ FAILED_SHUTDOWN_S = 5.0
 """the same where an engine has failed, and a peer that waits for it in a collective will not come back"""
 FREE_S = 10.0
 """how long a new engine waits for the calls of engines that were stopped"""
+AGENT_S = 60.0
+"""how long torchrun's agent may take to accept a connection; where it is gone the answer comes at once"""
 LENGTH_TAG, BODY_TAG = 1, 2
 
 Call = tuple[str, tuple]
@@ -142,6 +145,7 @@ class TorchrunLauncher:
                 f"num_devices={num_devices}, but torchrun started {world_size} processes. "
                 f"Leave num_devices out, or start torchrun with --nproc_per_node={num_devices}."
             )
+        _end_with_agent()
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(backend_for(device), timeout=COLLECTIVE_TIMEOUT)
@@ -253,6 +257,19 @@ def _encoded(answer: Outcome) -> bytes:
         return cloudpickle.dumps(answer)
     except Exception as error:  # a user's method may return anything
         return cloudpickle.dumps(_refusal("the result", error))
+
+
+def _end_with_agent() -> None:
+    """Leave nothing running where torchrun's agent is killed. Raises: WorkerError if that happened before."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return  # whoever set RANK by hand may be gone at any time
+    end_with_parent()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # an agent listens there before it starts any rank
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            socket.create_connection(address, timeout=AGENT_S).close()
+        except OSError as error:
+            raise WorkerError(f"torchrun's agent at {address[0]}:{address[1]} is gone: {error}") from error
 
 
 def _told_apart(places: Sequence[tuple[Device, int]]) -> list[Device]:

@@ -50,6 +50,10 @@ class Fragile(Policy, LlamaForCausalLM):
         if dist.get_rank() == late:
             time.sleep(seconds)
 
+    def wait_for_one_rank(self, late: int) -> float:
+        self.sleep_on_one_rank(late, 600.0)
+        return self.sum_over_ranks()
+
     def train_for_ever(self, rows: list[list[int]]) -> None:
         while True:
             self.train_step(rows)
@@ -293,3 +297,34 @@ def test_an_engine_under_torchrun_is_not_built_where_a_peer_is_stuck_and_says_so
     assert ran.returncode != 0
     assert seconds < 4 * SOON_S
     assert "cannot start on rank 0: a call of a stopped engine is still under way" in ran.stderr
+
+
+@pytest.mark.parametrize("moment", ["in a call", "at the start"])
+def test_ranks_end_soon_after_the_agent_was_killed(models: dict[str, Path], tmp_path: Path, moment: str) -> None:
+    script, mark = tmp_path / "program.py", uuid.uuid4().hex
+    script.write_text(PROGRAM)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    agent = subprocess.Popen(
+        [*launch, str(script), str(models["llama"]), "wait_for_one_rank", "0"],  # rank 1 sits in a collective
+        env=environment(**{MARK: mark}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert agent.stdout is not None
+        if moment == "in a call":
+            assert b"calling" in agent.stdout.readline()
+            time.sleep(1.0)
+        else:
+            while len(processes_with(MARK, mark)) < 3:
+                time.sleep(0.02)
+        agent.kill()
+        agent.wait()
+        imports_s = 0.0 if moment == "in a call" else 60.0  # before they are done nothing of ours runs
+        deadline = time.monotonic() + SOON_S + imports_s
+        while processes_with(MARK, mark) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert processes_with(MARK, mark) == []
+    finally:
+        for process in processes_with(MARK, mark):
+            process.kill()
