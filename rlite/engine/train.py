@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rlite.checkpoint.atomic import staging, verify
 from rlite.checkpoint.randomness import random_state, set_random_state
 from rlite.cluster.group import WorkerGroup
+from rlite.cluster.session import current_session
 from rlite.data.packing import plan_microbatches
 from rlite.data.packs import check_batch, companions, sequence_lengths
 from rlite.dispatch import gather, gather_of, plan_shares, scatter
@@ -23,6 +24,7 @@ from rlite.engine.weight_sync import OnInflight, SyncReport, sync_weights
 from rlite.errors import CheckpointError, ConfigError, DataError, RliteError
 from rlite.nn.base import BaseTrainModule, is_on_meta
 from rlite.nn.huggingface import local_checkpoint
+from rlite.nn.liger import check_liger
 from rlite.parallel.mesh import ParallelDims
 
 logger = logging.getLogger(__name__)
@@ -116,6 +118,8 @@ class RliteTrainEngine(Engine):
 
     def _validate(self, executor_size: int) -> None:
         ParallelDims.of(executor_size, executor_size, self.options.sp_size, self.options.tp_size)
+        if self.options.use_liger_kernel:
+            check_liger(self.module, current_session().device)
 
     def _source(self) -> bytes:
         for parameter in self.module.parameters():

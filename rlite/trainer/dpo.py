@@ -60,6 +60,8 @@ class ReferenceOptions:
 
     model_name: str | None = None
     """folder or hub name of a Hugging Face checkpoint; default: the actor's, before training"""
+    use_liger_kernel: bool | None = None
+    """RMSNorm, rotary embedding and SwiGLU as Triton kernels (package liger-kernel); default: as the actor's"""
     offload_model: bool = False
     """leave the device while the actor trains"""
 
@@ -125,7 +127,9 @@ class DpoTrainer:
 
     def build_reference(self) -> None:
         """Place the reference beside the actor."""
+        own = config.inherit(self.options.ref_actor, self.options.actor)
         options = untrained(self.run.build_options, rlite.current_session().device)
+        options["use_liger_kernel"] = own.use_liger_kernel
         self.reference.build(**options, colocate_with=self.run.engine)
         self.reference.eval()
         if self.options.ref_actor.offload_model:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from rlite.algorithms import Schedule
 from rlite.errors import ConfigError
+from rlite.nn.liger import check_liger_installed
 from rlite.nn.lora import LoraOptions
 from rlite.parallel.mesh import ParallelDims
 from rlite.trainer.policy import AvgLevel, OptimizerOptions
@@ -26,6 +27,8 @@ class ModelOptions:
     """devices that share the tokens of a sequence (context parallel)"""
     max_length_per_device: int = 16384
     """tokens of one microbatch on a device; the longest sequence is tp_size x sp_size times as long"""
+    use_liger_kernel: bool = False
+    """RMSNorm, rotary embedding and SwiGLU as Triton kernels (package liger-kernel); GPUs only"""
     gradient_checkpointing: bool = True
     """recompute activations in the backward pass"""
     offload_optimizer: bool = True
@@ -46,6 +49,8 @@ class ModelOptions:
     """train adapters beside the weights, which stay as they are; null trains the weights"""
 
     def __post_init__(self) -> None:
+        if self.use_liger_kernel:
+            check_liger_installed()
         if self.lora is not None and self.tp_size > 1:
             raise ConfigError(f"tp_size={self.tp_size}: adapters (lora) cannot be split over devices; use tp_size=1")
 
@@ -73,6 +78,7 @@ class ModelOptions:
             "max_tokens_per_microbatch": self.max_length_per_device,
             "max_grad_norm": self.max_grad_norm,
             "gradient_checkpointing": self.gradient_checkpointing,
+            "use_liger_kernel": self.use_liger_kernel,
             "offload_optimizer": self.offload_optimizer,
             "seed": seed,
         }

@@ -10,6 +10,7 @@ from rlite import config
 from rlite.algorithms import ADVANTAGES, Schedule, check_advantage, check_policy_loss
 from rlite.algorithms.kl import KLEstimator
 from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
+from rlite.nn.liger import check_liger_installed
 from rlite.nn.lora import LoraOptions
 from rlite.trainer.options import LaunchOptions, ModelOptions
 from rlite.trainer.policy import AvgLevel
@@ -100,8 +101,14 @@ class ReferenceOptions:
     """tokens of one microbatch on a device"""
     max_inference_length_per_device: int | None = None
     """tokens of one microbatch where nothing is trained"""
+    use_liger_kernel: bool | None = None
+    """RMSNorm, rotary embedding and SwiGLU as Triton kernels (package liger-kernel); GPUs only"""
     offload_model: bool | None = None
     """leave the device to the others when it is not used"""
+
+    def __post_init__(self) -> None:
+        if self.use_liger_kernel:
+            check_liger_installed()
 
     def as_model(self, actor: ActorOptions) -> ModelOptions:
         """With what the actor lends."""

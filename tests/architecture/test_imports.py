@@ -17,6 +17,7 @@ HOMES = {
     "vllm": "rlite/engine/vllm/",
     "sglang": "rlite/engine/sglang/",
     "peft": "rlite/nn/lora.py",
+    "liger_kernel": "rlite/nn/liger.py",
     "wandb": "rlite/observability/",
     "tensorboard": "rlite/observability/",
     "trackio": "rlite/observability/",

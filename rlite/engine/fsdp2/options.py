@@ -28,6 +28,8 @@ class Fsdp2Options:
     """workers that share the tokens of each microbatch (context parallel); divides those that hold one copy"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
+    use_liger_kernel: bool = False
+    """RMSNorm, rotary embedding and SwiGLU as Triton kernels (package liger-kernel); GPUs only"""
     offload_optimizer: bool = False
     """keep the optimizer's state in host memory but for the moment of a step; on CPU slots it is there anyway"""
     seed: int = 0

@@ -23,6 +23,7 @@ from rlite.engine.fsdp2.options import Fsdp2Options
 from rlite.errors import CheckpointError, ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, exported_class, local_checkpoint
+from rlite.nn.liger import use_liger_kernels
 from rlite.nn.linear import speed_up_linear_layers
 from rlite.nn.lora import LoraTrainModule
 from rlite.nn.meta import real_tensors
@@ -81,6 +82,8 @@ class Fsdp2Worker:
             module: BaseTrainModule = cloudpickle.loads(self._source)
             if isinstance(module, HuggingFaceFsdp2TrainModule):
                 module.tie_weights()  # type: ignore[operator]
+            if self._options.use_liger_kernel:
+                use_liger_kernels(module)
             if self._options.gradient_checkpointing:
                 module.recompute_activations()
             if self._device.type == "cpu":

@@ -1,3 +1,5 @@
+from importlib.util import find_spec
+
 import pytest
 
 from rlite.config import load, to_container
@@ -44,3 +46,12 @@ def test_a_critic_has_adapters_as_the_actor_has_and_a_reference_has_none():
 def test_a_policy_that_answers_without_dropout_is_not_trained_with_it():
     with pytest.raises(ConfigError, match=r"actor\.lora\.dropout=0\.1"):
         load(PpoConfig, ["actor.model_name=a", "actor.lora.dropout=0.1"])
+
+
+def test_kernels_whose_package_is_absent_are_refused_with_the_remedy():
+    if find_spec("liger_kernel") is not None:
+        pytest.skip("the package is here")
+    with pytest.raises(ConfigError, match=r"pip install 'rlite\[liger\]'"):
+        load(SftConfig, [*SFT, "actor.use_liger_kernel=true"])
+    with pytest.raises(ConfigError, match=r"pip install 'rlite\[liger\]'"):
+        load(PpoConfig, ["actor.model_name=a", "ref_actor.use_liger_kernel=true"])

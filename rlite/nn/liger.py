@@ -1,0 +1,81 @@
+"""Liger kernels (Hsu et al. 2024, arXiv 2410.10989): RMSNorm, rotary embedding and SwiGLU as Triton kernels.
+
+Liger's own fused cross entropy is left out: log-probabilities are computed in chunks anyway (`rlite.nn.logprobs`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlite.errors import ConfigError
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""whose kernels are known to go into one instance"""
+_ROPE = "apply_rotary_pos_emb"
+
+
+def check_liger_installed() -> None:
+    """Raises: ConfigError without the packages."""
+    if missing := [name for name in ("liger_kernel", "triton") if importlib.util.find_spec(name) is None]:
+        raise ConfigError(
+            f"use_liger_kernel=true needs {' and '.join(missing)}: pip install 'rlite[liger]', on a machine with GPUs; "
+            "or leave it out"
+        )
+
+
+def check_liger(module: nn.Module, device: str) -> None:
+    """Raises: ConfigError where `use_liger_kernels` cannot work on workers of this kind of device ("cuda", "cpu")."""
+    if device != "cuda":
+        raise ConfigError(f"use_liger_kernel=true needs GPUs, and these devices are of kind {device!r}; leave it out")
+    check_liger_installed()
+    kind = module.config.model_type if isinstance(module, PreTrainedModel) else type(module).__name__
+    if kind not in MODEL_TYPES:
+        raise ConfigError(
+            f"use_liger_kernel=true: for models of type {', '.join(MODEL_TYPES)}, not {kind}; leave it out"
+        )
+
+
+def use_liger_kernels(model: Any) -> None:
+    """Let this one transformers model, on meta or not, compute with them; before it is sharded or split.
+
+    Liger also exchanges classes and functions in transformers' module, for models that are made later; those would be
+    other engines' in this process, so the module is put back, and the rotary embedding bound to this model alone.
+    """
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # optional; this is what transformers calls
+
+    own = next(cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.models."))
+    modeling = vars(sys.modules[own.__module__])
+    before = dict(modeling)
+    try:
+        _apply_liger_kernel_to_instance(
+            model,
+            swiglu=model.config.hidden_act in ("silu", "swish"),
+            cross_entropy=False,
+            fused_linear_cross_entropy=False,
+        )
+        rope = modeling[_ROPE]
+    finally:
+        modeling.update(before)
+    for module in model.modules():
+        forward: Any = type(module).forward
+        if isinstance(forward, FunctionType) and _ROPE in forward.__code__.co_names:
+            module.forward = MethodType(_with_globals(forward, **{_ROPE: rope}), module)
+
+
+def _with_globals(function: FunctionType, **changes: Any) -> FunctionType:
+    """The function, for which some names of its module mean something else."""
+    copy = FunctionType(
+        function.__code__,
+        {**function.__globals__, **changes},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
