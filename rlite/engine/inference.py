@@ -406,6 +406,8 @@ class RliteInferenceEngine(Engine):
         """Stamp tokens with this policy version from now on."""
         super().set_version(version)
         self.group.broadcast("set_version", version)
+        if self._collector is not None:
+            self._collector.version_changed()
 
     @contextmanager
     def receiving_weights(self, on_inflight: str) -> Iterator[None]:
@@ -427,3 +429,5 @@ class RliteInferenceEngine(Engine):
         finally:
             self._is_receiving = False
         self._let_run()
+        if self._collector is not None:
+            self._collector.version_changed()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         from_verl,
     )
     from rlite.rollout.scripted import ScriptedEngine
-    from rlite.rollout.staleness import RolloutCounters, capacity
+    from rlite.rollout.staleness import RolloutCounters, RolloutLedger, capacity
     from rlite.rollout.workflow import RolloutError, RolloutWorkflow, SingleTurnWorkflow, trajectory
     from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
 
@@ -42,7 +42,7 @@ _MODULES = {
         "from_verl",
     ),
     "rlite.rollout.scripted": ("ScriptedEngine",),
-    "rlite.rollout.staleness": ("RolloutCounters", "capacity"),
+    "rlite.rollout.staleness": ("RolloutCounters", "RolloutLedger", "capacity"),
     "rlite.rollout.workflow": ("RolloutError", "RolloutWorkflow", "SingleTurnWorkflow", "trajectory"),
     "rlite.types": ("GenerationHyperparameters", "LLMRequest", "LLMResponse"),
 }

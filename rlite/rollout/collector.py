@@ -1,91 +1,58 @@
 """The collector: runs workflows beside the training program and hands over whole groups.
 
     caller's thread                       the collector's thread, one event loop
-    submit ──> lane.waiting ──admit──> running: episodes, each attempted until it succeeds or its retries are spent
-    wait   <── ready        <──accept──   │
-               lost, with a reason   <────┘ raised too often, returned None, not accepted, cancelled
+    submit ──> waiting ──start───────> running: episodes, each attempted until it succeeds or its retries are spent
+    wait   <── ready   <──accept──────    │
+               lost, with a reason   <────┘ raised too often, returned None, not accepted, too old, cancelled
 
-The loop consumes waiting groups. It is unblocked by: a submission, a group that ends, a higher policy version (seen at
-the next call), `resume`. Callers wait for groups that are ready, or for an error that means there will be none.
+What may happen is the ledger's to say (`rlite.rollout.staleness`); this does it. The loop consumes waiting groups. It
+is unblocked by: a submission, a group that ends, a higher policy version (`version_changed`, or the next call),
+`resume`. Callers wait for a batch that is ready, or for an error that means there will be none.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import logging
-import sys
 import threading
 import time
-import traceback
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 
-from rlite.errors import CallTimeout, ConfigError, DataError
+from rlite.errors import CallTimeout, CheckpointError, ConfigError, DataError
 from rlite.observability import stats_tracker
 from rlite.rollout.batch import pad_trajectories
 from rlite.rollout.episodes import ENGINE_FAILURES, EpisodeFailed, run_episodes
+from rlite.rollout.group import Group, Item, ShouldAccept, oldest_version, report_age, response_lengths
+from rlite.rollout.loop import LoopThread
 from rlite.rollout.options import CollectorOptions
 from rlite.rollout.reward_pool import close_shared_pool
 from rlite.rollout.seeds import mix
-from rlite.rollout.staleness import RolloutCounters, capacity
+from rlite.rollout.staleness import RolloutCounters, RolloutLedger
 from rlite.rollout.workflow import RolloutError, RolloutWorkflow
 from rlite.types import AsyncInference
 
-logger = logging.getLogger(__name__)
-
-LOOK_INTERVAL = 10.0
-"""seconds after which a caller that waits looks whether the event loop still turns"""
-CLOSE_TIMEOUT = 10.0
-"""seconds in which cancelled episodes must end when the collector is closed"""
 NUM_NAMED = 5
 """groups that a message lists by name"""
-
-Item = Mapping[str, Any]
-ShouldAccept = Callable[[TensorDict], bool]
-
-
-@dataclass(eq=False, slots=True)
-class _Group:
-    """One submitted item. Life as in `staleness`; `trajectories` when accepted, `reason` when rejected."""
-
-    id: int
-    data: Item
-    workflow: RolloutWorkflow
-    size: int
-    lane: _Lane
-    should_accept: ShouldAccept | None = None
-    seed: int | None = None
-    started: float | None = None
-    task: asyncio.Task[None] | None = None
-    trajectories: list[TensorDict] | None = None
-    reason: str | None = None
-    error: BaseException | None = None
-
-    @property
-    def has_ended(self) -> bool:
-        return self.trajectories is not None or self.reason is not None
-
-    def __str__(self) -> str:
-        state = "waiting" if self.started is None else f"running for {time.monotonic() - self.started:.1f} s"
-        return f"group {self.id} ({state})"
+TOO_OLD = "too old"
+"""the reason of groups that max_head_offpolicyness forbids to train on"""
+CANCELLED = "cancelled"
+STOPPED = "the run was stopped"
 
 
-@dataclass(eq=False)
 class _Lane:
-    """Groups under one rule of admission, and their counters."""
+    """Groups under one rule of admission; `groups` has those that wait, run or are ready."""
 
-    counters: RolloutCounters = field(default_factory=RolloutCounters)
-    waiting: deque[_Group] = field(default_factory=deque)
-    running: dict[int, _Group] = field(default_factory=dict)
-    ready: dict[int, _Group] = field(default_factory=dict)
+    def __init__(self, ledger: RolloutLedger) -> None:
+        self.ledger = ledger
+        self.groups: dict[int, Group] = {}
+
+    def unfinished(self) -> list[Group]:
+        return [group for group in self.groups.values() if not group.has_ended]
 
 
 _open_collectors: set[RolloutCollector] = set()
@@ -105,19 +72,25 @@ class RolloutCollector:
     def __init__(self, engine: AsyncInference, options: CollectorOptions | None = None) -> None:
         self.engine = engine
         self.options = options or CollectorOptions()
-        self.lost: Counter[str] = Counter()
-        """groups that were dropped, by reason"""
         self.failed_attempts: Counter[str] = Counter()
         """episodes that raised, by the exception's name or the reward's outcome"""
-        self._batch_size = self.options.consumer_batch_size
-        self._now = _Lane()  # rollout_batch: nobody trains meanwhile, so nothing gets old
-        self._ahead = _Lane()  # submit: bounded by the capacity formula
-        if self._batch_size is not None:
-            self._ahead.counters = RolloutCounters.at_version(engine.get_version(), self._batch_size)
+        limit = self.options.max_concurrent_rollouts
+        # rollout_batch: nobody trains meanwhile, so nothing gets old
+        self._now = _Lane(RolloutLedger(max_concurrent=limit))
+        self._ahead = _Lane(
+            RolloutLedger(
+                max_concurrent=limit,
+                max_head_offpolicyness=self.options.max_head_offpolicyness,
+                on_stale=self.options.on_stale,
+                batch_size=self.options.consumer_batch_size,
+                version=engine.get_version(),
+            )
+        )
         self._ids = itertools.count()
         self._num_failures = 0
         self._num_rejections = 0
         self._reported = (0, 0)
+        self._dropped_lengths: list[int] = []
         self._is_paused = False
         self._is_closed = False
         self._stopped: BaseException | None = None
@@ -125,9 +98,7 @@ class RolloutCollector:
         self._source: tuple[Iterable[Any], Iterator[Any]] | None = None
         self._changed = threading.Condition()
         self._wishes: list[Callable[[], bool]] = []
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="rollout-collector", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("rollout-collector", self._ended)
         _open_collectors.add(self)
 
     # -- what callers use ----------------------------------------------------------------------------------------
@@ -136,7 +107,12 @@ class RolloutCollector:
     def counters(self) -> RolloutCounters:
         """Of the groups that were submitted to run ahead."""
         with self._changed:
-            return self._ahead.counters
+            return self._ahead.ledger.counters
+
+    @property
+    def lost(self) -> Counter[str]:
+        """Groups that were dropped, by reason."""
+        return self._now.ledger.lost + self._ahead.ledger.lost
 
     def submit(
         self, data: Item, workflow: RolloutWorkflow, group_size: int = 1, should_accept: ShouldAccept | None = None
@@ -153,15 +129,17 @@ class RolloutCollector:
         if count < 1:
             raise ConfigError(f"wait({count}): expected at least 1 group")
         lane = self._ahead
+        self._begin(count)
 
-        def is_settled() -> bool:
-            return len(lane.ready) >= count or not self._can_progress(lane) or self._num_expected(lane) < count
+        def is_hopeless() -> bool:
+            return not self._can_progress(lane) or len(lane.groups) < count
 
-        self._sleep_until(is_settled, timeout, lambda: [*lane.running.values(), *lane.waiting])
-        with self._changed:
-            if len(lane.ready) < count:
-                raise RolloutError(self._why_not(lane, count))
-        return self._consume(count)
+        while (batch := self._take(count)) is None:
+            self._sleep_until(lambda: self._is_ready(count) or is_hopeless(), timeout, lane.unfinished, count)
+            with self._changed:
+                if len(lane.groups) < count or not (self._can_progress(lane) or self._is_ready(count)):
+                    raise RolloutError(self._why_not(lane, count))
+        return batch
 
     def rollout_batch(
         self, data: Sequence[Item], workflow: RolloutWorkflow, group_size: int = 1, timeout: float | None = None
@@ -187,11 +165,8 @@ class RolloutCollector:
         except BaseException:
             self._cancel(groups)
             raise
-        with self._changed:
-            whole = [group for group in groups if group.trajectories is not None]
-            for group in whole:
-                del self._now.ready[group.id]
-            self._now.counters = self._now.counters.consume(len(whole))
+        whole = [group for group in groups if group.trajectories is not None]
+        self._consume(self._now, whole)
         if not whole:
             failed = next((group for group in groups if group.error is not None), groups[0])
             raise RolloutError(f"none of {len(groups)} groups was finished: {failed.reason}") from failed.error
@@ -218,24 +193,18 @@ class RolloutCollector:
         if self._source is None or self._source[0] is not loader:
             self._source = (loader, self._endless(loader))
         while True:
-            with self._changed:
-                needs_items = self._batch_size is None or len(lane.waiting) < self._batch_size
-                is_ready = self._batch_size is not None and len(lane.ready) >= self._batch_size
-            if is_ready:
-                break
-            if needs_items:
+            while (size := lane.ledger.batch_size) is None or lane.ledger.counters.waiting < size:
                 self._submit(lane, self._next_items(), workflow, group_size, should_accept)
-                continue
-            size = self._batch_size or 1
+            if (batch := self._take(size)) is not None:
+                return batch
 
             def is_settled(size: int = size) -> bool:
-                return len(lane.ready) >= size or len(lane.waiting) < size or not self._can_progress(lane)
+                return self._is_ready(size) or lane.ledger.counters.waiting < size or not self._can_progress(lane)
 
-            self._sleep_until(is_settled, timeout, lambda: list(lane.running.values()))
+            self._sleep_until(is_settled, timeout, lane.unfinished, size)
             with self._changed:
-                if len(lane.ready) < size and not self._can_progress(lane):
+                if not (self._can_progress(lane) or self._is_ready(size)):
                     raise RolloutError(self._why_not(lane, size))
-        return self._consume(self._batch_size or 1)
 
     def pause(self) -> None:
         """Start no more groups, and let generation rest at a token boundary."""
@@ -248,15 +217,64 @@ class RolloutCollector:
         self.engine.resume()
         with self._changed:
             self._is_paused = False
-        self._poke()
+        self.version_changed()
+
+    def version_changed(self) -> None:
+        """Look at the engine's policy version now, and start and drop what it asks for."""
+        self._loop.call(self._admit)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The groups that run ahead, finished or not, and all counts: plain values and tensors.
+
+        Raises: DataError for an item that holds something else.
+        """
+        with self._changed:
+            lane = self._ahead
+            return {
+                "batch_size": lane.ledger.batch_size,
+                "ledger": lane.ledger.state_dict(),
+                "failed_attempts": dict(self.failed_attempts),
+                "groups": [group.state_dict() for _, group in sorted(lane.groups.items())],
+                "num_ids": self._num_ids(),
+            }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
+    ) -> None:
+        """Go on from there: finished groups are ready again, those that ran or waited run (again) by `workflow`.
+
+        Raises: CheckpointError if this collector has already begun, or has another batch size.
+        """
+        size = self.options.consumer_batch_size
+        if size is not None and state["batch_size"] not in (None, size):
+            raise CheckpointError(
+                f"the rollouts under way were made for batches of {state['batch_size']} groups, this run has "
+                f"consumer_batch_size={size}: resume with the former"
+            )
+        with self._changed:
+            lane = self._ahead
+            if lane.groups:
+                raise CheckpointError("load_state_dict: this collector has groups under way; use one that is new")
+            lane.ledger.batch_size = state["batch_size"]
+            lane.ledger.load_state_dict(state["ledger"])
+            self.failed_attempts = Counter(state["failed_attempts"])
+            self._ids = itertools.count(state["num_ids"])
+            for kept in state["groups"]:
+                group = lane.groups[kept["id"]] = Group.from_state(kept, workflow, should_accept)
+                if group.trajectories is None:
+                    lane.ledger.submit(group.id)
+                else:
+                    age = oldest_version(group.trajectories)
+                    lane.ledger.restore_ready(group.id, self.engine.get_version() if age is None else age)
+        self.version_changed()
 
     def close(self) -> None:
         """Cancel what runs and end the thread, and with the last collector the reward processes. Safe to call again."""
         with self._changed:
             is_stopping, self._is_closed = self._is_closed, True
         if not is_stopping:
-            self._call_in_loop(self._loop.stop)
-        self._thread.join(timeout=2 * CLOSE_TIMEOUT)
+            self._loop.stop()
+        self._loop.join()
         _open_collectors.discard(self)
         if not _open_collectors:
             close_shared_pool()
@@ -270,7 +288,7 @@ class RolloutCollector:
         workflow: RolloutWorkflow,
         group_size: int,
         should_accept: ShouldAccept | None,
-    ) -> list[_Group]:
+    ) -> list[Group]:
         if not isinstance(workflow, RolloutWorkflow):
             raise ConfigError(f"workflow={workflow!r}: expected an instance of a RolloutWorkflow")
         if group_size < 1:
@@ -282,61 +300,83 @@ class RolloutCollector:
                 raise DataError(f"data item {index} is {type(item).__name__}: expected a mapping")
         self._raise_if_stopped()
         groups = [
-            _Group(next(self._ids), item, workflow, group_size, lane, should_accept, self._seed(lane, index))
+            Group(next(self._ids), item, workflow, group_size, should_accept, self._seed(lane, index))
             for index, item in enumerate(items)
         ]
         with self._changed:
-            lane.waiting.extend(groups)
-            lane.counters = lane.counters.submit(len(groups))
-        self._poke()
+            for group in groups:
+                lane.groups[group.id] = group
+                lane.ledger.submit(group.id)
+        self._loop.call(self._admit)
         return groups
 
     def _seed(self, lane: _Lane, index: int) -> int | None:
         """Of an item's group: a resumed run gives the same to the same place of the same `rollout_batch`."""
         if self.options.seed is None:
             return None
-        number = index if lane is self._now else lane.counters.submitted + index
+        number = index if lane is self._now else lane.ledger.counters.submitted + index
         return mix(mix(self.options.seed, self.engine.get_version()), number)
 
-    def _consume(self, count: int) -> TensorDict:
+    def _num_ids(self) -> int:
+        number = next(self._ids)
+        self._ids = itertools.count(number)
+        return number
+
+    def _begin(self, batch_size: int) -> None:
+        """Learn how many groups one update consumes, from the first who asks for some."""
         with self._changed:
-            oldest = sorted(self._ahead.ready)[:count]
-            groups = [self._ahead.ready.pop(id) for id in oldest]
-            self._ahead.counters = self._ahead.counters.consume(count)
+            if self._ahead.ledger.batch_size is None:
+                self._ahead.ledger.begin(batch_size, self.engine.get_version())
+
+    def _is_ready(self, count: int) -> bool:
+        return self._ahead.ledger.is_ready(count, self.engine.get_version())
+
+    def _take(self, count: int) -> TensorDict | None:
+        """A batch of the oldest groups, if it may be consumed now."""
+        with self._changed:
+            self._drop_too_old()
+            for group in self._held_too_long(count):
+                self._drop(self._ahead, group, f"{TOO_OLD}: it held up a batch for {self.options.stale_timeout:g} s")
+            if not self._is_ready(count):
+                return None
+            groups = [self._ahead.groups[id] for id in self._ahead.ledger.oldest(count)]
+            self._consume(self._ahead, groups)
         return self._batch(groups)
 
-    def _batch(self, groups: Sequence[_Group]) -> TensorDict:
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories or ()]
-        ids = [group.id for group in groups for _ in group.trajectories or ()]
-        batch = pad_trajectories(trajectories, ids)
-        with stats_tracker.scope("rollout"):
+    def _held_too_long(self, count: int) -> list[Group]:
+        """The running groups for which a batch has waited until its time-out."""
+        ledger = self._ahead.ledger
+        limit = time.monotonic() - self.options.stale_timeout
+        holding = [self._ahead.groups[id] for id in ledger.holding(count, self.engine.get_version())]
+        return [group for group in holding if group.started is not None and group.started < limit]
+
+    def _consume(self, lane: _Lane, groups: Sequence[Group]) -> None:
+        with self._changed:
+            lane.ledger.consume([group.id for group in groups], self.engine.get_version())
+            for group in groups:
+                del lane.groups[group.id]
+
+    def _batch(self, groups: Sequence[Group]) -> TensorDict:
+        rows = [row for group in groups for row in group.trajectories or ()]
+        batch = pad_trajectories(rows, [group.id for group in groups for _ in group.trajectories or ()])
+        with self._changed, stats_tracker.scope("rollout"):
             losses = self.lost.total(), self.failed_attempts.total()
             num_lost, num_failed = (now - then for now, then in zip(losses, self._reported, strict=True))
             self._reported = losses
             stats_tracker.scalar(num_groups=len(groups), num_lost=num_lost, num_failed_attempts=num_failed)
-            if "versions" in batch:
-                # a sequence is as old as its oldest token
-                made = batch["versions"].masked_fill(batch["versions"] < 0, torch.iinfo(torch.int64).max).amin(1)
-                made = made.clamp(max=self.engine.get_version())
-                stats_tracker.scalar(staleness=(self.engine.get_version() - made).double().mean())
+            report_age(batch, self.engine.get_version(), self._dropped_lengths)
+            self._dropped_lengths = []
         return batch
 
     def _next_items(self) -> Sequence[Item]:
         assert self._source is not None
         items = next(self._source[1])
-        if isinstance(items, Mapping):
-            if self._batch_size is None:
-                raise ConfigError(
-                    "the loader yields single items: set consumer_batch_size, or let it yield lists of items"
-                )
-            items = [items]
-        elif self._batch_size is None:
-            with self._changed:
-                self._batch_size = len(items)
-                started = self._ahead.counters
-                if not started.submitted:
-                    self._ahead.counters = RolloutCounters.at_version(self.engine.get_version(), len(items))
-        return items
+        if not isinstance(items, Mapping):
+            self._begin(len(items))
+            return items
+        if self._ahead.ledger.batch_size is None:
+            raise ConfigError("the loader yields single items: set consumer_batch_size, or let it yield lists of items")
+        return [items]
 
     def _endless(self, loader: Iterable[Any]) -> Iterator[Any]:
         while True:
@@ -348,11 +388,14 @@ class RolloutCollector:
                 raise DataError("the loader has nothing (more) to yield; give one that can be iterated again")
 
     def _sleep_until(
-        self, is_settled: Callable[[], bool], timeout: float | None, late: Callable[[], list[_Group]]
+        self, is_settled: Callable[[], bool], timeout: float | None, late: Callable[[], list[Group]], count: int = 0
     ) -> None:
-        """Wait for `is_settled()`, which the loop evaluates at every change, or for the end of the run."""
+        """Wait for `is_settled()`, which the loop evaluates at every change, or for the end of the run.
+
+        One who waits for a batch of `count` is also woken when a group has held it up for too long.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._poke()
+        self._loop.call(self._admit)
 
         def is_over() -> bool:
             return self._stopped is not None or self._is_closed or is_settled()
@@ -360,19 +403,16 @@ class RolloutCollector:
         with self._changed:
             self._wishes.append(is_over)
             try:
-                while not is_over():
-                    patience = LOOK_INTERVAL if deadline is None else min(deadline - time.monotonic(), LOOK_INTERVAL)
-                    if patience <= 0:
+                while not is_over() and not (count and self._held_too_long(count)):
+                    left = self.options.stale_timeout if deadline is None else deadline - time.monotonic()
+                    if left <= 0:
                         self._raise_late(timeout, late())
-                    answered = threading.Event()
-                    self._call_in_loop(answered.set)
-                    if not self._changed.wait(patience) and patience == LOOK_INTERVAL and not answered.is_set():
-                        self._warn_of_blocked_loop()
+                    self._loop.wait(self._changed, min(left, self.options.stale_timeout))
             finally:
                 self._wishes.remove(is_over)
         self._raise_if_stopped()
 
-    def _raise_late(self, timeout: float | None, late: list[_Group]) -> None:
+    def _raise_late(self, timeout: float | None, late: list[Group]) -> None:
         names = ", ".join(map(str, late[:NUM_NAMED])) + (", ..." if len(late) > NUM_NAMED else "")
         raise CallTimeout(
             f"{len(late)} groups had not ended after {timeout:g} s: {names}",
@@ -389,120 +429,77 @@ class RolloutCollector:
         if stopped is not None:
             raise stopped
 
-    def _warn_of_blocked_loop(self) -> None:
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        stack = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
-        logger.warning(
-            "a workflow has blocked the rollouts' event loop for more than %g s; it should await, not compute, at:\n%s",
-            LOOK_INTERVAL,
-            stack,
-        )
-
-    def _num_expected(self, lane: _Lane) -> int:
-        return len(lane.ready) + len(lane.running) + len(lane.waiting)
-
     def _can_progress(self, lane: _Lane) -> bool:
-        return bool(lane.running) or self._is_paused or (bool(lane.waiting) and self._capacity() > 0)
+        counters = lane.ledger.counters
+        can_start = counters.waiting > 0 and lane.ledger.room(self.engine.get_version()) > 0
+        return counters.running > 0 or self._is_paused or can_start
 
     def _why_not(self, lane: _Lane, count: int) -> str:
-        found = f"{count} groups were asked for, {len(lane.ready)} are ready"
-        if self._num_expected(lane) < count:
+        counters = lane.ledger.counters
+        found = f"{count} groups were asked for, {counters.ready} are ready"
+        if len(lane.groups) < count:
             lost = f"; dropped so far: {dict(self.lost)}" if self.lost else ""
-            return f"{found} and {self._num_expected(lane) - len(lane.ready)} under way{lost}; submit more"
+            return f"{found} and {counters.running + counters.waiting} under way{lost}; submit more"
         return (
             f"{found} and no more may start: at policy version {self.engine.get_version()} with "
-            f"max_head_offpolicyness={self.options.max_head_offpolicyness} and batches of {self._batch_size}, "
-            f"{lane.counters.accepted} groups are as many as may have been generated. Sync weights after each batch "
+            f"max_head_offpolicyness={self.options.max_head_offpolicyness} and batches of {lane.ledger.batch_size}, "
+            f"{counters.accepted} groups are as many as may have been generated. Sync weights after each batch "
             "(the version counts the updates), or raise max_head_offpolicyness"
         )
 
-    def _cancel(self, groups: Sequence[_Group]) -> None:
-        def cancel() -> None:
-            with self._changed:
-                for group in groups:
-                    lane = group.lane
-                    if group.task is not None:
-                        group.task.cancel()
-                    elif lane.ready.pop(group.id, None) is not None:
-                        lane.counters = lane.counters.consume(1)
-                        self.lost["cancelled"] += 1
-                    elif not group.has_ended:
-                        lane.waiting.remove(group)
-                        self._withdraw(group, "cancelled")
+    def _cancel(self, groups: Sequence[Group]) -> None:
+        with self._changed:
+            for group in groups:
+                if group.id in self._now.groups:
+                    self._drop(self._now, group, CANCELLED)
 
-        self._call_in_loop(cancel)
+    # -- in either thread, with the lock -------------------------------------------------------------------------
 
-    def _poke(self) -> None:
-        self._call_in_loop(self._admit)
+    def _drop_too_old(self) -> None:
+        for id in self._ahead.ledger.too_old(self.engine.get_version()):
+            self._drop(self._ahead, self._ahead.groups[id], TOO_OLD)
 
-    def _call_in_loop(self, function: Callable[[], Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed; callers see that for themselves
-            self._loop.call_soon_threadsafe(function)
+    def _drop(self, lane: _Lane, group: Group, reason: str, error: BaseException | None = None) -> None:
+        """The group is lost, wherever it is; what runs of it is cancelled."""
+        if reason.startswith(TOO_OLD):
+            self._dropped_lengths += response_lengths(group.trajectories or ())
+        lane.ledger.drop(group.id, reason)
+        del lane.groups[group.id]
+        group.reason, group.error, group.trajectories = reason, error, None
+        if group.task is not None:
+            self._loop.call(group.task.cancel)
 
     # -- in the loop's thread ------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        death: BaseException | None = None
-        try:
-            self._loop.run_forever()
-        except BaseException as error:  # belongs to the callers, who would wait for ever
-            death = error
+    def _ended(self, death: BaseException | None) -> None:
         with self._changed:
-            self._death = self._death or death
+            self._death = death
             self._is_closed = True
             self._changed.notify_all()
-        deadline = time.monotonic() + CLOSE_TIMEOUT
-        while (tasks := asyncio.all_tasks(self._loop)) and time.monotonic() < deadline:
-            for task in tasks:
-                task.cancel()
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # these leave the loop, other tasks are left
-                self._loop.run_until_complete(asyncio.wait(tasks, timeout=1))
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
-
-    def _capacity(self) -> int:
-        """Groups of the lane `ahead` that may start now."""
-        size = self._batch_size
-        if size is None:  # nobody has said how much an update consumes: only the number at a time is bounded
-            limit = self.options.max_concurrent_rollouts
-            return sys.maxsize if limit is None else limit - self._ahead.counters.running
-        return capacity(
-            self._ahead.counters,
-            version=self.engine.get_version(),
-            max_concurrent=self.options.max_concurrent_rollouts or size,
-            consumer_batch_size=size,
-            max_head_offpolicyness=self.options.max_head_offpolicyness,
-        )
 
     def _admit(self) -> None:
         with self._changed:
-            limit = self.options.max_concurrent_rollouts or sys.maxsize
+            self._drop_too_old()
             if not self._is_paused and not self._is_closed:
-                while self._now.waiting and self._now.counters.running < limit:
-                    self._start(self._now)
-                while self._ahead.waiting and self._capacity() > 0:
-                    self._start(self._ahead)
+                version = self.engine.get_version()
+                for lane in (self._now, self._ahead):
+                    for _ in range(min(lane.ledger.room(version), lane.ledger.counters.waiting)):
+                        self._start(lane, lane.groups[lane.ledger.start(version)])
             if any(is_over() for is_over in self._wishes):
                 self._changed.notify_all()
 
-    def _start(self, lane: _Lane) -> None:
-        group = lane.waiting.popleft()
-        lane.counters = lane.counters.start()
-        lane.running[group.id] = group
+    def _start(self, lane: _Lane, group: Group) -> None:
         group.started = time.monotonic()
-        group.task = self._loop.create_task(self._run_group(group))
-        group.task.add_done_callback(partial(self._check_task, group))
+        group.task = self._loop.start_task(self._run_group(lane, group))
+        group.task.add_done_callback(partial(self._check_task, lane, group))
 
-    def _check_task(self, group: _Group, task: asyncio.Task[None]) -> None:
+    def _check_task(self, lane: _Lane, group: Group, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # before its first step, so that it could not see it
-            self._end(group, "cancelled")
+            self._lose(lane, group, CANCELLED)
         elif isinstance(error := task.exception(), Exception):  # not a workflow's: _run_group catches those
-            with self._changed:
-                self._death = error
-            self._loop.stop()
+            self._loop.die(error)
 
-    async def _run_group(self, group: _Group) -> None:
+    async def _run_group(self, lane: _Lane, group: Group) -> None:
         try:
             trajectories = await run_episodes(
                 group.workflow,
@@ -514,56 +511,51 @@ class RolloutCollector:
                 failed_attempts=self.failed_attempts,
                 seed=group.seed,
             )
+            whole = [trajectory for trajectory in trajectories if trajectory is not None]
             reason = None
-            if any(trajectory is None for trajectory in trajectories):
+            if len(whole) < len(trajectories):
                 reason = "the workflow returned None"
-            elif group.should_accept is not None and not group.should_accept(_padded(trajectories)):
+            elif group.should_accept is not None and not group.should_accept(_padded(whole)):
                 reason = "not accepted by should_accept"
         except asyncio.CancelledError:
-            self._end(group, "cancelled")
+            self._lose(lane, group, CANCELLED)
         except ENGINE_FAILURES as error:
-            self._end(group, _describe(error), error)
+            self._lose(lane, group, _describe(error), error)
             self._stop(error)
         except EpisodeFailed as failed:
             reason = _describe(failed.error)
             self._num_failures += 1
-            self._end(group, reason, failed.error)
+            self._lose(lane, group, reason, failed.error)
             if self._num_failures >= self.options.max_consecutive_failures:
                 why = f"{self._num_failures} groups in a row failed, the last with {reason}"
                 self._stop(_stopping(why, failed.error))
         except Exception as error:  # only should_accept is left: it is the caller's own, and would fail again
-            self._end(group, _describe(error), error)
+            self._lose(lane, group, _describe(error), error)
             self._stop(_stopping(f"should_accept raised {_describe(error)}", error))
         else:
             if reason is None:
-                self._num_failures = self._num_rejections = 0
-                group.trajectories = [trajectory for trajectory in trajectories if trajectory is not None]
-            else:
-                self._num_rejections += 1
-            self._end(group, reason)
+                self._accept(lane, group, whole)
+                return
+            self._num_rejections += 1
+            self._lose(lane, group, reason)
             if self._num_rejections >= self.options.max_consecutive_rejections:
                 self._stop(_stopping(f"{self._num_rejections} groups in a row were dropped: {reason}"))
 
-    def _end(self, group: _Group, reason: str | None, error: BaseException | None = None) -> None:
-        """The running group is accepted, or rejected with a reason."""
-        lane = group.lane
+    def _accept(self, lane: _Lane, group: Group, trajectories: list[TensorDict]) -> None:
+        self._num_failures = self._num_rejections = 0
         with self._changed:
-            group.task, group.error, group.reason = None, error, reason
-            del lane.running[group.id]
-            if reason is None:
-                lane.ready[group.id] = group
-                lane.counters = lane.counters.accept()
-            else:
-                self.lost[reason] += 1
-                lane.counters = lane.counters.reject()
+            group.task = None
+            if not group.has_ended:  # else it was dropped just now
+                group.trajectories = trajectories
+                lane.ledger.accept(group.id, oldest_version(trajectories))
         self._admit()
 
-    def _withdraw(self, group: _Group, reason: str) -> None:
-        """A group that has not started is dropped."""
+    def _lose(self, lane: _Lane, group: Group, reason: str, error: BaseException | None = None) -> None:
         with self._changed:
-            group.reason = reason
-            self.lost[reason] += 1
-            group.lane.counters = group.lane.counters.withdraw()
+            group.task = None
+            if not group.has_ended:
+                self._drop(lane, group, reason, error)
+        self._admit()
 
     def _stop(self, error: BaseException) -> None:
         """Drop everything that runs or waits, and tell whoever calls next why."""
@@ -571,15 +563,12 @@ class RolloutCollector:
             self._stopped = error
             self._num_failures = self._num_rejections = 0
             for lane in (self._now, self._ahead):
-                while lane.waiting:
-                    self._withdraw(lane.waiting.popleft(), "the run was stopped")
-                for group in lane.running.values():
-                    if group.task is not None:
-                        group.task.cancel()
+                for group in lane.unfinished():
+                    self._drop(lane, group, STOPPED)
             self._changed.notify_all()
 
 
-def _padded(trajectories: Sequence[Any]) -> TensorDict:
+def _padded(trajectories: Sequence[TensorDict]) -> TensorDict:
     try:
         return pad_trajectories(trajectories)
     except DataError as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from rlite.errors import ConfigError
+from rlite.rollout.staleness import OnStale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,9 +16,14 @@ class CollectorOptions:
     max_concurrent_rollouts: int | None = None
     """groups that run at the same time; None: `rollout_batch` runs its whole batch, `submit` one consumer batch"""
     consumer_batch_size: int | None = None
-    """groups that one weight update consumes; None: the length of the batches that `prepare_batch` reads"""
+    """groups that one weight update consumes; None: as many as `prepare_batch` reads, or `wait` asks for, first"""
     max_head_offpolicyness: int = 0
     """weight updates that may happen between the start of a group and its consumption"""
+    on_stale: OnStale = "wait"
+    """what happens to groups that would be left too old: "wait" holds the batch, and so the next update, for them;
+    "drop" drops them, gives their places back and reports the lengths dropped and kept, as it favours short answers"""
+    stale_timeout: float = 600.0
+    """seconds since its start after which a batch does not wait for a group any longer; it is dropped"""
     request_timeout: float = 3600.0
     """seconds for one attempt at an episode"""
     request_retries: int = 3
@@ -42,5 +49,8 @@ class CollectorOptions:
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise ConfigError(f"{name}={value}: expected at least {minimum}")
-        if self.request_timeout <= 0:
-            raise ConfigError(f"request_timeout={self.request_timeout}: expected more than 0 seconds")
+        for name in ("request_timeout", "stale_timeout"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected more than 0 seconds")
+        if self.on_stale not in get_args(OnStale):
+            raise ConfigError(f"on_stale={self.on_stale!r}: expected one of {', '.join(get_args(OnStale))}")

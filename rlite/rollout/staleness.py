@@ -1,74 +1,56 @@
-"""How far generation may run ahead of training: counters and a formula, without a clock, an engine or a thread.
+"""How far generation may run ahead of training: decisions, without a clock, an engine or a thread.
 
 Everything is counted in groups. A group's life:
 
-    submit ──> waiting ──start──> running ──accept──> accepted ──consume──> consumed
-                                     └─────reject──> rejected (with a reason that others keep)
+    submit ──> waiting ──start──> running ──accept──> ready ──consume──> consumed
+                  └───────────────────┴───────────────┴──drop──> lost, with a reason
+
+The age of a group that runs is the policy version at its start, that of a ready one the version of its oldest token
+(never less). At version v a group of age a is consumed v - a updates late; `max_head_offpolicyness` bounds that. Three
+rules keep the bound:
+
+- admission: `capacity`, so that as many groups are under way as batches can take before they are too old;
+- consumption, oldest first: with on_stale="wait", a batch waits for older groups that still run, if those that it
+  would leave behind are more than the batches after it can take in time. So the next update waits, too;
+- expiry: what the bound forbids to consume is dropped. With "wait" that happens only to who moves the version without
+  consuming a batch; with "drop" it is what keeps stragglers out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from rlite.errors import RliteError
+
+OnStale = Literal["wait", "drop"]
 
 
 @dataclass(frozen=True)
 class RolloutCounters:
-    """How many groups went where. Each transition returns new counters, or raises RliteError if it cannot be."""
+    """How many groups are where."""
 
     submitted: int = 0
+    waiting: int = 0
     running: int = 0
-    accepted: int = 0
-    """accepted so far, consumed ones included"""
-    rejected: int = 0
-    """dropped so far, from waiting or from running"""
+    ready: int = 0
     consumed: int = 0
-
-    def __post_init__(self) -> None:
-        if min(self.waiting, self.running, self.accepted, self.rejected, self.ready, self.consumed) < 0:
-            raise RliteError(f"impossible rollout counters: {self}")
+    rejected: int = 0
+    """lost, from wherever"""
 
     @property
-    def waiting(self) -> int:
-        """Submitted and not started."""
-        return self.submitted - self.running - self.accepted - self.rejected
-
-    @property
-    def ready(self) -> int:
-        """Accepted and not consumed."""
-        return self.accepted - self.consumed
-
-    @classmethod
-    def at_version(cls, version: int, consumer_batch_size: int) -> RolloutCounters:
-        """Counters of a run of which only the version is known: one batch went into each update."""
-        count = version * max(1, consumer_batch_size)
-        return cls(submitted=count, accepted=count, consumed=count)
-
-    def submit(self, count: int = 1) -> RolloutCounters:
-        return replace(self, submitted=self.submitted + count)
-
-    def start(self) -> RolloutCounters:
-        return replace(self, running=self.running + 1)
-
-    def accept(self) -> RolloutCounters:
-        return replace(self, running=self.running - 1, accepted=self.accepted + 1)
-
-    def reject(self) -> RolloutCounters:
-        """Drop a running group; its place is free again."""
-        return replace(self, running=self.running - 1, rejected=self.rejected + 1)
-
-    def withdraw(self) -> RolloutCounters:
-        """Drop a group that waits."""
-        return replace(self, rejected=self.rejected + 1)
-
-    def consume(self, count: int) -> RolloutCounters:
-        return replace(self, consumed=self.consumed + count)
+    def accepted(self) -> int:
+        """Consumed, or ready to be."""
+        return self.ready + self.consumed
 
 
 def capacity(
-    counters: RolloutCounters,
     *,
+    running: int,
+    accepted: int,
     version: int,
     max_concurrent: int,
     consumer_batch_size: int,
@@ -82,6 +64,189 @@ def capacity(
     starts now, consumed in the order of the starts, goes into the update that makes version i + eta + 1 at the latest,
     and is then at most eta versions old.
     """
-    by_concurrency = max(1, max_concurrent) - counters.running
+    by_concurrency = max(1, max_concurrent) - running
     by_staleness = (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size)
-    return min(by_concurrency, by_staleness - (counters.accepted + counters.running))
+    return min(by_concurrency, by_staleness - (accepted + running))
+
+
+class RolloutLedger:
+    """Which groups wait, run and are ready, and what may happen to them next. Groups are known by their numbers.
+
+    Args:
+        max_concurrent: groups that run at a time; None is no limit.
+        max_head_offpolicyness: updates between a group's age and its consumption.
+        on_stale: what keeps older groups from being left behind.
+        batch_size: groups that one update consumes. None: not known yet, and nothing but `max_concurrent` is bounded.
+        version: at which this begins; one batch went into each update before.
+
+    Every decision takes the policy version as an argument. Each look at it costs O(max_head_offpolicyness).
+    """
+
+    def __init__(
+        self,
+        *,
+        max_concurrent: int | None = None,
+        max_head_offpolicyness: int = 0,
+        on_stale: OnStale = "wait",
+        batch_size: int | None = None,
+        version: int = 0,
+    ) -> None:
+        self._max_concurrent = max_concurrent
+        self._eta = max_head_offpolicyness
+        self._on_stale = on_stale
+        self._waiting: dict[int, None] = {}
+        self._running: dict[int, int] = {}
+        self._ready: dict[int, int] = {}
+        self._running_at: Counter[int] = Counter()
+        self._ready_at: Counter[int] = Counter()
+        self._consumed = 0
+        self._consumed_at = (version, 0)
+        self.lost: Counter[str] = Counter()
+        """groups that were dropped, by reason"""
+        self.batch_size: int | None = None
+        if batch_size is not None:
+            self.begin(batch_size, version)
+
+    def begin(self, batch_size: int, version: int) -> None:
+        """Say how many groups one update consumes; as many count as consumed for each update until now."""
+        self.batch_size = batch_size
+        self._consumed = max(self._consumed, version * batch_size)
+
+    @property
+    def counters(self) -> RolloutCounters:
+        """How many groups are where."""
+        waiting, running, ready, lost = len(self._waiting), len(self._running), len(self._ready), self.lost.total()
+        submitted = waiting + running + ready + self._consumed + lost
+        return RolloutCounters(submitted, waiting, running, ready, self._consumed, lost)
+
+    # -- what happened -------------------------------------------------------------------------------------------
+
+    def submit(self, group: int) -> None:
+        """A group waits to start."""
+        self._waiting[group] = None
+
+    def start(self, version: int) -> int:
+        """The group that waited longest runs; returns it."""
+        if not self._waiting:
+            raise RliteError("no group waits to be started")
+        group = next(iter(self._waiting))
+        del self._waiting[group]
+        self._running[group] = version
+        self._running_at[version] += 1
+        return group
+
+    def accept(self, group: int, version: int | None = None) -> None:
+        """A running group is ready; `version` is that of its oldest token, if it knows."""
+        age = self._leave(self._running, self._running_at, group)
+        self.restore_ready(group, age if version is None else version)
+
+    def restore_ready(self, group: int, age: int) -> None:
+        """A group is ready that this ledger did not start: an earlier one did."""
+        self._ready[group] = age
+        self._ready_at[age] += 1
+
+    def drop(self, group: int, reason: str) -> None:
+        """A group is lost, wherever it is; its place is free again."""
+        if group in self._waiting:
+            del self._waiting[group]
+        elif group in self._running:
+            self._leave(self._running, self._running_at, group)
+        else:
+            self._leave(self._ready, self._ready_at, group)
+        self.lost[reason] += 1
+
+    def consume(self, groups: Iterable[int], version: int) -> None:
+        """Ready groups went into a batch."""
+        for group in groups:
+            self._leave(self._ready, self._ready_at, group)
+            self._consumed += 1
+            self._consumed_at = (version, self._consumed_in(version) + 1)
+
+    # -- what may happen -----------------------------------------------------------------------------------------
+
+    def room(self, version: int) -> int:
+        """How many more groups may start now."""
+        running = len(self._running)
+        if self.batch_size is None:
+            return sys.maxsize if self._max_concurrent is None else self._max_concurrent - running
+        under_way = running + len(self._ready)
+        by_formula = capacity(
+            running=running,
+            accepted=len(self._ready) + self._consumed,
+            version=version,
+            max_concurrent=self._max_concurrent or self.batch_size,
+            consumer_batch_size=self.batch_size,
+            max_head_offpolicyness=self._eta,
+        )
+        # each version has one batch, so who has moved the version without consuming one cannot catch up
+        return min(by_formula, self._left_in(version) + self._eta * self.batch_size - under_way)
+
+    def is_ready(self, count: int, version: int) -> bool:
+        """Whether a batch of `count` groups may be consumed now."""
+        return len(self._ready) >= count and self._left_behind(count, version) is None
+
+    def oldest(self, count: int) -> list[int]:
+        """The ready groups that a batch is made of, by age and number."""
+        ready = sorted(self._ready, key=lambda group: (self._ready[group], group))
+        return sorted(ready[:count])
+
+    def holding(self, count: int, version: int) -> list[int]:
+        """The running groups that a batch of `count` waits for, though as many others are ready."""
+        age = self._left_behind(count, version) if len(self._ready) >= count else None
+        return [] if age is None else [group for group, own in self._running.items() if own <= age]
+
+    def too_old(self, version: int) -> list[int]:
+        """The groups, running or ready, that may not be consumed any more."""
+        if self.batch_size is None:
+            return []
+        oldest = version - self._eta
+        if not any(age < oldest for ages in (self._running_at, self._ready_at) for age in ages):
+            return []
+        return [group for groups in (self._running, self._ready) for group, age in groups.items() if age < oldest]
+
+    def _left_behind(self, count: int, version: int) -> int | None:
+        """The age up to which a batch would leave more running groups behind than later batches can take, or None.
+
+        The groups up to age a must be consumed at version a + eta at the latest, in what is left of this version's
+        batch and in one batch at each version after it.
+        """
+        if self.batch_size is None or self._on_stale == "drop":
+            return None
+        left = max(0, self._left_in(version) - count)
+        running = ready = 0
+        for age in sorted(self._running_at.keys() | self._ready_at.keys()):
+            ready += self._ready_at[age]
+            if ready >= count:  # the batch holds nothing newer: no older group can take the place of one in it
+                return None
+            running += self._running_at[age]
+            if running > left + (age + self._eta - version) * self.batch_size:
+                return age
+        return None
+
+    def _consumed_in(self, version: int) -> int:
+        return self._consumed_at[1] if self._consumed_at[0] == version else 0
+
+    def _left_in(self, version: int) -> int:
+        assert self.batch_size is not None
+        return max(0, self.batch_size - self._consumed_in(version))
+
+    def _leave(self, groups: dict[int, int], ages: Counter[int], group: int) -> int:
+        if group not in groups:
+            raise RliteError(f"group {group} is not where it was thought to be: {self.counters}")
+        age = groups.pop(group)
+        ages[age] -= 1
+        if not ages[age]:
+            del ages[age]
+        return age
+
+    # -- over a restart ------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is counted; the groups under way are their owner's to keep."""
+        return {"consumed": self._consumed, "consumed_at": list(self._consumed_at), "lost": dict(self.lost)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Count on from there."""
+        self._consumed = int(state["consumed"])
+        self._consumed_at = (int(state["consumed_at"][0]), int(state["consumed_at"][1]))
+        self.lost = Counter(state["lost"])

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
-from rlite.errors import CallTimeout, ConfigError, DataError, WorkerDied
+from rlite.errors import CallTimeout, CheckpointError, ConfigError, DataError, WorkerDied
 from rlite.observability import stats_tracker
 from rlite.rollout import (
     CollectorOptions,
@@ -23,7 +25,7 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
-from rlite.rollout import collector as collector_module
+from rlite.rollout import loop as loop_module
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=64)
 
@@ -251,17 +253,21 @@ def test_a_time_out_names_what_is_late_and_cancels_it(collect: Collect) -> None:
 
 
 def test_a_workflow_that_blocks_the_loop_is_pointed_at(
-    collect: Collect, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collector_module, "LOOK_INTERVAL", 0.1)
     # libraries that other tests import switch existing loggers off
-    monkeypatch.setattr(collector_module, "logger", logging.getLogger(f"{__name__}.fresh"))
+    monkeypatch.setattr(loop_module, "logger", logging.getLogger(f"{__name__}.fresh"))
 
-    def compute_instead_of_await(item: dict[str, Any]) -> None:
-        time.sleep(1.5)
+    def compute_instead_of_await() -> None:
+        time.sleep(1)
 
-    with caplog.at_level(logging.WARNING):
-        collect().rollout_batch(items(1), Answer(compute_instead_of_await))
+    loop = loop_module.LoopThread("blocked", lambda death: None, look_interval=0.1)
+    changed = threading.Condition()
+    loop.call(compute_instead_of_await)
+    with caplog.at_level(logging.WARNING), changed:
+        loop.wait(changed, None)
+    loop.stop()
+    loop.join()
     assert "blocked the rollouts' event loop" in caplog.text
     assert "compute_instead_of_await" in caplog.text
 
@@ -403,6 +409,120 @@ def test_nothing_starts_during_a_pause(collect: Collect, engine: ScriptedEngine)
     assert numbers(collector.wait(2)) == [1, 2]
 
 
+def hold_back(*late: int) -> tuple[Answer, threading.Event]:
+    """A workflow in which these numbers are not answered until the event is set."""
+    released = threading.Event()
+
+    async def linger(item: dict[str, Any]) -> None:
+        while item["number"] in late and not released.is_set():
+            await asyncio.sleep(0.01)
+
+    return Answer(linger), released
+
+
+def until_ready(collector: RolloutCollector, count: int) -> None:
+    deadline = time.monotonic() + 5
+    while collector.counters.ready < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert collector.counters.ready == count
+
+
+def test_a_batch_waits_for_a_group_that_would_be_too_old_for_the_next(collect: Collect, engine: ScriptedEngine) -> None:
+    collector = collect(consumer_batch_size=2, max_head_offpolicyness=1, max_concurrent_rollouts=8)
+    workflow, released = hold_back(0)
+    for item in items(*range(8)):
+        collector.submit(item, workflow)
+    until_ready(collector, 3)
+    assert numbers(collector.wait(2)) == [1, 2]
+    engine.set_version(1)
+    with pytest.raises(CallTimeout, match=r"group 0 \(running"):
+        collector.wait(2, timeout=0.5)
+    assert collector.counters.ready >= 2
+    released.set()
+    assert numbers(collector.wait(2)) == [0, 3]
+    engine.set_version(2)
+    assert numbers(collector.wait(2)) == [4, 5]
+    assert not collector.lost
+
+
+def test_a_group_holds_a_batch_no_longer_than_its_time_out(collect: Collect, engine: ScriptedEngine) -> None:
+    collector = collect(consumer_batch_size=1, max_concurrent_rollouts=8, max_head_offpolicyness=1, stale_timeout=0.5)
+    workflow, _ = hold_back(0)
+    for item in items(*range(3)):
+        collector.submit(item, workflow)
+    assert numbers(collector.wait(1)) == [1]
+    engine.set_version(1)
+    assert numbers(collector.wait(1)) == [2]
+    assert collector.lost == {"too old: it held up a batch for 0.5 s": 1}
+
+
+def test_what_is_too_old_is_dropped_and_replaced_where_that_is_asked_for(
+    collect: Collect, engine: ScriptedEngine
+) -> None:
+    collector = collect(consumer_batch_size=2, max_head_offpolicyness=1, max_concurrent_rollouts=8, on_stale="drop")
+    workflow, _ = hold_back(0)
+    for item in items(*range(9)):
+        collector.submit(item, workflow)
+    stats_tracker.export()
+    for version, expected in enumerate([[1, 2], [3, 4], [5, 6]]):
+        engine.set_version(version)
+        collector.version_changed()
+        until_ready(collector, (3, 3, 4)[version])
+        assert numbers(collector.wait(2)) == expected
+    assert collector.lost == {"too old": 1}
+    assert stats_tracker.export()["rollout/staleness"] <= 1
+
+
+def test_no_token_is_consumed_that_is_older_than_the_bound(collect: Collect, engine: ScriptedEngine) -> None:
+    """The version moves without a batch: what is ready and too old is not handed over."""
+    collector = collect(consumer_batch_size=2, max_head_offpolicyness=1, max_concurrent_rollouts=8)
+    for item in items(*range(6)):
+        collector.submit(item, Answer())
+    until_ready(collector, 4)
+    engine.set_version(2)
+    batch = collector.wait(2)
+    assert numbers(batch) == [4, 5]
+    assert batch["versions"].max() == 2
+    assert collector.lost == {"too old": 4}
+
+
+def test_what_runs_ahead_survives_a_restart(collect: Collect, engine: ScriptedEngine) -> None:
+    """Finished groups are kept, those under way run again: nothing is lost, nothing is consumed twice."""
+    options = {"consumer_batch_size": 2, "max_head_offpolicyness": 2, "max_concurrent_rollouts": 8, "seed": 1}
+    collector = collect(**options)
+    workflow, _ = hold_back(3, 4)
+    for item in items(*range(9)):
+        collector.submit({**item, "array": np.arange(2)}, workflow)
+    first = numbers(collector.wait(2))
+    while collector.counters.ready < 2:
+        time.sleep(0.01)
+    buffer = io.BytesIO()
+    torch.save(collector.state_dict(), buffer)
+    before = collector.counters
+    collector.close()
+
+    buffer.seek(0)
+    resumed = collect(**options)
+    resumed.load_state_dict(torch.load(buffer, weights_only=True), Answer())
+    after = resumed.counters
+    assert (after.submitted, after.consumed) == (before.submitted, before.consumed) == (9, 2)
+    consumed = list(first)
+    for version in range(1, 4):
+        engine.set_version(version)
+        consumed += numbers(resumed.wait(2))
+    assert sorted(consumed) == list(range(8))
+    assert resumed.submit(items(9)[0], Answer()) == 9
+
+
+def test_a_restart_with_another_batch_size_is_refused(collect: Collect) -> None:
+    collector = collect(consumer_batch_size=2)
+    with pytest.raises(CheckpointError, match="consumer_batch_size=4"):
+        collect(consumer_batch_size=4).load_state_dict(collector.state_dict(), Answer())
+    collector.submit({"number": 1, "odd": object()}, Answer())
+    with pytest.raises(DataError, match="group 0, key 'odd' holds object"):
+        collector.state_dict()
+
+
 # -- the rest --------------------------------------------------------------------------------------------------------
 
 
@@ -410,9 +530,7 @@ def test_a_batch_reports_staleness_and_losses(collect: Collect, engine: Scripted
     collector = collect(consumer_batch_size=2, max_head_offpolicyness=3, max_concurrent_rollouts=8)
     for item in items(0, 1, 2, 3):
         collector.submit(item, Answer(lambda item: DROP if item["number"] == 0 else None))
-    deadline = time.monotonic() + 5
-    while collector.counters.ready < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until_ready(collector, 3)
     engine.set_version(2)
     stats_tracker.export()
     collector.wait(2)

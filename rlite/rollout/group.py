@@ -1,0 +1,115 @@
+"""A group: the episodes of one submitted item, and what is kept of it over a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from rlite.errors import DataError
+from rlite.observability import stats_tracker
+from rlite.rollout.workflow import RolloutWorkflow
+
+Item = Mapping[str, Any]
+ShouldAccept = Callable[[TensorDict], bool]
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """One submitted item. `trajectories` when accepted, `reason` when lost."""
+
+    id: int
+    data: Item
+    workflow: RolloutWorkflow
+    size: int
+    should_accept: ShouldAccept | None = None
+    seed: int | None = None
+    started: float | None = None
+    task: asyncio.Task[None] | None = None
+    trajectories: list[TensorDict] | None = None
+    reason: str | None = None
+    error: BaseException | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.trajectories is not None or self.reason is not None
+
+    def __str__(self) -> str:
+        state = "waiting" if self.started is None else f"running for {time.monotonic() - self.started:.1f} s"
+        return f"group {self.id} ({state})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the workflow, as plain values and tensors. Raises: DataError for an item that holds other things."""
+        rows = self.trajectories
+        return {
+            "id": self.id,
+            "data": plain(self.data, f"the item of group {self.id}"),
+            "size": self.size,
+            "seed": self.seed,
+            "trajectories": None if rows is None else [dict(row.items()) for row in rows],
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], workflow: RolloutWorkflow, accept: ShouldAccept | None) -> Group:
+        rows = state["trajectories"]
+        trajectories = None if rows is None else [TensorDict(row, batch_size=[len(row["input_ids"])]) for row in rows]
+        return cls(
+            state["id"],
+            state["data"],
+            workflow,
+            state["size"],
+            should_accept=accept,
+            seed=state["seed"],
+            trajectories=trajectories,
+        )
+
+
+def oldest_version(trajectories: Sequence[TensorDict]) -> int | None:
+    """The version that made the oldest token; None if the trajectories do not say."""
+    made = [row["versions"][row["versions"] >= 0] for row in trajectories if "versions" in row]
+    known = [int(versions.min()) for versions in made if len(versions)]
+    return min(known) if known else None
+
+
+def response_lengths(trajectories: Sequence[TensorDict]) -> list[int]:
+    """Tokens that were generated, of each row."""
+    return [int(length) for row in trajectories if "loss_mask" in row for length in row["loss_mask"].sum(-1)]
+
+
+def report_age(batch: TensorDict, version: int, dropped_lengths: Sequence[int]) -> None:
+    """Record how many updates late a batch is consumed, and the lengths that too old groups had."""
+    if "versions" in batch:
+        # a sequence is as old as its oldest token
+        made = batch["versions"].masked_fill(batch["versions"] < 0, torch.iinfo(torch.int64).max).amin(1)
+        stats_tracker.scalar(staleness=(version - made.clamp(max=version)).double().mean())
+    if dropped_lengths:
+        kept = response_lengths([batch])
+        stats_tracker.scalar(
+            num_dropped_too_old=len(dropped_lengths),
+            length_dropped=sum(dropped_lengths) / len(dropped_lengths),
+            length_kept=sum(kept) / max(1, len(kept)),
+        )
+
+
+def plain(value: Any, where: str) -> Any:
+    """A copy made of dicts, lists, tensors, texts, numbers, booleans and None alone; NumPy's become those.
+
+    Raises: DataError that says where something else was found.
+    """
+    if value is None or isinstance(value, bool | int | float | str | torch.Tensor):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry, f"{where}, key {key!r}") for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry, f"{where}, entry {index}") for index, entry in enumerate(value)]
+    if hasattr(value, "tolist"):  # an array or a scalar of NumPy
+        return plain(value.tolist(), where)
+    raise DataError(
+        f"{where} holds {type(value).__name__}, which a checkpoint cannot keep: expected texts, numbers, lists, "
+        "mappings, arrays or tensors"
+    )

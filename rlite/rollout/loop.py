@@ -1,0 +1,93 @@
+"""An event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT = 10.0
+"""seconds in which cancelled tasks must end when the loop is stopped"""
+LOOK_INTERVAL = 10.0
+"""seconds after which one who waits looks whether the loop still turns"""
+
+
+class LoopThread:
+    """Runs until `stop`, or until something escapes from it: then `on_end` is called with that, in the thread.
+
+    `call` is for other threads, `start_task` and `die` are for the loop's own.
+    """
+
+    def __init__(
+        self, name: str, on_end: Callable[[BaseException | None], None], look_interval: float = LOOK_INTERVAL
+    ) -> None:
+        self._look_interval = look_interval
+        self._loop = asyncio.new_event_loop()
+        self._on_end = on_end
+        self._death: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Call it in the loop, soon; never, if the loop has ended."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function)
+
+    def start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run it in the loop."""
+        return self._loop.create_task(coroutine)
+
+    def die(self, error: BaseException) -> None:
+        """End the loop with this error."""
+        self._death = error
+        self._loop.stop()
+
+    def stop(self) -> None:
+        """End the loop; its tasks are cancelled."""
+        self.call(self._loop.stop)
+
+    def join(self) -> None:
+        """Wait for the thread's end."""
+        self._thread.join(timeout=2 * CLOSE_TIMEOUT)
+
+    def wait(self, changed: threading.Condition, seconds: float | None) -> None:
+        """Wait on a condition, held, but no longer than the look interval.
+
+        If the loop does not turn once in all of that interval, the log says what blocks it.
+        """
+        answered = threading.Event()
+        self.call(answered.set)
+        patience = self._look_interval if seconds is None else min(seconds, self._look_interval)
+        if not changed.wait(patience) and patience == self._look_interval and not answered.is_set():
+            frame = sys._current_frames().get(self._thread.ident or 0)
+            stack = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
+            logger.warning(
+                "a workflow has blocked the rollouts' event loop for more than %g s; it should await, not compute, "
+                "at:\n%s",
+                patience,
+                stack,
+            )
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        except BaseException as error:  # belongs to the owner, who would wait for ever
+            self._death = self._death or error
+        self._on_end(self._death)
+        deadline = time.monotonic() + CLOSE_TIMEOUT
+        while (tasks := asyncio.all_tasks(self._loop)) and time.monotonic() < deadline:
+            for task in tasks:
+                task.cancel()
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # these leave the loop, other tasks are left
+                self._loop.run_until_complete(asyncio.wait(tasks, timeout=1))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
