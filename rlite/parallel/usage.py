@@ -1,0 +1,27 @@
+"""What a worker's process takes of its device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+
+@dataclass(frozen=True)
+class DeviceUsage:
+    """One worker's device since the last time somebody asked."""
+
+    name: str
+    """as torch calls it; "cpu" for a CPU slot"""
+    peak_bytes: int
+    """most memory that torch held there in the worker's process; on a CPU slot, what the process holds resident now"""
+
+
+def device_usage(device: torch.device) -> DeviceUsage:
+    """Of this process; on a GPU the peak is counted anew from here on."""
+    if device.type != "cuda":
+        return DeviceUsage(device.type, psutil.Process().memory_info().rss)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return DeviceUsage(torch.cuda.get_device_name(device), peak)
