@@ -11,7 +11,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 
 from rlite.algorithms.logprobs import next_token
 from rlite.algorithms.token_logprobs import TokenLogprobs
@@ -54,6 +55,13 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         module.config._name_or_path = str(path)
         module.loss_type = "ForCausalLM"  # transformers reads it off the class's name, which is the user's here
         return module
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a worker: what `output_hidden_states=True` records is known of models that were made in this process."""
+        super().__setstate__(state)
+        for module in self.modules():
+            if isinstance(module, PreTrainedModel):
+                _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
 
     def materialization_source(self) -> CheckpointSource:
         if not self.config._name_or_path:

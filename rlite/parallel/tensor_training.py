@@ -66,6 +66,7 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         parent.register_forward_pre_hook(partial(_gather_tokens, group), with_kwargs=True)
     layers[0].register_forward_pre_hook(partial(_split_tokens, group), with_kwargs=True)
     layers[-1].register_forward_hook(partial(_join_tokens, group), with_kwargs=True)
+    model.base_model.register_forward_hook(partial(_join_recorded, group))
     if embedding in vocabulary:
         embedding.forward = partial(_embedding_forward, embedding, group)
     if head in vocabulary:
@@ -163,11 +164,24 @@ def _join_tokens(group: dist.ProcessGroup, layer: nn.Module, args: tuple, kwargs
     return _cut(gather(out, group, dim=1, grad="slice"), kwargs)
 
 
+def _join_recorded(group: dist.ProcessGroup, model: nn.Module, args: tuple, out: Any) -> None:
+    """What a caller asked to record besides: hidden states of all tokens, attentions of all heads."""
+    if states := getattr(out, "hidden_states", None):
+        *parts, last = states  # the last is not a layer's own, but what the model ends with
+        length = out.last_hidden_state.shape[1]
+        whole = [x if x is None else _first(gather(x, group, dim=1, grad="slice"), length) for x in parts]
+        out["hidden_states"] = (*whole, last)
+    if attentions := getattr(out, "attentions", None):
+        out["attentions"] = tuple(gather(x, group, dim=1, grad="slice") for x in attentions)
+
+
 def _cut(x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
     positions = kwargs.get("position_embeddings")
-    if positions is None or positions[0].shape[1] == x.shape[1]:
-        return x
-    return x[:, : positions[0].shape[1]].clone()  # FSDP asks that a module does not return a view
+    return x if positions is None else _first(x, positions[0].shape[1])
+
+
+def _first(x: Tensor, length: int) -> Tensor:
+    return x if x.shape[1] == length else x[:, :length].clone()  # FSDP asks that a module does not return a view
 
 
 def _with_hidden(args: tuple, kwargs: dict[str, Any], change: Any) -> tuple[tuple, dict[str, Any]]:

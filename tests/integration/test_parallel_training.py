@@ -144,6 +144,38 @@ def test_a_users_method_gets_one_answer_from_ranks_that_share_the_work(build: Bu
     assert [result["rows"] for result in engine.train_step(NeedParallel([[1, 2, 3, 4]] * 3))] == [2, 1]
 
 
+class Recorder(POLICIES["qwen2"]):  # type: ignore[misc]
+    def recorded(self, rows: list[list[int]], implementation: str, selection: Any = True) -> list[Any]:
+        """Hidden states and attentions, which a loss may use, after a step on it."""
+        self.set_attn_implementation(implementation)
+        out = self(torch.tensor(rows), output_hidden_states=selection, output_attentions=implementation == "eager")
+        states, attentions = out.hidden_states, out.attentions or ()
+        given = [*states, *attentions]
+        sum((tensor**2).mean() for tensor in given if tensor is not None).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return [None if tensor is None else tensor.detach() for tensor in given]
+
+
+@pytest.mark.parametrize(("implementation", "selection"), [("sdpa", True), ("sdpa", [1, -1]), ("eager", True)])
+def test_what_a_users_method_asks_to_record_is_whole(models: Any, implementation: str, selection: Any) -> None:
+    rows = [[11, 12, 13, 14, 200], [7, 91, 4, 77, 8]]  # five tokens, which two ranks do not share evenly
+    found, weights = [], []
+    for tp_size in (1, 2):
+        engine = RliteTrainEngine(on_meta(Recorder, models["qwen2"]))
+        engine.build(tensor_parallel_size=tp_size, data_parallel_size=1, tp_size=tp_size, param_dtype="float64")
+        found.append(engine.recorded(rows, implementation, selection)[0])
+        weights.append(engine.state_dict())
+        engine.release()
+    assert len(found[0]) == (5 if implementation == "eager" else 3)
+    for alone, together in zip(*found, strict=True):
+        assert (alone is None) == (together is None)
+        if alone is not None:
+            torch.testing.assert_close(together, alone, atol=1e-9, rtol=0)
+    for name, tensor in weights[1].items():
+        torch.testing.assert_close(tensor, weights[0][name], atol=1e-9, rtol=0, msg=name)
+
+
 def test_sizes_that_do_not_multiply_are_refused_with_the_equation(build: Build) -> None:
     with pytest.raises(ConfigError, match=r"2 = fsdp x sp_size=2 x tp_size=2 has no whole solution"):
         build("qwen2", size=2, tp_size=2, sp_size=2)
