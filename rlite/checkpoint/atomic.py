@@ -48,15 +48,19 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, Record]:
 
 
 def seal(folder: Path, facts: Mapping[str, Any], known: Mapping[str, Record] | None = None) -> None:
-    """Write the facts and then the manifest. Files in `known` were hashed already, by who wrote them."""
+    """Write the facts and then the manifest. Files in `known` were hashed and synced already, by who wrote them."""
     (folder / FACTS).write_text(json.dumps(dict(facts), indent=2))
     known = dict(known or {})
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-    files = known | hash_files(folder, [name for name in names if name not in known])
+    unknown = [name for name in names if name not in known]
+    for name in unknown:
+        _sync(folder / name)
+    files = known | hash_files(folder, unknown)
     with (folder / MANIFEST).open("w") as stream:
         json.dump({"files": files}, stream, indent=2)
         stream.flush()
         os.fsync(stream.fileno())
+    _sync(folder)
 
 
 def publish(folder: Path, path: Path) -> None:
@@ -71,9 +75,7 @@ def publish(folder: Path, path: Path) -> None:
     else:
         folder.rename(path)
         folder = path
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    _sync(path.parent)
     if folder != path:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -130,6 +132,15 @@ def _hash(file: Path, start: int) -> bytes:
             digest.update(block)
             left -= len(block)
         return digest.digest()
+
+
+def _sync(path: Path) -> None:
+    """A file's content, or a folder's entries, are on the disk: what is renamed before that may be empty afterwards."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _exchange(one: Path, other: Path) -> bool:

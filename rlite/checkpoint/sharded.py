@@ -7,6 +7,7 @@ over a process group of its own. Beside the shared part each rank has `rank-N.pt
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -84,15 +85,17 @@ def write(
     """
     try:
         dcp.save(state.shared, checkpoint_id=folder, process_group=group)
-    except CheckpointException as error:  # a BaseException, which would end the worker
+        outcomes: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(outcomes, _write_own(state.own, folder, rank), group=group)
+        if errors := [f"rank {index}: {outcome}" for index, outcome in enumerate(outcomes) if isinstance(outcome, str)]:
+            raise OSError("; ".join(errors))
+        if rank == 0:
+            seal(folder, facts, known={name: record for outcome in outcomes for name, record in outcome.items()})
+            publish(folder, path)
+    except (CheckpointException, OSError) as error:  # the first is a BaseException, which would end the worker
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # on a full disk it takes room
         raise CheckpointError(f"{path}: could not be written: {error}") from None
-    outcomes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, _write_own(state.own, folder, rank), group=group)
-    if errors := [f"rank {index}: {outcome}" for index, outcome in enumerate(outcomes) if isinstance(outcome, str)]:
-        raise CheckpointError(f"{path}: could not be written: {'; '.join(errors)}")
-    if rank == 0:
-        seal(folder, facts, known={name: record for outcome in outcomes for name, record in outcome.items()})
-        publish(folder, path)
 
 
 def _write_own(own: dict[str, Any], folder: Path, rank: int) -> dict[str, Any] | str:
@@ -104,7 +107,7 @@ def _write_own(own: dict[str, Any], folder: Path, rank: int) -> dict[str, Any] |
             stream.flush()
             os.fsync(stream.fileno())
         return hash_files(folder, [file.name, *(part.name for part in folder.glob(f"__{rank}_*"))])
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch.save makes either of a full disk
         return str(error)
 
 

@@ -26,6 +26,7 @@ from rlite.nn.base import BaseTrainModule, is_on_meta
 from rlite.nn.huggingface import local_checkpoint
 from rlite.nn.liger import check_liger
 from rlite.parallel.mesh import ParallelDims
+from rlite.parallel.usage import DeviceUsage
 
 logger = logging.getLogger(__name__)
 
@@ -198,6 +199,10 @@ class RliteTrainEngine(Engine):
                 padded[rows[local], : len(value)] = value  # as wide as its rank's longest row
         return padded
 
+    def device_usage(self) -> list[DeviceUsage]:
+        """Each worker's device and the most memory that its process held there since the last call."""
+        return self.group.broadcast("device_usage")
+
     def step_lr_scheduler(self) -> float:
         """Advance the module's learning-rate schedule; returns the new rate."""
         return self.group.broadcast("step_lr_scheduler")[0]
@@ -311,8 +316,11 @@ class RliteTrainEngine(Engine):
         self._need_weights("save_state")
         self._finish_saving()
         final = Path(path).absolute()
-        folder = staging(final)
-        torch.save(random_state(), folder / DRIVER_STATE)
+        try:
+            folder = staging(final)
+            torch.save(random_state(), folder / DRIVER_STATE)
+        except (OSError, RuntimeError) as error:  # torch.save makes either of a full disk
+            raise CheckpointError(f"{final}: could not be written: {error}") from error
         self._writing = StateWriting(final, self.group)
         known = {"module": type(self.module).__name__, **facts}
         self.group.broadcast("save_state", str(folder), str(final), known, asynchronous)
@@ -352,6 +360,10 @@ class StateWriting:
         self._group = group
         self._is_done = False
         self._error: CheckpointError | None = None
+
+    def done(self) -> bool:
+        """Whether it is written, or could not be; does not wait for that."""
+        return self._is_done or all(self._group.broadcast("has_saved"))
 
     def result(self, timeout: float | None = None) -> Path:
         """Wait until it is written; returns where it is. The engine's other calls wait, too.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlite.checkpoint.atomic import is_sound
+from rlite.checkpoint.atomic import is_sound, verify
 from rlite.engine.train import RliteTrainEngine, StateWriting
 from rlite.errors import CheckpointError, DamagedCheckpointError
 
@@ -19,7 +19,7 @@ class Checkpoints:
     """Writes checkpoints into a folder, deletes old ones, finds the one to resume from.
 
     Engines beside the first (a critic) have folders `step-N-NAME`, which are there before `step-N` is: a step counts
-    when `step-N` is there.
+    when `step-N` is there, whose facts name them.
 
     Args:
         folder: the run's `state` folder.
@@ -61,27 +61,27 @@ class Checkpoints:
         matches = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in self._folder.glob("step-*")]
         return {int(match[1]): path for match, path in matches if match}
 
-    def _last_good(self, steps: Mapping[int, Path]) -> Path | None:
-        for _, path in sorted(steps.items(), reverse=True):
-            if all(is_sound(folder) for folder in [path, *path.parent.glob(f"{path.name}-*")]):
-                return path
-        return None
+    def _last_good(self, steps: Mapping[int, Path], names: Iterable[str] = ()) -> Path | None:
+        """The newest that is not damaged, with all that belongs to it, and with `names` beside it."""
+        return next((path for _, path in sorted(steps.items(), reverse=True) if _is_whole(path, names)), None)
 
     def restore(self, engine: RliteTrainEngine, beside: Mapping[str, RliteTrainEngine] = NO_ENGINES) -> dict[str, Any]:
         """Load what was found into the engines; returns its facts ({} for a new run).
 
-        Raises: DamagedCheckpointError, which names the last good one; CheckpointError. An engine is loaded whole or
-            not at all.
+        Raises: DamagedCheckpointError, which names the last good one; CheckpointError if it is of another model. An
+            engine is loaded whole or not at all.
         """
         path = self.found
         if path is None:
             return {}
         try:
+            if missing := [name for name in beside if not _beside(path, name).is_dir()]:
+                raise DamagedCheckpointError(f"{path}: there is no {_beside(path, missing[0]).name} beside it")
             for name, other in beside.items():
-                other.load_state(path.with_name(f"{path.name}-{name}"))
+                other.load_state(_beside(path, name))
             return engine.load_state(path)
         except DamagedCheckpointError as error:
-            good = self._last_good(self._steps()) if self._wanted == "latest" else None
+            good = self._last_good(self._steps(), beside) if self._wanted == "latest" else None
             if good is not None:
                 remedy = f"the last good one is {good}: trainer.load_ckpt_from=latest_good goes on from there"
             elif self._wanted == "latest":
@@ -99,10 +99,11 @@ class Checkpoints:
         """
         self.finish()
         path = self._folder / f"step-{step}"
+        self._delete(path)  # of a run that was given up: its critic must not stand beside this one
         for name, other in beside.items():
             in_order = other.group.handles[0].process == engine.group.handles[0].process  # one after the other
-            self._write(other, path.with_name(f"{path.name}-{name}"), self._is_asynchronous and in_order, {})
-        self._write(engine, path, self._is_asynchronous, {"step": step, **facts})
+            self._write(other, _beside(path, name), self._is_asynchronous and in_order, {})
+        self._write(engine, path, self._is_asynchronous, {"step": step, "beside": [*beside], **facts})
         self._newest = step
         if not self._is_asynchronous:
             self.finish()
@@ -110,19 +111,62 @@ class Checkpoints:
     def _write(self, engine: RliteTrainEngine, path: Path, asynchronous: bool, facts: Mapping[str, Any]) -> None:
         self._under_way.append(engine.save_state(path, asynchronous, **facts))
 
+    def look(self) -> None:
+        """Take notice of what was written meanwhile, without waiting. Raises: CheckpointError if it could not be."""
+        if self._under_way and all(writing.done() for writing in self._under_way):
+            self.finish()
+
     def finish(self) -> None:
-        """Wait until the last one is written, then delete those that are too many."""
+        """Wait until the last one is written, then delete those that are too many.
+
+        Raises: CheckpointError if it could not be written; then it is not there, and those before it still are.
+        """
+        errors = []
         while self._under_way:
-            self._under_way.pop(0).result()
+            try:
+                self._under_way.pop(0).result()
+            except CheckpointError as error:
+                errors.append(error)
+        if errors:
+            self._delete(self._folder / f"step-{self._newest}")  # what was written of it is of no use without the rest
+            raise errors[0]
+        self._clear()
+
+    def _clear(self) -> None:
+        """Delete what is too much; nothing is as long as the newest is not there."""
         steps = self._steps()
-        if self._newest in steps:
-            own = sorted(step for step in steps if step <= self._newest)
-            for step in steps.keys() - set(own[-self._keep :]):
-                _delete(steps[step])
-            for path in self._folder.glob("step-*-*"):
-                if not path.with_name(path.name.rpartition("-")[0]).exists():
-                    _delete(path)
+        if self._newest not in steps:
+            return
+        own = sorted(step for step in steps if step <= self._newest)
+        for step in steps.keys() - set(own[-self._keep :]):
+            self._delete(steps[step])
+        for path in self._folder.glob("step-*-*"):
+            if not path.with_name(path.name.rpartition("-")[0]).exists():
+                _remove(path)
+        for left in self._folder.glob(".step-*"):  # by a run that was killed while it wrote or deleted
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _delete(self, path: Path) -> None:
+        """A checkpoint and what belongs to it, as far as it is there."""
+        for folder in [path, *self._folder.glob(f"{path.name}-*")]:  # without the first the others do not count
+            if folder.exists():
+                _remove(folder)
 
 
-def _delete(path: Path) -> None:
-    shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleted")))  # half of one must not count
+def _beside(path: Path, name: str) -> Path:
+    return path.with_name(f"{path.name}-{name}")
+
+
+def _is_whole(path: Path, names: Iterable[str]) -> bool:
+    try:
+        facts = verify(path)
+    except CheckpointError:
+        return False
+    return all(is_sound(_beside(path, name)) for name in {*facts.get("beside", ()), *names})
+
+
+def _remove(path: Path) -> None:
+    renamed = path.with_name(f".{path.name}.deleted")  # half of one must not count
+    shutil.rmtree(renamed, ignore_errors=True)
+    path.rename(renamed)
+    shutil.rmtree(renamed)

@@ -19,6 +19,7 @@ from tensordict import TensorDict
 
 import rlite
 from rlite import config
+from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream, check_prompts
 from rlite.data.tables import read_rows
 from rlite.errors import ConfigError
@@ -34,6 +35,7 @@ from rlite.trainer.ppo_options import PpoConfig, SamplingOptions
 from rlite.trainer.reference import find_reference
 from rlite.trainer.run import TrainingRun, step_metrics
 from rlite.trainer.supervised import load_tokenizer, serve_if_worker
+from rlite.trainer.usage import usage_metrics
 
 ALIASES = {"actor.rollout.env_path": "rollout.env_path", "actor.entropy.coef": "actor.entropy_coef"}
 SHOWN = (
@@ -113,8 +115,8 @@ class PpoTrainer:
         self.engines.build()
         facts = self.run.restore(self.engines.actor, self.engines.beside)
         self.engines.take_turns()
-        self.prompts.position = facts.get("position", 0)
         if facts:
+            self.prompts.load_state_dict(facts["prompts"])
             self.sync()
             self.engines.rollout.set_version(self.run.step)
         self.run.open()
@@ -188,6 +190,8 @@ class PpoTrainer:
         metrics = {**batch_metrics(batch), **step_metrics()}
         if "seconds" in metrics:
             metrics["tokens_per_second"] = batch["attention_mask"].sum().item() / metrics["seconds"]
+        trained = sequence_lengths(batch) if "grad_norm" in metrics else []  # none while the policy is frozen
+        metrics |= usage_metrics(self.engines.actor, trained, metrics.get("seconds_update", 0.0))
         self._sample_rollouts(batch)
         if self.test_rows and self.run.is_due(self.options.trainer.test_freq):
             metrics |= self.evaluate()
@@ -202,7 +206,7 @@ class PpoTrainer:
             )
         if self.run.is_due(self.options.trainer.save_freq):
             with self.engines.trained_on_device():
-                self.run.save(self.engines.actor, self.engines.beside, position=self.prompts.position)
+                self.run.save(self.engines.actor, self.engines.beside, prompts=self.prompts.state_dict())
         return metrics
 
     def _sample_rollouts(self, batch: TensorDict, count: int = 4) -> None:

@@ -87,11 +87,6 @@ class TrainingRun:
             self.folder / "state", options.keep, options.load_ckpt_from, is_asynchronous=options.save_async
         )
 
-    @property
-    def checkpoint(self) -> Path | None:
-        """What the run goes on from."""
-        return self._checkpoints.found
-
     def restore(self, engine: RliteTrainEngine, beside: Mapping[str, RliteTrainEngine] = NO_ENGINES) -> dict[str, Any]:
         """Load the checkpoint to resume from into the engine, and into those `beside` it, by name.
 
@@ -126,21 +121,30 @@ class TrainingRun:
         if path.exists():
             *lines, _ = path.read_text(encoding="utf-8").split("\n")  # what follows the last newline was cut off
             kept = [line for line in lines if json.loads(line)["step"] <= self.step]
-            path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            partial = path.with_name(f"{path.name}.partial")  # a kill in here must not lose them
+            partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            partial.replace(path)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of the step that has just ended."""
+        """Log the metrics of the step that has just ended.
+
+        Raises: CheckpointError if the last checkpoint, which is written meanwhile, could not be.
+        """
         self._sinks.log(self.step, metrics)
         self.console.log(self.step, metrics)
+        self._checkpoints.look()
 
     def is_due(self, every: int) -> bool:
         """Whether something that happens every so many steps, and at the end, happens now."""
         return self.step % every == 0 or self.step == self.total_steps
 
     def save(self, engine: RliteTrainEngine, beside: Mapping[str, RliteTrainEngine] = NO_ENGINES, **facts: Any) -> None:
-        """Write state/step-N to resume from, of this engine and those `beside` it, and latest/ for others."""
-        self._checkpoints.save(self.step, engine, beside, {"best": self._best, **facts})
+        """Write latest/ for others (of those `beside` the engine NAME_latest/), and state/step-N to resume from."""
+        # in this order: a run that is killed in between makes these steps again, and then both
+        for name, other in beside.items():
+            other.save(self.folder / f"{name}_latest")
         engine.save(self.folder / "latest")
+        self._checkpoints.save(self.step, engine, beside, {"best": self._best, **facts})
 
     def save_best(self, engine: RliteTrainEngine, metrics: Mapping[str, float]) -> None:
         """Write best/ if this evaluation is the best so far. Raises: ConfigError if it does not know best_metric."""
@@ -156,10 +160,12 @@ class TrainingRun:
             engine.save(self.folder / "best")
 
     def close(self) -> None:
-        """Wait for the last checkpoint; close the sinks and the progress bar."""
-        self._checkpoints.finish()
-        self._sinks.close()
-        self.console.close()
+        """Wait for the last checkpoint; close the sinks and the progress bar. Raises: CheckpointError."""
+        try:
+            self._checkpoints.finish()
+        finally:
+            self._sinks.close()
+            self.console.close()
 
 
 def step_metrics() -> dict[str, float]:

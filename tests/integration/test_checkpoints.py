@@ -250,7 +250,8 @@ def test_a_run_keeps_the_newest_and_names_the_last_good_one(build: Build, tmp_pa
         return Checkpoints(tmp_path, keep=2, wanted=wanted, is_asynchronous=True)
 
     (tmp_path / ".step-31.writing").mkdir()  # a write that was cut short
-    assert resume("latest").restore(engine, beside) == {"module": "Learner", "step": 30, "position": 300}
+    facts = {"module": "Learner", "step": 30, "beside": ["critic"], "position": 300}
+    assert resume("latest").restore(engine, beside) == facts
     for damaged in ("step-30/rank-1.pt", "step-30-critic/__0_0.distcp"):
         shutil.copytree(tmp_path / "step-30", tmp_path / "whole")
         shutil.copytree(tmp_path / "step-30-critic", tmp_path / "whole-critic")

@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from rlite.algorithms.token_logprobs import OnLogprobs, TokenLogprobs
@@ -43,6 +44,7 @@ from rlite.parallel.mesh import ParallelDims, make_mesh
 from rlite.parallel.offload import keep_on_host_between_steps, move_state
 from rlite.parallel.processes import subgroup
 from rlite.parallel.shards import CheckpointReader, ParameterShard
+from rlite.parallel.usage import DeviceUsage, device_usage
 
 Loss = Callable[[Any, dict[str, Any]], Any]
 """loss_fn(logits [T, V], data) -> mean loss, or (mean loss, dict of means to report); OnLogprobs gets those instead"""
@@ -305,7 +307,10 @@ class Fsdp2Worker:
             self._read_weights(path)
 
     def save(self, path: str) -> None:
-        """Write a Hugging Face checkpoint, and adapters beside it; every rank takes part, rank 0 writes."""
+        """Write a Hugging Face checkpoint, and adapters beside it; every rank takes part, rank 0 writes.
+
+        Raises: CheckpointError on rank 0 if it could not be written; then `path` is as it was.
+        """
         module = self.module
         trained: dict[str, Tensor] = {}
         if isinstance(module, LoraTrainModule) and module.lora is not None:
@@ -315,6 +320,8 @@ class Fsdp2Worker:
         try:
             if self._context.rank == 0:
                 self._write(Path(path), served, trained)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: could not be written: {error}") from error
         finally:  # gathering is a collective: a full disk on rank 0 must not leave its peers in one
             for _ in served:
                 pass
@@ -340,6 +347,10 @@ class Fsdp2Worker:
         self._writing = sharded.start_writing(state, Path(folder), Path(path), facts, self._context.rank, group)
         if not is_asynchronous:
             self.finish_saving()
+
+    def has_saved(self) -> bool:
+        """Whether `finish_saving` need not wait."""
+        return self._writing is None or self._writing.done()
 
     def finish_saving(self) -> None:
         """Wait until what `save_state` began is written. Raises: CheckpointError if it could not be."""
@@ -398,6 +409,9 @@ class Fsdp2Worker:
         states = optimizer.state.values() if optimizer else ()
         held = sum(_bytes(value) for state in states for value in state.values() if isinstance(value, Tensor))
         return {"weights": weights, "optimizer": held}
+
+    def device_usage(self) -> DeviceUsage:
+        return device_usage(self._device)
 
 
 def _number(value: Any) -> float:
