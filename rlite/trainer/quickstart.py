@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 import rlite
 from rlite import config
-from rlite.data.prompts import PromptStream
+from rlite.data.loader import ShuffledOrder
 from rlite.data.reasoning import held_out_split, impatient_demonstrations, verify_exactly
 from rlite.data.sft import sft_rows
 from rlite.engine.train import RliteTrainEngine
@@ -119,9 +119,9 @@ def warm_start(options: QuickstartConfig, folder: Path, train: Sequence[Any]) ->
     engine.build()
     console = ConsoleReporter(options.warm_steps, metrics=("loss",))
     console.report("1/2 warm start", {"imitate": f"{len(rows)} demonstrations, {options.warm_steps} steps of 64"})
-    stream, loss = PromptStream(range(len(rows)), 64, options.seed), SftLoss()
+    order, loss = ShuffledOrder(len(rows), options.seed), SftLoss()
     for step in range(options.warm_steps):
-        stats = engine.train_batch(rows.batch(stream.next()), loss, loss.weight)
+        stats = engine.train_batch(rows.batch(order.take(64)), loss, loss.weight)
         engine.step_lr_scheduler()
         if (step + 1) % 25 == 0:
             console.log(step + 1, stats)
