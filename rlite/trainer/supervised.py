@@ -13,14 +13,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import rlite
 from rlite.data.loader import BatchLoader
+from rlite.data.packs import sequence_lengths
 from rlite.data.tables import read_rows
 from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
 from rlite.nn.huggingface import local_checkpoint
+from rlite.observability import stats_tracker
 from rlite.trainer.engines import init_devices
 from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions
 from rlite.trainer.run import RunOptions, TrainingRun, step_metrics
+from rlite.trainer.usage import usage_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,7 @@ class SupervisedRun:
         model: ModelOptions = getattr(options, key)
         self.options, self.model, self.engine, self.loss = trainer, model, engine, loss
         self.rows, self.test_rows, self._batch_size = rows, test_rows, data.batch_size
+        self._lengths: list[int] = []
         self.loader = BatchLoader(rows, data.batch_size, trainer.seed, trainer.n_epochs)
         self.run = TrainingRun(trainer, options, shown, self.loader.num_batches)
         try:
@@ -125,8 +129,10 @@ class SupervisedRun:
         """Each batch that is left."""
         return iter(self.loader)
 
+    @stats_tracker.record_timing("update")
     def train_batch(self, batch: TensorDict) -> dict[str, float]:
         """One optimizer step, and one of the learning rate."""
+        self._lengths = sequence_lengths(batch)
         stats = self.engine.train_batch(batch, self.loss, self.loss.weight)
         self.engine.step_lr_scheduler()
         return stats
@@ -136,6 +142,7 @@ class SupervisedRun:
         self.run.step += 1
         metrics = {**stats, **step_metrics()}
         metrics["tokens_per_second"] = metrics["num_tokens"] / metrics["seconds"]
+        metrics |= usage_metrics(self.engine, self._lengths, metrics["seconds_update"])
         if self.test_rows is not None and self.run.is_due(self.options.test_freq):
             metrics |= self.evaluate(prepare)
             self.run.save_best(self.engine, metrics)

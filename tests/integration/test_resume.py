@@ -79,11 +79,15 @@ def run_and_kill(argv: Sequence[str], save_dir: Path, moment: random.Random, ste
 
 
 def curve(save_dir: Path, steps: int = STEPS) -> list[dict[str, float]]:
-    """The metrics of every step but those of time."""
+    """The metrics of every step but those of the machine."""
     records = [json.loads(line) for line in (save_dir / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, steps + 1)), "each step is there once"
     return [
-        {key: value for key, value in record.items() if "second" not in key and key not in ("time", "timestamp")}
+        {
+            key: value
+            for key, value in record.items()
+            if "second" not in key and key not in ("time", "timestamp", "memory_gib")
+        }
         for record in records
     ]
 

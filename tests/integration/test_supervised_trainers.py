@@ -34,8 +34,8 @@ from tests.tiny import build_model_dir
 LETTERS = "abcdefgh"
 TRAINERS: dict[str, Any] = {"sft": (SftConfig, SftTrainer), "rm": (RmConfig, RmTrainer), "dpo": (DpoConfig, DpoTrainer)}
 MODEL_KEY = {"sft": "actor", "rm": "critic", "dpo": "actor"}
-# what a clock says is the machine's, not the run's
-CLOCKED = ("seconds", "tokens_per_second")
+# what a clock and the system say is the machine's, not the run's
+CLOCKED = ("seconds", "tokens_per_second", "memory_gib")
 
 
 @pytest.fixture(scope="module")
