@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 SOURCES := rlite tests examples benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test check static format bench-vllm-env bench-trl-env clean
+.PHONY: help quickstart test gpu-check check static format bench-vllm-env bench-trl-env clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -20,6 +20,11 @@ quickstart: $(VENV)/.installed  ## GRPO on a small reasoning task, on CPU, in a 
 
 test: $(VENV)/.peers-installed  ## all tests; those marked gpu skip themselves without one
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests
+
+gpu-check: $(VENV)/.installed  ## on a machine with a GPU: its tests, and a training benchmark
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check: torch %s finds no CUDA device here. On a machine with one: make gpu-check VENV=.venv-gpu RLITE_TORCH_INDEX=https://download.pytorch.org/whl/cu130" % torch.__version__)'
+	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python -m benchmarks.gpu_training
 
 check: static test  ## what CI runs: formatting, lint, types, layers, tests
 

@@ -31,8 +31,8 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "L4": 121e12,
 }
-"""dense bfloat16 FLOP/s of one GPU, from NVIDIA's data sheets (half of what they say with sparsity); a name applies where
-all its words are in the device's, the first of several"""
+"""dense bfloat16 FLOP/s of one GPU, from NVIDIA's data sheets (half of what they say with sparsity); of the names whose
+words are all in the device's, the first applies"""
 
 
 @dataclass(frozen=True, kw_only=True)

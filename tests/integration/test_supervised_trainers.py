@@ -93,6 +93,8 @@ def test_sft_lowers_the_held_out_loss_and_leaves_a_whole_model(model: str, tmp_p
     assert [row["step"] for row in rows] == list(range(1, 25))
     assert last["test_loss"] == held_out[-1]
     assert held_out[0] < rows[0]["loss"]
+    assert all(0 < row["seconds_update"] <= row["seconds"] and row["memory_gib"] > 0 for row in rows)
+    assert "mfu" not in last, "nobody knows the peak of a CPU"
     assert held_out[-1] < 0.1 * rows[0]["loss"]
     export = tmp_path / "run" / "latest"
     exported, info = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
