@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,104 +20,13 @@ from tests.integration.worlds import environment, free_port, processes_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 MARK = "RLITE_TEST_RUN"
-STEPS = 36
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sums of ragged length."""
-    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
-    numbers = random.Random(0)
-    rows = [[numbers.randrange(10 ** numbers.randint(1, 5)) for _ in range(2)] for _ in range(4 * STEPS)]
-    lines = [json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a, b in rows]
-    path.write_text("".join(f"{line}\n" for line in lines))
-    return path
-
-
-def command(ranks: int, module: str, *options: str) -> list[str]:
-    if ranks == 1:
-        return [sys.executable, "-m", module, *options]
-    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
-    return [sys.executable, *torchrun, "-m", module, *options]
-
-
-def sft(model: Path, data: Path, save_dir: Path) -> list[str]:
-    return [
-        f"actor.model_name={model}",
-        "actor.lr=1e-3",
-        "actor.max_length_per_device=64",
-        f"data.path={data}",
-        "data.max_length=64",
-        "data.batch_size=8",
-        f"test_data.path={data}",
-        "trainer.n_epochs=2",
-        "trainer.save_freq=3",
-        "trainer.test_freq=12",
-        "trainer.best_metric=test_loss",
-        "trainer.load_ckpt_from=latest",
-        f"trainer.save_dir={save_dir}",
-    ]
-
-
-def run_and_kill(argv: Sequence[str], save_dir: Path, moment: random.Random, steps: int = STEPS) -> int:
-    """Kill a program and all that it started after a random step, at a random moment of the next; returns the step."""
-    mark = uuid.uuid4().hex
-    step, delay = moment.randrange(1, steps), moment.random() * 0.1
-    metrics = save_dir / "metrics.jsonl"
-    with (save_dir.parent / "log").open("a") as log:
-        program = subprocess.Popen(argv, env=environment(**{MARK: mark}), stdout=log, stderr=log)
-        while program.poll() is None:
-            if metrics.exists() and metrics.read_text().count("\n") >= step:
-                time.sleep(delay)
-                break
-            time.sleep(0.002)
-        for process in [program, *processes_with(MARK, mark)]:
-            if process.pid != os.getpid():
-                process.kill()
-        program.wait()
-    return step
-
-
-def curve(save_dir: Path, steps: int = STEPS) -> list[dict[str, float]]:
-    """The metrics of every step but those of the machine."""
-    records = [json.loads(line) for line in (save_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(1, steps + 1)), "each step is there once"
-    return [
-        {
-            key: value
-            for key, value in record.items()
-            if "second" not in key and key not in ("time", "timestamp", "memory_gib")
-        }
-        for record in records
-    ]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_sft_that_was_killed_ends_as_if_it_had_not_been(
-    models: dict[str, Path], data: Path, tmp_path: Path, ranks: int
-) -> None:
-    def argv(save_dir: Path) -> list[str]:
-        return command(ranks, "rlite.trainer.sft", *sft(models["qwen2"], data, save_dir))
-
-    seed = random.randrange(10**6)
-    print(f"seed of the moments: {seed}")
-    moment = random.Random(seed)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    subprocess.run(argv(whole), env=environment(), check=True, capture_output=True, timeout=300)
-    moments = [run_and_kill(argv(broken), broken, moment) for _ in range(3)]
-    done = subprocess.run(argv(broken), env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert curve(broken) == curve(whole), f"killed after {moments}"
-    for export in ("latest", "best"):
-        expected = load_file(whole / export / "model.safetensors")
-        found = load_file(broken / export / "model.safetensors")
-        assert expected.keys() == found.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(found[name], tensor), f"{export}: {name}, killed after {moments}"
-    left = sorted(path.name for path in (broken / "state").iterdir() if not path.name.startswith("."))
-    assert left == ["step-33", "step-36"]
-
-
+STEPS = {"sft": 36, "ppo": 12}
+LEFT = {"sft": ["step-33", "step-36"], "ppo": ["step-10", "step-10-critic", "step-12", "step-12-critic"]}
+MACHINE = ("second", "time", "memory", "mfu")
+"""what metrics of the machine, not of the training, have in their names"""
+RUN_S = 300.0
+END_S = 20.0
+"""in which what is left of a run must end when one of its processes was killed"""
 ENVIRONMENT = """
 async def step(state, action, extra_info):
     score = sum(letter.isalpha() for letter in action) / max(len(action), 1)
@@ -125,14 +34,38 @@ async def step(state, action, extra_info):
 """
 
 
-PPO_STEPS = 15
-
-
-def ppo(model: Path, folder: Path, save_dir: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds sums of ragged length, and an environment."""
+    folder = tmp_path_factory.mktemp("data")
+    numbers = random.Random(0)
+    rows = [[numbers.randrange(10 ** numbers.randint(1, 5)) for _ in range(2)] for _ in range(144)]
+    lines = [json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a, b in rows]
+    (folder / "sums.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{a}+{b}="}) + "\n" for a, b in rows))
     (folder / "env.py").write_text(ENVIRONMENT)
-    return [
-        f"actor.model_name={model}",
-        f"critic.model_name={model}",
+    return folder
+
+
+@pytest.fixture(scope="module")
+def options(models: dict[str, Path], folder: Path) -> dict[str, list[str]]:
+    """Of a small run of each trainer, but for the folder of its results."""
+    sft = [
+        f"actor.model_name={models['qwen2']}",
+        "actor.lr=1e-3",
+        "actor.max_length_per_device=64",
+        f"data.path={folder / 'sums.jsonl'}",
+        "data.max_length=64",
+        "data.batch_size=8",
+        f"test_data.path={folder / 'sums.jsonl'}",
+        "trainer.n_epochs=2",
+        "trainer.save_freq=3",
+        "trainer.test_freq=12",
+        "trainer.best_metric=test_loss",
+    ]
+    ppo = [
+        f"actor.model_name={models['qwen2']}",
+        f"critic.model_name={models['qwen2']}",
         "adv.estimator=gae",
         "actor.lr=1e-3",
         f"train_data.path={folder / 'prompts.jsonl'}",
@@ -143,29 +76,104 @@ def ppo(model: Path, folder: Path, save_dir: Path) -> list[str]:
         "rollout.max_num_seqs=5",
         "rollout.max_model_len=64",
         "rollout.deterministic=true",
-        f"trainer.total_steps={PPO_STEPS}",
-        "trainer.save_freq=3",
-        "trainer.load_ckpt_from=latest",
-        f"trainer.save_dir={save_dir}",
+        f"trainer.total_steps={STEPS['ppo']}",
+        "trainer.save_freq=2",
+    ]
+    return {"sft": sft, "ppo": ppo}
+
+
+def command(ranks: int, trainer: str, options: Sequence[str], save_dir: Path, *further: str) -> list[str]:
+    program = ["-m", f"rlite.trainer.{trainer}", *options, f"trainer.save_dir={save_dir}", *further]
+    if ranks == 1:
+        return [sys.executable, *program]
+    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
+    return [sys.executable, *torchrun, *program]
+
+
+def run(argv: Sequence[str]) -> None:
+    done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=RUN_S)
+    assert done.returncode == 0, done.stderr
+
+
+Whole = Callable[[str, int], Path]
+
+
+@pytest.fixture(scope="module")
+def whole(options: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """whole(trainer, ranks): the results of a run that nobody disturbed, with all its checkpoints."""
+    made: dict[tuple[str, int], Path] = {}
+
+    def results(trainer: str, ranks: int) -> Path:
+        if (trainer, ranks) not in made:
+            save_dir = tmp_path_factory.mktemp("runs") / f"{trainer}-{ranks}"
+            run(command(ranks, trainer, options[trainer], save_dir, "trainer.keep=99"))
+            made[trainer, ranks] = save_dir
+        return made[trainer, ranks]
+
+    return results
+
+
+def run_and_kill(argv: Sequence[str], save_dir: Path, moments: random.Random, steps: int) -> str:
+    """Kill a run's only process, or one of torchrun's, at a random moment after a random step; returns what and when.
+
+    What is left of the run must end by itself.
+    """
+    mark, metrics = uuid.uuid4().hex, save_dir / "metrics.jsonl"
+    done = metrics.read_text().count("\n") if metrics.exists() else 0
+    step, delay = min(moments.randrange(done, steps + 1) + 1, steps), moments.random() * 0.3
+    with (save_dir.parent / "log").open("a") as log:
+        program = subprocess.Popen(argv, env=environment(**{MARK: mark}), stdout=log, stderr=log)
+        try:
+            while program.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < step):
+                time.sleep(0.002)
+            time.sleep(delay)
+            processes = [psutil.Process(program.pid)]  # under torchrun that is its agent
+            if "torch.distributed.run" in argv:
+                processes += processes[0].children()
+            place = moments.randrange(len(processes))
+            processes[place].kill()
+            program.wait(timeout=END_S)
+            psutil.wait_procs(processes_with(MARK, mark), timeout=END_S)
+            assert processes_with(MARK, mark) == [], f"left where process {place} of {processes} was killed"
+        finally:
+            for process in processes_with(MARK, mark):
+                process.kill()
+            program.wait()
+    return f"process {place}, {delay:.3f} s after step {step}"
+
+
+def curve(save_dir: Path, first: int, last: int) -> list[dict[str, float]]:
+    """The metrics of every step but those of time and memory."""
+    records = [json.loads(line) for line in (save_dir / "metrics.jsonl").read_text().splitlines()]
+    records = [record for record in records if record["step"] >= first]
+    assert [record["step"] for record in records] == list(range(first, last + 1)), "each step is there once"
+    return [
+        {key: value for key, value in record.items() if not any(word in key for word in MACHINE)} for record in records
     ]
 
 
-def test_ppo_that_was_killed_ends_as_if_it_had_not_been(models: dict[str, Path], data: Path, tmp_path: Path) -> None:
-    rows = [json.loads(line)["prompt"] for line in data.read_text().splitlines()]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
-
-    def argv(save_dir: Path) -> list[str]:
-        return command(1, "rlite.trainer.ppo", *ppo(models["qwen2"], tmp_path, save_dir))
-
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("trainer", ["sft", "ppo"])
+def test_a_run_that_was_killed_ends_as_if_it_had_not_been(
+    options: dict[str, list[str]], whole: Whole, tmp_path: Path, trainer: str, ranks: int
+) -> None:
     seed = random.randrange(10**6)
     print(f"seed of the moments: {seed}")
-    moment = random.Random(seed)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    subprocess.run(argv(whole), env=environment(), check=True, capture_output=True, timeout=600)
-    moments = [run_and_kill(argv(broken), broken, moment, PPO_STEPS) for _ in range(2)]
-    done = subprocess.run(argv(broken), env=environment(), capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert curve(broken, PPO_STEPS) == curve(whole, PPO_STEPS), f"killed after {moments}"
-    expected, found = (load_file(folder / "latest" / "model.safetensors") for folder in (whole, broken))
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), f"{name}, killed after {moments}"
+    moments, broken, steps = random.Random(seed), tmp_path / "broken", STEPS[trainer]
+
+    def argv() -> list[str]:
+        return command(ranks, trainer, options[trainer], broken, "trainer.load_ckpt_from=latest")
+
+    kills = [run_and_kill(argv(), broken, moments, steps) for _ in range(2)]
+    run(argv())
+    expected = whole(trainer, ranks)
+    assert curve(broken, 1, steps) == curve(expected, 1, steps), f"killed: {kills}"
+    exports = ["latest", "best"] if trainer == "sft" else ["latest", "critic_latest"]
+    for export in exports:
+        weights, found = (load_file(run / export / "model.safetensors") for run in (expected, broken))
+        assert weights.keys() == found.keys()
+        for name, tensor in weights.items():
+            assert torch.equal(found[name], tensor), f"{export}: {name}, killed: {kills}"
+    if trainer == "ppo":
+        assert (broken / "rollouts.jsonl").read_text() == (expected / "rollouts.jsonl").read_text()
+    assert sorted(path.name for path in (broken / "state").iterdir()) == LEFT[trainer]
