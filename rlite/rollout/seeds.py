@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from rlite.types import AsyncInference, LLMRequest, LLMResponse
+from rlite.types import AsyncInference, LLMRequest, LLMResponse, TokenChunk
 
 
 def mix(seed: int, number: int) -> int:
@@ -34,12 +35,18 @@ class SampleInference:
         return getattr(self._engine, name)
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        return await self._engine.agenerate(self._seeded(request))
+
+    def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
+        return self._engine.stream(self._seeded(request))
+
+    def _seeded(self, request: LLMRequest) -> LLMRequest:
         turn, seed = next(self._turns), request.gconfig.seed
         if seed is None and self._seed is not None:
             seed = mix(self._seed, turn)
         elif seed is not None and self._sample > 0:
             seed = mix(seed, self._sample)
-        return await self._engine.agenerate(replace(request, gconfig=replace(request.gconfig, seed=seed)))
+        return replace(request, gconfig=replace(request.gconfig, seed=seed))
 
     def get_version(self) -> int:
         return self._engine.get_version()

@@ -18,6 +18,8 @@ HOMES = {
     "sglang": "rlite/engine/sglang/",
     "peft": "rlite/nn/lora.py",
     "liger_kernel": "rlite/nn/liger.py",
+    "aiohttp": "rlite/rollout/openai/endpoint.py",
+    "openai": "rlite/rollout/openai/client.py",
     "wandb": "rlite/observability/",
     "tensorboard": "rlite/observability/",
     "trackio": "rlite/observability/",

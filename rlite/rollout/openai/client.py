@@ -1,0 +1,112 @@
+"""The `openai` package's own client on a session in this process: no server, no sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import openai
+
+from rlite.rollout.openai.errors import ApiError
+from rlite.rollout.openai.export import Style
+from rlite.rollout.openai.requests import parse_json
+from rlite.rollout.openai.session import AgentSession
+
+# the HTTP package that the installed openai is built on: httpx, or httpx2 in newer ones
+_http: Any = sys.modules[openai.DefaultAsyncHttpxClient.__bases__[0].__module__.partition(".")[0]]
+_BASE_URL = "http://session.invalid/v1"
+
+
+class AgentClient(openai.AsyncOpenAI):
+    """`openai.AsyncOpenAI`, answered by a session: all of its methods for chats, completions and models, its types and
+    errors. It goes wherever a framework takes that class. `model` is the name to ask for.
+    """
+
+    def __init__(self, session: AgentSession) -> None:
+        http_client = _http.AsyncClient(transport=_SessionTransport(session), base_url=_BASE_URL, trust_env=False)
+        super().__init__(api_key="in-process", base_url=_BASE_URL, http_client=http_client)
+        self.session = session
+        self.model = session.model
+
+    def set_reward(self, interaction_id: str, reward: float) -> None:
+        """Say what the answer with this id was worth. See `AgentSession.set_reward`."""
+        self.session.set_reward(interaction_id, reward)
+
+    def set_last_reward(self, reward: float) -> None:
+        """Say what the latest answer was worth."""
+        self.session.set_last_reward(reward)
+
+    def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
+        """Let earlier answers share in what later ones are worth."""
+        self.session.apply_reward_discount(turn_discount)
+
+    def export(self, style: Style = "concat", include_aborted: bool = False) -> Any:
+        """What can be trained on. See `rlite.rollout.openai.export.export`."""
+        return self.session.export(style, include_aborted)
+
+
+class _SessionTransport(_http.AsyncBaseTransport):
+    """Requests to a session instead of to a network."""
+
+    def __init__(self, session: AgentSession) -> None:
+        self._session = session
+
+    async def handle_async_request(self, request: Any) -> Any:
+        try:
+            return await self._answer(request.method, request.url.path, await request.aread())
+        except ApiError as error:
+            return _http.Response(error.status, json=error.body(), request=request)
+
+    async def _answer(self, method: str, path: str, body: bytes) -> Any:
+        description = {"id": self._session.model, "object": "model", "created": 0, "owned_by": "rlite"}
+        match method, path.removeprefix("/v1"):
+            case "POST", "/chat/completions":
+                reply = self._session.chat(parse_json(body))
+            case "POST", "/completions":
+                reply = self._session.completion(parse_json(body))
+            case "GET", "/models":
+                return _http.Response(200, json={"object": "list", "data": [description]})
+            case "GET", other if other == f"/models/{self._session.model}":
+                return _http.Response(200, json=description)
+            case _:
+                raise ApiError(f"{method} {path}: Not Found", 404)
+        if reply.is_stream:
+            stream = _Events(reply.messages)
+            await stream.begin()
+            return _http.Response(200, headers={"content-type": "text/event-stream"}, stream=stream)
+        async with contextlib.aclosing(reply.messages) as messages:
+            [message] = [message async for message in messages]
+        return _http.Response(200, json=message)
+
+
+class _Events(_http.AsyncByteStream):
+    """A reply as server-sent events."""
+
+    def __init__(self, messages: AsyncGenerator[dict[str, Any], None]) -> None:
+        self._messages = messages
+        self._first: dict[str, Any] | None = None
+
+    async def begin(self) -> None:
+        """Wait for the first message. Raises: ApiError, for which the response has a status of its own."""
+        self._first = await anext(self._messages)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            assert self._first is not None
+            yield _event(json.dumps(self._first))
+            async for message in self._messages:
+                yield _event(json.dumps(message))
+        except ApiError as error:
+            yield _event(json.dumps(error.body()))
+            return
+        yield _event("[DONE]")
+
+    async def aclose(self) -> None:
+        await self._messages.aclose()
+
+
+def _event(data: str) -> bytes:
+    return f"data: {data}\n\n".encode()

@@ -1,0 +1,223 @@
+"""Sessions over HTTP on loopback, for agents in any language, process or framework: a token selects the session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from aiohttp import web
+
+from rlite.rollout.openai.errors import ApiError
+from rlite.rollout.openai.requests import parse_json
+from rlite.rollout.openai.session import AgentSession, Reply
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 << 20
+CLOSE_SECONDS = 1.0
+"""what an open connection is given when the endpoint closes"""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class Access:
+    """What an agent needs to use its session, as OpenAI's clients call it."""
+
+    base_url: str
+    api_key: str = field(repr=False)
+    model: str
+
+
+@dataclass(eq=False)
+class _Guest:
+    """A session with its token, and its requests under way."""
+
+    session: AgentSession
+    token: str
+    requests: set[asyncio.Task[Any]] = field(default_factory=set)
+
+
+class AgentEndpoint:
+    """An HTTP server for sessions, on a free port of 127.0.0.1, in the running event loop.
+
+        async with AgentEndpoint() as endpoint, endpoint.serving(session) as access:
+            client = AsyncOpenAI(base_url=access.base_url, api_key=access.api_key)
+
+    It is open while anyone is inside `async with`, in each event loop that uses it. POST /v1/chat/completions,
+    POST /v1/completions, GET /v1/models. A client that leaves ends its generation.
+    """
+
+    def __init__(self) -> None:
+        self._servers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Server] = WeakKeyDictionary()
+
+    async def __aenter__(self) -> AgentEndpoint:
+        server = self._servers.setdefault(asyncio.get_running_loop(), _Server())
+        await server.enter()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._servers[asyncio.get_running_loop()].leave()
+
+    @contextlib.asynccontextmanager
+    async def serving(self, session: AgentSession) -> AsyncIterator[Access]:
+        """The session can be used inside; its requests under way end with it."""
+        server = self._servers[asyncio.get_running_loop()]
+        guest = _Guest(session, secrets.token_urlsafe(32))
+        server.guests[_digest(guest.token)] = guest
+        try:
+            yield Access(f"http://127.0.0.1:{server.port}/v1", guest.token, session.model)
+        finally:
+            del server.guests[_digest(guest.token)]
+            for request in guest.requests:
+                request.cancel()
+            await asyncio.gather(*guest.requests, return_exceptions=True)
+
+
+class _Server:
+    """The server of one event loop."""
+
+    def __init__(self) -> None:
+        self.guests: dict[bytes, _Guest] = {}
+        self.port = 0
+        self._num_users = 0
+        self._turn = asyncio.Lock()
+        self._runner: web.AppRunner | None = None
+
+    async def enter(self) -> None:
+        async with self._turn:
+            if self._runner is None:
+                await self._start()
+            self._num_users += 1
+
+    async def leave(self) -> None:
+        async with self._turn:
+            self._num_users -= 1
+            if not self._num_users and self._runner is not None:
+                runner, self._runner = self._runner, None
+                await runner.cleanup()
+
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self._answering(AgentSession.chat)),
+                web.post("/v1/completions", self._answering(AgentSession.completion)),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{model:.+}", self._model),
+            ]
+        )
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_SECONDS)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+        except BaseException:
+            await runner.cleanup()
+            raise
+        self.port = runner.addresses[0][1]
+        self._runner = runner
+
+    def _answering(self, ask: Callable[[AgentSession, Any], Reply]) -> Handler:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            guest = self._guest(request)
+            task = asyncio.current_task()
+            assert task is not None
+            guest.requests.add(task)
+            try:
+                return await _send(request, ask(guest.session, parse_json(await request.read())))
+            finally:
+                guest.requests.discard(task)
+
+        return answer
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [_description(self._guest(request).session.model)]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        model, asked = self._guest(request).session.model, request.match_info["model"]
+        if asked != model:
+            raise ApiError(f"the model {asked!r} does not exist; there is {model!r}", 404, "model", "model_not_found")
+        return web.json_response(_description(model))
+
+    def _guest(self, request: web.Request) -> _Guest:
+        """Raises: ApiError if the token is not one of a session's."""
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        # looked up by its digest, so that the time it takes tells nothing of other tokens
+        guest = self.guests.get(_digest(token))
+        if scheme.lower() != "bearer" or guest is None or not hmac.compare_digest(_digest(guest.token), _digest(token)):
+            raise ApiError("the API key is not that of a session under way", 401, code="invalid_api_key")
+        return guest
+
+
+async def _send(request: web.Request, reply: Reply) -> web.StreamResponse:
+    """Send a reply; read it to its end only when everything has been sent."""
+    response = web.StreamResponse()
+    async with contextlib.aclosing(reply.messages) as messages:
+        if not reply.is_stream:
+            response.content_type = "application/json"
+            async for message in messages:
+                body = json.dumps(message).encode()
+                response.content_length = len(body)
+                await response.prepare(request)
+                await response.write(body)
+            await response.write_eof()
+            return response
+        response.content_type = "text/event-stream"
+        response.headers["Cache-Control"] = "no-cache"
+        try:
+            async for message in messages:
+                if not response.prepared:  # only now is it sure that the engine takes the prompt
+                    await response.prepare(request)
+                await response.write(_event(json.dumps(message)))
+        except ApiError as error:
+            if not response.prepared:
+                raise
+            await response.write(_event(json.dumps(error.body())))
+            await response.write_eof()
+            return response
+        await response.write(_event("[DONE]"))
+        await response.write_eof()
+        return response
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Errors in the form that OpenAI's clients read."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return _refusal(error)
+    except web.HTTPRequestEntityTooLarge:
+        return _refusal(ApiError(f"the body is longer than {MAX_BODY_BYTES} bytes", 413))
+    except web.HTTPException as error:
+        return _refusal(ApiError(f"{request.method} {request.path}: {error.reason}", error.status))
+    except ConnectionError:  # the client has gone, and its turn counts as aborted
+        raise
+    except Exception as error:
+        logger.exception("a request to %s failed", request.path)
+        return _refusal(ApiError(f"{type(error).__name__}: {error}", 500))
+
+
+def _refusal(error: ApiError) -> web.Response:
+    return web.json_response(error.body(), status=error.status)
+
+
+def _description(model: str) -> dict[str, Any]:
+    return {"id": model, "object": "model", "created": 0, "owned_by": "rlite"}
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+def _event(data: str) -> bytes:
+    return f"data: {data}\n\n".encode()

@@ -1,0 +1,140 @@
+"""What a session's model has read and written, turn by turn, and what it was worth.
+
+turn 1 ─── turn 2 ─── turn 3        a child's prompt begins with its parent's prompt and output, token for token
+      └─── turn 4                   another continuation of turn 1
+turn 5                              history that was written anew, or another conversation
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from rlite.errors import ConfigError, DataError
+from rlite.rollout.workflow import RolloutError
+from rlite.types import StopReason
+
+Message = Mapping[str, Any]
+
+
+@dataclass(eq=False, kw_only=True)
+class Turn:
+    """One answer of the model. Lists of outputs have one value per output token."""
+
+    id: str
+    prompt_ids: list[int]
+    output_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: StopReason
+    parent: Turn | None = None
+    """the turn whose prompt and output this one's prompt begins with"""
+    messages: Sequence[Message] | None = None
+    """what was asked; None for a prompt that is a text"""
+    answer: Message | None = None
+    """the message that was returned; None if there was none"""
+    tools: Any = None
+    prompt_text: str = ""
+    """what `prompt_ids` are the tokens of, as the template renders it"""
+    text: str = ""
+    """what was returned, before calls of tools were taken out"""
+    reward: float | None = None
+    """of this turn alone"""
+    is_aborted: bool = False
+    """the client has not had the whole of it: it left, or the engine gave up"""
+
+    @property
+    def sequence(self) -> list[int]:
+        """The tokens of the prompt and of the output."""
+        return self.prompt_ids + self.output_ids
+
+
+@dataclass(eq=False)
+class Recording:
+    """The turns of one session, oldest first, and their rewards."""
+
+    turns: list[Turn] = field(default_factory=list)
+    turn_discount: float | None = None
+    """set by `apply_reward_discount`"""
+
+    def completed(self) -> list[Turn]:
+        """The turns that were not aborted."""
+        return [turn for turn in self.turns if not turn.is_aborted]
+
+    def turn(self, interaction_id: str) -> Turn:
+        """A turn by its id. Raises: DataError that names the known ones."""
+        for turn in self.turns:
+            if turn.id == interaction_id:
+                return turn
+        known = ", ".join(turn.id for turn in self.turns[-8:]) or "none yet"
+        raise DataError(f"no interaction has the id {interaction_id!r}; the latest are: {known}")
+
+    def set_reward(self, interaction_id: str, reward: float) -> None:
+        """Say what a turn was worth. Raises: DataError for an unknown or aborted turn, or a reward that is no number;
+        RolloutError after `apply_reward_discount`."""
+        turn = self.turn(interaction_id)
+        if turn.is_aborted:
+            raise DataError(f"interaction {interaction_id!r} was aborted: it has no reward")
+        if isinstance(reward, bool | int | float) and math.isfinite(reward):
+            self._check_open("set_reward")
+            turn.reward = float(reward)
+        else:
+            raise DataError(f"the reward of interaction {interaction_id!r} is {reward!r}; expected a finite number")
+
+    def set_last_reward(self, reward: float) -> None:
+        """Say what the latest turn was worth. Raises: as set_reward; RolloutError if there is no turn."""
+        completed = self.completed()
+        if not completed:
+            raise RolloutError("the agent has no completed interaction to reward: it has asked the model for nothing")
+        self.set_reward(completed[-1].id, reward)
+
+    def apply_reward_discount(self, turn_discount: float) -> None:
+        """From the last turn back: a turn is worth its reward plus `turn_discount` times what the next one is worth.
+
+        Raises: ConfigError unless 0 <= turn_discount <= 1; RolloutError the second time.
+        """
+        if not 0 <= turn_discount <= 1:
+            raise ConfigError(f"turn_discount={turn_discount!r}: expected a number in [0, 1]")
+        self._check_open("apply_reward_discount")
+        self.turn_discount = turn_discount
+
+    def shares(self) -> dict[Turn, float]:
+        """What each turn adds to what the session is worth: its reward, discounted by the turns before it."""
+        discount = 1.0 if self.turn_discount is None else self.turn_discount
+        return {turn: discount**index * (turn.reward or 0.0) for index, turn in enumerate(self.completed())}
+
+    def worths(self) -> dict[Turn, float]:
+        """What each turn is worth: its reward, and with a discount what the later ones are worth."""
+        worths: dict[Turn, float] = {}
+        following = 0.0
+        for turn in reversed(self.completed()):
+            worths[turn] = following = (turn.reward or 0.0) + (self.turn_discount or 0.0) * following
+        return worths
+
+    def has_reward(self) -> bool:
+        return any(turn.reward is not None for turn in self.completed())
+
+    def _check_open(self, what: str) -> None:
+        if self.turn_discount is not None:
+            raise RolloutError(f"{what}: the rewards of this session were discounted before, which is final")
+
+
+def path(turn: Turn) -> list[Turn]:
+    """A turn with those that it continues, the first one first."""
+    line = [turn]
+    while line[-1].parent is not None:
+        line.append(line[-1].parent)
+    line.reverse()
+    for earlier, later in pairwise(line):
+        if later.prompt_ids[: len(earlier.sequence)] != earlier.sequence:
+            raise DataError(f"interaction {later.id} does not begin with the tokens of {earlier.id}, its parent")
+    return line
+
+
+def leaves(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns that no other one continues, in their order."""
+    parents = {turn.parent for turn in turns}
+    return [turn for turn in turns if turn not in parents]

@@ -1,0 +1,178 @@
+"""Responses as OpenAI's interface has them: whole objects and chunks of streams, as JSON values."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlite.rollout.openai.recording import Message, Turn
+from rlite.rollout.openai.requests import ModelRequest
+from rlite.rollout.tool_calls import ToolCall
+from rlite.rollout.workflow import Tokenizer
+from rlite.types import TokenChunk
+
+
+@dataclass(frozen=True)
+class Delta:
+    """More of one choice: text that is settled (it may be empty), and the tokens that came."""
+
+    index: int
+    text: str
+    turn: Turn
+    chunk: TokenChunk
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice, complete. `rest` is the end of its content, which no delta has."""
+
+    index: int
+    turn: Turn
+    content: str
+    rest: str
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What all parts of a response have in common."""
+
+    id: str
+    model: str
+    request: ModelRequest
+    is_chat: bool
+    tokenizer: Tokenizer
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def around(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
+        """A response, or one chunk of it."""
+        kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if self.is_chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def answer(content: str, calls: Sequence[ToolCall], call_ids: Iterator[int]) -> Message:
+    """The assistant's message, as it is compared when it comes back. Ids of calls suit Mistral: 9 letters or digits."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call{next(call_ids):05d}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+    return message
+
+
+def whole(envelope: Envelope, prompt_ids: list[int], choices: Sequence[Choice]) -> dict[str, Any]:
+    """The response to a request that does not stream."""
+    parts = []
+    for choice in sorted(choices, key=lambda choice: choice.index):
+        part: dict[str, Any] = {"index": choice.index, "finish_reason": finish_reason(choice.turn)}
+        tokens = list(zip(choice.turn.output_ids, choice.turn.logprobs, strict=True))
+        part["logprobs"] = logprobs(envelope, tokens)
+        if envelope.is_chat:
+            calls = calls_of(choice.turn)
+            part["message"] = {
+                "role": "assistant",
+                "content": choice.content or (None if calls else ""),
+                "refusal": None,
+            }
+            if calls:
+                part["message"]["tool_calls"] = calls
+        else:
+            part["text"] = choice.content
+        parts.append(part)
+    num_output = sum(len(choice.turn.output_ids) for choice in choices)
+    return {**envelope.around(parts, is_chunk=False), "usage": usage(len(prompt_ids), num_output)}
+
+
+async def stream(
+    envelope: Envelope, prompt_ids: list[int], events: AsyncIterator[Delta | Choice]
+) -> AsyncGenerator[dict[str, Any], None]:
+    """The chunks of the response to a request that streams."""
+    begun: set[int] = set()
+    waiting: dict[int, list[tuple[int, float]]] = {}
+    num_output = 0
+    async for event in events:
+        tokens = waiting.setdefault(event.index, [])
+        if isinstance(event, Delta):
+            tokens += zip(event.chunk.token_ids, event.chunk.logprobs, strict=True)
+            num_output += len(event.chunk.token_ids)
+            text = event.text
+        else:
+            text = event.rest
+        if event.index not in begun and envelope.is_chat:
+            begun.add(event.index)
+            yield _chunk(envelope, event.index, {"role": "assistant", "content": ""})
+        if text:
+            delta: dict[str, Any] | str = {"content": text} if envelope.is_chat else text
+            yield _chunk(envelope, event.index, delta, logprobs(envelope, tokens))
+            waiting[event.index] = tokens = []
+        if isinstance(event, Choice):
+            for number, call in enumerate(calls_of(event.turn)):
+                yield _chunk(envelope, event.index, {"tool_calls": [{"index": number, **call}]})
+            last: dict[str, Any] | str = {} if envelope.is_chat else ""
+            left = logprobs(envelope, tokens) if tokens else None
+            yield _chunk(envelope, event.index, last, left, finish_reason(event.turn))
+    if envelope.request.has_usage:
+        yield {**envelope.around([], is_chunk=True), "usage": usage(len(prompt_ids), num_output)}
+
+
+def _chunk(
+    envelope: Envelope,
+    index: int,
+    delta: dict[str, Any] | str,
+    tokens: dict[str, Any] | None = None,
+    reason: str | None = None,
+) -> dict[str, Any]:
+    key = "delta" if envelope.is_chat else "text"
+    choice = {"index": index, key: delta, "logprobs": tokens, "finish_reason": reason}
+    return envelope.around([choice], is_chunk=True)
+
+
+def finish_reason(turn: Turn) -> str:
+    """In OpenAI's words."""
+    return "tool_calls" if calls_of(turn) else turn.finish_reason
+
+
+def calls_of(turn: Turn) -> list[dict[str, Any]]:
+    """The calls of an answer with their arguments as JSON text, as clients get them."""
+    calls = [] if turn.answer is None else turn.answer.get("tool_calls", [])
+    return [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in calls
+    ]
+
+
+def usage(num_prompt: int, num_output: int) -> dict[str, int]:
+    """Counts of tokens; a prompt that several choices share counts once."""
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+
+
+def logprobs(envelope: Envelope, tokens: Sequence[tuple[int, float]]) -> dict[str, Any] | None:
+    """Log-probabilities of sampled tokens, in the form of chats or of completions; None if nobody has asked."""
+    if not envelope.request.has_logprobs:
+        return None
+    texts = [envelope.tokenizer.decode([token]) for token, _ in tokens]
+    values = [value for _, value in tokens]
+    if envelope.is_chat:
+        return {
+            "content": [
+                # a token that is half a character has no text, and decoding does not tell its bytes
+                {
+                    "token": text,
+                    "logprob": value,
+                    "bytes": None if "\ufffd" in text else list(text.encode()),
+                    "top_logprobs": [],
+                }
+                for text, value in zip(texts, values, strict=True)
+            ],
+            "refusal": None,
+        }
+    starts = [0, *itertools.accumulate(map(len, texts))][: len(texts)]
+    return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": starts}

@@ -1,0 +1,265 @@
+"""One agent's conversation with an engine: requests in OpenAI's interface, answers, and the recording of both."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import TensorDict
+
+from rlite.errors import ConfigError, DataError, RliteError
+from rlite.rollout.openai import responses
+from rlite.rollout.openai.errors import ApiError
+from rlite.rollout.openai.export import Style, export
+from rlite.rollout.openai.prompts import ChatPrompts, Prompt
+from rlite.rollout.openai.recording import Recording, Turn
+from rlite.rollout.openai.requests import ModelRequest, read_chat, read_completion
+from rlite.rollout.openai.responses import Choice, Delta, Envelope
+from rlite.rollout.openai.text import TextStream
+from rlite.rollout.seeds import mix
+from rlite.rollout.tool_calls import ToolCallFormat, find_format, format_named
+from rlite.rollout.workflow import Tokenizer
+from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a request is answered with: one object, or with `is_stream` one after the other.
+
+    Read `messages` to its end once the client has everything. Leaving it earlier ends the generation, and its turns
+    count as aborted.
+    """
+
+    is_stream: bool
+    messages: AsyncGenerator[dict[str, Any], None]
+
+
+class AgentSession:
+    """Serves one agent and records what the model reads and writes.
+
+    Args:
+        engine: generates.
+        tokenizer: of the model.
+        gconfig: how to sample where a request does not say.
+        model: the name that requests must give.
+        tool_format: a name in `rlite.rollout.tool_calls.FORMATS`; default: what the chat template teaches.
+        chat_template_options: further keyword arguments for `apply_chat_template`.
+        max_length: tokens of prompt and answer together; None is as many as the engine takes.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncInference,
+        tokenizer: Tokenizer,
+        gconfig: GenerationHyperparameters | None = None,
+        *,
+        model: str = "policy",
+        tool_format: str | None = None,
+        chat_template_options: Mapping[str, Any] | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        self.engine = engine
+        self.model = model
+        self.recording = Recording()
+        self.failure: RliteError | None = None
+        """the engine's own, which no agent can help"""
+        self._gconfig = gconfig or GenerationHyperparameters()
+        self._prompts = ChatPrompts(tokenizer, chat_template_options)
+        self._tool_format = None if tool_format is None else format_named(tool_format)
+        self._max_length = max_length
+        self._rid = uuid.uuid4().hex
+        self._call_ids = itertools.count(1)
+
+    # -- rewards -------------------------------------------------------------------------------------------------
+
+    def set_reward(self, interaction_id: str, reward: float) -> None:
+        """Say what the answer with this id was worth. See `Recording.set_reward`.
+
+        The id is the response's; of a response with several choices, `ID:INDEX`.
+        """
+        self.recording.set_reward(interaction_id, reward)
+
+    def set_last_reward(self, reward: float) -> None:
+        """Say what the latest answer was worth."""
+        self.recording.set_last_reward(reward)
+
+    def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
+        """Let earlier answers share in what later ones are worth. See `Recording.apply_reward_discount`."""
+        self.recording.apply_reward_discount(turn_discount)
+
+    def export(self, style: Style = "concat", include_aborted: bool = False) -> TensorDict:
+        """What can be trained on. See `rlite.rollout.openai.export.export`."""
+        return export(self.recording, style, include_aborted)
+
+    # -- serving -------------------------------------------------------------------------------------------------
+
+    def chat(self, body: Any) -> Reply:
+        """Answer a body of /chat/completions. Raises: ApiError, here or before the first message."""
+        request = read_chat(body, self.model, self._gconfig)
+        assert request.messages is not None
+        with _refused():
+            prompt = self._prompts.chat(request.messages, request.tools, self.recording.turns)
+        envelope = Envelope(f"chatcmpl-{uuid.uuid4().hex}", self.model, request, True, self._prompts.tokenizer)
+        return Reply(request.is_stream, self._messages(request, prompt, envelope))
+
+    def completion(self, body: Any) -> Reply:
+        """Answer a body of /completions. Raises: as `chat`."""
+        request = read_completion(body, self.model, self._gconfig)
+        assert request.prompt is not None
+        with _refused():
+            prompt = self._prompts.text(request.prompt, self.recording.turns)
+        envelope = Envelope(f"cmpl-{uuid.uuid4().hex}", self.model, request, False, self._prompts.tokenizer)
+        return Reply(request.is_stream, self._messages(request, prompt, envelope))
+
+    async def _messages(
+        self, request: ModelRequest, prompt: Prompt, envelope: Envelope
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        turns: list[Turn] = []
+        try:
+            async with contextlib.aclosing(self._events(request, prompt, envelope, turns)) as events:
+                if request.is_stream:
+                    async with contextlib.aclosing(responses.stream(envelope, prompt.token_ids, events)) as chunks:
+                        async for message in chunks:
+                            yield message
+                else:
+                    choices = [event async for event in events if isinstance(event, Choice)]
+                    yield responses.whole(envelope, prompt.token_ids, choices)
+        except BaseException:  # also GeneratorExit: the client will ask again, and must not count twice
+            for turn in turns:
+                turn.is_aborted = True
+            raise
+
+    async def _events(
+        self, request: ModelRequest, prompt: Prompt, envelope: Envelope, turns: list[Turn]
+    ) -> AsyncGenerator[Delta | Choice, None]:
+        """What the choices say, as it comes; `turns` gets their turns."""
+        gconfig = self._fitting(request.gconfig, len(prompt.token_ids))
+        events: asyncio.Queue[Delta | Choice | Exception] = asyncio.Queue()
+
+        async def choose(index: int) -> None:
+            try:
+                events.put_nowait(
+                    await self._choose(index, request, prompt, gconfig, envelope, turns, events.put_nowait)
+                )
+            except Exception as error:
+                events.put_nowait(error)
+
+        tasks = [asyncio.create_task(choose(index)) for index in range(request.num_choices)]
+        try:
+            num_left = len(tasks)
+            while num_left:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise self._error(event)
+                yield event
+                num_left -= isinstance(event, Choice)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _choose(
+        self,
+        index: int,
+        request: ModelRequest,
+        prompt: Prompt,
+        gconfig: GenerationHyperparameters,
+        envelope: Envelope,
+        turns: list[Turn],
+        say: Callable[[Delta], None],
+    ) -> Choice:
+        """One choice, from its first token to its last."""
+        if gconfig.seed is not None and index:
+            gconfig = gconfig.new(seed=mix(gconfig.seed, index))
+        form = self._form() if request.may_call else None
+        text = TextStream(self._prompts.tokenizer, gconfig.stop, form)
+        turn = Turn(
+            id=envelope.id if request.num_choices == 1 else f"{envelope.id}:{index}",
+            prompt_ids=prompt.token_ids,
+            output_ids=[],
+            logprobs=[],
+            versions=[],
+            finish_reason="abort",
+            parent=prompt.parent,
+            messages=request.messages,
+            tools=request.tools,
+            prompt_text=prompt.text,
+            is_aborted=True,
+        )
+        turns.append(turn)
+        try:
+            stream = self.engine.stream(LLMRequest(input_ids=list(prompt.token_ids), gconfig=gconfig, rid=self._rid))
+            async for chunk in _closing(stream):
+                turn.output_ids += chunk.token_ids
+                turn.logprobs += chunk.logprobs
+                turn.versions += [chunk.version] * len(chunk.token_ids)
+                turn.finish_reason = chunk.finish_reason or turn.finish_reason
+                say(Delta(index, text.feed(chunk.token_ids, chunk.finish_reason is not None), turn, chunk))
+        finally:
+            self.recording.turns.append(turn)
+        if turn.finish_reason == "abort":
+            raise ApiError(f"the engine aborted the answer after {len(turn.output_ids)} tokens", 503, code="aborted")
+        content, calls, rest = text.finish()
+        turn.text = text.text
+        if request.messages is not None:
+            turn.answer = responses.answer(content, calls, self._call_ids)
+        turn.is_aborted = False
+        return Choice(index, turn, content, rest)
+
+    def _form(self) -> ToolCallFormat:
+        if self._tool_format is None:
+            template = getattr(self._prompts.tokenizer, "chat_template", None)
+            self._tool_format = find_format(template if isinstance(template, str) else str(template))
+        return self._tool_format
+
+    def _fitting(self, gconfig: GenerationHyperparameters, num_prompt: int) -> GenerationHyperparameters:
+        """Raises: ApiError if there is no room for an answer."""
+        if self._max_length is None:
+            return gconfig
+        room = self._max_length - num_prompt
+        if room < 1:
+            raise _too_long(f"the prompt has {num_prompt} tokens, and max_length={self._max_length} leaves no room")
+        return gconfig.new(
+            max_new_tokens=min(gconfig.max_new_tokens, room), min_new_tokens=min(gconfig.min_new_tokens, room)
+        )
+
+    def _error(self, error: Exception) -> Exception:
+        """What the agent gets to see of an engine's error."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, DataError | ConfigError):
+            # the engine alone knows its bound, and says it in words
+            return _too_long(str(error)) if "max_model_len" in str(error) else ApiError(str(error))
+        if isinstance(error, RliteError):
+            self.failure = error
+            return ApiError(f"the engine cannot serve: {error}", 503, code="engine_failed")
+        return error
+
+
+def _too_long(message: str) -> ApiError:
+    return ApiError(message, param="messages", code="context_length_exceeded")
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """What is wrong with a conversation is the client's to read."""
+    try:
+        yield
+    except DataError as error:
+        param = str(error).partition(":")[0]
+        raise ApiError(str(error), param=param, code="invalid_value") from error
+
+
+async def _closing(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The same stream, which is closed with the loop over it."""
+    try:
+        async for value in stream:
+            yield value
+    finally:
+        if isinstance(stream, AsyncGenerator):
+            await stream.aclose()

@@ -1,0 +1,121 @@
+"""The workflow that runs an agent: a session of its own for every episode."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Literal
+
+from tensordict import TensorDict
+
+from rlite.errors import ConfigError, DataError
+from rlite.rollout.openai.export import Style
+from rlite.rollout.openai.session import AgentSession
+from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
+from rlite.types import AsyncInference, GenerationHyperparameters
+
+Interface = Literal["client", "http"]
+Worth = float | Mapping[str, float] | None
+Agent = Callable[[Any, dict[str, Any]], Awaitable[Worth]]
+
+
+class AgentWorkflow(RolloutWorkflow):
+    """Runs `await agent(model, data)` for each episode, and trains on what it asked the model and what came back.
+
+    The agent is ordinary code for OpenAI's interface. It returns what the episode was worth, which is the reward of its
+    last interaction; or rewards by interaction id; or None, if it has set rewards itself, or else to drop the episode.
+    The event loop runs other episodes, too: synchronous code belongs into `asyncio.to_thread`.
+
+    Args:
+        agent: an async function of the model and the item.
+        gconfig: how to sample where the agent does not say. Leave the temperature to it: a trainer that computes
+            log-probabilities at another temperature than the agent asks for trains on a wrong ratio.
+        tokenizer: of the model.
+        interface: "client": the agent gets an `openai.AsyncOpenAI` (needs the openai package); "http": an `Access` with
+            base_url, api_key and model (needs aiohttp), for other clients, threads and processes on this machine.
+        style: "concat" or "individual". See `rlite.rollout.openai.export.export`.
+        turn_discount: earlier interactions share in what later ones are worth; None leaves rewards as they are set.
+        model: the name that the agent asks for.
+        tool_format: a name in `rlite.rollout.tool_calls.FORMATS`; default: what the chat template teaches.
+        chat_template_options: further keyword arguments for `apply_chat_template`.
+        max_length: tokens of one sequence; None is as many as the engine takes.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Tokenizer,
+        *,
+        interface: Interface = "client",
+        style: Style = "concat",
+        turn_discount: float | None = 1.0,
+        model: str = "policy",
+        tool_format: str | None = None,
+        chat_template_options: Mapping[str, Any] | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        if interface not in ("client", "http"):
+            raise ConfigError(f"interface={interface!r}: expected 'client' or 'http'")
+        if style not in ("concat", "individual"):
+            raise ConfigError(f"style={style!r}: expected 'concat' or 'individual'")
+        self.agent = agent
+        self.gconfig = gconfig
+        self.tokenizer = tokenizer
+        self.style: Style = style
+        self.turn_discount = turn_discount
+        self.session_options = {
+            "model": model,
+            "tool_format": tool_format,
+            "chat_template_options": chat_template_options,
+            "max_length": max_length,
+        }
+        self._serve = _in_process if interface == "client" else _over_http()
+
+    async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict | None:
+        session = AgentSession(engine, self.tokenizer, self.gconfig, **self.session_options)  # type: ignore[arg-type]
+        try:
+            async with self._serve(session) as model:
+                worth = await self.agent(model, data)
+        except Exception as error:
+            if session.failure is not None:  # the agent has only seen a response with a status
+                raise session.failure from error
+            raise
+        if session.failure is not None:
+            raise session.failure
+        return self._trajectory(session, worth)
+
+    def _trajectory(self, session: AgentSession, worth: Worth) -> TensorDict | None:
+        if isinstance(worth, Mapping):
+            for interaction_id, reward in worth.items():
+                session.set_reward(interaction_id, reward)
+        elif isinstance(worth, bool | int | float):
+            session.set_last_reward(worth)
+        elif worth is not None:
+            raise DataError(f"the agent returned {worth!r}; expected a reward, rewards by interaction id, or None")
+        if not session.recording.has_reward():
+            return None
+        if self.turn_discount is not None and session.recording.turn_discount is None:
+            session.apply_reward_discount(self.turn_discount)
+        return session.export(self.style)
+
+
+@contextlib.asynccontextmanager
+async def _in_process(session: AgentSession) -> AsyncIterator[Any]:
+    from rlite.rollout.openai.client import AgentClient  # the openai package is optional
+
+    async with AgentClient(session) as client:
+        yield client
+
+
+def _over_http() -> Callable[[AgentSession], contextlib.AbstractAsyncContextManager[Any]]:
+    from rlite.rollout.openai.endpoint import AgentEndpoint  # aiohttp is optional
+
+    endpoint = AgentEndpoint()
+
+    @contextlib.asynccontextmanager
+    async def serve(session: AgentSession) -> AsyncIterator[Any]:
+        async with endpoint, endpoint.serving(session) as access:
+            yield access
+
+    return serve

@@ -1,0 +1,366 @@
+"""A session in memory: tokens in, tokens out, whatever the template and the agent do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlite.errors import ConfigError, DataError
+from rlite.rollout import GenerationHyperparameters, RolloutError, check_trajectory
+from rlite.rollout.openai import AgentSession
+from rlite.rollout.openai.errors import ApiError
+from tests.agents import ADD, FORGETTING, WITH_TOOLS, Speaker, tokenizer_with
+
+
+def ask(session: AgentSession, messages: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+    """The one response to a chat."""
+
+    async def answer() -> dict[str, Any]:
+        [message] = [part async for part in session.chat({"model": "policy", "messages": messages, **options}).messages]
+        return message
+
+    return asyncio.run(answer())
+
+
+def say(session: AgentSession, messages: list[dict[str, Any]], text: str, **options: Any) -> list[dict[str, Any]]:
+    """The conversation with a question and its answer."""
+    asked = [*messages, {"role": "user", "content": text}]
+    return [*asked, ask(session, asked, **options)["choices"][0]["message"]]
+
+
+def trained(batch: Any, row: int = 0) -> list[int]:
+    return batch["input_ids"][row][batch["loss_mask"][row]].tolist()
+
+
+def tokens(batch: Any, row: int = 0) -> list[int]:
+    return batch["input_ids"][row][batch["attention_mask"][row]].tolist()
+
+
+def test_turns_of_a_conversation_are_one_sequence_of_the_tokens_that_the_engine_saw_and_made() -> None:
+    tokenizer = tokenizer_with()
+    engine = Speaker(["one", " two<|im_start|>", "  three\n\n"], tokenizer, version=7)
+    session = AgentSession(engine, tokenizer)
+    chat: list[dict[str, Any]] = []
+    for question in ("a", "b", "c"):
+        chat = say(session, chat, question)
+    for earlier, later in zip(engine.asked, engine.asked[1:], strict=False):
+        assert later[0][: len(earlier[0] + earlier[1])] == earlier[0] + earlier[1]
+    session.set_last_reward(1)
+    batch = session.export("concat")
+    check_trajectory(batch)
+    assert batch.batch_size == (1,)
+    assert tokens(batch) == engine.sequences[2]
+    assert trained(batch) == [token for _, output in engine.asked for token in output]
+    assert batch["versions"][batch["loss_mask"]].unique().tolist() == [7]
+    assert batch["versions"][~batch["loss_mask"]].unique().tolist() == [-1]
+    assert batch["rewards"].tolist() == [1.0]
+    assert batch["num_turns"].tolist() == [3]
+
+
+def test_what_is_new_is_rendered_as_the_template_renders_it() -> None:
+    tokenizer = tokenizer_with()
+    engine = Speaker(["yes"], tokenizer)
+    session = AgentSession(engine, tokenizer)
+    chat = say(session, [{"role": "system", "content": "Be brief."}], "a")
+    chat = say(session, chat, "b")
+    expected = tokenizer.apply_chat_template(chat[:-1], tokenize=True, add_generation_prompt=True, return_dict=False)
+    assert engine.asked[1][0] == expected
+
+
+def test_an_answer_that_was_cut_is_closed_before_the_conversation_goes_on() -> None:
+    tokenizer = tokenizer_with()
+    engine = Speaker(["a long answer"], tokenizer)
+    session = AgentSession(engine, tokenizer)
+    chat = say(session, [], "a", max_tokens=3)
+    say(session, chat, "b")
+    prompt, output = engine.asked[0]
+    assert tokenizer.decode(engine.asked[1][0][len(prompt + output) :]).startswith("<|im_end|>\n<|im_start|>user\nb")
+
+
+def test_a_stop_string_is_not_said_and_its_tokens_are_kept() -> None:
+    tokenizer = tokenizer_with()
+    engine = Speaker(["thought\nEnd"], tokenizer)
+    session = AgentSession(engine, tokenizer)
+    chat = say(session, [], "a", stop=["\nEnd"])
+    assert chat[-1]["content"] == "thought"
+    say(session, chat, "b")
+    assert engine.asked[1][0][: len(engine.sequences[0])] == engine.sequences[0]
+
+
+def test_calls_and_their_results_stay_in_one_sequence_whatever_white_space_the_model_writes() -> None:
+    tokenizer = tokenizer_with(WITH_TOOLS)
+    call = 'Let me see.\n\n\n<tool_call>{"arguments":  {"b": 2, "a":1}, "name": "add"}</tool_call>'
+    engine = Speaker([call, "It is 3."], tokenizer)
+    session = AgentSession(engine, tokenizer)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "1+2?"}]
+    first = ask(session, messages, tools=[ADD])["choices"][0]
+    assert first["finish_reason"] == "tool_calls"
+    assert first["message"]["content"] == "Let me see."
+    [asked] = first["message"]["tool_calls"]
+    assert (asked["function"]["name"], json.loads(asked["function"]["arguments"])) == ("add", {"a": 1, "b": 2})
+    messages += [first["message"], {"role": "tool", "tool_call_id": asked["id"], "content": "3"}]
+    second = ask(session, messages, tools=[ADD])["choices"][0]
+    assert (second["finish_reason"], second["message"]["content"]) == ("stop", "It is 3.")
+    assert "tool_calls" not in second["message"]
+    session.set_last_reward(1)
+    batch = session.export()
+    assert tokens(batch) == engine.sequences[1]
+    assert trained(batch) == engine.asked[0][1] + engine.asked[1][1]
+
+
+def test_without_tools_a_call_is_text() -> None:
+    tokenizer = tokenizer_with(WITH_TOOLS)
+    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    for options in ({}, {"tools": [ADD], "tool_choice": "none"}):
+        choice = ask(AgentSession(Speaker([text], tokenizer), tokenizer), [{"role": "user", "content": "?"}], **options)
+        assert choice["choices"][0]["message"]["content"] == text
+
+
+def test_a_template_that_forgets_thoughts_begins_a_new_sequence() -> None:
+    tokenizer = tokenizer_with(FORGETTING)
+    engine = Speaker(["<think>hm</think>one", "two", "three"], tokenizer)
+    session = AgentSession(engine, tokenizer)
+    chat = say(session, say(session, [], "a"), "b")
+    assert "think" not in tokenizer.decode(engine.asked[1][0])
+    say(session, chat, "c")  # nothing was dropped this time
+    session.set_last_reward(1)
+    batch = session.export("concat")
+    assert [trained(batch, row) for row in (0, 1)] == [engine.asked[0][1], engine.asked[1][1] + engine.asked[2][1]]
+    assert [tokens(batch, row) for row in (0, 1)] == [engine.sequences[0], engine.sequences[2]]
+    assert batch["sequence_index"].tolist() == [0, 1]
+    assert batch["rewards"].tolist() == [1.0, 1.0]
+    assert batch["token_rewards"].sum().item() == 1.0
+
+
+def test_a_template_that_never_shows_thoughts_continues_nothing() -> None:
+    always = FORGETTING.replace("and ns.count < ns.last", "")
+    tokenizer = tokenizer_with(always)
+    session = AgentSession(Speaker(["<think>hm</think>one"], tokenizer), tokenizer)
+    say(session, say(session, [], "a"), "b")
+    assert [turn.parent for turn in session.recording.turns] == [None, None]
+
+
+def test_history_that_the_agent_edits_is_not_continued() -> None:
+    tokenizer = tokenizer_with()
+    session = AgentSession(Speaker(["one"], tokenizer), tokenizer)
+    chat = say(session, [], "a")
+    say(session, [chat[0], {"role": "assistant", "content": "another"}], "b")
+    say(session, chat, "b", tools=None)
+    first, edited, continued = session.recording.turns
+    assert (edited.parent, continued.parent) == (None, first)
+
+
+def test_branches_share_their_beginning_which_is_trained_on_once() -> None:
+    tokenizer = tokenizer_with()
+    engine = Speaker(["root", "left", "right", "leaf"], tokenizer)
+    session = AgentSession(engine, tokenizer)
+    root = say(session, [], "a")
+    say(session, root, "l")
+    say(session, say(session, root, "r"), "s")
+    session.set_last_reward(2)
+    session.set_reward(session.recording.turns[1].id, 1)
+    batch = session.export()
+    outputs = [output for _, output in engine.asked]
+    assert trained(batch, 0) == outputs[0] + outputs[1]
+    assert trained(batch, 1) == outputs[2] + outputs[3]
+    assert tokens(batch, 1)[: len(engine.sequences[0])] == engine.sequences[0]
+    assert batch["rewards"].tolist() == [3.0, 3.0]
+
+
+def test_choices_of_one_request_are_interactions_of_their_own() -> None:
+    tokenizer = tokenizer_with()
+    session = AgentSession(Speaker(["one", "two"], tokenizer), tokenizer)
+    response = ask(session, [{"role": "user", "content": "?"}], n=2, seed=1)
+    assert [choice["message"]["content"] for choice in response["choices"]] == ["one", "two"]
+    session.set_reward(f"{response['id']}:1", 1)
+    assert session.export("individual")["rewards"].tolist() == [0.0, 1.0]
+    assert session.export("concat").batch_size == (2,)
+    with pytest.raises(DataError, match=f"no interaction has the id '{response['id']}'; the latest are: chatcmpl"):
+        session.set_reward(response["id"], 1)
+
+
+def test_a_turn_is_worth_its_reward_and_its_share_of_later_ones_once() -> None:
+    tokenizer = tokenizer_with()
+    session = AgentSession(Speaker(["x"], tokenizer), tokenizer)
+    chat: list[dict[str, Any]] = []
+    for question in "abc":
+        chat = say(session, chat, question)
+    with pytest.raises(DataError, match="finite number"):
+        session.set_last_reward(float("nan"))
+    with pytest.raises(ConfigError, match=r"turn_discount=2: expected a number in \[0, 1\]"):
+        session.apply_reward_discount(2)
+    session.set_last_reward(4)
+    session.set_reward(session.recording.turns[0].id, 1)
+    session.apply_reward_discount(0.5)
+    with pytest.raises(RolloutError, match="discounted before"):
+        session.apply_reward_discount(0.5)
+    with pytest.raises(RolloutError, match="discounted before"):
+        session.set_last_reward(1)
+    assert session.export("individual")["rewards"].tolist() == [2.0, 2.0, 4.0]
+    batch = session.export("concat")
+    assert batch["rewards"].tolist() == [2.0]
+    assert batch["token_rewards"][batch["token_rewards"] != 0].tolist() == [1.0, 1.0]
+    with pytest.raises(ConfigError, match="style='both'"):
+        session.export("both")  # type: ignore[arg-type]
+
+
+def test_an_agent_that_asked_for_nothing_has_nothing_to_reward_or_to_train_on() -> None:
+    session = AgentSession(Speaker([""], tokenizer_with()), tokenizer_with())
+    with pytest.raises(RolloutError, match="asked the model for nothing"):
+        session.set_last_reward(1)
+    with pytest.raises(RolloutError, match="nothing to train on"):
+        session.export()
+
+
+def test_a_client_that_leaves_aborts_its_turn_which_trains_only_when_asked() -> None:
+    tokenizer = tokenizer_with()
+    engine = Speaker(["abcdefghij"], tokenizer, latency=0.2)
+    session = AgentSession(engine, tokenizer)
+    body = {"model": "policy", "messages": [{"role": "user", "content": "?"}], "stream": True}
+
+    async def leave() -> None:
+        messages = session.chat(body).messages
+        async for message in messages:
+            if message["choices"][0]["delta"].get("content"):
+                break
+        await messages.aclose()
+
+    asyncio.run(leave())
+    [turn] = session.recording.turns
+    assert turn.is_aborted
+    assert 0 < len(turn.output_ids) < 11
+    with pytest.raises(RolloutError, match="nothing to train on"):
+        session.export()
+    assert trained(session.export(include_aborted=True)) == turn.output_ids
+    ask(session, body["messages"])  # type: ignore[arg-type]
+    session.set_last_reward(1)
+    assert len(session.export()) == 1
+
+
+def test_a_response_that_was_made_and_never_taken_does_not_count() -> None:
+    tokenizer = tokenizer_with()
+    session = AgentSession(Speaker(["x"], tokenizer), tokenizer)
+
+    async def drop() -> None:
+        messages = session.chat({"model": "policy", "messages": [{"role": "user", "content": "?"}]}).messages
+        await anext(messages)
+        await messages.aclose()
+
+    asyncio.run(drop())
+    assert [turn.is_aborted for turn in session.recording.turns] == [True]
+
+
+@settings(max_examples=30)
+@given(
+    text=st.text(min_size=1, max_size=12)
+    | st.sampled_from(["Hm <tool_call>", "a\n\n", "é🙂", "<tool_call>{}", "EN END"]),
+    has_tools=st.booleans(),
+)
+def test_what_a_stream_says_is_what_a_whole_response_says(text: str, has_tools: bool) -> None:
+    tokenizer = tokenizer_with(WITH_TOOLS)
+    options: dict[str, Any] = {"tools": [ADD]} if has_tools else {}
+    body = {"model": "policy", "messages": [{"role": "user", "content": "?"}], "stop": "END", **options}
+    calls = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' if has_tools else ""
+
+    async def parts(is_stream: bool) -> list[dict[str, Any]]:
+        session = AgentSession(Speaker([text + calls], tokenizer), tokenizer)
+        return [message async for message in session.chat({**body, "stream": is_stream}).messages]
+
+    [message] = [part["choices"][0]["message"] for part in asyncio.run(parts(False))]
+    deltas = [part["choices"][0]["delta"] for part in asyncio.run(parts(True))]
+    assert "".join(delta.get("content", "") for delta in deltas) == (message["content"] or "")
+    called = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call["function"] for call in called] == [call["function"] for call in message.get("tool_calls", [])]
+
+
+def test_raw_texts_are_continued_token_for_token_too() -> None:
+    tokenizer = tokenizer_with()
+    engine = Speaker(["one"], tokenizer)
+    session = AgentSession(engine, tokenizer)
+
+    async def complete(prompt: Any) -> str:
+        body = {"model": "policy", "prompt": prompt, "logprobs": 0}
+        [response] = [part async for part in session.completion(body).messages]
+        assert response["choices"][0]["logprobs"]["token_logprobs"] == [-1.0] * 4
+        return response["choices"][0]["text"]
+
+    assert asyncio.run(complete("say: ")) == "one"
+    asyncio.run(complete("say: one, more: "))
+    asyncio.run(complete([*engine.sequences[1], 5]))
+    first, second, third = session.recording.turns
+    assert (second.parent, third.parent) == (first, second)
+    assert engine.asked[1][0][: len(engine.sequences[0])] == engine.sequences[0]
+
+
+REFUSED = [
+    ({"model": "other"}, 404, "model", "the model 'other' does not exist; there is 'policy'"),
+    ({"model": None}, 400, "model", "no model"),
+    ({"messages": []}, 400, "messages", "not empty"),
+    ({"messages": [{"role": "user"}]}, 400, "messages[0].content", "expected a text"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages[0].role", "one of system"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].tool_call_id", "the id of the call"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        400,
+        "messages[0].content[0]",
+        "parts of type 'text'",
+    ),
+    ({"presence_penalty": 0.5}, 400, "presence_penalty", "supported: 0"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format", "'type': 'text'"),
+    ({"tool_choice": "required", "tools": [ADD]}, 400, "tool_choice", "'auto' or 'none'"),
+    ({"top_logprobs": 3, "logprobs": True}, 400, "top_logprobs", "not supported"),
+    ({"temprature": 0.5}, 400, "temprature", "'temprature' is not supported"),
+    ({"temperature": -1}, 400, "temperature", "temperature=-1"),
+    ({"temperature": "hot"}, 400, "temperature", "'hot'"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_completion_tokens", "which max_tokens says"),
+    ({"n": 0}, 400, "n", "from 1 to 128"),
+    ({"stream": "yes"}, 400, "stream", "true or false"),
+    ({"tools": [ADD]}, 400, "tools", "chat template leaves out 'add'"),
+    ({"max_tokens": 0}, 400, "max_tokens", "at least 1"),
+]
+
+
+@pytest.mark.parametrize(("change", "status", "param", "message"), REFUSED, ids=[str(case[0])[:40] for case in REFUSED])
+def test_what_cannot_be_honoured_is_refused_by_its_name(change: dict, status: int, param: str, message: str) -> None:
+    session = AgentSession(Speaker(["x"], tokenizer_with()), tokenizer_with())
+    body = {"model": "policy", "messages": [{"role": "user", "content": "?"}], **change}
+    with pytest.raises(ApiError) as refusal:
+        session.chat(body)
+    assert (refusal.value.status, refusal.value.param) == (status, param)
+    assert message in str(refusal.value)
+
+
+def test_a_parameter_at_its_value_for_off_is_accepted() -> None:
+    session = AgentSession(Speaker(["x"], tokenizer_with()), tokenizer_with())
+    off = {"presence_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"}, "user": "me", "seed": None}
+    assert ask(session, [{"role": "developer", "content": "?"}], **off)["choices"][0]["message"]["content"] == "x"
+
+
+def test_a_prompt_without_room_for_an_answer_is_too_long() -> None:
+    session = AgentSession(Speaker(["abc"], tokenizer_with()), tokenizer_with(), max_length=40)
+    with pytest.raises(ApiError, match="leaves no room") as refusal:
+        ask(session, [{"role": "user", "content": "x" * 100}])
+    assert refusal.value.code == "context_length_exceeded"
+    assert ask(session, [{"role": "user", "content": "x"}])["choices"][0]["finish_reason"] == "stop"
+
+
+def test_sampling_of_a_request_overrides_that_of_the_session() -> None:
+    asked: list[GenerationHyperparameters] = []
+    tokenizer = tokenizer_with()
+    engine = Speaker(["x"], tokenizer)
+    stream = engine.stream
+    engine.stream = lambda request: asked.append(request.gconfig) or stream(request)  # type: ignore[method-assign, func-returns-value]
+    session = AgentSession(engine, tokenizer, GenerationHyperparameters(greedy=True, min_new_tokens=9, top_p=0.9))
+    ask(session, [{"role": "user", "content": "?"}])
+    ask(
+        session, [{"role": "user", "content": "?"}], temperature=0.5, max_completion_tokens=4, stop="a", seed=3, top_k=2
+    )
+    assert asked[0] == GenerationHyperparameters(greedy=True, min_new_tokens=9, top_p=0.9)
+    assert asked[1] == GenerationHyperparameters(
+        temperature=0.5, top_p=0.9, max_new_tokens=4, min_new_tokens=4, stop=("a",), seed=3, top_k=2
+    )
