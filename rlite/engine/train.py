@@ -119,6 +119,8 @@ class RliteTrainEngine(Engine):
 
     def _validate(self, executor_size: int) -> None:
         ParallelDims.of(executor_size, executor_size, self.options.sp_size, self.options.tp_size)
+        if self.options.tp_size > 1:
+            self.module.check_parallel(self.options.tp_size)
         if self.options.use_liger_kernel:
             check_liger(self.module, current_session().device)
 
@@ -300,7 +302,9 @@ class RliteTrainEngine(Engine):
         self.group.broadcast("load", folder)
         self.weights = Weights.DEVICE
 
-    def save_state(self, path: str | Path, asynchronous: bool = False, **facts: Any) -> StateWriting:
+    def save_state(
+        self, path: str | Path, asynchronous: bool = False, kept: Mapping[str, Any] | None = None, **facts: Any
+    ) -> StateWriting:
         """Write a checkpoint to resume from: weights, optimizer, scheduler, gradients, random numbers of every rank.
 
         Whole or not at all: `path` is as it was until everything is written.
@@ -308,6 +312,7 @@ class RliteTrainEngine(Engine):
         Args:
             path: a folder on a file system that all workers and this process share.
             asynchronous: copy the state to host memory and write it while training goes on.
+            kept: what the program keeps besides: plain values and tensors; load_state returns it among the facts.
             facts: what JSON can hold; load_state returns it.
 
         Returns: what to wait for; there is nothing to wait for unless it is asynchronous.
@@ -318,7 +323,7 @@ class RliteTrainEngine(Engine):
         final = Path(path).absolute()
         try:
             folder = staging(final)
-            torch.save(random_state(), folder / DRIVER_STATE)
+            torch.save({"random": random_state(), "kept": dict(kept or {})}, folder / DRIVER_STATE)
         except (OSError, RuntimeError) as error:  # torch.save makes either of a full disk
             raise CheckpointError(f"{final}: could not be written: {error}") from error
         self._writing = StateWriting(final, self.group)
@@ -348,8 +353,9 @@ class RliteTrainEngine(Engine):
         self.weights = Weights.EMPTY  # until all of it is read
         self.group.broadcast("load_state", str(folder))
         self.weights = Weights.DEVICE
-        set_random_state(torch.load(folder / DRIVER_STATE, weights_only=True))
-        return facts
+        driver = torch.load(folder / DRIVER_STATE, weights_only=True)
+        set_random_state(driver["random"])
+        return {**facts, **driver["kept"]}
 
 
 class StateWriting:

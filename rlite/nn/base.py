@@ -54,6 +54,9 @@ class BaseTrainModule(nn.Module):
             "gradient_checkpointing=False"
         )
 
+    def check_parallel(self, size: int) -> None:
+        """Raise ConfigError if `parallelize` could not split the module over so many ranks, before any is started."""
+
     def parallelize(self, mesh: DeviceMesh) -> None:
         """Split the module, still on meta, over the ranks of a one-dimensional mesh (tensor parallel)."""
         raise ConfigError(f"{type(self).__name__} has no parallelize(mesh): define it, or build with tp_size=1")

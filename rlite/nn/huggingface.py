@@ -22,7 +22,7 @@ from rlite.nn.base import BaseTrainModule, CheckpointSource
 from rlite.nn.logprobs import logprobs_of
 from rlite.nn.meta import meta_parameters, real_tensors
 from rlite.parallel.context import ContextShare
-from rlite.parallel.tensor_training import parallelize
+from rlite.parallel.tensor_training import check_split, parallelize
 
 
 class HuggingFaceFsdp2TrainModule(BaseTrainModule):
@@ -81,6 +81,9 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         enable: Any = getattr(self, "activation_checkpointing_enable", None)  # its name since transformers 5.23
         enable = enable or self.gradient_checkpointing_enable
         enable({"use_reentrant": False, "context_fn": partial(recompute_alike, self.config)})
+
+    def check_parallel(self, size: int) -> None:
+        check_split(self, size)
 
     def parallelize(self, mesh: DeviceMesh) -> None:
         """By the model's own plan; see `rlite.parallel.tensor_training`."""

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
@@ -138,10 +137,10 @@ class LoraTrainModule(BaseTrainModule):
             return nn.init.kaiming_uniform_(torch.empty(shape, device="cpu"), math.sqrt(5), generator=generator)
         return super().missing_parameter(self._plain_name(name), shape)
 
-    def parallelize(self, mesh: DeviceMesh) -> None:
+    def check_parallel(self, size: int) -> None:
         if self.lora is not None:
-            raise ConfigError(f"adapters cannot be split over tp_size={mesh.size()} workers: build with tp_size=1")
-        super().parallelize(mesh)
+            raise ConfigError(f"adapters cannot be split over tp_size={size} workers: build with tp_size=1")
+        super().check_parallel(size)
 
     # -- on the way out ------------------------------------------------------------------------------------------
 

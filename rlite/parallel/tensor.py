@@ -7,6 +7,8 @@ split over the vocabulary besides. Blocks are contiguous, and uneven where a siz
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -19,8 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rlite.errors import ConfigError
 from rlite.parallel.shards import Box
 
-COLUMN = ("colwise", "colwise_gather_output", "colwise_rep")
-ROW = ("rowwise",)
+COLUMN, ROW = "colwise", "rowwise"
 
 
 def span(size: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -44,7 +45,8 @@ def check_heads(config: PreTrainedConfig, world_size: int) -> None:
 def split_linears(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:
     """The linear layers that the model's own plan splits by columns (its outputs) and by rows (its inputs), by name.
 
-    Raises: ConfigError if the model has no plan or one with a style that is not known here.
+    Raises: ConfigError if the model has no plan or one that is not known here: with another style, or of which a block
+        that mixes tokens has no part.
     """
     prefix = model.base_model_prefix + "."
     styles = {prefix + name: style for name, style in (model.config.base_model_tp_plan or {}).items()}
@@ -52,23 +54,39 @@ def split_linears(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], dict[st
         raise ConfigError(f"{model.config.model_type!r} has no tensor parallel plan; use one device for each copy")
     columns: dict[str, nn.Linear] = {}
     rows: dict[str, nn.Linear] = {}
-    for name, module in model.named_modules():
+    for name, module in (*model.named_modules(), *model.named_parameters()):
         style = next((s for pattern, s in styles.items() if fnmatch.fnmatchcase(name, pattern)), None)
         if style is None or style.startswith("replicated"):
             continue
-        if style not in COLUMN + ROW or not isinstance(module, nn.Linear):
+        if style not in (COLUMN, ROW) or not isinstance(module, nn.Linear):
             raise ConfigError(
                 f"{model.config.model_type!r} asks for {style!r} at {name!r}, which is not supported; "
                 "use one device for each copy"
             )
-        (columns if style in COLUMN else rows)[name] = module
+        (columns if style == COLUMN else rows)[name] = module
+    _check_blocks(model, columns, rows)
     return columns, rows
+
+
+def _check_blocks(model: PreTrainedModel, columns: Iterable[str], rows: Iterable[str]) -> None:
+    """Every attention is such a block, as is mostly the MLP: columns to begin with, and a row that adds up."""
+    entries = ", ".join(sorted(model.config.base_model_tp_plan or {}))
+    begins, ends = ([name.rpartition(".")[0] for name in names] for names in (columns, rows))
+    split = set(begins) & {block for block, count in Counter(ends).items() if count == 1}
+    # what mixes tokens knows its layer's number, for the cache
+    mixers = {name for name, module in model.named_modules() if hasattr(module, "layer_idx")}
+    layers = {name for name in mixers if any(block.startswith(f"{name}.") for block in split)}
+    if others := sorted((mixers - layers | {*begins, *ends}) - split):
+        raise ConfigError(
+            f"the tensor parallel plan of {model.config.model_type!r} ({entries}) does not split {others[0]!r} between "
+            "its columns and one row; use one device for each copy"
+        )
 
 
 class TensorParallelPlan:
     """How the parameters of one causal language model lie on the ranks of a group. The model may be on meta.
 
-    Raises: ConfigError if heads do not divide, or the model has no plan or one with a style that is not known here.
+    Raises: ConfigError if heads do not divide, or the model has no plan or one that is not known here.
     """
 
     def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup | None) -> None:

@@ -30,17 +30,31 @@ from rlite.parallel.collectives import gather, reduce_scatter, split, sum_backwa
 from rlite.parallel.tensor import check_heads, split_linears
 
 
+def check_split(model: PreTrainedModel, size: int) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:
+    """The linear layers that are split over so many ranks, by columns and by rows.
+
+    Raises: ConfigError if heads or layers do not divide, or the model has no plan or one that is not known here.
+    """
+    check_heads(model.config, size)
+    _layers(model)
+    columns, rows = split_linears(model)
+    for axis, linears in ((0, columns), (1, rows)):
+        for name, linear in linears.items():
+            if linear.weight.shape[axis] % size:
+                raise ConfigError(f"tensor parallel over {size} does not divide {name} {tuple(linear.weight.shape)}")
+    return columns, rows
+
+
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Split the model, which is on meta, over the ranks of a one-dimensional mesh, by the model's own plan.
 
     Embedding and head are split where their number of rows divides, and the embedding is torch's own; else they are
     whole on every rank.
 
-    Raises: ConfigError if heads do not divide, or the model has no plan or one that is not known here.
+    Raises: ConfigError as `check_split` does.
     """
-    check_heads(model.config, mesh.size())
+    columns, rows = check_split(model, mesh.size())
     group = mesh.get_group()
-    columns, rows = split_linears(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     vocabulary = [module for module in (embedding, head) if module is not None]
     is_plain = type(embedding) is nn.Embedding  # one that scales its output, say, keeps its own forward
@@ -49,9 +63,6 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
     axis = {parameter: 0 for module in (*columns.values(), *vocabulary) for parameter in module.parameters()}
     axis.update({row.weight: 1 for row in rows.values()})
-    for name, linear in (columns | rows).items():
-        if linear.weight.shape[axis[linear.weight]] % mesh.size():
-            raise ConfigError(f"tensor parallel over {mesh.size()} does not divide {name} {tuple(linear.weight.shape)}")
     _distribute(model, mesh, axis)
 
     layers = _layers(model)

@@ -16,6 +16,7 @@ from rlite.data.packs import pack
 from rlite.errors import ConfigError
 from rlite.nn.heads import HuggingFaceFsdp2ScoreModule, score_module
 from rlite.parallel.fsdp import local_tensor
+from rlite.trainer.policy import policy_module
 from rlite.trainer.preferences import DpoLoss, RewardModelLoss
 from tests.integration.modules import POLICIES, make_batch, next_token_logprobs, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
@@ -181,6 +182,48 @@ def test_sizes_that_do_not_multiply_are_refused_with_the_equation(build: Build) 
         build("qwen2", size=2, tp_size=2, sp_size=2)
     with pytest.raises(ConfigError, match="num_key_value_heads=2"):
         build("qwen2", size=4, tp_size=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "changes", "block"),
+    [
+        (
+            "youtu",
+            {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16},
+            {},
+            "attn",
+        ),
+        ("llama", {}, {"layers.*.self_attn.o_proj": None}, "attn"),
+        ("llama", {}, {"layers.*.mlp.down_proj": None}, "mlp"),
+        ("llama", {}, {"layers.*.self_attn.q_proj": "colwise_gather_output"}, "q_proj"),
+        ("llama", {}, {"layers.*.input_layernorm.weight": "colwise"}, "input_layernorm.weight"),
+    ],
+)
+def test_a_plan_that_is_not_understood_is_refused_before_any_process_starts(
+    tmp_path: Path, kind: Any, shape: dict[str, Any], changes: dict[str, Any], block: str
+) -> None:
+    module = policy_module(build_model_dir(tmp_path, kind, hidden=64, **shape))
+    plan = module.config.base_model_tp_plan | changes
+    module.config.base_model_tp_plan = {name: style for name, style in plan.items() if style}
+    engine = RliteTrainEngine(module)
+    with pytest.raises(ConfigError, match=rf"'{kind}'.*model\.layers\.0\..*{block}.*one device for each copy") as error:
+        engine.build(tensor_parallel_size=2, data_parallel_size=1, tp_size=2)
+    assert error.value.__cause__ is None, "not from a worker"
+    assert not engine.is_built
+
+
+def test_a_plan_without_the_mlp_leaves_it_whole(models: Any) -> None:
+    found = []
+    for tp_size in (1, 2):
+        module = on_meta(POLICIES["llama"], models["llama"])
+        plan = module.config.base_model_tp_plan
+        module.config.base_model_tp_plan = {name: style for name, style in plan.items() if "mlp" not in name}
+        engine = RliteTrainEngine(module)
+        engine.build(tensor_parallel_size=2, data_parallel_size=1, tp_size=tp_size, param_dtype="float64")
+        found.append(trained(engine)[0])
+        engine.release()
+    for name, tensor in found[1].items():
+        torch.testing.assert_close(tensor, found[0][name], atol=1e-9, rtol=0, msg=name)
 
 
 # -- heads and pairs ---------------------------------------------------------------------------------------------------
