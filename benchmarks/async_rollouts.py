@@ -2,11 +2,10 @@
 
     python -m benchmarks.async_rollouts
 
-Answers take log-normal times (sigma 1), a batch has 64, and the trainer takes the mean time of a synchronous batch. Run
-with the real collector and a scripted engine: synchronous; running ahead by one update with on_stale=wait; the same with
-on_stale=drop. Each is compared with a discrete-event simulation of the same ledger, in which nothing but answers and
-training takes time. Dropping favours short answers: the mean lengths dropped and kept are printed, of all and of those
-that a run with no bound would have seen.
+Answers take log-normal times (sigma 1), a batch has 64, and the trainer takes the mean time of a synchronous batch. It
+is run with the real collector and a scripted engine: synchronous; running ahead by one update with on_stale=wait; the
+same with on_stale=drop. Each is compared with a discrete-event simulation of the same ledger, in which nothing but
+answers and training takes time. Dropping favours short answers: the mean lengths kept and dropped are printed.
 """
 
 from __future__ import annotations
@@ -61,6 +60,8 @@ class Workload:
 
 
 class OneAnswer(RolloutWorkflow):
+    """Asks once."""
+
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
         gconfig = GenerationHyperparameters(max_new_tokens=1 << 20)
         response = await engine.agenerate(LLMRequest(input_ids=[1], gconfig=gconfig, metadata=data))

@@ -54,9 +54,9 @@ def ours(model: Path, scratch: Path, steps: int, threads: int) -> dict[str, Any]
     trainer = PpoTrainer(options, workflow, [{"input_ids": prompt} for prompt in prompts])
     trainer.start()
     wall, cpu, lengths = [], [], []
-    for items in trainer.batches():
+    while trainer.run.step < options.trainer.total_steps:
         started, cpu_started = time.perf_counter(), time.process_time()
-        batch = trainer.with_advantages(trainer.roll_out(items))
+        batch = trainer.with_advantages(trainer.rollouts.next_batch())
         trainer.update(batch)
         trainer.sync()
         wall.append(time.perf_counter() - started)

@@ -91,9 +91,14 @@ class Checkpoints:
             raise DamagedCheckpointError(f"{error}; {remedy}") from error
 
     def save(
-        self, step: int, engine: RliteTrainEngine, beside: Mapping[str, RliteTrainEngine], facts: Mapping[str, Any]
+        self,
+        step: int,
+        engine: RliteTrainEngine,
+        beside: Mapping[str, RliteTrainEngine],
+        facts: Mapping[str, Any],
+        kept: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write one for `step`, and delete old ones when it is there.
+        """Write one for `step`, with facts that JSON can hold and what is `kept` besides; delete old ones.
 
         Raises: CheckpointError, of this one or of the one before.
         """
@@ -103,13 +108,21 @@ class Checkpoints:
         for name, other in beside.items():
             in_order = other.group.handles[0].process == engine.group.handles[0].process  # one after the other
             self._write(other, _beside(path, name), self._is_asynchronous and in_order, {})
-        self._write(engine, path, self._is_asynchronous, {"step": step, "beside": [*beside], **facts})
+        own = {"step": step, "beside": [*beside], **facts}
+        self._write(engine, path, self._is_asynchronous, own, kept)
         self._newest = step
         if not self._is_asynchronous:
             self.finish()
 
-    def _write(self, engine: RliteTrainEngine, path: Path, asynchronous: bool, facts: Mapping[str, Any]) -> None:
-        self._under_way.append(engine.save_state(path, asynchronous, **facts))
+    def _write(
+        self,
+        engine: RliteTrainEngine,
+        path: Path,
+        asynchronous: bool,
+        facts: Mapping[str, Any],
+        kept: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._under_way.append(engine.save_state(path, asynchronous, kept, **facts))
 
     def look(self) -> None:
         """Take notice of what was written meanwhile, without waiting. Raises: CheckpointError if it could not be."""

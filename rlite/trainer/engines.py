@@ -1,4 +1,5 @@
-"""The engines of a reinforcement-learning trainer on the same devices, taking turns where memory asks for it."""
+"""The engines of a reinforcement-learning trainer: on the same devices, taking turns where memory asks for it, or
+apart, where rollouts run ahead of training."""
 
 from __future__ import annotations
 
@@ -18,14 +19,15 @@ from rlite.errors import ConfigError
 from rlite.rollout.options import CollectorOptions
 from rlite.trainer.options import ModelOptions
 from rlite.trainer.policy import critic_module, policy_module
-from rlite.trainer.ppo_options import PpoConfig
+from rlite.trainer.ppo_options import PpoConfig, RolloutOptions
 
 
 class Engines:
-    """Actor, rollout engine, and where the algorithm has them a critic and a reference, on the same devices.
+    """Actor, rollout engine, and where the algorithm has them a critic and a reference.
 
-    Those that take turns are on the device one at a time: `bring` one, and the one before leaves. The rollout engine
-    leaves without its weights, which the next `sync` writes; the others to host memory.
+    All are on all devices, unless rollouts run ahead: then the rollout engine has devices of its own, and the others
+    share the rest. Those that take turns are on the device one at a time: `bring` one, and the one before leaves. The
+    rollout engine leaves without its weights, which the next `sync` writes; the others to host memory.
     """
 
     def __init__(self, options: PpoConfig) -> None:
@@ -46,20 +48,20 @@ class Engines:
             self.reference = RliteTrainEngine(policy_module(options.ref_actor.as_model(actor).model_name))
 
     def build(self) -> None:
-        """Place all of them on all devices. Raises: ConfigError if the sizes do not divide the world."""
+        """Place them. Raises: ConfigError if the sizes do not divide the devices, or there are too few."""
         session, options = rlite.current_session(), self._options
-        world, rollout, actor = len(session.devices), options.rollout, options.actor
-        if world % rollout.tp_size:
-            raise ConfigError(f"rollout.tp_size={rollout.tp_size} does not divide the world of {world} devices")
+        rollout, actor = options.rollout, options.actor
+        num_training, num_generating = divide_devices(len(session.devices), rollout)
         train_engines: list[tuple[RliteTrainEngine | None, ModelOptions, bool | None]] = [
             (self.actor, actor, actor.offload_model),
             (self.critic, options.critic.as_model(actor), options.critic.offload_model),
             (self.reference, options.ref_actor.as_model(actor), options.ref_actor.offload_model),
         ]
-        build_options = [model.build_options(world, options.trainer.seed) for _, model, _ in train_engines]
+        build_options = [model.build_options(num_training, options.trainer.seed) for _, model, _ in train_engines]
         own_options: dict[str, Any] = {"deterministic": True} if rollout.deterministic else {}
         self.rollout.build(
             tensor_parallel_size=rollout.tp_size,
+            data_parallel_size=num_generating // rollout.tp_size,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             max_num_seqs=rollout.max_num_seqs,
             max_model_len=rollout.max_model_len,
@@ -67,16 +69,26 @@ class Engines:
             seed=options.trainer.seed,
             **own_options,
         )
-        if rollout.deterministic:
-            self.rollout.rollout_options = CollectorOptions(seed=options.trainer.seed)
+        self.rollout.rollout_options = CollectorOptions(
+            max_concurrent_rollouts=rollout.max_concurrent_rollouts,
+            max_head_offpolicyness=rollout.max_head_offpolicyness,
+            on_stale=rollout.on_stale,
+            seed=options.trainer.seed if rollout.deterministic else None,
+        )
         default = session.device == "cuda" if actor.offload_model is None else actor.offload_model
-        self._takes_turns = {self.rollout: default}
-        self._resident = self.rollout if default else None
+        self._is_apart = rollout.max_head_offpolicyness > 0
+        self._takes_turns = {self.rollout: default and not self._is_apart}
+        self._resident = self.rollout if self._takes_turns[self.rollout] else None
         for (engine, _, offload), keywords in zip(train_engines, build_options, strict=True):
             if engine is not None:
                 own = untrained(keywords, session.device) if engine is self.reference else keywords
-                engine.build(**own, colocate_with=self.rollout)
+                shared = None if self._is_apart and engine is self.actor else self._sharing()
+                engine.build(**own, colocate_with=shared)
                 self._takes_turns[engine] = default if offload is None else offload
+
+    def _sharing(self) -> Engine:
+        """Whose devices a model beside the actor is on."""
+        return self.actor if self._is_apart else self.rollout
 
     @property
     def beside(self) -> dict[str, RliteTrainEngine]:
@@ -114,16 +126,19 @@ class Engines:
             engine.cuda()
         yield
         for engine in trained:
-            engine.cpu()
+            if engine is not self._resident:
+                engine.cpu()
         if self._resident is self.rollout:
             self.rollout.cuda()
 
     def sync(self) -> SyncReport:
         """Write the actor's weights into the rollout engine, and give it the devices."""
-        if not self._takes_turns[self.rollout]:
-            self._leave()
-            return self.actor.p2p_weight_sync(self.rollout)
         self.bring(self.actor)
+        if not self._takes_turns[self.rollout]:
+            report = self.actor.p2p_weight_sync(self.rollout)
+            if not self._is_apart:
+                self._leave()
+            return report
         self.rollout.cuda("weights")
         report = self.actor.p2p_weight_sync(self.rollout)
         self.actor.cpu()
@@ -138,6 +153,25 @@ def untrained(build_options: Mapping[str, Any], device: str) -> dict[str, Any]:
     Master weights in float32 are for the small steps of an optimizer; without any they are bits that nothing reads.
     """
     return {**build_options, "param_dtype": "bfloat16" if device == "cuda" else "float32"}
+
+
+def divide_devices(world: int, rollout: RolloutOptions) -> tuple[int, int]:
+    """Devices that train, and devices that generate: all of them both, or apart where rollouts run ahead.
+
+    Raises: ConfigError if they cannot be divided so.
+    """
+    generating = world
+    if rollout.max_head_offpolicyness:
+        generating = rollout.num_devices or max(world // 2 // rollout.tp_size, 1) * rollout.tp_size
+        if not 0 < generating < world:
+            raise ConfigError(
+                f"rollout.max_head_offpolicyness={rollout.max_head_offpolicyness}: rollouts that run beside training "
+                f"need devices of their own, {generating} of them, and there are {world} in all. Give more "
+                "(num_devices=2 launcher=ray), or let them take turns (rollout.max_head_offpolicyness=0)"
+            )
+    if generating % rollout.tp_size:
+        raise ConfigError(f"rollout.tp_size={rollout.tp_size} does not divide {generating} devices for generation")
+    return world if generating == world else world - generating, generating
 
 
 def init_devices(launcher: Literal["inprocess", "torchrun", "ray"] | None, num_devices: int | None) -> None:

@@ -48,3 +48,8 @@ def varied_groups(batch: TensorDict) -> Tensor:
     rewards, groups = batch["rewards"][first], batch["group_ids"][first]
     found = [int(group) for group in groups.unique() if len(rewards[groups == group].unique()) > 1]
     return torch.tensor(found, dtype=torch.int64)
+
+
+def is_varied(group: TensorDict) -> bool:
+    """Whether the trajectories of one group have different rewards."""
+    return len(group["rewards"][first_rows(group)].unique()) > 1

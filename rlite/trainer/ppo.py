@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +29,10 @@ from rlite.rollout.batch import first_rows, trajectory_index
 from rlite.trainer.credit import Credit
 from rlite.trainer.critic import find_critic
 from rlite.trainer.engines import Engines, init_devices
-from rlite.trainer.filtering import replace_uniform_groups
 from rlite.trainer.policy import OwnLogprobs, PolicyLoss
 from rlite.trainer.ppo_options import PpoConfig, SamplingOptions
 from rlite.trainer.reference import find_reference
+from rlite.trainer.rollouts import find_rollouts
 from rlite.trainer.run import TrainingRun, step_metrics
 from rlite.trainer.supervised import load_tokenizer, serve_if_worker
 from rlite.trainer.usage import usage_metrics
@@ -89,14 +89,15 @@ class PpoTrainer:
         self.engines = Engines(options)
         self.critic = find_critic(options, self.engines)
         self.reference = find_reference(options, self.engines)
+        self.rollouts = find_rollouts(options, self.engines, workflow, self.prompts)
 
     def fit(self) -> dict[str, float]:
         """Train to the last step; returns the last metrics."""
         self.start()
         metrics: dict[str, float] = {}
-        for items in self.batches():
+        while self.run.step < self.options.trainer.total_steps:
             with stats_tracker.record_timing("step"):
-                batch = self.roll_out(items)
+                batch = self.rollouts.next_batch()
                 batch = self.reference.with_logprobs(batch)
                 batch = self.critic.with_values(batch)
                 batch = self.with_old_logprobs(batch)
@@ -119,30 +120,11 @@ class PpoTrainer:
             self.prompts.load_state_dict(facts["prompts"])
             self.sync()
             self.engines.rollout.set_version(self.run.step)
+            self.rollouts.load_state_dict(facts["rollouts"])
         self.run.open()
         self.run.console.report("rlite ppo", batch_plan(self.options, self.engines))
         if self.run.step == 0 and self.test_rows:
             self.run.log(self.evaluate())
-
-    def batches(self) -> Iterator[list[Mapping[str, Any]]]:
-        """Prompts for each step that is left."""
-        while self.run.step < self.options.trainer.total_steps:
-            yield self.prompts.next()
-
-    @stats_tracker.record_timing("rollout")
-    def roll_out(self, items: Sequence[Mapping[str, Any]]) -> TensorDict:
-        """Generate and reward a batch: each prompt's responses side by side."""
-        rollout, group_size = self.options.rollout, self.options.train_data.responses_per_prompt
-
-        def generate(items: Sequence[Mapping[str, Any]]) -> TensorDict:
-            return self.engines.rollout.rollout_batch(items, self.workflow, group_size=group_size)
-
-        batch = generate(items)
-        if group_size == 1 or not rollout.dynamic_filtering:
-            return batch
-        return replace_uniform_groups(
-            batch, len(items), lambda count: generate(self.prompts.next(count)), rollout.max_refills
-        )
 
     def with_old_logprobs(self, batch: TensorDict) -> TensorDict:
         """Add `old_logprobs` [N, L], each token's before this batch's updates, where something is measured from it."""
@@ -206,7 +188,8 @@ class PpoTrainer:
             )
         if self.run.is_due(self.options.trainer.save_freq):
             with self.engines.trained_on_device():
-                self.run.save(self.engines.actor, self.engines.beside, prompts=self.prompts.state_dict())
+                kept = {"rollouts": self.rollouts.state_dict()}
+                self.run.save(self.engines.actor, self.engines.beside, kept, prompts=self.prompts.state_dict())
         return metrics
 
     def _sample_rollouts(self, batch: TensorDict, count: int = 4) -> None:
@@ -241,10 +224,18 @@ def batch_plan(options: PpoConfig, engines: Engines) -> dict[str, str]:
         "update": f"{actor.update_per_rollout} optimizer step(s) of {per_update} sequences: {per_update // ranks} on "
         f"each of {ranks} data rank(s), in packs of at most {actor.max_length_per_device * dims.num_peers} tokens",
         "rollout": f"{len(engines.rollout.executors)} replica(s) of {rollout.tp_size} device(s), executor "
-        f"{rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each",
+        f"{rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each, {_pace(options)}",
         "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, {credit_plan(options)}",
         "run": f"{trainer.total_steps} steps, checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
     }
+
+
+def _pace(options: PpoConfig) -> str:
+    """How rollouts and updates follow each other, in words."""
+    ahead = options.rollout.max_head_offpolicyness
+    if not ahead:
+        return "in turns with training"
+    return f"beside training, at most {ahead} update(s) ahead (too old: {options.rollout.on_stale})"
 
 
 def credit_plan(options: PpoConfig) -> str:

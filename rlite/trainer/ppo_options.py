@@ -12,6 +12,7 @@ from rlite.algorithms.kl import KLEstimator
 from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 from rlite.nn.liger import check_liger_installed
 from rlite.nn.lora import LoraOptions
+from rlite.rollout.staleness import OnStale
 from rlite.trainer.options import LaunchOptions, ModelOptions
 from rlite.trainer.policy import AvgLevel
 from rlite.trainer.run import TrainerOptions
@@ -255,6 +256,17 @@ class RolloutOptions:
     """longest prompt and response together"""
     deterministic: bool = False
     """the same tokens and log-probabilities, bit by bit, after a resume as without it; executor torch alone, slower"""
+    max_head_offpolicyness: int = 0
+    """weight updates that may happen between the start of a rollout and its use. 0: rollouts and training take turns on
+    all devices; more: they overlap, on devices of their own, and the loss corrects for the difference (tis_coef, or
+    policy_loss.name=decoupled_ppo)"""
+    num_devices: int | None = None
+    """devices that only generate, where rollouts run ahead; default: half of them"""
+    max_concurrent_rollouts: int | None = None
+    """prompts under way at the same time, where rollouts run ahead; default: prompts_per_rollout"""
+    on_stale: OnStale = "wait"
+    """rollouts that would get too old: "wait" holds the next batch for them; "drop" drops them, in favour of short
+    answers"""
     env_path: str | None = None
     """Python file with `async step(state, action, extra_info)`; it returns the keys `rlite.rollout.env.STEP_KEYS`"""
     env_timeout: float = 60.0
@@ -271,6 +283,20 @@ class RolloutOptions:
     """sampling for training"""
     test_sampling_params: EvaluationSamplingOptions = field(default_factory=EvaluationSamplingOptions)
     """sampling for evaluation"""
+
+    def __post_init__(self) -> None:
+        if self.max_head_offpolicyness < 0:
+            raise ConfigError(f"rollout.max_head_offpolicyness={self.max_head_offpolicyness}: expected at least 0")
+        if self.max_head_offpolicyness and self.deterministic:
+            raise ConfigError(
+                "rollout.deterministic=true promises the same bits again, which rollouts that run ahead of training "
+                f"(rollout.max_head_offpolicyness={self.max_head_offpolicyness}) cannot keep; choose one of them"
+            )
+        if self.num_devices is not None and not self.max_head_offpolicyness:
+            raise ConfigError(
+                f"rollout.num_devices={self.num_devices}: without rollout.max_head_offpolicyness generation and "
+                "training take turns on all devices; set both or neither"
+            )
 
     @property
     def evaluation_sampling(self) -> SamplingOptions:

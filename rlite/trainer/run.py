@@ -138,13 +138,22 @@ class TrainingRun:
         """Whether something that happens every so many steps, and at the end, happens now."""
         return self.step % every == 0 or self.step == self.total_steps
 
-    def save(self, engine: RliteTrainEngine, beside: Mapping[str, RliteTrainEngine] = NO_ENGINES, **facts: Any) -> None:
-        """Write latest/ for others (of those `beside` the engine NAME_latest/), and state/step-N to resume from."""
+    def save(
+        self,
+        engine: RliteTrainEngine,
+        beside: Mapping[str, RliteTrainEngine] = NO_ENGINES,
+        kept: Mapping[str, Any] | None = None,
+        **facts: Any,
+    ) -> None:
+        """Write latest/ for others (of those `beside` the engine NAME_latest/), and state/step-N to resume from.
+
+        `restore` returns the facts, which JSON can hold, and what is `kept` besides: plain values and tensors.
+        """
         # in this order: a run that is killed in between makes these steps again, and then both
         for name, other in beside.items():
             other.save(self.folder / f"{name}_latest")
         engine.save(self.folder / "latest")
-        self._checkpoints.save(self.step, engine, beside, {"best": self._best, **facts})
+        self._checkpoints.save(self.step, engine, beside, {"best": self._best, **facts}, kept)
 
     def save_best(self, engine: RliteTrainEngine, metrics: Mapping[str, float]) -> None:
         """Write best/ if this evaluation is the best so far. Raises: ConfigError if it does not know best_metric."""

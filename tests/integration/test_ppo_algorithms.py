@@ -142,7 +142,7 @@ def test_a_kl_in_the_loss_holds_the_policy_where_it_was(model, tmp_path):
 def test_prompts_that_teach_nothing_are_replaced(model, tmp_path):
     run = trainer(model, tmp_path / "run", 1, reward='float("+1" in state)', rollout={"max_refills": 2})
     run.start()
-    batch = run.roll_out(run.prompts.next())
+    batch = run.rollouts.next_batch()
     assert run.prompts.position == 4 + 4 + 4, "all groups are uniform, each round asks for all"
     assert len(batch["group_ids"].unique()) == 4
     assert len(batch) == 16

@@ -1,0 +1,127 @@
+"""Where the batches of a reinforcement-learning trainer come from: made when asked for, or running ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from tensordict import TensorDict
+
+from rlite.data.prompts import PromptStream
+from rlite.observability import stats_tracker
+from rlite.rollout import RolloutWorkflow
+from rlite.trainer.engines import Engines
+from rlite.trainer.filtering import is_varied, replace_uniform_groups
+from rlite.trainer.ppo_options import PpoConfig
+
+
+class AnyRollouts(Protocol):
+    """What the trainer's loop asks for."""
+
+    def next_batch(self) -> TensorDict: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class SynchronousRollouts:
+    """Each batch is made by the current policy, while nothing is trained."""
+
+    def __init__(self, options: PpoConfig, engines: Engines, workflow: RolloutWorkflow, prompts: PromptStream) -> None:
+        self._options, self._engines, self._workflow, self._prompts = options, engines, workflow, prompts
+
+    @stats_tracker.record_timing("rollout")
+    def next_batch(self) -> TensorDict:
+        """Generate and reward a batch: each prompt's responses side by side."""
+        group_size = self._options.train_data.responses_per_prompt
+
+        def generate(items: Sequence[Mapping[str, Any]]) -> TensorDict:
+            return self._engines.rollout.rollout_batch(items, self._workflow, group_size=group_size)
+
+        items = self._prompts.next()
+        batch = generate(items)
+        if group_size == 1 or not self._options.rollout.dynamic_filtering:
+            return batch
+        return replace_uniform_groups(
+            batch, len(items), lambda count: generate(self._prompts.next(count)), self._options.rollout.max_refills
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is under way between two steps."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Prompts that were under way when a run that ran ahead was stopped are dealt again by its stream alone."""
+
+
+class RolloutsAhead:
+    """Prompts are answered while earlier batches are trained on, `rollout.max_head_offpolicyness` updates ahead."""
+
+    def __init__(self, options: PpoConfig, engines: Engines, workflow: RolloutWorkflow, prompts: PromptStream) -> None:
+        self._options, self._engines, self._workflow = options, engines, workflow
+        self._batches = _Batches(prompts)
+        group_size = options.train_data.responses_per_prompt
+        budget = options.rollout.max_refills * options.train_data.prompts_per_rollout
+        has_filter = options.rollout.dynamic_filtering and group_size > 1
+        self._filter = VariedGroups(budget) if has_filter else None
+
+    @stats_tracker.record_timing("rollout")
+    def next_batch(self) -> TensorDict:
+        """The oldest groups that are ready; waits for them."""
+        batch = self._engines.rollout.prepare_batch(
+            self._batches,
+            self._workflow,
+            should_accept=self._filter,
+            group_size=self._options.train_data.responses_per_prompt,
+        )
+        if self._filter is not None:
+            stats_tracker.scalar(num_filtered=self._filter.next_batch())
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Groups that run ahead, finished or not."""
+        return self._engines.rollout.collector.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with them."""
+        if state:
+            self._engines.rollout.collector.load_state_dict(state, self._workflow, self._filter)
+
+
+class VariedGroups:
+    """Accepts groups from which something can be learnt, and all of them when so many in one batch were refused."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._num_refused = 0
+
+    def __call__(self, group: TensorDict) -> bool:
+        if is_varied(group) or self._num_refused >= self._budget:
+            return True
+        self._num_refused += 1
+        return False
+
+    def next_batch(self) -> int:
+        """Begin with a new budget; returns how many were refused."""
+        refused, self._num_refused = self._num_refused, 0
+        return refused
+
+
+class _Batches:
+    """A prompt stream as a loader."""
+
+    def __init__(self, prompts: PromptStream) -> None:
+        self._prompts = prompts
+
+    def __iter__(self) -> Iterator[list[Mapping[str, Any]]]:
+        while True:
+            yield self._prompts.next()
+
+
+def find_rollouts(
+    options: PpoConfig, engines: Engines, workflow: RolloutWorkflow, prompts: PromptStream
+) -> AnyRollouts:
+    """Ahead if `rollout.max_head_offpolicyness` allows it."""
+    kind = RolloutsAhead if options.rollout.max_head_offpolicyness else SynchronousRollouts
+    return kind(options, engines, workflow, prompts)
