@@ -1,6 +1,6 @@
 """Tokens per second, MFU and peak memory of training a Qwen3-0.6B shape on one GPU, by SFT and by PPO's policy loss.
 
-    make gpu-check                                        the GPU tests, then this
+    make gpu-check                                        the GPU tests, then this, without and with Liger's kernels
     .venv/bin/python -m benchmarks.gpu_training [--packs 4] [--steps 8] [--gradient-checkpointing] [--offload-optimizer]
     .venv/bin/python -m benchmarks.gpu_training --device cpu --shape tiny --out FOLDER     the same code, without a GPU
 
@@ -8,7 +8,8 @@ The model is made in code with random weights and trained through `RliteTrainEng
 master weights, AdamW. A step takes `--packs` packs, each one sequence: 8,192 tokens for SFT, which learns all of them,
 and 16,384 for RL, whose first sixteenth is the prompt. (The MFU of the figures to beat is that of such packs at their
 tokens per second: a causal mask, and one sequence in each.) Seconds are the median of whole steps, optimizer included.
-The results go to `training-SHAPE-HARDWARE.json` in the folder `--out`. Where memory runs out, recompute activations.
+The results go to `training-SHAPE-HARDWARE.json` in the folder `--out` (with Liger's kernels: `...-liger.json`). Where
+memory runs out, recompute activations.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ def main(argv: Sequence[str]) -> Path:
         finally:
             rlite.shutdown()
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"training-{args.shape}-{re.sub(r'[^a-z0-9]+', '-', hardware.lower())}.json"
+    kernels = "-liger" if args.use_liger_kernel else ""
+    path = args.out / f"training-{args.shape}-{re.sub(r'[^a-z0-9]+', '-', hardware.lower())}{kernels}.json"
     record = {
         "hardware": hardware,
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""Training on a GPU: packed attention, bfloat16, where memory goes, and weights on their way to a served model."""
+"""Training on a GPU: bfloat16, where memory goes, Liger's kernels, and weights on their way to a served model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.cluster.group import apply_on_processes
 from rlite.engine.base import Engine
-from rlite.nn.attention import PackedLayout, packed_attention
 from rlite.trainer.policy import OptimizerOptions, policy_module
 from tests.integration.modules import make_batch, num_counted, token_loss
 from tests.tiny import build_model_dir
@@ -60,27 +58,6 @@ def on_worker(engine: Engine, function: Callable[[Any], Any]) -> Any:
 def losses(engine: RliteTrainEngine, steps: int, seed: int = 0) -> list[float]:
     batch = make_batch(LENGTHS, seed)
     return [engine.train_batch(batch, token_loss, num_counted)["loss"] for _ in range(steps)]
-
-
-@pytest.mark.parametrize("num_keys", [4, 2])
-def test_packed_attention_is_that_of_each_sequence_alone(num_keys: int) -> None:
-    torch.manual_seed(0)
-    ends = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0)
-    q, k, v = (
-        torch.randn(1, heads, sum(LENGTHS), 64, device="cuda", requires_grad=True) for heads in (4, num_keys, num_keys)
-    )
-    layout = PackedLayout(ends, max(LENGTHS))
-    packed, _ = packed_attention(None, q.bfloat16(), k.bfloat16(), v.bfloat16(), None, packed_layout=layout)
-    alone = [
-        F.scaled_dot_product_attention(*sequence, is_causal=True, enable_gqa=True).transpose(1, 2)
-        for sequence in zip(*(x.split(LENGTHS, dim=2) for x in (q, k, v)), strict=True)
-    ]
-    expected = torch.cat(alone, dim=1)
-    torch.testing.assert_close(packed.float(), expected, atol=0.03, rtol=0.03)
-    weights = torch.randn_like(expected)
-    found = torch.autograd.grad((packed.float() * weights).sum(), (q, k, v))
-    for gradient, exact in zip(found, torch.autograd.grad((expected * weights).sum(), (q, k, v)), strict=True):
-        assert (gradient - exact).norm() < 0.02 * exact.norm()
 
 
 def test_bfloat16_with_float32_masters_learns_as_float32_does(build: Build) -> None:
