@@ -160,6 +160,9 @@ class SequenceRequest:
     input_ids: list[int]
     gconfig: GenerationHyperparameters
     seed: int
+    output_ids: list[int] = field(default_factory=list)
+    """what another worker has made of the completion before it was lost: this one goes on after it, and reports what it
+    adds; limits and stop strings count from the completion's beginning"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,11 @@
 submit ──> waiting ──> all answered ──────────────> results, in rank order
               │
               ├── a worker raised ── peers end within the grace ──> its exception; the group goes on
-              │          └── peers are stuck in a collective ─────> its exception; their groups are stopped
-              ├── a worker died ──────────────────────────────────> WorkerDied; its group is stopped
+              │          └── peers are stuck in a collective ─────> its exception; their replicas are stopped
+              ├── a worker died ──────────────────────────────────> WorkerDied; its replica is stopped
               └── time is up ─────────────────────────────────────> CallTimeout that names the late ranks
+
+A replica is what lives and dies together. Unless its owner says otherwise (`divide`) a group is one replica.
 """
 
 from __future__ import annotations
@@ -69,6 +71,11 @@ class WorkerGroup:
         self.order = order or threading.RLock()
         """held while one call is submitted to several workers, so that all see calls in the same order"""
         self.failure: RliteError | None = None
+        """why no worker serves any more"""
+        self.losses: dict[int, RliteError] = {}
+        """why a replica serves no more, by its number"""
+        self.replica_size = len(self.handles)
+        self._losing = threading.Lock()
         self._stopped = False
 
     def __len__(self) -> int:
@@ -76,6 +83,15 @@ class WorkerGroup:
 
     def key(self, rank: int) -> WorkerKey:
         return (self.name, rank)
+
+    def divide(self, replica_size: int) -> None:
+        """Let so many neighbouring ranks be a replica: it has no collective with others, and they survive it."""
+        self.replica_size = replica_size
+
+    def replica_of(self, rank: int) -> range:
+        """The ranks that live and die with this one."""
+        first = rank - rank % self.replica_size
+        return range(first, first + self.replica_size)
 
     def describe(self, rank: int) -> str:
         return worker_name(self.name, rank, self.devices[rank])
@@ -96,7 +112,7 @@ class WorkerGroup:
 
     def submit(self, rank: int, method: str, args: tuple = (), kwargs: dict | None = None) -> Future[Outcome]:
         """Start one call on one worker. Calls on a worker run one at a time, in the order they were submitted."""
-        self.check()
+        self.check([rank])
         return self.handles[rank].call(self.key(rank), method, args, kwargs or {})
 
     def call(
@@ -108,6 +124,7 @@ class WorkerGroup:
     ) -> list[Any]:
         """Call `method` on `ranks` (default all), each with its own arguments, and wait for all results."""
         ranks = range(len(self)) if ranks is None else ranks
+        self.check(ranks)  # before the first of them is called
         with self.order:
             futures = {rank: self.submit(rank, method, *call) for rank, call in zip(ranks, calls, strict=True)}
         return self.gather(futures, what=method, timeout=timeout)
@@ -121,15 +138,25 @@ class WorkerGroup:
         calls = [PendingCall(self, rank, future) for rank, future in futures.items()]
         return collect(calls, what, self.call_timeout if timeout is None else timeout)
 
-    def fail(self, error: RliteError) -> None:
-        """Stop the group; every later call raises this error."""
-        self.failure = error
-        self.stop()
-
-    def check(self) -> None:
-        """Raise if the group cannot serve calls any more."""
+    def lose(self, ranks: Iterable[int], error: RliteError) -> None:
+        """Stop the replicas of these ranks; calls on them raise this error. With the last one the group has failed."""
+        with self._losing:
+            lost = {rank // self.replica_size for rank in ranks} - self.losses.keys()
+            self.losses |= dict.fromkeys(lost, error)
+            if self.failure is None and len(self.losses) * self.replica_size == len(self):
+                self.failure = _of_all(error, self.losses.values())
         if self.failure is not None:
-            raise type(self.failure)(*self.failure.args)
+            self.stop()
+            return
+        for replica in lost:
+            self._stop(self.replica_of(replica * self.replica_size))
+
+    def check(self, ranks: Iterable[int] = ()) -> None:
+        """Raise if the group cannot serve calls any more, or if one of these ranks cannot."""
+        lost = [self.losses[rank // self.replica_size] for rank in ranks if rank // self.replica_size in self.losses]
+        for failure in (self.failure, *lost):
+            if failure is not None:
+                raise type(failure)(*failure.args)
         if self._stopped:
             raise WorkerError(f"{self.name} was released; build the engine again")
 
@@ -138,9 +165,23 @@ class WorkerGroup:
         if self._stopped:
             return
         self._stopped = True
-        for rank, handle in enumerate(self.handles):
+        self._stop(range(len(self)))
+
+    def _stop(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
             with contextlib.suppress(RliteError):  # a worker that is already gone needs no stopping
-                handle.stop(self.key(rank))
+                self.handles[rank].stop(self.key(rank))
+
+
+def _of_all(last: RliteError, losses: Iterable[RliteError]) -> RliteError:
+    """The loss that was one too many; if it is a death it names those who died before, too."""
+    dead = dict.fromkeys(name for loss in losses if isinstance(loss, WorkerDied) for name in loss.workers)
+    before = [name for name in dead if isinstance(last, WorkerDied) and name not in last.workers]
+    return WorkerDied(f"{last} Gone before it: {'; '.join(before)}.", tuple(dead)) if before else last
+
+
+Replica = tuple[WorkerGroup, int]
+"""a replica of a group, by its number"""
 
 
 @dataclass(frozen=True)
@@ -155,6 +196,11 @@ class PendingCall:
     def name(self) -> str:
         return self.group.describe(self.rank)
 
+    @property
+    def replica(self) -> Replica:
+        """What lives and dies together with this worker."""
+        return self.group, self.rank // self.group.replica_size
+
 
 def collect(calls: Sequence[PendingCall], what: str, timeout: float) -> list[Any]:
     """Wait for calls on workers of one or more groups; their results, in order. See the module's drawing.
@@ -162,8 +208,9 @@ def collect(calls: Sequence[PendingCall], what: str, timeout: float) -> list[Any
     Raises: the first remote exception, with its type; WorkerDied; CallTimeout naming the workers that are late.
     """
     deadline = time.monotonic() + timeout
-    groups = dict.fromkeys(call.group for call in calls)
-    deaths = {(group, rank): handle.death for group in groups for rank, handle in enumerate(group.handles)}
+    called = dict.fromkeys((call.group, rank) for call in calls for rank in call.group.replica_of(call.rank))
+    deaths = {(group, rank): group.handles[rank].death for group, rank in called}
+    has_collective = len({call.group for call in calls}) > 1  # of several replicas
     pending = list(calls)
     while pending:
         left = max(deadline - time.monotonic(), 0)
@@ -173,14 +220,16 @@ def collect(calls: Sequence[PendingCall], what: str, timeout: float) -> list[Any
         for call in pending:
             (done if call.answer.done() else waiting).append(call)
         pending = waiting
-        _raise_deaths(deaths, done, pending, what)
+        _raise_deaths(deaths, done, pending, what, has_collective)
         for call in done:
             if (error := call.answer.exception()) is not None:
                 raise error
             if call.answer.result().error is not None:
-                wait([peer.answer for peer in pending], timeout=PEER_GRACE_S)
-                _raise_deaths(deaths, pending, pending, what)  # then the death is the cause of the error
-                _stop_stuck(pending, f"{what} raised on {call.name}")
+                peers = [peer for peer in pending if has_collective or peer.replica == call.replica]
+                wait([peer.answer for peer in peers], timeout=PEER_GRACE_S)
+                # if somebody died, that is the cause of the error
+                _raise_deaths(deaths, pending, pending, what, has_collective)
+                _stop_stuck(peers, f"{what} raised on {call.name}")
                 call.answer.result().unwrap(call.name)
         if pending and time.monotonic() >= deadline:
             late = tuple(call.name for call in pending)
@@ -197,44 +246,56 @@ def _raise_deaths(
     ended: Sequence[PendingCall],
     pending: Sequence[PendingCall],
     what: str,
+    has_collective: bool,
 ) -> None:
-    """Raise WorkerDied if a process is gone, and stop its group, and the groups of peers that wait for it."""
+    """Raise WorkerDied if a process is gone, and stop its replica, and the replicas of peers that wait for it."""
     dead = [worker for worker, death in deaths.items() if death.done()]
     for call in ended:
         if call.answer.done() and isinstance(call.answer.exception(), WorkerDied):
             dead.append((call.group, call.rank))
     if not dead:
         return
-    names = tuple(dict.fromkeys(group.describe(rank) for group, rank in dead))
-    stopped = dict.fromkeys(group for group, _ in dead)
-    error = WorkerDied(
-        f"{what}: worker process ended: {'; '.join(names)}. "
-        f"{', '.join(group.name for group in stopped)} was stopped; build the engine again.",
-        names,
-    )
-    for group in stopped:
-        group.fail(error)
-    others = [call for call in pending if call.group not in stopped]
-    wait([call.answer for call in others], timeout=PEER_GRACE_S)
-    _stop_stuck(others, str(error))
+    by_group: dict[WorkerGroup, list[int]] = {}
+    for group, rank in dict.fromkeys(dead):
+        by_group.setdefault(group, []).append(rank)
+    names = tuple(group.describe(rank) for group, ranks in by_group.items() for rank in ranks)
+    stopped = "; ".join(_stopped(group, ranks) for group, ranks in by_group.items())
+    error = WorkerDied(f"{what}: worker process ended: {'; '.join(names)}. {stopped}", names)
+    for group, ranks in by_group.items():
+        group.lose(ranks, error)
+    lost = {(group, rank // group.replica_size) for group, ranks in by_group.items() for rank in ranks}
+    if has_collective:
+        others = [call for call in pending if call.replica not in lost]
+        wait([call.answer for call in others], timeout=PEER_GRACE_S)
+        _stop_stuck(others, str(error))
     raise error
 
 
+def _stopped(group: WorkerGroup, dead: Sequence[int]) -> str:
+    """What becomes of a group without these ranks, in words."""
+    replicas = {rank // group.replica_size for rank in dead} | group.losses.keys()
+    if len(replicas) * group.replica_size == len(group):
+        return f"{group.name} was stopped; build the engine again."
+    return (
+        f"Replica {', '.join(map(str, sorted(replicas)))} of {group.name} was stopped, the others go on; what needs "
+        "all of them does not, until the engine is released and built again."
+    )
+
+
 def _stop_stuck(pending: Sequence[PendingCall], cause: str) -> None:
-    """Stop the groups of workers that still wait, in a collective that will never complete."""
+    """Stop the replicas of workers that still wait, in a collective that will never complete."""
     stuck = [call for call in pending if not call.answer.done()]
     for group in dict.fromkeys(call.group for call in stuck):
-        names = "; ".join(call.name for call in stuck if call.group is group)
-        group.fail(
-            WorkerError(
-                f"{cause}, while {names} waited for it in a collective; {group.name} was stopped. "
-                "Build the engine again."
-            )
+        ranks = [call.rank for call in stuck if call.group is group]
+        names = "; ".join(group.describe(rank) for rank in ranks)
+        group.lose(
+            ranks,
+            WorkerError(f"{cause}, while {names} waited for it in a collective. {_stopped(group, ranks)}"),
         )
 
 
 def apply_on_processes(
-    calls: Iterable[tuple[WorkerGroup, int, tuple[WorkerKey | None, ...], tuple]],
+    calls: Sequence[tuple[WorkerGroup, int, tuple[WorkerKey | None, ...], tuple]],
     function: Callable[..., Any],
     groups: Sequence[WorkerGroup],
     what: str,
@@ -247,7 +308,7 @@ def apply_on_processes(
     blob = cloudpickle.dumps(function)
     with contextlib.ExitStack() as orders:
         for group in sorted(groups, key=lambda group: group.name):  # the same order in every thread
-            group.check()
+            group.check(rank for called, rank, _, _ in calls if called is group)
             orders.enter_context(group.order)
         pending = [
             PendingCall(group, rank, group.handles[rank].apply(keys, blob, args)) for group, rank, keys, args in calls

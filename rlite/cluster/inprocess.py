@@ -46,6 +46,7 @@ class InprocessLauncher:
     """One device, no other process."""
 
     kind = "inprocess"
+    survives_deaths = False
 
     def __init__(self, device: DeviceKind, num_threads: int | None, call_timeout: float) -> None:
         self.devices: tuple[Device, ...] = (Device("local", 0, "127.0.0.1", device),)

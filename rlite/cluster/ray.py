@@ -89,6 +89,7 @@ class RayLauncher:
     """Attaches to a Ray cluster, or starts one on this machine, and holds `num_devices` devices of it."""
 
     kind = "ray"
+    survives_deaths = True
 
     def __init__(
         self,

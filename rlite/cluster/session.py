@@ -28,6 +28,8 @@ class Launcher(Protocol):
 
     kind: str
     devices: tuple[Device, ...]
+    survives_deaths: bool
+    """the other workers live on when one dies"""
 
     def start(self, name: str, devices: Any, factory: Callable[[WorkerContext], Any]) -> WorkerGroup: ...
 

@@ -134,6 +134,7 @@ class TorchrunLauncher:
     """Built on every rank; on ranks other than 0 the constructor serves and never returns."""
 
     kind = "torchrun"
+    survives_deaths = False
 
     def __init__(
         self, device: DeviceKind, num_devices: int | None, num_threads: int | None, call_timeout: float

@@ -142,6 +142,8 @@ class Engine:
     """What train and inference engines share: building, placement, residency, release."""
 
     kind: ClassVar[str]
+    has_independent_replicas: ClassVar[bool] = False
+    """no collective joins two replicas: one lives on when another dies"""
 
     def __init__(self, executor: str) -> None:
         self._backend = find_backend(self.kind, executor)
@@ -213,6 +215,8 @@ class Engine:
             raise
         self.name, self._session, self._group = owner, session, group
         self.executors = [Executor(index, group, tensor_parallel_size) for index in range(len(executors))]
+        if self.has_independent_replicas and session.launcher.survives_deaths:
+            group.divide(tensor_parallel_size)
         self.weights = Weights.DEVICE
         self._built()
 
@@ -256,29 +260,29 @@ class Engine:
                 f"{self.name} was released by meta(): its weights are gone. Call load() to read them again, or "
                 'cuda("weights") and p2p_weight_sync into it, then cuda("kv_cache").'
             )
-        self._before_move()
-        group.broadcast("to_device", what)
-        if what != "kv_cache":
-            self.weights = {Weights.HOST: Weights.DEVICE, Weights.RELEASED: Weights.EMPTY}.get(
-                self.weights, self.weights
-            )
-        self._moved(what, resident=True)
+        with self._moving():
+            group.broadcast("to_device", what)
+            if what != "kv_cache":
+                self.weights = {Weights.HOST: Weights.DEVICE, Weights.RELEASED: Weights.EMPTY}.get(
+                    self.weights, self.weights
+                )
+            self._moved(what, resident=True)
 
     def cpu(self) -> None:
         """Offload everything to host memory, optimizer state too; a KV cache is dropped."""
         if self.weights in (Weights.EMPTY, Weights.RELEASED):
             return self.meta()  # there is nothing to keep
-        self._before_move()
-        self.group.broadcast("to_cpu")
-        self.weights = Weights.HOST
-        self._moved("all", resident=False)
+        with self._moving():
+            self.group.broadcast("to_cpu")
+            self.weights = Weights.HOST
+            self._moved("all", resident=False)
 
     def meta(self) -> None:
         """Give all memory back, on the device and on the host. The weights are gone."""
-        self._before_move()
-        self.group.broadcast("to_meta")
-        self.weights = Weights.RELEASED
-        self._moved("all", resident=False)
+        with self._moving():
+            self.group.broadcast("to_meta")
+            self.weights = Weights.RELEASED
+            self._moved("all", resident=False)
 
     def to(self, device: str) -> None:
         """`to("cuda")`, `to("cpu")`, `to("meta")`, as in PyTorch."""
@@ -287,8 +291,10 @@ class Engine:
             raise ConfigError(f"to({device!r}): expected one of {', '.join(map(repr, moves))}")
         moves[device]()
 
-    def _before_move(self) -> None:
-        """Called before anything moves."""
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Around every move of a part, whether it succeeds or not."""
+        yield
 
     def _moved(self, what: Part, resident: bool) -> None:
         """Called after a part has moved to the device or away from it."""

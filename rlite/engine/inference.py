@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,8 +26,17 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rlite.data.raw import raw_prompts
 from rlite.engine.base import Engine, Part, Weights
-from rlite.engine.pump import Flight, Pump
-from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError, WeightSyncError
+from rlite.engine.pump import Flight, Pump, end_all
+from rlite.errors import (
+    CallTimeout,
+    ConfigError,
+    DataError,
+    ResidencyError,
+    RliteError,
+    WeightSyncError,
+    WorkerDied,
+    WorkerError,
+)
 from rlite.nn.huggingface import local_checkpoint
 from rlite.rollout.collector import RolloutCollector
 from rlite.rollout.options import CollectorOptions
@@ -42,9 +52,23 @@ from rlite.types import (
     TokenChunk,
 )
 
+logger = logging.getLogger(__name__)
+
 MAX_AFFINITIES = 65536
 """request ids whose replica is remembered"""
 PROMPT_TYPES = "a text, a list of token ids, or a dict with prompt_token_ids"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaLost:
+    """A replica is gone, the others go on."""
+
+    replica: int
+    workers: tuple[str, ...]
+    """those that died"""
+    num_moved: int
+    """requests in flight that go on elsewhere, from the tokens that they had"""
+    reason: str
 
 
 class RliteInferenceEngine(Engine):
@@ -55,15 +79,22 @@ class RliteInferenceEngine(Engine):
         executor: what computes: "torch" (built in), or a registered one.
 
     `tensor_parallel_size` in `build` counts the workers of one replica, `data_parallel_size` the replicas.
+
+    When a worker dies its replica is lost; `lost_replicas` says so. Its requests go on at the others from the tokens
+    that they had, and who waits for them notices nothing. What needs every replica (a weight sync, `cpu()`, `cuda()`,
+    `load()`) raises WorkerDied until the engine is released and built again; so does everything when the last is lost.
     """
 
     kind: ClassVar[str] = "inference"
+    has_independent_replicas: ClassVar[bool] = True
 
     def __init__(self, path: str | Path, executor: str = "torch") -> None:
         super().__init__(executor)
         self.path = str(local_checkpoint(path))
         self._config = AutoConfig.from_pretrained(self.path)
         self._pumps: list[Pump] = []
+        self.lost_replicas: list[ReplicaLost] = []
+        """since it was built, in their order"""
         self._replica_of: dict[str, int] = {}
         self._may_run = threading.Event()
         self._is_paused = False
@@ -269,23 +300,64 @@ class RliteInferenceEngine(Engine):
         return Flight(request, on_chunk=on_chunk)
 
     def _route(self, flights: Sequence[Sequence[Flight]], affinity: str | None = None) -> None:
-        """Siblings, and requests of one `affinity`, go to one replica; otherwise to the one with the least to do."""
-        # a replica that failed takes nothing while another lives
-        loads = [pump.outstanding if pump.failure is None else math.inf for pump in self._pumps]
-        shares: list[list[Flight]] = [[] for _ in self._pumps]
+        """Siblings, and requests of one `affinity`, go to one replica; otherwise to the one with the least to do.
+
+        Raises: the failure, if no replica is left.
+        """
+        refused: Sequence[Sequence[Flight]] = flights
+        while refused:
+            shares = self._shares(refused, affinity)
+            refused = [siblings for pump, share in shares for siblings in share if not pump.submit(siblings)]
+
+    def _shares(
+        self, flights: Sequence[Sequence[Flight]], affinity: str | None
+    ) -> list[tuple[Pump, list[Sequence[Flight]]]]:
+        loads = {pump: pump.outstanding for pump in self._pumps if pump.failure is None}
+        if not loads:
+            self._raise_failure()
+        shares: dict[Pump, list[Sequence[Flight]]] = {pump: [] for pump in loads}
         for siblings in flights:
-            chosen = self._replica_of.get(affinity or "", -1)
-            if chosen < 0 or loads[chosen] == math.inf:
-                chosen = min(range(len(loads)), key=loads.__getitem__)
+            known = self._replica_of.get(affinity or "")
+            chosen = self._pumps[known] if known is not None else None
+            if chosen not in loads:
+                chosen = min(loads, key=loads.__getitem__)
             if affinity is not None:
-                self._replica_of[affinity] = chosen
+                self._replica_of[affinity] = self._pumps.index(chosen)
                 if len(self._replica_of) > MAX_AFFINITIES:
                     self._replica_of.pop(next(iter(self._replica_of)))
-            shares[chosen] += siblings
+            shares[chosen].append(siblings)
             loads[chosen] += sum(flight.cost for flight in siblings)
-        for pump, share in zip(self._pumps, shares, strict=True):
-            if share:
-                pump.submit(share)
+        return list(shares.items())
+
+    def _raise_failure(self) -> None:
+        self.group.check()
+        failures = [pump.failure for pump in self._pumps if pump.failure is not None]
+        # a replica that was lost before did not fail the last one
+        failure = next((error for error in failures if not isinstance(error, WorkerError)), failures[0])
+        raise type(failure)(*failure.args)
+
+    def _replica_failed(self, pump: Pump, flights: list[Flight], error: Exception) -> None:
+        """Let a lost replica's requests go on elsewhere; called in its pump's thread, which ends then."""
+        if not isinstance(error, WorkerError) or all(other.failure is not None for other in self._pumps):
+            end_all(flights, error)
+            return
+        died = error.workers if isinstance(error, WorkerDied) else ()
+        lost = ReplicaLost(replica=pump.executor.index, workers=died, num_moved=len(flights), reason=str(error))
+        self.lost_replicas.append(lost)
+        logger.warning(
+            "%s lost replica %d (%s): its %d requests in flight go on at the others",
+            self.name,
+            lost.replica,
+            "; ".join(died) or error,
+            lost.num_moved,
+        )
+        siblings: dict[tuple[int, ...], list[Flight]] = {}
+        for flight in flights:
+            siblings.setdefault(tuple(flight.request.input_ids), []).append(flight)
+        try:
+            self._route(list(siblings.values()))
+        except RliteError as failure:  # the others are gone by now
+            end_all(flights, failure)
 
     def _wait(self, flights: Sequence[Flight], timeout: float) -> None:
         """Return when all have ended; raise what the first failed one did, or CallTimeout, and cancel the others."""
@@ -304,6 +376,8 @@ class RliteInferenceEngine(Engine):
             )
 
     def _cancel(self, flights: Sequence[Flight]) -> None:
+        for flight in flights:
+            flight.is_cancelled = True  # before the pumps are asked: it may be on its way from one to another
         for pump in self._pumps:
             pump.cancel([flight.request.request_id for flight in flights])
 
@@ -350,7 +424,8 @@ class RliteInferenceEngine(Engine):
         self._has_cache = True
         self._version = 0
         self._may_run.set()
-        self._pumps = [Pump(executor, self._may_run) for executor in self.executors]
+        self.lost_replicas = []
+        self._pumps = [Pump(executor, self._may_run, self._replica_failed) for executor in self.executors]
         assert self._session is not None
         self._session.before_release(self.name, self._stop_serving)
 
@@ -364,20 +439,23 @@ class RliteInferenceEngine(Engine):
             pump.join()
         self._pumps = []
 
-    def _before_move(self) -> None:
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
         self._hold()
-        for pump in self._pumps:
-            pump.flush_cancelled()  # requests that nobody waits for are not in the way
-        if self.num_in_flight:
+        try:
+            for pump in self._pumps:
+                pump.flush_cancelled()  # requests that nobody waits for are not in the way
+            if self.num_in_flight:
+                raise ResidencyError(
+                    f"{self.name} has {self.num_in_flight} requests in flight; wait for them or call abort_all() first"
+                )
+            yield
+        finally:
             self._let_run()
-            raise ResidencyError(
-                f"{self.name} has {self.num_in_flight} requests in flight; wait for them or call abort_all() first"
-            )
 
     def _moved(self, what: Part, resident: bool) -> None:
         if what in ("all", "kv_cache"):
             self._has_cache = resident
-        self._let_run()
 
     def _hold(self) -> None:
         self._may_run.clear()
@@ -394,18 +472,13 @@ class RliteInferenceEngine(Engine):
     def load(self, path: str | Path | None = None) -> None:
         """Read weights from a checkpoint of the same model; without a path, from the engine's own: a new version."""
         folder = None if path is None else str(local_checkpoint(path))
-        self._hold()
-        self.weights = Weights.EMPTY
-        self.group.broadcast("load_weights", folder)
-        super().set_version(self._version + 1)
-        self.group.broadcast("weights_changed", self._version)
-        self.weights = Weights.DEVICE
-        self._let_run()
+        with self.receiving_weights("continue"):
+            self.group.broadcast("load_weights", folder)
 
     def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on."""
-        super().set_version(version)
         self.group.broadcast("set_version", version)
+        super().set_version(version)
         if self._collector is not None:
             self._collector.version_changed()
 

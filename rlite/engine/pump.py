@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlite.engine.base import Executor
 from rlite.errors import DataError, RliteError
@@ -39,6 +39,12 @@ class Flight:
     sampling_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: StopReason = "abort"
+    is_cancelled: bool = False
+    """nobody waits for more"""
+
+    def remaining_request(self) -> SequenceRequest:
+        """What a replica is asked for: all of it, or what is left of it when another one was lost."""
+        return replace(self.request, output_ids=list(self.token_ids)) if self.token_ids else self.request
 
     @property
     def cost(self) -> int:
@@ -69,6 +75,20 @@ class Flight:
             self.done.set_result(self)
         return True
 
+    def abort(self) -> None:
+        """Answer with what has arrived; no worker is asked."""
+        version = self.versions[-1] if self.versions else 0
+        self.take(
+            TokenChunk(
+                request_id=self.request.request_id,
+                token_ids=[],
+                logprobs=[],
+                sampling_logprobs=[],
+                version=version,
+                finish_reason="abort",
+            )
+        )
+
 
 def _running_future() -> Future[Flight]:
     """A future that only the pump can end: a task that stops waiting for it must not cancel it under the pump."""
@@ -78,10 +98,13 @@ def _running_future() -> Future[Flight]:
 
 
 class Pump:
-    """Feeds one replica. Consumes: submitted requests. Waits for: requests, and leave to run. Ends with the engine."""
+    """Feeds one replica. Consumes: submitted requests. Waits for: requests, and leave to run. Ends with the engine, or
+    with its replica: then `on_failure(pump, flights, error)` says what becomes of the requests in flight.
+    """
 
-    def __init__(self, executor: Executor, may_run: threading.Event) -> None:
+    def __init__(self, executor: Executor, may_run: threading.Event, on_failure: OnFailure) -> None:
         self.executor = executor
+        self._on_failure = on_failure
         self.failure: BaseException | None = None
         self._may_run = may_run
         self._changed = threading.Condition()
@@ -104,12 +127,15 @@ class Pump:
         with self._changed:
             return len(self._waiting) + len(self._running)
 
-    def submit(self, flights: Sequence[Flight]) -> None:
+    def submit(self, flights: Sequence[Flight]) -> bool:
+        """Take these requests in; False if the replica has failed."""
         with self._changed:
             if self.failure is not None:
-                raise type(self.failure)(*self.failure.args)
+                return False
             self._waiting += flights
+            self._cancelled += [flight.request.request_id for flight in flights if flight.is_cancelled]
             self._changed.notify()
+            return True
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         """Ask for these requests to end; they answer with stop_reason "abort"."""
@@ -134,14 +160,14 @@ class Pump:
             with self._changed:
                 new, cancelled = self._take() if self._cancelled else ([], [])
             if cancelled:
-                self._advance(new, cancelled, 0)
+                self._try_to_advance(new, cancelled, 0)
 
     def drop_all(self, error: BaseException) -> None:
         """End every request in flight with `error`; the replica itself goes on."""
         with self._changed:
             self._cancelled += self._running
             flights, self._waiting, self._running = [*self._waiting, *self._running.values()], [], {}
-        _end(flights, error)
+        end_all(flights, error)
 
     def close(self) -> None:
         """No further call begins; `join` waits for the one under way."""
@@ -156,27 +182,33 @@ class Pump:
         self._fail(RliteError("the inference engine was released while this request was in flight"))
 
     def _run(self) -> None:
+        def has_to_look() -> bool:
+            return bool(self._has_ended or self._waiting or self._running or self._cancelled)
+
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._waiting or self._running or self._cancelled)
-                if self._closing:
+                self._changed.wait_for(has_to_look)
+                if self._has_ended:
                     return
             self._may_run.wait()
             with self._calling:
                 if not self._may_run.is_set():
                     continue
                 with self._changed:
-                    if self._closing:
+                    if self._has_ended:
                         return
                     new, cancelled = self._take()
-                try:
-                    self._advance(new, cancelled, STEPS_PER_CALL)
-                except RliteError as error:
-                    self._fail(error)
-                    return
-                except Exception as error:  # a worker's own exception belongs to everyone who waits
-                    self._fail(error)
-                    return
+                self._try_to_advance(new, cancelled, STEPS_PER_CALL)
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._closing or self.failure is not None
+
+    def _try_to_advance(self, new: Sequence[Flight], cancelled: list[int], steps: int) -> None:
+        try:
+            self._advance(new, cancelled, steps)
+        except Exception as error:  # the replica's, or a worker's own: it belongs to everyone who waits
+            self._fail(error, cancelled)
 
     def _take(self) -> tuple[list[Flight], list[int]]:
         new, cancelled = self._waiting, self._cancelled
@@ -185,7 +217,7 @@ class Pump:
         return new, cancelled
 
     def _advance(self, new: Sequence[Flight], cancelled: list[int], steps: int) -> None:
-        chunks = self.executor.call("advance", [flight.request for flight in new], cancelled, steps)
+        chunks = self.executor.call("advance", [flight.remaining_request() for flight in new], cancelled, steps)
         for chunk in chunks:
             flight = self._running.get(chunk.request_id)
             if flight is not None and flight.take(chunk):
@@ -194,13 +226,25 @@ class Pump:
                     if chunk.finish_reason is None and chunk.error is None:  # the worker has not ended it
                         self._cancelled.append(chunk.request_id)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: Exception, cancelled: Sequence[int] = ()) -> None:
+        """Take in nothing more. Requests whose end was asked for have it now; the others are the owner's."""
         with self._changed:
-            self.failure = error
-        self.drop_all(error)
+            self.failure = self.failure or error
+            gone = {*self._cancelled, *cancelled}
+            flights = [*self._waiting, *self._running.values()]
+            self._waiting, self._running, self._cancelled = [], {}, []
+            self._changed.notify()
+        for flight in flights:
+            if flight.is_cancelled or flight.request.request_id in gone:
+                flight.abort()
+        self._on_failure(self, [flight for flight in flights if not flight.done.done()], error)
 
 
-def _end(flights: Sequence[Flight], error: BaseException) -> None:
+OnFailure = Callable[[Pump, list[Flight], Exception], None]
+
+
+def end_all(flights: Sequence[Flight], error: BaseException) -> None:
+    """Let whoever waits for one of these requests have this error."""
     for flight in flights:
         if not flight.done.done():
             flight.done.set_exception(error)

@@ -151,7 +151,7 @@ class EmbeddedWorker:
 
     def _accept(self, request: SequenceRequest) -> None:
         gconfig = request.gconfig
-        prompt = list(request.input_ids)
+        prompt, tokens = request.input_ids, [*request.input_ids, *request.output_ids]
         if (error := self._objection(request)) is not None:
             self._refused.append(
                 TokenChunk(
@@ -167,8 +167,8 @@ class EmbeddedWorker:
         self._scheduler.add(
             RunningSequence(
                 request=request,
-                tokens=prompt,
-                num_reported=len(prompt),
+                tokens=tokens,
+                num_reported=len(tokens),
                 max_tokens=min(len(prompt) + gconfig.max_new_tokens, self.max_model_len),
                 min_tokens=len(prompt) + gconfig.min_new_tokens,
                 stop_ids=frozenset(gconfig.stop_token_ids) | (frozenset() if gconfig.ignore_eos else self._end_ids),
@@ -176,8 +176,8 @@ class EmbeddedWorker:
         )
 
     def _objection(self, request: SequenceRequest) -> str | None:
-        ids = request.input_ids
-        if not ids:
+        ids = [*request.input_ids, *request.output_ids]
+        if not request.input_ids:
             return "the prompt is empty; give at least one token"
         if len(ids) > self.max_model_len - 1:
             room = self.max_model_len - 1

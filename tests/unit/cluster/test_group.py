@@ -205,3 +205,45 @@ def test_a_death_in_one_group_stops_the_other_only_if_it_hangs() -> None:
             apply_on_processes(calls, wait_long, [first, second], "weight sync", 10.0)
         assert isinstance(first.failure, WorkerDied)
         assert (second.failure is not None) == is_stuck
+
+
+def test_a_death_stops_its_replica_alone_and_calls_to_all_name_it() -> None:
+    group = make_group("inference-0", 4)
+    group.divide(2)
+    threading.Timer(0.05, group.handles[1].die).start()
+    with pytest.raises(WorkerDied, match="Replica 0 of inference-0 was stopped, the others go on") as caught:
+        group.call("sleep", [(([1.0] * 4,), {})] * 2, ranks=[0, 1])
+    assert caught.value.workers == ("inference-0 rank 1 on 10.0.0.1/cpu:1",)
+    assert [bool(handle.stopped) for handle in group.handles] == [True, True, False, False]
+    assert group.call("add", [((5,), {})] * 2, ranks=[2, 3]) == [(2, 5), (3, 5)]
+    group.check()
+    for rank in (0, 1):
+        with pytest.raises(WorkerDied, match="rank 1"):
+            group.submit(rank, "add", (1,))
+    with pytest.raises(WorkerDied, match="rank 1"):
+        group.broadcast("add", 7)
+    assert group.call("history", [((), {})], ranks=[2]) == [[5]], "a call to all begins nowhere"
+
+
+def test_with_its_last_replica_the_group_has_failed_and_names_all_who_died() -> None:
+    group = make_group("inference-0", 2)
+    group.divide(1)
+    for rank in (1, 0):
+        group.handles[rank].die()
+        with pytest.raises(WorkerDied, match=f"rank {rank}"):
+            group.call("add", [((5,), {})], ranks=[rank])
+    assert isinstance(group.failure, WorkerDied)
+    assert set(group.failure.workers) == {group.describe(0), group.describe(1)}
+    with pytest.raises(WorkerDied, match="build the engine again"):
+        group.check()
+
+
+def test_a_replica_does_not_wait_for_another_that_raises() -> None:
+    group = make_group("inference-0", 2)
+    group.divide(1)
+    started = time.monotonic()
+    with pytest.raises(KeyError, match="lost"):
+        group.broadcast("stumble", 0, 1.0)
+    assert time.monotonic() - started < 0.5
+    assert group.losses == {}, "the other one is in no collective with it"
+    assert group.broadcast("add", 1) == [(0, 1), (1, 1)]

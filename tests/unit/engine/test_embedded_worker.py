@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -350,3 +351,37 @@ def test_weights_that_are_not_finite_are_named_instead_of_served(tmp_path):
     request = SequenceRequest(request_id=0, input_ids=[1, 2], gconfig=GenerationHyperparameters(), seed=0)
     with pytest.raises(WeightSyncError, match="not finite"):
         worker.advance([request], [], 4)
+
+
+@pytest.mark.parametrize("cut", [1, 7, 23])
+def test_a_completion_goes_on_in_another_worker_as_if_it_had_made_all_of_it(model_dir, cut: int) -> None:
+    path = model_dir("qwen3")
+    requests = requests_of(prompts_of(5, 12), ignore_eos=True, top_k=50)
+    whole = run(worker_of(path), requests)
+    rest = run(worker_of(path), [replace(r, output_ids=whole[r.request_id].token_ids[:cut]) for r in requests])
+    for i, chunk in whole.items():
+        assert rest[i].token_ids == chunk.token_ids[cut:], "the same random numbers"
+        assert rest[i].logprobs == pytest.approx(chunk.logprobs[cut:], abs=5e-5)
+        assert rest[i].finish_reason == "length"
+
+
+def test_what_another_worker_has_made_counts_for_limits_and_stop_strings(model_dir) -> None:
+    path = model_dir("llama", False)
+    (request,) = requests_of(prompts_of(5), temperature=0, ignore_eos=True)
+    made = run(worker_of(path), [request])[0].token_ids
+    text = byte_tokenizer().decode(made)
+    place = next(i for i in range(4, len(text) - 2) if text.find(text[i : i + 3]) == i and text[i : i + 3].isascii())
+    stop = text[place : place + 3]
+    stopping = replace(request, gconfig=request.gconfig.new(stop=(stop,)))
+    length = len(run(worker_of(path), [stopping])[0].token_ids)
+    for cut in range(length - 3, length):  # the stop string begins before the cut and ends behind it
+        rest = run(worker_of(path), [replace(stopping, output_ids=made[:cut])])[0]
+        assert (rest.token_ids, rest.finish_reason) == (made[cut:length], "stop")
+    limited = replace(request, gconfig=request.gconfig.new(max_new_tokens=12), output_ids=made[:11])
+    assert len(run(worker_of(path), [limited])[0].token_ids) == 1
+    end = made.index(made[15])
+    early = replace(request, gconfig=request.gconfig.new(stop_token_ids=(made[15],), min_new_tokens=end + 2))
+    whole = run(worker_of(path), [early])[0].token_ids
+    assert len(whole) >= end + 2
+    rest = run(worker_of(path), [replace(early, output_ids=whole[:end])])[0]
+    assert whole[:end] + rest.token_ids == whole
