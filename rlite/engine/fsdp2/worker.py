@@ -164,9 +164,9 @@ class Fsdp2Worker:
 
     def _accumulate(
         self, batch: Mapping[str, Tensor], microbatches: list[list[int]], shares: list[float], loss_fn: Loss
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Add up the gradients of this rank's microbatches, each counting its share of the whole batch."""
-        means: dict[str, float] = {}
+        means: dict[str, Any] = {}
         for index, (rows, share) in enumerate(zip(microbatches, shares, strict=True)):
             data = pack(batch, rows or companions(batch), self._device)
             set_gradient_sync(self.module, is_last=index == len(microbatches) - 1)
@@ -187,7 +187,7 @@ class Fsdp2Worker:
         """As train_batch, without gradients and without a step."""
         weights = [float(loss_weight_fn(pack(batch, rows, self._device))) if rows else 0.0 for rows in microbatches]
         total = self._sum([sum(weights)])[0]
-        means: dict[str, float] = {}
+        means: dict[str, Any] = {}
         with resharded(self.module):
             for rows, weight in zip(microbatches, weights, strict=True):
                 data = pack(batch, rows or companions(batch), self._device)
@@ -231,7 +231,7 @@ class Fsdp2Worker:
     def _clip(self) -> float:
         return clip_gradients(self.module.parameters(), self._options.max_grad_norm, self._mesh, self._everyone)
 
-    def _sum_named(self, values: Mapping[str, float]) -> dict[str, float]:
+    def _sum_named(self, values: Mapping[str, Any]) -> dict[str, float]:
         """Sums by name. Raises: ConfigError on every rank if the ranks have different names."""
         names = sorted(values)
         own = float(zlib.crc32("\n".join(names).encode()))
@@ -240,7 +240,7 @@ class Fsdp2Worker:
                 f"this rank's loss reports {names}, another rank's something else: a loss has to report the same "
                 "metrics for every pack"
             )
-        return dict(zip(names, self._sum([values[name] for name in names]), strict=True))
+        return dict(zip(names, self._sum([float(values[name]) for name in names]), strict=True))
 
     def _sum(self, values: list[float]) -> list[float]:
         """Sums over the ranks with different data, in float64."""
@@ -414,8 +414,9 @@ class Fsdp2Worker:
         return device_usage(self._device)
 
 
-def _number(value: Any) -> float:
-    return float(value.detach()) if isinstance(value, Tensor) else float(value)
+def _number(value: Any) -> Tensor | float:
+    """In float64, and where it is: a GPU goes on with its work until `_sum_named` asks for the batch's means."""
+    return value.detach().double().reshape(()) if isinstance(value, Tensor) else float(value)
 
 
 class _Tensors:
@@ -446,7 +447,7 @@ def _loss(loss_fn: Loss, outputs: Tensor | TokenLogprobs, data: dict[str, Any]) 
     return result if isinstance(result, tuple) else (result, {})
 
 
-def _add(means: dict[str, float], values: Mapping[str, Any], weight: float) -> None:
+def _add(means: dict[str, Any], values: Mapping[str, Any], weight: float) -> None:
     """Add a microbatch's means, each counting `weight`; what has no weight may be NaN."""
     for key, value in values.items():
         means[key] = means.get(key, 0.0) + (_number(value) * weight if weight else 0.0)
