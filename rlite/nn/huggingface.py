@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from rlite.nn.base import BaseTrainModule, CheckpointSource
 from rlite.nn.logprobs import logprobs_of
 from rlite.nn.meta import meta_parameters, real_tensors
 from rlite.parallel.context import ContextShare
+from rlite.parallel.fsdp import shard_group
 from rlite.parallel.tensor_training import check_split, parallelize
 
 
@@ -88,6 +91,23 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     def parallelize(self, mesh: DeviceMesh) -> None:
         """By the model's own plan; see `rlite.parallel.tensor_training`."""
         parallelize(self, mesh)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own, for methods of yours. Ranks that share weights go on until the last of them is done.
+
+        They have to call it equally often. For rollouts an inference engine is many times faster.
+        """
+        group = shard_group(self)
+        kwargs["synced_gpus"] = group is not None and group.size() > 1
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+        """transformers asks all ranks of the world, of which this engine may have a part."""
+        if not synced_gpus:
+            return not this_peer_finished
+        num_unfinished = torch.tensor(float(not this_peer_finished), device=device)
+        dist.all_reduce(num_unfinished, group=shard_group(self))
+        return num_unfinished.item() > 0
 
     def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
         """The model's own forward over a pack, with attention kept inside each sequence.

@@ -38,6 +38,15 @@ def shard(
     fully_shard(module, mesh=mesh.data, mp_policy=outer)
 
 
+def shard_group(module: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks that gather parameters together, which run every forward pass together; None if this one is alone."""
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            for group in submodule._get_fsdp_state()._fsdp_param_groups:
+                return group.mesh_info.shard_process_group  # type: ignore[union-attr]
+    return None
+
+
 def set_gradient_sync(module: nn.Module, is_last: bool) -> None:
     """Reduce gradients over copies of the model only in the batch's last backward pass.
 

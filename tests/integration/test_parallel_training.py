@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
 from rlite.algorithms import TokenLogprobs, on_logprobs
@@ -175,6 +176,36 @@ def test_what_a_users_method_asks_to_record_is_whole(models: Any, implementation
             torch.testing.assert_close(together, alone, atol=1e-9, rtol=0)
     for name, tensor in weights[1].items():
         torch.testing.assert_close(tensor, weights[0][name], atol=1e-9, rtol=0, msg=name)
+
+
+class Writer(POLICIES["qwen3"]):  # type: ignore[misc]
+    def complete(self, rows: list[tuple[list[int], int]]) -> list[list[int]]:
+        """Greedy completions of so many tokens, by transformers."""
+        return [self.generate(torch.tensor([ids]), max_new_tokens=n, do_sample=False)[0].tolist() for ids, n in rows]
+
+
+def test_generate_in_a_users_method_works_where_ranks_stop_at_different_lengths(models: Any) -> None:
+    rows = [([11, 12, 13, 14], 2), ([7, 91, 4], 3), ([200], 9), ([5, 6, 5, 6, 5], 5)]
+    alone = AutoModelForCausalLM.from_pretrained(models["qwen3"])
+    alone.generation_config.eos_token_id = None
+    expected = [alone.generate(torch.tensor([ids]), max_new_tokens=n, do_sample=False)[0].tolist() for ids, n in rows]
+    assert [len(made) for made in expected] == [6, 6, 10, 10]
+    for layout in (
+        {"size": 1},
+        {"size": 2},
+        {"size": 4},
+        {"size": 2, "copies": 2},
+        {"size": 2, "sp_size": 2},
+        {"size": 4, "tp_size": 2},
+    ):
+        size, copies = layout.pop("size"), layout.pop("copies", 1)
+        module = on_meta(Writer, models["qwen3"])
+        module.generation_config.eos_token_id = None
+        engine = RliteTrainEngine(module)
+        engine.build(tensor_parallel_size=size, data_parallel_size=copies, **layout)
+        parts = engine.complete(NeedParallel(rows), timeout=30)
+        assert [made for part in parts for made in part] == expected, (size, copies, layout)
+        engine.release()
 
 
 def test_sizes_that_do_not_multiply_are_refused_with_the_equation(build: Build) -> None:
