@@ -43,7 +43,7 @@ def shard_group(module: nn.Module) -> dist.ProcessGroup | None:
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
             for group in submodule._get_fsdp_state()._fsdp_param_groups:
-                return group.mesh_info.shard_process_group  # type: ignore[union-attr]
+                return group.mesh_info.shard_process_group  # type: ignore[attr-defined]
     return None
 
 
