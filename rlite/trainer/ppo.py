@@ -52,7 +52,8 @@ SHOWN = (
     "seconds",
 )
 DRIFT_ALARM = 0.1
-"""mean |log p(trainer) - log p(engine)| per token, in nats, above which the two are not the same policy"""
+"""mean |log p(trainer) - log p(engine)| per token, in nats, above which the two are not the same policy, or, where
+rollouts run ahead, the policy has moved too far since"""
 
 
 class PpoTrainer:
@@ -182,8 +183,10 @@ class PpoTrainer:
                     self.run.save_best(self.engines.actor, metrics)
         self.run.log(metrics)
         if metrics.get("logprob_drift", 0.0) > DRIFT_ALARM:
+            ahead = self.options.rollout.max_head_offpolicyness
+            cause = "the rollouts are far from the policy" if ahead else "the engine does not serve the policy"
             self.run.console.report(
-                f"ALARM at step {self.run.step}: the engine does not serve the policy that is trained",
+                f"ALARM at step {self.run.step}: {cause} that is trained",
                 {"logprob_drift": f"{metrics['logprob_drift']:.3f} nats per token (limit {DRIFT_ALARM})"},
             )
         if self.run.is_due(self.options.trainer.save_freq):
