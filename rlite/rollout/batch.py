@@ -18,12 +18,15 @@ from rlite.errors import DataError
 FILL: dict[str, float] = {"versions": -1}
 """what stands in the padding, where that is not 0"""
 
+PER_TOKEN = ("attention_mask", "loss_mask", "logprobs", "versions", "token_rewards")
+
 
 def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
     """Raise DataError, naming the key, unless this is a TensorDict that can be trained on.
 
     Checks the required keys and the shapes; that every row is ones and then zeros in `attention_mask` and has a token;
-    that `loss_mask` selects only tokens that are there; that floating-point values are finite.
+    that `loss_mask` selects only tokens that are there; that floating-point values are finite; that `sequence_index`
+    counts the rows.
     """
     if not isinstance(trajectory, TensorDict):
         raise DataError(f"{what} is {type(trajectory).__name__}: expected a TensorDict of batch size [1], or None")
@@ -39,7 +42,7 @@ def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
             raise DataError(
                 f"{what}: {key} is {found}; expected a tensor, {list(shape)} per token or [{shape[0]}] per row"
             )
-        if key in ("attention_mask", "loss_mask", "logprobs", "versions") and value.shape != shape:
+        if key in PER_TOKEN and value.shape != shape:
             raise DataError(f"{what}: {key} has shape {list(value.shape)}, input_ids {list(shape)}; expected the same")
         if value.is_floating_point() and not value.isfinite().all():
             raise DataError(f"{what}: {key} holds a value that is not finite: {value.flatten()[:8].tolist()}")
@@ -48,6 +51,10 @@ def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
         raise DataError(f"{what}: attention_mask must be ones and then zeros (right padding), at least one one")
     if "loss_mask" in trajectory and (trajectory["loss_mask"].bool() & ~mask).any():
         raise DataError(f"{what}: loss_mask selects positions that attention_mask leaves out")
+    if "sequence_index" in trajectory:
+        index = trajectory["sequence_index"]
+        if index.dim() != 1 or index[0] != 0 or ((index[1:] != index[:-1] + 1) & (index[1:] != 0)).any():
+            raise DataError(f"{what}: sequence_index is {index.tolist()}; expected the rows counted from 0")
 
 
 def pad_trajectories(trajectories: Sequence[TensorDict], group_ids: Sequence[int] | None = None) -> TensorDict:
@@ -97,6 +104,14 @@ def trajectory_index(batch: TensorDict) -> Tensor:
     if "sequence_index" not in batch:
         return torch.arange(len(batch))
     return (batch["sequence_index"] == 0).cumsum(0) - 1
+
+
+def last_rows(batch: TensorDict) -> Tensor:
+    """The last row of each trajectory with something to learn in it, where an outcome lies: at most [M]."""
+    index = trajectory_index(batch)
+    rows = torch.arange(len(batch)).where(batch["loss_mask"].any(1), -1)
+    last = torch.full((int(index[-1]) + 1,), -1).scatter_reduce(0, index, rows, "amax")
+    return last[last >= 0]
 
 
 def first_rows(batch: TensorDict) -> Tensor:

@@ -21,8 +21,9 @@ from rlite.algorithms import (
     outcome_advantages,
 )
 from rlite.algorithms.actions import ActionTokens
+from rlite.errors import DataError
 from rlite.observability import stats_tracker
-from rlite.rollout.batch import first_rows, trajectory_index
+from rlite.rollout.batch import first_rows, last_rows, trajectory_index
 from rlite.trainer.ppo_options import AdvantageOptions, KlOptions
 
 
@@ -104,10 +105,15 @@ class Credit:
 
 
 def token_rewards(batch: TensorDict) -> Tensor:
-    """The reward [N, L] of each token; workflows that give one for the whole response mean its last action."""
+    """The reward [N, L] of each token; workflows that give one for the whole trajectory mean its last action."""
     if "token_rewards" in batch:
         return batch["token_rewards"].float()
-    return last_action_rewards(batch["rewards"].float(), batch["loss_mask"])
+    if batch["rewards"].dim() != 1:
+        shape = list(batch["rewards"].shape)
+        raise DataError(f"rewards has shape {shape}; expected [{len(batch)}], one for each row, or token_rewards")
+    last = last_rows(batch)
+    outcomes = torch.zeros(len(batch)).scatter(0, last, batch["rewards"].float()[last])
+    return last_action_rewards(outcomes, batch["loss_mask"])
 
 
 def _end_to_end(batch: TensorDict) -> tuple[Tensor, Tensor]:

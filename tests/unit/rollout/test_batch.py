@@ -55,6 +55,7 @@ def test_a_trajectory_of_several_rows_is_one_group() -> None:
         (row(2, rewards=torch.tensor([float("nan")])), "trajectory 1: rewards holds a value that is not finite"),
         (row(2, loss_mask=torch.ones(1, 3)), r"trajectory 1: loss_mask has shape \[1, 3\], input_ids \[1, 2\]"),
         (row(2, attention_mask=torch.tensor([[False, True]])), "trajectory 1: attention_mask must be ones"),
+        (row(2, sequence_index=torch.tensor([1])), r"trajectory 1: sequence_index is \[1\]; expected the rows"),
         (row(2).exclude("attention_mask"), "trajectory 1 has no attention_mask"),
         (row(2, input_ids=torch.arange(2)[:1]), r"trajectory 1: input_ids has shape \[1\]"),
         ({"input_ids": torch.zeros(1, 2)}, "trajectory 1 is dict: expected a TensorDict"),

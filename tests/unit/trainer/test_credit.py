@@ -40,6 +40,16 @@ def test_a_trajectory_of_two_sequences_is_one_member_of_its_group():
     torch.testing.assert_close(advantages, expected[:, None] * mask)
 
 
+def test_an_outcome_counts_once_however_many_sequences_a_trajectory_has():
+    # 0.25 of the second trajectory lies on the last action of its second row, not on that of its first row too
+    data = batch().exclude("token_rewards")
+    assert token_rewards(data).nonzero().tolist() == [[0, 2], [2, 3], [3, 2], [4, 3]]
+    torch.testing.assert_close(credit(data)["advantages"], credit(batch())["advantages"])
+    data["loss_mask"] = data["loss_mask"].clone()
+    data["loss_mask"][2] = 0
+    assert token_rewards(data).nonzero().tolist() == [[0, 2], [1, 1], [3, 2], [4, 3]], "where something was written"
+
+
 def test_a_single_response_to_each_prompt_has_the_batch_as_its_group():
     advantages = credit(batch(), is_single=True)["advantages"]
     mean = (1.0 + 0.25 + 0.7 + 0.7) / 4
