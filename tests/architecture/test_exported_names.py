@@ -4,6 +4,7 @@ import rlite
 import rlite.algorithms
 import rlite.nn
 import rlite.rollout
+import rlite.rollout.openai
 
 
 def test_the_package_exports_these_names_and_no_others():
@@ -23,8 +24,20 @@ def test_the_package_exports_these_names_and_no_others():
     ]
 
 
+def test_agents_have_these_names_and_no_others():
+    assert rlite.rollout.openai.__all__ == [
+        "Access",
+        "AgentClient",
+        "AgentEndpoint",
+        "AgentSession",
+        "AgentWorkflow",
+        "Recording",
+        "Turn",
+    ]
+
+
 def test_every_exported_name_exists():
-    for package in (rlite, rlite.algorithms, rlite.nn, rlite.rollout):
+    for package in (rlite, rlite.algorithms, rlite.nn, rlite.rollout, rlite.rollout.openai):
         for name in package.__all__:
             assert getattr(package, name) is not None, f"{package.__name__}.{name}"
 

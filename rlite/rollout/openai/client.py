@@ -25,11 +25,21 @@ class AgentClient(openai.AsyncOpenAI):
     errors. It goes wherever a framework takes that class. `model` is the name to ask for.
     """
 
-    def __init__(self, session: AgentSession) -> None:
-        http_client = _http.AsyncClient(transport=_SessionTransport(session), base_url=_BASE_URL, trust_env=False)
-        super().__init__(api_key="in-process", base_url=_BASE_URL, http_client=http_client)
+    def __init__(self, session: AgentSession, **options: Any) -> None:
+        if options.get("http_client") is None:
+            transport = _SessionTransport(session)
+            options["http_client"] = _http.AsyncClient(transport=transport, base_url=_BASE_URL, trust_env=False)
+        super().__init__(**{"api_key": "in-process", "base_url": _BASE_URL, **options})
         self.session = session
         self.model = session.model
+
+    def copy(self, **options: Any) -> AgentClient:
+        """The same session with other options, such as `max_retries`."""
+        return super().copy(
+            **{**options, "_extra_kwargs": {**options.get("_extra_kwargs", {}), "session": self.session}}
+        )
+
+    with_options = copy
 
     def set_reward(self, interaction_id: str, reward: float) -> None:
         """Say what the answer with this id was worth. See `AgentSession.set_reward`."""

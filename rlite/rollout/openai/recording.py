@@ -20,7 +20,7 @@ from rlite.types import StopReason
 Message = Mapping[str, Any]
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, repr=False, kw_only=True)
 class Turn:
     """One answer of the model. Lists of outputs have one value per output token."""
 
@@ -45,6 +45,10 @@ class Turn:
     """of this turn alone"""
     is_aborted: bool = False
     """the client has not had the whole of it: it left, or the engine gave up"""
+
+    def __repr__(self) -> str:
+        state = "aborted" if self.is_aborted else self.finish_reason
+        return f"<Turn {self.id}: {len(self.prompt_ids)} + {len(self.output_ids)} tokens, {state}>"
 
     @property
     def sequence(self) -> list[int]:

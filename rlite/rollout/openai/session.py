@@ -192,6 +192,7 @@ class AgentSession:
             is_aborted=True,
         )
         turns.append(turn)
+        unread: list[int] = []
         try:
             stream = self.engine.stream(LLMRequest(input_ids=list(prompt.token_ids), gconfig=gconfig, rid=self._rid))
             async for chunk in _closing(stream):
@@ -199,7 +200,10 @@ class AgentSession:
                 turn.logprobs += chunk.logprobs
                 turn.versions += [chunk.version] * len(chunk.token_ids)
                 turn.finish_reason = chunk.finish_reason or turn.finish_reason
-                say(Delta(index, text.feed(chunk.token_ids, chunk.finish_reason is not None), turn, chunk))
+                unread += chunk.token_ids
+                if request.is_stream or chunk.finish_reason is not None:
+                    settled, unread = text.feed(unread, chunk.finish_reason is not None), []
+                    say(Delta(index, settled, turn, chunk))
         finally:
             self.recording.turns.append(turn)
         if turn.finish_reason == "abort":
