@@ -6,7 +6,7 @@ Model FLOPs are those that the model's mathematics needs. What gradient checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -82,3 +82,11 @@ def peak_flops(device_name: str) -> float | None:
     if "MIG" in words:
         return None
     return next((peak for name, peak in PEAK_FLOPS.items() if words.issuperset(name.split())), None)
+
+
+def mfu(size: ModelSize, lengths: Iterable[int], seconds: float, device_names: Sequence[str]) -> float | None:
+    """The share of these devices' peak that training on sequences in so many seconds makes; None if one is unknown."""
+    peaks = [peak for peak in map(peak_flops, device_names) if peak is not None]
+    if len(peaks) < len(device_names) or seconds <= 0:
+        return None
+    return training_flops(size, lengths) / (seconds * sum(peaks))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlite.engine.train import RliteTrainEngine
-from rlite.trainer.flops import ModelSize, peak_flops, training_flops
+from rlite.trainer.flops import ModelSize, mfu
 
 
 def usage_metrics(engine: RliteTrainEngine, lengths: Sequence[int], seconds: float) -> dict[str, float]:
@@ -14,9 +14,7 @@ def usage_metrics(engine: RliteTrainEngine, lengths: Sequence[int], seconds: flo
     Returns: `memory_gib`, of the worker that held most since the last call; and where the devices' peak is known `mfu`,
         the model FLOPs of these sequences over what all devices could have made in that time.
     """
-    usage = engine.device_usage()
+    usage, size = engine.device_usage(), ModelSize.of(engine.module)
     metrics = {"memory_gib": max(each.peak_bytes for each in usage) / 2**30}
-    peaks, size = [peak_flops(each.name) for each in usage], ModelSize.of(engine.module)
-    if size is not None and seconds > 0 and None not in peaks:
-        metrics["mfu"] = training_flops(size, lengths) / (seconds * sum(peak for peak in peaks if peak))
-    return metrics
+    share = None if size is None else mfu(size, lengths, seconds, [each.name for each in usage])
+    return metrics if share is None else {**metrics, "mfu": share}

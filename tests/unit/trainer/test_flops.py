@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlite.nn.lora import LoraOptions
-from rlite.trainer.flops import ModelSize, peak_flops, training_flops
+from rlite.trainer.flops import ModelSize, mfu, peak_flops, training_flops
 from rlite.trainer.policy import critic_module, policy_module
 from tests.tiny import build_model_dir
 
@@ -24,6 +24,7 @@ QWEN3_0_6B = {
     "vocab_size": 151936,
     "tie_word_embeddings": True,
 }
+H100 = "NVIDIA H100 80GB HBM3"
 
 
 def test_flops_of_a_known_model_are_those_counted_by_hand() -> None:
@@ -33,9 +34,12 @@ def test_flops_of_a_known_model_are_those_counted_by_hand() -> None:
     num_parameters = 28 * layer + 1024 + 151936 * 1024
     size = ModelSize.of(model)
     assert size == ModelSize(num_multiplied=num_parameters, num_trained=num_parameters, attention_width=28 * 16 * 128)
-    # 26.0k tokens/s in sequences of 8,192 and 11.9k in such of 16,384 are 16.8 % and 11.1 % of an H100's 989 TFLOP/s
-    assert training_flops(size, [8192]) / 8192 * 26.0e3 / 989e12 == pytest.approx(0.168, abs=5e-4)
-    assert training_flops(size, [16384]) / 16384 * 11.9e3 / 989e12 == pytest.approx(0.111, abs=5e-4)
+    assert training_flops(size, [8192]) == 8192 * (6 * num_parameters + 6 * 28 * 2048 * 8193)
+    # others count 26.0k tokens/s in sequences of 8,192, and 11.9k in such of 16,384, as 16.8 % and 11.1 % of an H100
+    assert mfu(size, [8192], 8192 / 26.0e3, [H100]) == pytest.approx(0.168, abs=5e-4)
+    assert mfu(size, [16384], 16384 / 11.9e3, [H100]) == pytest.approx(0.111, abs=5e-4)
+    assert mfu(size, [8192] * 2, 8192 / 26.0e3, [H100] * 2) == pytest.approx(0.168, abs=5e-4)
+    assert mfu(size, [8192], 1.0, [H100, "cpu"]) is None
 
 
 @pytest.mark.parametrize("tie", [True, False])
@@ -78,7 +82,7 @@ def test_a_mixture_of_experts_is_not_guessed() -> None:
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", 989e12),
+        (H100, 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H200", 989e12),
         ("NVIDIA H20", 148e12),
