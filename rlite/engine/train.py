@@ -41,9 +41,16 @@ class RliteTrainEngine(Engine):
         module: a `BaseTrainModule` on the meta device.
         executor: how it is parallelised; "fsdp2".
 
-    `tensor_parallel_size` in `build` counts the workers that hold one copy of the model, `data_parallel_size` the
-    copies; gradients are averaged over all of them. A method's arguments are copied to every data-parallel rank, those
-    in `NeedParallel` are split; the result is a list with one entry per rank, unless the method says `@gathered(...)`.
+    A method's arguments are copied to every rank with data of its own, those in `NeedParallel` are split; the result
+    is a list with one entry per rank, unless the method says `@gathered(...)`. Of the sizes that `build` takes,
+
+        data_parallel_size                   copies of the model
+        tensor_parallel_size                 workers that hold one copy: fsdp x sp_size x tp_size
+        tp_size, sp_size (1 if not given)    of those, workers that share every matrix, and the tokens of every pack
+
+    Gradients are averaged over the copies and fsdp, the ranks with data of their own. On 16 devices,
+    `build(tensor_parallel_size=8, data_parallel_size=2, tp_size=4)` is 2 copies x 2 fsdp x 4 tensor, and without
+    `tp_size` 2 copies x 8 fsdp.
     """
 
     kind: ClassVar[str] = "train"
@@ -118,7 +125,10 @@ class RliteTrainEngine(Engine):
         return torch.device("cpu")
 
     def _validate(self, executor_size: int) -> None:
-        ParallelDims.of(executor_size, executor_size, self.options.sp_size, self.options.tp_size)
+        try:
+            ParallelDims.of(executor_size, executor_size, self.options.sp_size, self.options.tp_size)
+        except ConfigError as error:
+            raise ConfigError(f"tensor_parallel_size={executor_size}: {error}") from error
         if self.options.tp_size > 1:
             self.module.check_parallel(self.options.tp_size)
         if self.options.use_liger_kernel:
@@ -333,7 +343,7 @@ class RliteTrainEngine(Engine):
 
     def _finish_saving(self) -> None:
         writing, self._writing = self._writing, None
-        if writing is not None:
+        if writing is not None and not writing.is_known:
             writing.result()
 
     def load_state(self, path: str | Path) -> dict[str, Any]:
@@ -364,24 +374,25 @@ class StateWriting:
     def __init__(self, path: Path, group: WorkerGroup) -> None:
         self.path = path
         self._group = group
-        self._is_done = False
         self._error: CheckpointError | None = None
+        self.is_known = False
+        """whether somebody has heard what became of it"""
 
     def done(self) -> bool:
         """Whether it is written, or could not be; does not wait for that."""
-        return self._is_done or all(self._group.broadcast("has_saved"))
+        return self.is_known or all(self._group.broadcast("has_saved"))
 
     def result(self, timeout: float | None = None) -> Path:
         """Wait until it is written; returns where it is. The engine's other calls wait, too.
 
         Raises: CheckpointError if it could not be written; what a worker raises; CallTimeout.
         """
-        if not self._is_done:
+        if not self.is_known:
             try:
                 self._group.broadcast("finish_saving", timeout=timeout)
             except CheckpointError as error:
                 self._error = error
-            self._is_done = True
+            self.is_known = True
         if self._error is not None:
             raise self._error
         return self.path
