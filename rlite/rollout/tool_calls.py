@@ -142,7 +142,7 @@ def _call(value: Any, *keys: str) -> ToolCall:
     """A call from {"name": ..., KEY: {...}}. Raises: _NoCall."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not _NAME.fullmatch(value["name"]):
         raise _NoCall
-    arguments = next((value[key] for key in keys if key in value), {})
+    arguments: Any = next((value[key] for key in keys if key in value), {})
     if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's interface
         arguments = _json(arguments)
     if not isinstance(arguments, dict):
