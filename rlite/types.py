@@ -7,7 +7,7 @@ natural logarithms.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
@@ -187,10 +187,14 @@ class RequestOutput:
     outputs: list[CompletionOutput]
 
 
+OnChunk = Callable[[TokenChunk], object]
+"""called as tokens are made, in any thread"""
+
+
 class AsyncInference(Protocol):
     """All that a rollout knows of an inference engine."""
 
-    async def agenerate(self, request: LLMRequest) -> LLMResponse: ...
+    async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse: ...
 
     def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
         """The tokens of one request as they are made; the last chunk has a finish_reason. Leaving it ends the request."""

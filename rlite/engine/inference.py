@@ -47,6 +47,7 @@ from rlite.types import (
     GenerationHyperparameters,
     LLMRequest,
     LLMResponse,
+    OnChunk,
     RequestOutput,
     SequenceRequest,
     TokenChunk,
@@ -148,9 +149,7 @@ class RliteInferenceEngine(Engine):
             for text, ids, siblings in zip(texts, tokens, flights, strict=True)
         ]
 
-    async def agenerate(
-        self, request: LLMRequest, on_chunk: Callable[[TokenChunk], object] | None = None
-    ) -> LLMResponse:
+    async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
         """Complete one request, while others run; every token carries its log-probability and policy version.
 
         `on_chunk` is called in the pump's thread as tokens arrive; it must not call the engine, and what it raises ends

@@ -27,7 +27,7 @@ from rlite.errors import CallTimeout, CheckpointError, ConfigError, DataError
 from rlite.observability import stats_tracker
 from rlite.rollout.batch import pad_trajectories
 from rlite.rollout.episodes import ENGINE_FAILURES, EpisodeFailed, run_episodes
-from rlite.rollout.group import Group, Item, ShouldAccept, oldest_version, report_age, response_lengths
+from rlite.rollout.group import Group, Item, ShouldAccept, oldest_version, report_age
 from rlite.rollout.loop import LoopThread
 from rlite.rollout.options import CollectorOptions
 from rlite.rollout.reward_pool import close_shared_pool
@@ -90,7 +90,7 @@ class RolloutCollector:
         self._num_failures = 0
         self._num_rejections = 0
         self._reported = (0, 0)
-        self._dropped_lengths: list[int] = []
+        self._dropped_tokens: list[Counter[int]] = []
         self._is_paused = False
         self._is_closed = False
         self._stopped: BaseException | None = None
@@ -364,8 +364,8 @@ class RolloutCollector:
             num_lost, num_failed = (now - then for now, then in zip(losses, self._reported, strict=True))
             self._reported = losses
             stats_tracker.scalar(num_groups=len(groups), num_lost=num_lost, num_failed_attempts=num_failed)
-            report_age(batch, self.engine.get_version(), self._dropped_lengths)
-            self._dropped_lengths = []
+            report_age(batch, self.engine.get_version(), self._dropped_tokens)
+            self._dropped_tokens = []
         return batch
 
     def _next_items(self) -> Sequence[Item]:
@@ -462,7 +462,7 @@ class RolloutCollector:
     def _drop(self, lane: _Lane, group: Group, reason: str, error: BaseException | None = None) -> None:
         """The group is lost, wherever it is; what runs of it is cancelled."""
         if reason.startswith(TOO_OLD):
-            self._dropped_lengths += response_lengths(group.trajectories or ())
+            self._dropped_tokens.append(group.tokens)  # what is cancelled may report a few more
         lane.ledger.drop(group.id, reason)
         del lane.groups[group.id]
         group.reason, group.error, group.trajectories = reason, error, None
@@ -510,6 +510,7 @@ class RolloutCollector:
                 retries=self.options.request_retries,
                 failed_attempts=self.failed_attempts,
                 seed=group.seed,
+                tokens=group.tokens,
             )
             whole = [trajectory for trajectory in trajectories if trajectory is not None]
             reason = None

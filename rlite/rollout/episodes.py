@@ -40,19 +40,20 @@ async def run_episodes(
     retries: int,
     failed_attempts: Counter[str],
     seed: int | None = None,
+    tokens: Counter[int] | None = None,
 ) -> list[TensorDict | None]:
     """`count` episodes of one item; the first that fails for good cancels its siblings.
 
     `failed_attempts` counts what was raised, by the exception's name or the reward's outcome. With a `seed`, random
     numbers depend on it, the sample and the turn alone; those of requests with a seed of their own on that and the
-    sample.
+    sample. `tokens` counts what each sample has generated so far.
     Raises: EpisodeFailed; WorkerError or ResidencyError, at once.
     """
 
     async def episode(sample: int) -> TensorDict | None:
         def attempt() -> Awaitable[TensorDict | None]:
             # with a seed, a further attempt is the same again, unless what failed was not the model's doing
-            return workflow.arun_episode(SampleInference(engine, sample, seed), dict(data))
+            return workflow.arun_episode(SampleInference(engine, sample, seed, tokens), dict(data))
 
         return await _until_it_succeeds(attempt, type(workflow).__name__, timeout, retries, failed_attempts)
 

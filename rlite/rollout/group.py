@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class Group:
     trajectories: list[TensorDict] | None = None
     reason: str | None = None
     error: BaseException | None = None
+    tokens: Counter[int] = field(default_factory=Counter)
+    """generated so far, by sample"""
 
     @property
     def has_ended(self) -> bool:
@@ -66,6 +69,7 @@ class Group:
             should_accept=accept,
             seed=state["seed"],
             trajectories=trajectories,
+            tokens=Counter(dict(enumerate(response_lengths(trajectories or ())))),
         )
 
 
@@ -81,17 +85,17 @@ def response_lengths(trajectories: Sequence[TensorDict]) -> list[int]:
     return [int(length) for row in trajectories if "loss_mask" in row for length in row["loss_mask"].sum(-1)]
 
 
-def report_age(batch: TensorDict, version: int, dropped_lengths: Sequence[int]) -> None:
-    """Record how many updates late a batch is consumed, and the lengths that too old groups had."""
+def report_age(batch: TensorDict, version: int, dropped: Sequence[Counter[int]]) -> None:
+    """Record how many updates late a batch is consumed, and the lengths at which groups that were too old were dropped."""
     if "versions" in batch:
         # a sequence is as old as its oldest token
         made = batch["versions"].masked_fill(batch["versions"] < 0, torch.iinfo(torch.int64).max).amin(1)
         stats_tracker.scalar(staleness=(version - made.clamp(max=version)).double().mean())
-    if dropped_lengths:
-        kept = response_lengths([batch])
+    if dropped:
+        lengths, kept = [tokens for group in dropped for tokens in group.values()], response_lengths([batch])
         stats_tracker.scalar(
-            num_dropped_too_old=len(dropped_lengths),
-            length_dropped=sum(dropped_lengths) / len(dropped_lengths),
+            num_dropped_too_old=len(dropped),
+            length_dropped=sum(lengths) / max(1, len(lengths)),
             length_kept=sum(kept) / max(1, len(kept)),
         )
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from rlite.types import LLMRequest, LLMResponse, StopReason, TokenChunk
+from rlite.types import LLMRequest, LLMResponse, OnChunk, StopReason, TokenChunk
 
 Answer = Callable[[LLMRequest], Sequence[int]] | Sequence[Sequence[int]]
 
@@ -45,11 +45,16 @@ class ScriptedEngine:
         self._set_at = [float("-inf")]
         self.num_requests = 0
 
-    async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        """The next answer of the script, when its time has passed."""
+    async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
+        """The next answer of the script, when its time has passed; `on_chunk` has all that was made then, at once."""
         tokens, seconds, reason = self._next(request)
-        started = self._clock()
-        await self._sleep_until(started + seconds)
+        number, started = self.num_requests, self._clock()
+        try:
+            await self._sleep_until(started + seconds)
+        finally:  # also when it is cancelled before
+            share = min(1.0, (self._clock() - started) / seconds) if seconds else 1.0
+            if on_chunk is not None:
+                on_chunk(self._chunk(number, tokens[: int(share * len(tokens))], self.get_version(), reason))
         return LLMResponse(
             input_tokens=list(request.input_ids),
             output_tokens=tokens,

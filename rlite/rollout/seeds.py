@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import replace
 
-from rlite.types import AsyncInference, LLMRequest, LLMResponse, TokenChunk
+from rlite.types import AsyncInference, LLMRequest, LLMResponse, OnChunk, TokenChunk
 
 
 def mix(seed: int, number: int) -> int:
@@ -22,11 +24,15 @@ class SampleInference:
     """An engine for one episode of a group: what it samples differs from what its siblings do.
 
     A request with a seed of its own gets another one for each sample but the first. One without gets it from the
-    group's seed, the sample and its turn, if the group has a seed.
+    group's seed, the sample and its turn, if the group has a seed. `tokens[sample]` counts what is generated.
     """
 
-    def __init__(self, engine: AsyncInference, sample: int, group_seed: int | None = None) -> None:
+    def __init__(
+        self, engine: AsyncInference, sample: int, group_seed: int | None = None, tokens: Counter[int] | None = None
+    ) -> None:
         self._engine = engine
+        self._tokens = Counter() if tokens is None else tokens
+        self._tokens[sample] = 0
         self._sample = sample
         self._seed = None if group_seed is None else mix(group_seed, sample)
         self._turns = itertools.count()
@@ -34,11 +40,19 @@ class SampleInference:
     def __getattr__(self, name: str):  # type: ignore[no-untyped-def]  # workflows may use what this engine has besides
         return getattr(self._engine, name)
 
-    async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        return await self._engine.agenerate(self._seeded(request))
+    async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
+        def count(chunk: TokenChunk) -> None:
+            self._tokens[self._sample] += len(chunk.token_ids)
+            if on_chunk is not None:
+                on_chunk(chunk)
 
-    def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
-        return self._engine.stream(self._seeded(request))
+        return await self._engine.agenerate(self._seeded(request), count)
+
+    async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
+        async with aclosing(self._engine.stream(self._seeded(request))) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                self._tokens[self._sample] += len(chunk.token_ids)
+                yield chunk
 
     def _seeded(self, request: LLMRequest) -> LLMRequest:
         turn, seed = next(self._turns), request.gconfig.seed

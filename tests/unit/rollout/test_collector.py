@@ -473,6 +473,23 @@ def test_what_is_too_old_is_dropped_and_replaced_where_that_is_asked_for(
     assert stats_tracker.export()["rollout/staleness"] <= 1
 
 
+def test_dropping_what_is_too_old_reports_the_lengths(collect: Collect, engine: ScriptedEngine) -> None:
+    """The last answer has 50 tokens and would take long: at the moment when it is dropped some of them are there."""
+    engine._latency = lambda request: 2.0 if request.input_ids[0] == 50 else 0.0
+    collector = collect(consumer_batch_size=2, max_concurrent_rollouts=8, max_head_offpolicyness=1, on_stale="drop")
+    for item in items(49, 1, 2, 3, 4, 5, 6):
+        collector.submit(item, Answer())
+    stats_tracker.export()
+    for version in range(3):
+        time.sleep(0.3)
+        engine.set_version(version)
+        collector.wait(2)
+    stats = stats_tracker.export()
+    assert stats["rollout/num_dropped_too_old"] == 1
+    assert 5 <= stats["rollout/length_dropped"] <= 45
+    assert stats["rollout/length_kept"] < 8
+
+
 def test_no_token_is_consumed_that_is_older_than_the_bound(collect: Collect, engine: ScriptedEngine) -> None:
     """The version moves without a batch: what is ready and too old is not handed over."""
     collector = collect(consumer_batch_size=2, max_head_offpolicyness=1, max_concurrent_rollouts=8)

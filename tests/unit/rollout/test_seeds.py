@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from rlite.rollout.collector import RolloutCollector
 from rlite.rollout.options import CollectorOptions
 from rlite.rollout.workflow import RolloutWorkflow
-from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
+from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, OnChunk
 
 
 class Recorder:
@@ -20,7 +20,7 @@ class Recorder:
         self._delays = delays
         self.seeds: list[tuple[int, int | None]] = []
 
-    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+    async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
         self.seeds.append((request.input_ids[0], request.gconfig.seed))
         await asyncio.sleep(self._delays[len(self.seeds) % len(self._delays)])
         return LLMResponse(

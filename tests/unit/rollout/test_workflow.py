@@ -18,6 +18,7 @@ from rlite.rollout import (
     SingleTurnWorkflow,
     trajectory,
 )
+from rlite.types import OnChunk
 from tests.tiny import tokenizer_with_bos
 
 TOKENIZER = byte_tokenizer()
@@ -106,7 +107,7 @@ def test_an_item_without_a_prompt_is_refused_with_its_keys() -> None:
 
 def test_an_aborted_completion_is_not_trained_on() -> None:
     class AbortingEngine(ScriptedEngine):
-        async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
             response = await super().agenerate(request)
             return LLMResponse(**{**vars(response), "stop_reason": "abort"})
 
