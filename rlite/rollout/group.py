@@ -86,7 +86,7 @@ def response_lengths(trajectories: Sequence[TensorDict]) -> list[int]:
 
 
 def report_age(batch: TensorDict, version: int, dropped: Sequence[Counter[int]]) -> None:
-    """Record how many updates late a batch is consumed, and the lengths at which groups that were too old were dropped."""
+    """Record how many updates late a batch is consumed, and at which lengths too old groups were dropped."""
     if "versions" in batch:
         # a sequence is as old as its oldest token
         made = batch["versions"].masked_fill(batch["versions"] < 0, torch.iinfo(torch.int64).max).amin(1)
