@@ -65,6 +65,7 @@ class Fsdp2Worker:
         self._is_state_on_host = options.offload_optimizer and self._device.type != "cpu"
         dims = ParallelDims.of(context.world_size, executor_size, options.sp_size, options.tp_size)
         self._mesh = make_mesh(self._device.type, context.world_ranks, context.rank, dims)
+        self._rested: torch.optim.Optimizer | None = None
         self._everyone = subgroup(context.world_ranks)
         self.module: BaseTrainModule
         self.arena: SharedArena | None = None
@@ -100,8 +101,7 @@ class Fsdp2Worker:
             if is_read:
                 self._read_weights(path)
             module.on_weights_materialized()
-            if self._is_state_on_host and module.optimizer is not None:
-                keep_on_host_between_steps(module.optimizer, self._device)
+            self._rest_optimizer()
 
     @torch.no_grad()
     def _read_weights(self, path: str | None = None) -> None:
@@ -362,8 +362,7 @@ class Fsdp2Worker:
         sharded.load(
             Path(path), self.module, self.module.optimizer, self.module.lr_scheduler, self._context.rank, self._everyone
         )
-        if self._is_state_on_host and self.module.optimizer is not None:
-            move_state(self.module.optimizer, torch.device("cpu"))
+        self._rest_optimizer()
 
     # -- residency -----------------------------------------------------------------------------------------------
 
@@ -384,7 +383,7 @@ class Fsdp2Worker:
             for arena in (self.arena, self.staged):
                 if isinstance(arena, SharedArena):
                     arena.discard()
-            self.arena = self.staged = None
+            self.arena = self.staged = self._rested = None
             gc.collect()  # a module and its FSDP state refer to each other
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -395,7 +394,9 @@ class Fsdp2Worker:
             return
         self.module.to(device)
         self.staged = None  # what was shared for the last sync would hold the memory that is to be left
-        if self.module.optimizer is not None and not self._is_state_on_host:
+        if self._is_state_on_host:
+            self._rest_optimizer()
+        elif self.module.optimizer is not None:
             move_state(self.module.optimizer, device)
         torch.cuda.synchronize()
         if device.type == "cpu":
@@ -408,6 +409,16 @@ class Fsdp2Worker:
         optimizer = self.module.optimizer
         states = optimizer.state.values() if optimizer else ()
         held = sum(_bytes(value) for state in states for value in state.values() if isinstance(value, Tensor))
+    def _rest_optimizer(self) -> None:
+        """With offload_optimizer: its state goes to the host, where every step from now on leaves it."""
+        optimizer = self.module.optimizer
+        if optimizer is None or not self._is_state_on_host:
+            return
+        if optimizer is not self._rested:
+            keep_on_host_between_steps(optimizer, self._device)
+            self._rested = optimizer
+        move_state(optimizer, torch.device("cpu"))
+
         return {"weights": weights, "optimizer": held}
 
     def device_usage(self) -> DeviceUsage:
