@@ -376,6 +376,11 @@ def plan_shares(
     return plans[0][1] if plans else Shares.contiguous(count, num_ranks)
 
 
+def cuts_sequences(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call gives the ranks of a context-parallel group different tokens."""
+    return any("seq" in argument.types for argument in _marked(args, kwargs).values())
+
+
 def _check_sequences(marked: Mapping[int | str, _Marked], num_seq_ranks: int, allow_empty: bool) -> None:
     found: dict[str, list[int]] = {}
     for argument in marked.values():

@@ -15,9 +15,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import cloudpickle
@@ -25,6 +26,7 @@ import cloudpickle
 from rlite.cluster.host import Outcome, WorkerContext, WorkerKey, worker_name
 from rlite.cluster.placement import Device
 from rlite.errors import CallTimeout, RliteError, WorkerDied, WorkerError
+from rlite.observability import stats_tracker, trace
 
 PEER_GRACE_S = 4.0
 """how long the peers of a failed rank may go on before they count as stuck in a collective"""
@@ -75,6 +77,8 @@ class WorkerGroup:
         self.losses: dict[int, RliteError] = {}
         """why a replica serves no more, by its number"""
         self.replica_size = len(self.handles)
+        self.reporters: Collection[int] = range(len(self.handles))
+        """the ranks whose statistics count; the others compute the same as one of them"""
         self._losing = threading.Lock()
         self._stopped = False
 
@@ -105,15 +109,26 @@ class WorkerGroup:
             with self.order:
                 handles = enumerate(self.handles)
                 futures = {rank: handle.create(self.key(rank), blob, contexts[rank]) for rank, handle in handles}
+                for rank, answer in futures.items():
+                    self.draw(rank, "start", answer)
             self.gather(futures, what="start", timeout=timeout)
         except BaseException:
             self.stop()
             raise
 
-    def submit(self, rank: int, method: str, args: tuple = (), kwargs: dict | None = None) -> Future[Outcome]:
+    def submit(
+        self, rank: int, method: str, args: tuple = (), kwargs: dict | None = None, what: str | None = None
+    ) -> Future[Outcome]:
         """Start one call on one worker. Calls on a worker run one at a time, in the order they were submitted."""
         self.check([rank])
-        return self.handles[rank].call(self.key(rank), method, args, kwargs or {})
+        answer = self.handles[rank].call(self.key(rank), method, args, kwargs or {})
+        self.draw(rank, what or method, answer)
+        return answer
+
+    def draw(self, rank: int, what: str, answer: Future[Outcome]) -> None:
+        """Let a trace, if there is one, show this call in its worker's row."""
+        if trace.is_on():
+            answer.add_done_callback(partial(_draw, (self.name, f"rank {rank} on {self.devices[rank]}"), what))
 
     def call(
         self,
@@ -121,21 +136,35 @@ class WorkerGroup:
         calls: Sequence[tuple[tuple, dict]],
         ranks: Sequence[int] | None = None,
         timeout: float | None = None,
+        what: str | None = None,
+        reporters: Collection[int] | None = None,
     ) -> list[Any]:
-        """Call `method` on `ranks` (default all), each with its own arguments, and wait for all results."""
+        """Call `method` on `ranks` (default all), each with its own arguments, and wait for all results.
+
+        `what` names the call in messages, where the method does not; `reporters` are the ranks whose statistics count.
+        """
         ranks = range(len(self)) if ranks is None else ranks
         self.check(ranks)  # before the first of them is called
         with self.order:
-            futures = {rank: self.submit(rank, method, *call) for rank, call in zip(ranks, calls, strict=True)}
-        return self.gather(futures, what=method, timeout=timeout)
+            futures = {
+                rank: self.submit(rank, method, *call, what=what) for rank, call in zip(ranks, calls, strict=True)
+            }
+        return self.gather(futures, what=what or method, timeout=timeout, reporters=reporters)
 
     def broadcast(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
         """Call `method` on every worker with the same arguments."""
         return self.call(method, [(args, kwargs)] * len(self), timeout=timeout)
 
-    def gather(self, futures: dict[int, Future[Outcome]], what: str, timeout: float | None = None) -> list[Any]:
+    def gather(
+        self,
+        futures: dict[int, Future[Outcome]],
+        what: str,
+        timeout: float | None = None,
+        reporters: Collection[int] | None = None,
+    ) -> list[Any]:
         """Wait for submitted calls (rank -> future); results in the order of `futures`. Raises: as `collect`."""
-        calls = [PendingCall(self, rank, future) for rank, future in futures.items()]
+        counted = self.reporters if reporters is None else reporters
+        calls = [PendingCall(self, rank, future, rank in counted) for rank, future in futures.items()]
         return collect(calls, what, self.call_timeout if timeout is None else timeout)
 
     def lose(self, ranks: Iterable[int], error: RliteError) -> None:
@@ -191,6 +220,8 @@ class PendingCall:
     group: WorkerGroup
     rank: int
     answer: Future[Outcome]
+    is_reporter: bool = False
+    """what it tells stats_tracker counts"""
 
     @property
     def name(self) -> str:
@@ -238,7 +269,23 @@ def collect(calls: Sequence[PendingCall], what: str, timeout: float) -> list[Any
                 "Give it more time (timeout=, or call_timeout= in rlite.init) or look at what these workers are doing.",
                 late,
             )
-    return [call.answer.result().unwrap(call.name) for call in calls]
+    results = [call.answer.result().unwrap(call.name) for call in calls]
+    for call in calls:
+        if call.is_reporter and (recorded := call.answer.result().recorded) is not None:
+            stats_tracker.add(recorded)
+    return results
+
+
+def _draw(track: trace.Track, what: str, answer: Future[Outcome]) -> None:
+    """The call in the trace, as long as it took, until now; and the timings that were recorded in it."""
+    if answer.exception() is not None:
+        return
+    outcome, ended = answer.result(), time.perf_counter()
+    began = ended - outcome.seconds
+    spans = outcome.recorded.spans if outcome.recorded is not None else ()
+    inner = [(name, began + start, began + end) for name, start, end in spans]
+    raised = {} if outcome.error is None else {"raised": type(outcome.error).__name__}
+    trace.complete(what, began, ended, track, inner, **raised)
 
 
 def _raise_deaths(
@@ -313,4 +360,6 @@ def apply_on_processes(
         pending = [
             PendingCall(group, rank, group.handles[rank].apply(keys, blob, args)) for group, rank, keys, args in calls
         ]
+        for call in pending:
+            call.group.draw(call.rank, what, call.answer)
     return collect(pending, what, timeout)

@@ -7,6 +7,7 @@ type, and its traceback reaches the caller as text.
 from __future__ import annotations
 
 import gc
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import cloudpickle
 
 from rlite.cluster.placement import Device
 from rlite.errors import RemoteTraceback, WorkerError
+from rlite.observability import stats_tracker
+from rlite.observability.stats_tracker import Recording
 
 WorkerKey = tuple[str, int]
 """group name and rank"""
@@ -58,6 +61,10 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
     trace: str = ""
+    recorded: Recording | None = None
+    """what the call told stats_tracker, if it did"""
+    seconds: float = 0.0
+    """that the call took"""
 
     def unwrap(self, worker: str) -> Any:
         """The value, or the remote exception with its own type and the remote traceback as its cause."""
@@ -100,11 +107,16 @@ class WorkerHost:
 
 
 def _outcome(act: Callable[[], Any]) -> Outcome:
-    try:
-        return Outcome(act())
-    except Exception as error:  # the boundary: everything a worker raises belongs to the caller
-        trace = traceback.format_exc()
-        return Outcome(error=_portable(error), trace=trace)
+    error, trace, value = None, "", None
+    started = time.perf_counter()
+    with stats_tracker.apart() as recording:
+        try:
+            value = act()
+        except Exception as raised:  # the boundary: everything a worker raises belongs to the caller
+            trace = traceback.format_exc()
+            error = _portable(raised)
+    recorded = recording if recording.stats else None
+    return Outcome(value, error, trace, recorded, time.perf_counter() - started)
 
 
 def _portable(error: Exception) -> Exception:

@@ -217,6 +217,7 @@ class Engine:
         self.executors = [Executor(index, group, tensor_parallel_size) for index in range(len(executors))]
         if self.has_independent_replicas and session.launcher.survives_deaths:
             group.divide(tensor_parallel_size)
+        group.reporters = range(0, len(group), self._num_peers())
         self.weights = Weights.DEVICE
         self._built()
 
@@ -244,6 +245,10 @@ class Engine:
     def _source(self) -> Any:
         """What the worker's constructor needs to know of the model; it travels to every worker."""
         raise NotImplementedError
+
+    def _num_peers(self) -> int:
+        """Neighbouring workers that do the same work on the same data."""
+        return self.executors[0].size
 
     def _built(self) -> None:
         """Called when the workers stand."""

@@ -18,7 +18,7 @@ from rlite.cluster.group import WorkerGroup
 from rlite.cluster.session import current_session
 from rlite.data.packing import plan_microbatches
 from rlite.data.packs import check_batch, companions, sequence_lengths
-from rlite.dispatch import gather, gather_of, plan_shares, scatter
+from rlite.dispatch import cuts_sequences, gather, gather_of, plan_shares, scatter
 from rlite.engine.base import Engine, Weights
 from rlite.engine.weight_sync import OnInflight, SyncReport, sync_weights
 from rlite.errors import CheckpointError, ConfigError, DataError, RliteError
@@ -96,7 +96,9 @@ class RliteTrainEngine(Engine):
             shares = plan_shares(args, kwargs, dims.num_data_ranks)
             calls = scatter(args, kwargs, dims.num_data_ranks, dims.seq, shares=shares)
             each: list[Any] = [((name, *call), {}) for call in calls for _ in range(dims.tensor)]
-            results = self.group.call("invoke", each, timeout=timeout)
+            # whoever has other tokens than its neighbours tells other numbers
+            reporters = range(0, len(each), dims.tensor) if cuts_sequences(args, kwargs) else None
+            results = self.group.call("invoke", each, timeout=timeout, what=name, reporters=reporters)
             return gather(results[:: dims.num_peers], gather_of(method), shares)
 
         call.__name__ = name
@@ -139,6 +141,9 @@ class RliteTrainEngine(Engine):
             # accelerate notes it there for tied parameters, and what was frozen since would arrive as it was before
             vars(parameter).pop("requires_grad", None)
         return cloudpickle.dumps(self.module)
+
+    def _num_peers(self) -> int:
+        return self.dims.num_peers
 
     def _built(self) -> None:
         assert self._session is not None

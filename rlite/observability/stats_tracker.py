@@ -11,6 +11,11 @@
 The functions work on one tracker of the process; make a `StatsTracker` for one of your own. Scopes and masks belong to
 the thread or task that set them, the collected numbers to the tracker: any thread may record. Tensors stay on their
 device until `export`, so recording does not wait for a GPU.
+
+What a module's method records on the workers arrives, when the call returns, in the tracker of the program that called
+it, under the scopes of the call. Sums and counts are added over the data-parallel ranks, so every element weighs alike,
+however the elements were split; workers that compute the same on the same data count once. A timing is the mean over
+ranks. With a trace under way, timings are drawn in it.
 """
 
 from __future__ import annotations
@@ -24,14 +29,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
+from rlite.observability import trace
 
-
-@dataclass(frozen=True)
-class _Frame:
-    """What the current thread or task is inside of: the scopes' prefix, and the masks that were announced there."""
-
-    prefix: str = ""
-    masks: Mapping[str, Any] = field(default_factory=dict)
+MAX_SPANS = 256
+"""timings of one recording that a trace can draw; all of them count"""
 
 
 @dataclass
@@ -39,16 +40,29 @@ class _Mean:
     total: Any = 0.0
     count: int = 0
 
+    def add(self, other: _Mean) -> None:
+        self.total = self.total + other.total
+        self.count += other.count
+
     def export(self, key: str) -> dict[str, float]:
         return {key: float(self.total) / self.count}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"total": float(self.total), "count": self.count}
 
 
 @dataclass
 class _Count:
     total: Any = 0
 
+    def add(self, other: _Count) -> None:
+        self.total = self.total + other.total
+
     def export(self, key: str) -> dict[str, float]:
         return {key: float(self.total)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"total": int(self.total)}
 
 
 @dataclass
@@ -60,11 +74,49 @@ class _Masked:
     lowest: list[Any] = field(default_factory=list)
     highest: list[Any] = field(default_factory=list)
 
+    def add(self, other: _Masked) -> None:
+        self.total = self.total + other.total
+        self.count = self.count + other.count
+        self.lowest += other.lowest
+        self.highest += other.highest
+
     def export(self, key: str) -> dict[str, float]:
         if not float(self.count):  # no element: there is no mean
             return {}
         lowest, highest = min(map(float, self.lowest)), max(map(float, self.highest))
         return {f"{key}/mean": float(self.total) / float(self.count), f"{key}/min": lowest, f"{key}/max": highest}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "total": float(self.total),
+            "count": int(self.count),
+            "lowest": [min(map(float, self.lowest))] if self.lowest else [],
+            "highest": [max(map(float, self.highest))] if self.highest else [],
+        }
+
+
+_Statistic = _Mean | _Count | _Masked
+
+
+@dataclass
+class Recording:
+    """What was recorded `apart` from a tracker. It travels as plain numbers."""
+
+    began: float = field(default_factory=time.perf_counter)
+    stats: dict[str, _Statistic] = field(default_factory=dict)
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    """timed blocks: name, and seconds from `began` to their start and their end"""
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """What the current thread or task is inside of: the scopes' prefix, the masks that were announced there, and what
+    takes the numbers instead of the tracker.
+    """
+
+    prefix: str = ""
+    masks: Mapping[str, Any] = field(default_factory=dict)
+    recording: Recording | None = None
 
 
 class StatsTracker:
@@ -73,7 +125,7 @@ class StatsTracker:
     def __init__(self) -> None:
         self._frame: ContextVar[_Frame] = ContextVar("frame", default=_Frame())  # noqa: B039  (never mutated)
         self._lock = threading.Lock()
-        self._stats: dict[str, _Mean | _Count | _Masked] = {}
+        self._stats: dict[str, _Statistic] = {}
 
     @contextlib.contextmanager
     def scope(self, name: str) -> Iterator[None]:
@@ -93,7 +145,12 @@ class StatsTracker:
         try:
             yield
         finally:
-            self._add(name, _Mean, time.perf_counter() - started)
+            ended = time.perf_counter()
+            self._add(name, _Mean(ended - started, 1))
+            if (recording := self._frame.get().recording) is None:
+                trace.complete(key, started, ended)
+            elif len(recording.spans) < MAX_SPANS:
+                recording.spans.append((key, started - recording.began, ended - recording.began))
 
     def denominator(self, **masks: Any) -> None:
         """Announce bool masks by name for the `stat` calls that follow here; exports how many elements they select."""
@@ -101,7 +158,7 @@ class StatsTracker:
         detached = {key: mask.detach().bool() for key, mask in masks.items()}
         self._frame.set(replace(frame, masks={**frame.masks, **detached}))
         for key, mask in detached.items():
-            self._add(f"{frame.prefix}{key}", _Count, mask.sum())
+            self._add(f"{frame.prefix}{key}", _Count(mask.sum()))
 
     def stat(self, denominator: str, **values: Any) -> None:
         """Record tensors of the mask's shape; exports the mean, min and max of the elements where the mask is true.
@@ -118,13 +175,29 @@ class StatsTracker:
                     f"stat {frame.prefix}{key} has shape {list(value.shape)}, "
                     f"its denominator {denominator!r} {list(mask.shape)}"
                 )
-            self._add(f"{frame.prefix}{key}", _Masked, (value.detach().double(), mask))
+            self._add(f"{frame.prefix}{key}", _masked(value.detach().double(), mask))
 
     def scalar(self, **values: Any) -> None:
         """Record numbers or tensors of one element; exports each key's mean over all calls."""
         prefix = self._frame.get().prefix
         for key, value in values.items():
-            self._add(f"{prefix}{key}", _Mean, _number(f"{prefix}{key}", value))
+            self._add(f"{prefix}{key}", _Mean(_number(f"{prefix}{key}", value), 1))
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[Recording]:
+        """What this thread or task records inside goes into the recording, with scopes of its own; see `add`."""
+        recording = Recording()
+        token = self._frame.set(_Frame(recording=recording))
+        try:
+            yield recording
+        finally:
+            self._frame.reset(token)
+
+    def add(self, recording: Recording) -> None:
+        """Take in what was recorded elsewhere, as if it had been recorded here."""
+        prefix = self._frame.get().prefix
+        for key, statistic in recording.stats.items():
+            self._add(f"{prefix}{key}", statistic)
 
     def export(self, reset: bool = True) -> dict[str, float]:
         """All statistics, sorted by key; `reset` begins anew."""
@@ -135,25 +208,29 @@ class StatsTracker:
                 self._stats = {}
         return exported
 
-    def _add(self, key: str, kind: type[_Mean] | type[_Count] | type[_Masked], value: Any) -> None:
+    def _add(self, key: str, statistic: _Statistic) -> None:
+        recording, kind = self._frame.get().recording, type(statistic)
         with self._lock:
-            stat = self._stats.setdefault(key, kind())
+            stats = self._stats if recording is None else recording.stats
+            stat = stats.setdefault(key, kind())
             if not isinstance(stat, kind):
                 raise ConfigError(f"{key!r} is recorded in two ways, as {_WORDS[type(stat)]} and as {_WORDS[kind]}")
-            if isinstance(stat, _Masked):
-                value, mask = value
-                if mask.numel():
-                    stat.total = stat.total + value.masked_fill(~mask, 0.0).sum()
-                    stat.count = stat.count + mask.sum()
-                    stat.lowest.append(value.masked_fill(~mask, float("inf")).min())
-                    stat.highest.append(value.masked_fill(~mask, float("-inf")).max())
-            else:
-                stat.total = stat.total + value
-                if isinstance(stat, _Mean):
-                    stat.count += 1
+            stat.add(statistic)  # type: ignore[arg-type]  # of one kind
 
 
 _WORDS: dict[type, str] = {_Mean: "a scalar", _Count: "a denominator", _Masked: "a stat"}
+
+
+def _masked(value: Any, mask: Any) -> _Masked:
+    """Of the elements where the mask is true."""
+    if not mask.numel():
+        return _Masked()
+    return _Masked(
+        total=value.masked_fill(~mask, 0.0).sum(),
+        count=mask.sum(),
+        lowest=[value.masked_fill(~mask, float("inf")).min()],
+        highest=[value.masked_fill(~mask, float("-inf")).max()],
+    )
 
 
 def _number(key: str, value: Any) -> Any:
@@ -175,3 +252,5 @@ denominator = _default.denominator
 stat = _default.stat
 scalar = _default.scalar
 export = _default.export
+apart = _default.apart
+add = _default.add

@@ -6,6 +6,7 @@ import gc
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from rlite.nn.liger import use_liger_kernels
 from rlite.nn.linear import speed_up_linear_layers
 from rlite.nn.lora import LoraTrainModule
 from rlite.nn.meta import real_tensors
+from rlite.observability import stats_tracker
 from rlite.parallel.arena import SharedArena
 from rlite.parallel.fsdp import (
     allocate,
@@ -171,7 +173,8 @@ class Fsdp2Worker:
             data = pack(batch, rows or companions(batch), self._device)
             set_gradient_sync(self.module, is_last=index == len(microbatches) - 1)
             outputs = self._outputs(loss_fn, data)
-            loss, report = _loss(loss_fn, outputs, data)
+            with _counting(rows):
+                loss, report = _loss(loss_fn, outputs, data)
             if share == 0:
                 values = outputs.logprobs if isinstance(outputs, TokenLogprobs) else outputs
                 loss = values.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
@@ -191,7 +194,9 @@ class Fsdp2Worker:
         with resharded(self.module):
             for rows, weight in zip(microbatches, weights, strict=True):
                 data = pack(batch, rows or companions(batch), self._device)
-                loss, report = _loss(loss_fn, self._outputs(loss_fn, data), data)
+                outputs = self._outputs(loss_fn, data)
+                with _counting(rows):
+                    loss, report = _loss(loss_fn, outputs, data)
                 _add(means, {"loss": loss, **report}, weight / total if total else 0.0)
         return {**self._sum_named(means), "weight": total}
 
@@ -205,7 +210,9 @@ class Fsdp2Worker:
         with resharded(self.module):
             for rows in microbatches:
                 data = pack(batch, rows or companions(batch), self._device)
-                values = post_hook(self._outputs(post_hook, data), data)
+                outputs = self._outputs(post_hook, data)
+                with _counting(rows):
+                    values = post_hook(outputs, data)
                 padded = unpack(values, data["cu_seqlens"], width).cpu()
                 results.update(zip(rows, padded, strict=False))
         return results
@@ -456,6 +463,11 @@ def _bytes(tensor: Tensor) -> int:
 def _loss(loss_fn: Loss, outputs: Tensor | TokenLogprobs, data: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     result = loss_fn(outputs, data)
     return result if isinstance(result, tuple) else (result, {})
+
+
+def _counting(rows: list[int]) -> AbstractContextManager[Any]:
+    """What is told to stats_tracker of rows that only fill a microbatch up counts nowhere."""
+    return nullcontext() if rows else stats_tracker.apart()
 
 
 def _add(means: dict[str, Any], values: Mapping[str, Any], weight: float) -> None:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import pickle
+import random
 import subprocess
 import sys
 import threading
@@ -8,6 +11,8 @@ import time
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlite.errors import ConfigError, UnknownOptionError
 from rlite.observability import stats_tracker
@@ -113,3 +118,61 @@ def test_misuse_is_named() -> None:
 def test_importing_it_imports_no_torch() -> None:
     program = "import sys, rlite.observability.stats_tracker; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+ELEMENTS = st.lists(st.tuples(st.floats(allow_nan=False, allow_infinity=False, width=16), st.booleans()), max_size=40)
+
+
+def record(tracker: StatsTracker, elements: list[tuple[float, bool]]) -> None:
+    values = torch.tensor([value for value, _ in elements], dtype=torch.float64)
+    with tracker.scope("actor"):
+        tracker.denominator(tokens=torch.tensor([is_counted for _, is_counted in elements], dtype=torch.bool))
+        tracker.stat(denominator="tokens", entropy=values)
+        for value, _ in elements:
+            tracker.scalar(loss=value)
+
+
+@given(elements=ELEMENTS, cuts=st.lists(st.integers(0, 40), max_size=6), order=st.randoms(use_true_random=False))
+def test_any_split_of_the_elements_over_ranks_and_calls_exports_the_same(
+    elements: list[tuple[float, bool]], cuts: list[int], order: random.Random
+) -> None:
+    # sums of so few half-precision numbers are exact in float64, in any order
+    whole, gathered = StatsTracker(), StatsTracker()
+    with whole.scope("step"):
+        record(whole, elements)
+    bounds = sorted({0, len(elements), *(cut for cut in cuts if cut < len(elements))})
+    parts = [elements[start:stop] for start, stop in itertools.pairwise(bounds)] or [[]]
+    order.shuffle(parts)
+    answers = []
+    for part in parts:  # a worker's process has a tracker and scopes of its own
+        worker = StatsTracker()
+        with worker.scope("elsewhere"), worker.apart() as recording:
+            record(worker, part)
+        assert worker.export() == {}
+        answers.append(pickle.dumps(recording))
+    with gathered.scope("step"):
+        for answer in answers:
+            gathered.add(pickle.loads(answer))
+    assert gathered.export(reset=False) == whole.export()
+    assert gathered.export() != {}
+    assert gathered.export() == {}
+
+
+def test_what_is_recorded_apart_in_a_task_stays_apart_from_other_tasks() -> None:
+    tracker = StatsTracker()
+
+    async def inside() -> int:
+        with tracker.apart() as recording:
+            await asyncio.sleep(0.001)
+            tracker.scalar(x=1.0)
+            await asyncio.create_task(asyncio.sleep(0))
+        return len(recording.stats)
+
+    async def outside() -> None:
+        tracker.scalar(y=2.0)
+
+    async def main() -> list[int | None]:
+        return await asyncio.gather(inside(), outside(), inside())
+
+    assert asyncio.run(main()) == [1, None, 1]
+    assert tracker.export() == {"y": 2.0}

@@ -1,0 +1,316 @@
+"""A trace of the pipeline, who waited for whom, in the Trace Event Format that Perfetto and chrome://tracing open.
+
+    trace.start("runs/ppo/trace.json")
+    with trace.span("update"):                       # this thread is busy, or waits; spans nest
+        ...
+    with trace.task("reward", item=3):               # one of many that run in turns on an event loop
+        ...
+    trace.stage("group", 17, "waiting")              # a thing passes through stages, in whatever thread
+    trace.stage("group", 17, "running")
+    trace.finish("group", 17, "consumed")
+    trace.stop()
+
+There is one trace in a process, and none until `start`: then each of these costs a fraction of a microsecond. What is
+recorded is held for a moment and written in pieces, so memory stays bounded, and a file that a killed process leaves
+behind opens, too. Times are those of `time.perf_counter`, written in microseconds since `start`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+MAX_EVENTS = 2_000_000
+"""what one trace keeps; about 300 MB of JSON"""
+HELD_EVENTS = 4096
+"""between two writes"""
+THREADS, TASKS = "driver", "in flight"
+"""the processes, in the trace's sense, of this process's threads and of what many tasks share"""
+
+Track = tuple[str, str]
+"""a named row of a named process"""
+Inner = Sequence[tuple[str, float, float]]
+"""spans inside another one: name, start and end"""
+
+
+class Tracer:
+    """One trace, from its first event to `close`. Any thread may add to it.
+
+    Args:
+        path: where it is written; an older file is replaced.
+        max_events: how many it keeps; later ones are counted, and the last event says how many they were.
+    """
+
+    def __init__(self, path: str | Path, max_events: int = MAX_EVENTS) -> None:
+        self.path = Path(path)
+        self.num_dropped = 0
+        self._max_events = max_events
+        self._num_events = 0
+        self._held: list[dict[str, Any]] = []
+        self._ids = itertools.count(1)
+        self._rows: dict[Track, tuple[int, int]] = {}
+        self._processes: dict[str, int] = {}
+        self._ends: dict[Track, float] = {}
+        self._stages: dict[tuple[str, int], str] = {}
+        self._open: dict[tuple[str, int], str] = {}
+        self._lock = threading.RLock()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("w", encoding="utf-8")
+        self._file.write("[\n")
+        self._began = time.perf_counter()
+
+    def complete(
+        self,
+        name: str,
+        started: float,
+        ended: float,
+        args: Mapping[str, Any],
+        track: Track | None = None,
+        inner: Inner = (),
+    ) -> None:
+        """Something that began and ended, by perf_counter; on this thread's row unless there is a `track`.
+
+        On such a row one thing happens at a time: what seems to have begun before the last one ended is cut.
+        """
+        with self._lock:
+            if track is not None:
+                started = max(started, self._ends.get(track, started))
+                self._ends[track] = ended = max(started, ended)
+            for label, start, end in [(name, started, ended), *inner]:
+                start, end = max(start, started), min(end, ended)
+                shown = args if label is name else {}
+                self._add("X", label, start, *self._row(track), shown, dur=max(end - start, 0.0) * 1e6)
+
+    def instant(self, name: str, args: Mapping[str, Any]) -> None:
+        """Something that happened now, drawn across everything."""
+        with self._lock:
+            self._add("i", name, time.perf_counter(), *self._row(None), args, s="g")
+
+    def begin(self, kind: str, name: str, args: Mapping[str, Any]) -> tuple[str, int]:
+        """Something begins that is not of one thread; what `end` is to be given."""
+        with self._lock:
+            key = (kind, next(self._ids))
+            if self._asynchronous("b", key, name, args):
+                self._open[key] = name
+            return key
+
+    def end(self, key: tuple[str, int], args: Mapping[str, Any]) -> None:
+        with self._lock:
+            if (name := self._open.pop(key, None)) is not None:
+                self._asynchronous("e", key, name, args, is_owed=True)
+
+    def stage(self, kind: str, number: int, name: str, args: Mapping[str, Any]) -> None:
+        """The thing enters a stage, and leaves the one before; with the first its own span begins."""
+        key = (kind, number)
+        with self._lock:
+            if key not in self._open:
+                if not self._asynchronous("b", key, f"{kind} {number}", {}):
+                    return
+                self._open[key] = f"{kind} {number}"
+            self._leave_stage(key)
+            if self._asynchronous("b", key, name, args):
+                self._stages[key] = name
+
+    def finish(self, kind: str, number: int, args: Mapping[str, Any]) -> None:
+        """The thing leaves its stage and ends."""
+        with self._lock:
+            self._leave_stage((kind, number))
+            self.end((kind, number), args)
+
+    def flush(self) -> None:
+        """Write what is held."""
+        with self._lock:
+            held, self._held = self._held, []
+            if held and not self._file.closed:
+                self._file.writelines(f"{json.dumps(event, default=str)},\n" for event in held)
+                self._file.flush()
+
+    def close(self) -> None:
+        """End what is open, and the file."""
+        with self._lock:
+            if self._file.closed:
+                return
+            for key in list(self._stages):
+                self._leave_stage(key)
+            for key in list(self._open):
+                self.end(key, {"reason": "the trace ended"})
+            self._max_events = self._num_events + 1
+            self.instant("the trace ends", {"num_dropped": self.num_dropped})
+            self.flush()
+            # the last event must not be followed by a comma
+            self._file.seek(self._file.tell() - 2)
+            self._file.truncate()
+            self._file.write("\n]\n")
+            self._file.close()
+
+    def _leave_stage(self, key: tuple[str, int]) -> None:
+        if (stage := self._stages.pop(key, None)) is not None:
+            self._asynchronous("e", key, stage, {}, is_owed=True)
+
+    def _asynchronous(
+        self, phase: str, key: tuple[str, int], name: str, args: Mapping[str, Any], is_owed: bool = False
+    ) -> bool:
+        kind, number = key
+        process, _ = self._row((TASKS, kind))
+        row = 0  # asynchronous events are told apart by category and id
+        return self._add(phase, name, time.perf_counter(), process, row, args, is_owed, cat=kind, id=f"{kind}-{number}")
+
+    def _add(
+        self,
+        phase: str,
+        name: str,
+        at: float,
+        process: int,
+        row: int,
+        args: Mapping[str, Any],
+        is_owed: bool = False,
+        **fields: Any,
+    ) -> bool:
+        """Whether it is kept; the end of what was begun always is."""
+        if self._num_events >= self._max_events and not is_owed:
+            self.num_dropped += 1
+            return False
+        self._num_events += 1
+        event = {"ph": phase, "name": name, "ts": (at - self._began) * 1e6, "pid": process, "tid": row, **fields}
+        if args:
+            event["args"] = dict(args)
+        self._hold(event)
+        return True
+
+    def _hold(self, event: dict[str, Any]) -> None:
+        self._held.append(event)
+        if len(self._held) >= HELD_EVENTS:
+            self.flush()
+
+    def _row(self, track: Track | None) -> tuple[int, int]:
+        """Process and thread numbers of a row; named when it is first used."""
+        if track is None:
+            thread = threading.current_thread()
+            track = (THREADS, thread.name if thread is not threading.main_thread() else "the program")
+        if track not in self._rows:
+            process_name, name = track
+            if process_name not in self._processes:
+                number = self._processes[process_name] = len(self._processes) + 1
+                label = f"{process_name} (process {os.getpid()})" if process_name == THREADS else process_name
+                self._name("process_name", number, 0, label)
+            process = self._processes[process_name]
+            row = sum(other == process for other, _ in self._rows.values()) + 1
+            self._rows[track] = process, row
+            if process_name != TASKS:
+                self._name("thread_name", process, row, name)
+        return self._rows[track]
+
+    def _name(self, what: str, process: int, row: int, name: str) -> None:
+        self._hold({"ph": "M", "name": what, "pid": process, "tid": row, "args": {"name": name}})
+
+
+class _Span:
+    """A block of this thread."""
+
+    __slots__ = ("_args", "_name", "_started", "_tracer")
+
+    def __init__(self, tracer: Tracer, name: str, args: Mapping[str, Any]) -> None:
+        self._tracer, self._name, self._args = tracer, name, args
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        args = self._args if kind is None else {**self._args, "raised": kind.__name__}
+        self._tracer.complete(self._name, self._started, time.perf_counter(), args)
+
+
+class _Task:
+    """A block of a task, which may rest while others run."""
+
+    __slots__ = ("_args", "_key", "_name", "_tracer")
+
+    def __init__(self, tracer: Tracer, name: str, args: Mapping[str, Any]) -> None:
+        self._tracer, self._name, self._args = tracer, name, args
+
+    def __enter__(self) -> None:
+        self._key = self._tracer.begin(self._name, self._name, self._args)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._tracer.end(self._key, {} if kind is None else {"raised": kind.__name__})
+
+
+_tracer: Tracer | None = None
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def start(path: str | Path, max_events: int = MAX_EVENTS) -> None:
+    """Begin a trace; one that is under way ends."""
+    global _tracer
+    stop()
+    _tracer = Tracer(path, max_events)
+
+
+def stop() -> None:
+    """End the trace, if there is one, and its file."""
+    global _tracer
+    tracer, _tracer = _tracer, None
+    if tracer is not None:
+        tracer.close()
+
+
+def is_on() -> bool:
+    """Whether there is a trace under way."""
+    return _tracer is not None
+
+
+def flush() -> None:
+    """Write what was recorded so far."""
+    if _tracer is not None:
+        _tracer.flush()
+
+
+def span(name: str, **args: Any) -> AbstractContextManager[None]:
+    """The block's time on this thread's row; `args` are shown beside it."""
+    return _NOTHING if _tracer is None else _Span(_tracer, name, args)
+
+
+def task(name: str, **args: Any) -> AbstractContextManager[None]:
+    """The block's time on a row of its own: for what waits on an event loop while others run there."""
+    return _NOTHING if _tracer is None else _Task(_tracer, name, args)
+
+
+def complete(
+    name: str, started: float, ended: float, track: Track | None = None, inner: Inner = (), **args: Any
+) -> None:
+    """What began and ended at these times of `perf_counter`, on this thread's row or another (process, row)."""
+    if _tracer is not None:
+        _tracer.complete(name, started, ended, args, track, inner)
+
+
+def instant(name: str, **args: Any) -> None:
+    """What happened now."""
+    if _tracer is not None:
+        _tracer.instant(name, args)
+
+
+def stage(kind: str, number: int, name: str, **args: Any) -> None:
+    """Number so-and-so of a kind of thing enters a stage of its life, and leaves the one before."""
+    if _tracer is not None:
+        _tracer.stage(kind, number, name, args)
+
+
+def finish(kind: str, number: int, reason: str) -> None:
+    """Its life ends, for this reason."""
+    if _tracer is not None:
+        _tracer.finish(kind, number, {"reason": reason})
+
+
+__all__ = ["Tracer", "complete", "finish", "flush", "instant", "is_on", "span", "stage", "start", "stop", "task"]
