@@ -47,7 +47,7 @@ class HandWritten:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=PACKED)
         speed_up_linear_layers(self.model)
         self.model.train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=0.0, fused=True)
 
     def step(self, packs: list[dict[str, Any]], num_labels: int) -> float:
         """One optimizer step on the mean over all labels; a pack's `labels` [T] are next tokens, -100 at the ends."""
