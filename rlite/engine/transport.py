@@ -91,9 +91,9 @@ def share(worker: SourceWorker, names: Sequence[str] | None, is_gathered: bool) 
             their own device, so a target there cannot read another one's shard.
     """
     shards = worker.served_shards(has_values=not is_gathered)
-    chosen = {name: shards[name].tensor for name in (shards if names is None else names)}
-    if is_gathered:
-        chosen = {name: worker.full_tensor(name) for name in chosen}
+    wanted = shards if names is None else names
+    # what is gathered may be a tensor that another rank serves
+    chosen = {name: worker.full_tensor(name) if is_gathered else shards[name].tensor for name in wanted}
     return _handles(worker, chosen)
 
 
