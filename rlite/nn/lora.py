@@ -28,6 +28,7 @@ from rlite.errors import ConfigError, did_you_mean
 from rlite.nn.base import BaseTrainModule, is_on_meta
 from rlite.nn.heads import HuggingFaceFsdp2ScoreModule
 from rlite.nn.meta import meta_parameters
+from rlite.parallel.fsdp import local_tensor
 
 ALL_LINEAR = "all-linear"
 _HELD, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
@@ -137,11 +138,6 @@ class LoraTrainModule(BaseTrainModule):
             return nn.init.kaiming_uniform_(torch.empty(shape, device="cpu"), math.sqrt(5), generator=generator)
         return super().missing_parameter(self._plain_name(name), shape)
 
-    def check_parallel(self, size: int) -> None:
-        if self.lora is not None:
-            raise ConfigError(f"adapters cannot be split over tp_size={size} workers: build with tp_size=1")
-        super().check_parallel(size)
-
     # -- on the way out ------------------------------------------------------------------------------------------
 
     def served_parameter(self, name: str, parameter: Tensor) -> Tensor:
@@ -193,8 +189,13 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
 
     weight [out, in], down [rank, in], up [out, rank]. A collective if they are DTensors, which are sharded alike.
     """
-    if isinstance(down, DTensor):
-        down = down.redistribute(placements=[Replicate()] * down.device_mesh.ndim)
+    if isinstance(weight, DTensor) and isinstance(down, DTensor):
+        # of `down` the columns that this rank holds of the weight; its rows of `up` are the weight's
+        columns = [placement if placement.is_shard(1) else Replicate() for placement in down.placements]
+        own = merge(*(local_tensor(x) for x in (weight, down.redistribute(placements=columns), up)), scale)
+        return DTensor.from_local(
+            own, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return torch.add(weight.to(dtype), up.to(dtype) @ down.to(dtype), alpha=scale).to(weight.dtype)
 

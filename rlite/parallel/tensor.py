@@ -42,8 +42,10 @@ def check_heads(config: PreTrainedConfig, world_size: int) -> None:
             )
 
 
-def split_linears(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:
+def split_linears(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
     """The linear layers that the model's own plan splits by columns (its outputs) and by rows (its inputs), by name.
+
+    One with an adapter is PEFT's layer, which holds the linear one as `base_layer`.
 
     Raises: ConfigError if the model has no plan or one that is not known here: with another style, or of which a block
         that mixes tokens has no part.
@@ -52,13 +54,13 @@ def split_linears(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], dict[st
     styles = {prefix + name: style for name, style in (model.config.base_model_tp_plan or {}).items()}
     if not styles:
         raise ConfigError(f"{model.config.model_type!r} has no tensor parallel plan; use one device for each copy")
-    columns: dict[str, nn.Linear] = {}
-    rows: dict[str, nn.Linear] = {}
+    columns: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     for name, module in (*model.named_modules(), *model.named_parameters()):
         style = next((s for pattern, s in styles.items() if fnmatch.fnmatchcase(name, pattern)), None)
         if style is None or style.startswith("replicated"):
             continue
-        if style not in (COLUMN, ROW) or not isinstance(module, nn.Linear):
+        if style not in (COLUMN, ROW) or not isinstance(getattr(module, "base_layer", module), nn.Linear):
             raise ConfigError(
                 f"{model.config.model_type!r} asks for {style!r} at {name!r}, which is not supported; "
                 "use one device for each copy"

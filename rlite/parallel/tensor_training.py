@@ -8,7 +8,8 @@
 
 Parameters are DTensors over the tensor-parallel ranks, so that FSDP, optimizers and checkpoints see them whole; inside
 a forward they are this rank's plain tensors. What works on a part of the tokens or heads with a whole parameter gives a
-part of its gradient, which DTensor knows as `Partial` and FSDP sums up.
+part of its gradient, which DTensor knows as `Partial` and FSDP sums up. Adapters (LoRA) are split with their layer, B
+with its outputs or A with its inputs: what they add is a part of the same sum.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rlite.parallel.collectives import gather, reduce_scatter, split, sum_backwa
 from rlite.parallel.tensor import check_heads, split_linears
 
 
-def check_split(model: PreTrainedModel, size: int) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:
+def check_split(model: PreTrainedModel, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The linear layers that are split over so many ranks, by columns and by rows.
 
     Raises: ConfigError if heads or layers do not divide, or the model has no plan or one that is not known here.
@@ -61,18 +62,18 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     if not is_plain or any(module.weight.shape[0] % mesh.size() for module in vocabulary):
         vocabulary = []
 
-    axis = {parameter: 0 for module in (*columns.values(), *vocabulary) for parameter in module.parameters()}
-    axis.update({row.weight: 1 for row in rows.values()})
+    axis = {parameter: 0 for module in (*columns.values(), *vocabulary) for parameter in _of_outputs(module)}
+    axis.update({parameter: 1 for row in rows.values() for parameter in _of_inputs(row)})
     _distribute(model, mesh, axis)
 
     layers = _layers(model)
-    inside = {id(module) for layer in layers for module in layer.modules()}
+    inside = {id(module) for part in (*layers, *vocabulary) for module in part.modules()}
     for module in model.modules():
         if module._parameters:
             whole: Placement = Partial() if id(module) in inside else Replicate()
             module.forward = partial(_on_local_parameters, module, module.forward, whole)
     for name, row in rows.items():
-        row.forward = partial(_row_forward, row, row.forward, group)  # type: ignore[method-assign]
+        row.forward = partial(_row_forward, getattr(row, "base_layer", row), row.forward, group)
         parent = model.get_submodule(name.rpartition(".")[0])
         parent.register_forward_pre_hook(partial(_gather_tokens, group), with_kwargs=True)
     layers[0].register_forward_pre_hook(partial(_split_tokens, group), with_kwargs=True)
@@ -82,6 +83,20 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         embedding.forward = partial(_embedding_forward, embedding, group)
     if head in vocabulary:
         head.forward = partial(_head_forward, head.forward, group)
+
+
+def _of_outputs(layer: Any) -> list[nn.Parameter]:
+    """What is split where a layer's outputs are: weight and bias, and of an adapter B alone."""
+    if not hasattr(layer, "base_layer"):
+        return list(layer.parameters())
+    return [*layer.base_layer.parameters(), *layer.lora_B.parameters()]
+
+
+def _of_inputs(layer: Any) -> list[nn.Parameter]:
+    """What is split where a layer's inputs are: the weight, and of an adapter A alone."""
+    if not hasattr(layer, "base_layer"):
+        return [layer.weight]
+    return [layer.base_layer.weight, *layer.lora_A.parameters()]
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -127,7 +142,7 @@ def _on_local_parameters(module: nn.Module, forward: Any, whole: Placement, *arg
 
 
 def _row_forward(row: nn.Linear, forward: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    """A part of the columns in, this rank's part of the tokens out. The bias is whole and must count once."""
+    """A part of the columns in, this rank's part of the tokens out. The bias of `row` is whole and must count once."""
     bias, row._parameters["bias"] = row._parameters.get("bias"), None
     try:
         out = reduce_scatter(forward(x), group, dim=1)

@@ -51,8 +51,6 @@ class ModelOptions:
     def __post_init__(self) -> None:
         if self.use_liger_kernel:
             check_liger_installed()
-        if self.lora is not None and self.tp_size > 1:
-            raise ConfigError(f"tp_size={self.tp_size}: adapters (lora) cannot be split over devices; use tp_size=1")
 
     def optimizer(self, total_steps: int) -> OptimizerOptions:
         """AdamW over so many optimizer steps."""

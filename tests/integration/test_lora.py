@@ -19,7 +19,6 @@ from rlite.config import load
 from rlite.data.preferences import preference_rows
 from rlite.data.sft import sft_rows
 from rlite.engine.weight_sync import Transport, sync_weights
-from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
 from rlite.nn.tiny import byte_tokenizer
 from rlite.rollout.workflow import SingleTurnWorkflow
@@ -116,8 +115,9 @@ def test_training_changes_adapted_weights_by_their_adapters_and_nothing_else(
         ("qwen3", 1, "auto", {}),
         ("llama", 1, "auto", {"compute_dtype": "bfloat16"}),
         ("qwen3", 2, "shared", {"gradient_checkpointing": True}),
-        ("llama", 2, "gathered", {}),
+        ("llama", 2, "gathered", {"tp_size": 2}),
         ("qwen2", 2, "broadcast", {}),
+        ("qwen2", 2, "auto", {"tp_size": 2, "gradient_checkpointing": True}),
     ],
 )
 def test_what_is_served_and_what_others_open_is_the_trained_model(
@@ -174,15 +174,15 @@ def test_every_sharding_trains_the_same_adapters(engines: list[Any], models: dic
             torch.testing.assert_close(tensor, adapters[0][name], atol=1e-9, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("size", "tp_size"), [(1, 1), (2, 1), (2, 2)])
 def test_a_resumed_engine_goes_on_with_the_same_adapters(
-    engines: list[Any], models: dict[str, Path], tmp_path: Path, size: int
+    engines: list[Any], models: dict[str, Path], tmp_path: Path, size: int, tp_size: int
 ) -> None:
-    engine = build(engines, policy_module(models["qwen2"], optimizer(), LORA), size=size)
+    engine = build(engines, policy_module(models["qwen2"], optimizer(), LORA), size=size, tp_size=tp_size)
     train(engine, steps=2)
     engine.save_state(tmp_path / "state")
     expected = train(engine, steps=2)
-    resumed = build(engines, policy_module(models["qwen2"], optimizer(), LORA), size=size)
+    resumed = build(engines, policy_module(models["qwen2"], optimizer(), LORA), size=size, tp_size=tp_size)
     resumed.load_state(tmp_path / "state")
     assert train(resumed, steps=2) == expected
     for name, tensor in engine.state_dict().items():
@@ -192,7 +192,7 @@ def test_a_resumed_engine_goes_on_with_the_same_adapters(
 def test_a_reward_models_adapters_and_head_open_in_peft(
     engines: list[Any], models: dict[str, Path], tmp_path: Path
 ) -> None:
-    engine = build(engines, critic_module(models["qwen2"], optimizer(), LORA), size=2)
+    engine = build(engines, critic_module(models["qwen2"], optimizer(), LORA), size=2, tp_size=2)
     losses = train(engine, score_loss)
     assert losses[-1] < losses[0] - 0.1
     engine.save(tmp_path)
@@ -251,8 +251,3 @@ def test_an_actor_and_its_critic_learn_by_adapters(engines: list[Any], models: d
     assert all(line["logprob_drift"] < 1e-4 for line in metrics), "what answers is what is trained"
     adapter = load_file(tmp_path / "latest" / "adapter" / "adapter_model.safetensors")
     assert all(tensor.any() for tensor in adapter.values())
-
-
-def test_adapters_are_not_split_by_tensor_parallel(engines: list[Any], models: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="tp_size=1"):
-        build([], policy_module(models["qwen2"], optimizer(), LORA), size=2, tp_size=2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -15,9 +16,11 @@ from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
 from rlite.algorithms import TokenLogprobs, on_logprobs
 from rlite.data.packs import pack
 from rlite.errors import ConfigError
+from rlite.nn import LoraOptions
 from rlite.nn.heads import HuggingFaceFsdp2ScoreModule, score_module
+from rlite.nn.lora import ALL_LINEAR
 from rlite.parallel.fsdp import local_tensor
-from rlite.trainer.policy import policy_module
+from rlite.trainer.policy import OptimizerOptions, policy_module
 from rlite.trainer.preferences import DpoLoss, RewardModelLoss
 from tests.integration.modules import POLICIES, make_batch, next_token_logprobs, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
@@ -340,3 +343,41 @@ def test_two_ranks_that_share_tokens_keep_about_half_of_the_activations_each(mod
         kept.append(engine.kept_bytes(data)[0])
         engine.release()
     assert kept[1] <= 0.65 * kept[0], kept
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [("qwen2", [ALL_LINEAR]), ("qwen3", ["q_proj", "o_proj", "down_proj"]), ("llama", ["lm_head", "v_proj", "o_proj"])],
+)
+def test_adapters_are_the_same_under_tensor_parallel(
+    models: dict[str, Path], tmp_path: Path, kind: str, targets: list[str]
+) -> None:
+    options = OptimizerOptions(lr=2e-2, weight_decay=0.0, scheduler="constant", warmup_steps=0, total_steps=10)
+    expected: dict[str, Tensor] = {}
+    expected_norm = 0.0
+    for number, layout in enumerate([{"size": 1}, *(layout for layout in LAYOUTS if "tp_size" in layout)]):
+        engine = RliteTrainEngine(policy_module(models[kind], options, LoraOptions(rank=4, target_modules=targets)))
+        size, copies = layout.get("size"), layout.get("copies", 1)
+        more = {key: value for key, value in layout.items() if key.endswith("p_size")}
+        engine.build(
+            tensor_parallel_size=size,
+            data_parallel_size=copies,
+            param_dtype="float64",
+            gradient_checkpointing=number % 2 == 1,
+            max_grad_norm=0.05,
+            **more,
+        )
+        weights, stats = trained(engine)
+        engine.save(tmp_path / str(number))
+        engine.release()
+        adapter = load_file(tmp_path / str(number) / "adapter" / "adapter_model.safetensors")
+        assert all(tensor.any() for tensor in adapter.values())
+        found = {**weights, **adapter}
+        expected, expected_norm = expected or found, expected_norm or stats["grad_norm"]
+        assert stats["grad_norm"] == pytest.approx(expected_norm, abs=1e-9)
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], atol=1e-9, rtol=0, msg=f"{layout} {name}")

@@ -30,11 +30,6 @@ def test_options_of_adapters_that_mean_nothing_are_refused_by_their_whole_name(a
         load(SftConfig, [*SFT, argument])
 
 
-def test_adapters_and_tensor_parallel_are_refused_together():
-    with pytest.raises(ConfigError, match=r"actor\.tp_size=2: adapters"):
-        load(SftConfig, [*SFT, "actor.lora.rank=8", "actor.tp_size=2"])
-
-
 def test_a_critic_has_adapters_as_the_actor_has_and_a_reference_has_none():
     config = load(PpoConfig, ["actor.model_name=a", "actor.lora.rank=8", "critic.lora.rank=4", "ref_actor.tp_size=2"])
     assert config.critic.as_model(config.actor).lora.rank == 4
