@@ -84,10 +84,11 @@ class Tracer:
             if track is not None:
                 started = max(started, self._ends.get(track, started))
                 self._ends[track] = ended = max(started, ended)
-            for label, start, end in [(name, started, ended), *inner]:
+            row = self._row(track)
+            self._add("X", name, started, *row, args, dur=(ended - started) * 1e6)
+            for label, start, end in inner:
                 start, end = max(start, started), min(end, ended)
-                shown = args if label is name else {}
-                self._add("X", label, start, *self._row(track), shown, dur=max(end - start, 0.0) * 1e6)
+                self._add("X", label, start, *row, {}, dur=max(end - start, 0.0) * 1e6)
 
     def instant(self, name: str, args: Mapping[str, Any]) -> None:
         """Something that happened now, drawn across everything."""
@@ -158,10 +159,9 @@ class Tracer:
     def _asynchronous(
         self, phase: str, key: tuple[str, int], name: str, args: Mapping[str, Any], is_owed: bool = False
     ) -> bool:
-        kind, number = key
-        process, _ = self._row((TASKS, kind))
-        row = 0  # asynchronous events are told apart by category and id
-        return self._add(phase, name, time.perf_counter(), process, row, args, is_owed, cat=kind, id=f"{kind}-{number}")
+        kind, number = key  # category and id tell asynchronous events apart; they have no row
+        process, now = self._process(TASKS), time.perf_counter()
+        return self._add(phase, name, now, process, 0, args, is_owed, cat=kind, id=f"{kind}-{number}")
 
     def _add(
         self,
@@ -196,17 +196,18 @@ class Tracer:
             thread = threading.current_thread()
             track = (THREADS, thread.name if thread is not threading.main_thread() else "the program")
         if track not in self._rows:
-            process_name, name = track
-            if process_name not in self._processes:
-                number = self._processes[process_name] = len(self._processes) + 1
-                label = f"{process_name} (process {os.getpid()})" if process_name == THREADS else process_name
-                self._name("process_name", number, 0, label)
-            process = self._processes[process_name]
+            process = self._process(track[0])
             row = sum(other == process for other, _ in self._rows.values()) + 1
             self._rows[track] = process, row
-            if process_name != TASKS:
-                self._name("thread_name", process, row, name)
+            self._name("thread_name", process, row, track[1])
         return self._rows[track]
+
+    def _process(self, name: str) -> int:
+        if name not in self._processes:
+            self._processes[name] = len(self._processes) + 1
+            label = f"{name} (process {os.getpid()})" if name == THREADS else name
+            self._name("process_name", self._processes[name], 0, label)
+        return self._processes[name]
 
     def _name(self, what: str, process: int, row: int, name: str) -> None:
         self._hold({"ph": "M", "name": what, "pid": process, "tid": row, "args": {"name": name}})
