@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from rlite.rollout.batch import check_trajectory, pad_trajectories
     from rlite.rollout.collector import RolloutCollector
     from rlite.rollout.env import Environment, EnvironmentWorkflow
+    from rlite.rollout.gym import GymEnvironment, GymWorkflow
+    from rlite.rollout.multi_turn import MultiTurnWorkflow
     from rlite.rollout.options import CollectorOptions
     from rlite.rollout.rewards import (
         RewardCrash,
@@ -30,6 +32,8 @@ _MODULES = {
     "rlite.rollout.batch": ("check_trajectory", "pad_trajectories"),
     "rlite.rollout.collector": ("RolloutCollector",),
     "rlite.rollout.env": ("Environment", "EnvironmentWorkflow"),
+    "rlite.rollout.gym": ("GymEnvironment", "GymWorkflow"),
+    "rlite.rollout.multi_turn": ("MultiTurnWorkflow",),
     "rlite.rollout.options": ("CollectorOptions",),
     "rlite.rollout.rewards": (
         "RewardCrash",

@@ -41,11 +41,7 @@ class EnvironmentFunction:
     """An environment file as a function of (method, extra_info, ...); the file is imported where it arrives."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = str(Path(path).absolute())
-        if not Path(self.path).is_file():
-            raise ConfigError(f"rollout.env_path={str(path)!r}: no such file")
-        # a file that was edited is another function
-        self.digest = hashlib.blake2b(Path(self.path).read_bytes(), digest_size=8).hexdigest()
+        self.path, self.digest = identify(path)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -65,9 +61,20 @@ class EnvironmentFunction:
         return Passed(pickle.dumps(checked_step(await module.step(state, action, info), self.path)))
 
 
+def identify(path: str | Path) -> tuple[str, str]:
+    """The absolute path of an environment file, and a digest: a file that was edited is another one.
+
+    Raises: ConfigError if it is not there.
+    """
+    absolute = Path(path).absolute()
+    if not absolute.is_file():
+        raise ConfigError(f"rollout.env_path={str(path)!r}: no such file")
+    return str(absolute), hashlib.blake2b(absolute.read_bytes(), digest_size=8).hexdigest()
+
+
 @cache
-def load_environment(path: str, digest: str) -> ModuleType:
-    """Import an environment file. Raises: ConfigError if it has no async function `step`."""
+def import_file(path: str, digest: str) -> ModuleType:
+    """Import a user's file, once. Raises: ConfigError if it is no Python file."""
     name = f"rlite_environment_{digest}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -75,6 +82,13 @@ def load_environment(path: str, digest: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # its dataclasses and what it pickles look it up there
     spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def load_environment(path: str, digest: str) -> ModuleType:
+    """Import an environment file. Raises: ConfigError if it has no async function `step`."""
+    module = import_file(path, digest)
     for function, is_needed in (("step", True), ("reset", hasattr(module, "reset"))):
         if is_needed and not inspect.iscoroutinefunction(getattr(module, function, None)):
             raise ConfigError(

@@ -22,6 +22,9 @@ class RolloutError(RliteError, RuntimeError):
 class RolloutWorkflow(ABC):
     """What data to generate: one method. Concurrency, retries, time-outs and staleness are the collector's."""
 
+    needs_prompt: bool = True
+    """whether a trainer checks beforehand that every row holds a prompt, in one of `rlite.data.prompts.PROMPT_KEYS`"""
+
     @abstractmethod
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict | None:
         """Turn one item into a trajectory, or into None to drop it.

@@ -77,8 +77,9 @@ class PpoTrainer:
         test_rows: Sequence[Mapping[str, Any]] = (),
         test_workflow: RolloutWorkflow | None = None,
     ) -> None:
-        check_prompts(train_rows, "train_data")
-        check_prompts(test_rows, "test_data")
+        if workflow.needs_prompt:
+            check_prompts(train_rows, "train_data")
+            check_prompts(test_rows, "test_data")
         self.options = options
         self.workflow = workflow
         self.test_workflow = test_workflow or workflow

@@ -62,6 +62,9 @@ def ids(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
+HALF = ids("é")[0]
+
+
 def run(tmp_path: Path, code: str, answers: list[list[int]], item: dict[str, Any], **options: Any) -> Any:
     path = tmp_path / "env.py"
     path.write_text(code)
@@ -72,8 +75,8 @@ def run(tmp_path: Path, code: str, answers: list[list[int]], item: dict[str, Any
 
 
 def test_a_state_that_grows_continues_the_tokens_that_were_generated(tmp_path: Path) -> None:
-    # 195 alone is no UTF-8: tokenised again, its text would be other tokens
-    answers = [[*ids("ab"), 195, END], [*ids("c"), END]]
+    # half a character is no UTF-8: tokenised again, its text would be other tokens
+    answers = [[*ids("ab"), HALF, END], [*ids("c"), END]]
     item = {"prompt": "q:", "extra_info": {"last": 1}}
     row = run(tmp_path, GROWING, answers, item, max_turns=5)
     expected = ids("q:") + answers[0] + ids("\nmore:") + answers[1]

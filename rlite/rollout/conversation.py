@@ -1,0 +1,143 @@
+"""A conversation of several turns in tokens: what was generated stays as it is, a chat template says the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from jinja2.exceptions import TemplateError
+
+from rlite.data.raw import raw_tokens
+from rlite.errors import ConfigError
+from rlite.rollout.transcript import Transcript, continuation
+from rlite.rollout.workflow import RolloutError, Tokenizer, prompt_ids, prompt_text
+from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
+
+History = Literal["tokens", "template"]
+Message = Mapping[str, Any]
+
+_STAND_IN = "\ue00d\uf3a7\ue9b1"  # private characters: in no text, and no template changes them
+
+
+class Conversation:
+    """Asks a model again and again, and records it in a transcript.
+
+        conversation = Conversation(tokenizer, {"messages": [...]})
+        while (response := await conversation.ask(engine, gconfig)) is not None:
+            conversation.reply({"role": "user", "content": "..."})
+
+    With `history="tokens"` everything that the model has read and written stays before its eyes as it was, thoughts
+    included, and what the template puts between an answer and the next is appended: one sequence. With
+    `history="template"` the model reads what the template renders, as it would when served: where that goes on from
+    what it has read and written, tokens are appended, and where it writes history anew (drops earlier thoughts, lays
+    out a call of a tool in its own way), another sequence of the same trajectory begins.
+
+    Args:
+        tokenizer: of the model.
+        item: with a prompt as `prompt_ids` takes it. Messages are answered by the chat template; after a raw prompt
+            replies are raw texts, too.
+        chat_template_options: further keyword arguments for `apply_chat_template`, such as `tools`.
+        history: "tokens" or "template".
+        max_length: tokens of one sequence at which generation stops; None is as many as the engine takes.
+
+    Raises: ConfigError for another `history`; DataError for an item without a prompt, or one that leaves no room.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        item: Mapping[str, Any],
+        *,
+        chat_template_options: Mapping[str, Any] | None = None,
+        history: History = "tokens",
+        max_length: int | None = None,
+    ) -> None:
+        check_history(history)
+        self._tokenizer = tokenizer
+        self._options = dict(chat_template_options or {})
+        self._is_rendered_anew = history == "template"
+        self.prompt = prompt_text(item, tokenizer, self._options)
+        """what the model was asked first, as text"""
+        self.transcript = Transcript(prompt_ids(item, tokenizer, self._options), max_length)
+        messages = None if "input_ids" in item else item.get("messages", item.get("prompt"))
+        self.messages: list[Message] = list(messages) if isinstance(messages, list) else []
+        """all of them so far; empty for a raw prompt"""
+        self._is_chat = bool(self.messages)
+        self._text = self.prompt
+        self._response: LLMResponse | None = None
+
+    async def ask(self, engine: AsyncInference, gconfig: GenerationHyperparameters) -> LLMResponse | None:
+        """The model's next turn; None if there is no room for one. Raises: as `Transcript.generate`."""
+        self._response = await self.transcript.generate(engine, gconfig)
+        return self._response
+
+    @property
+    def answer(self) -> str:
+        """The text of the latest turn, without special tokens. Raises: RolloutError if there was none."""
+        return self._tokenizer.decode(self._latest().output_tokens, skip_special_tokens=True)
+
+    def reply(self, *messages: Message, answer: Message | None = None) -> None:
+        """Say something, after which the model is asked again.
+
+        Args:
+            messages: of a user or of tools; their contents are texts.
+            answer: the model's latest turn as a message; default: its text.
+
+        Raises: ConfigError if the chat template cannot say it after an answer.
+        """
+        answer = answer or {"role": "assistant", "content": self.answer}
+        if not self._is_chat:
+            text = "".join(message["content"] for message in messages)
+            self.transcript.read(continuation(self._tokenizer, text, self._latest()))
+            return
+        self.messages += [answer, *messages]
+        if self._is_rendered_anew:
+            self._read_rendered()
+        else:
+            self.transcript.read(continuation(self._tokenizer, self._between(messages), self._latest()))
+
+    def _between(self, messages: tuple[Message, ...]) -> str:
+        """What the template puts between the end of an answer and the beginning of the next."""
+        exchange = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _STAND_IN}]
+        _, *found = self._render([*exchange, *messages]).split(_STAND_IN)
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        if len(found) != 1:
+            raise ConfigError(f"the chat template renders an answer {len(found)} times if there follow: {roles}")
+        for number, message in enumerate(messages):
+            if message["content"].strip() not in found[0]:  # as JSON, perhaps
+                probes = [dict(other) for other in messages]
+                probes[number]["content"] = _STAND_IN
+                if self._render([*exchange, *probes]).count(_STAND_IN) < 2:
+                    raise ConfigError(f"the chat template leaves out messages of the role {message['role']!r}")
+        return found[0]
+
+    def _read_rendered(self) -> None:
+        """The whole conversation as the template renders it: the rest of it if it goes on, or all of it."""
+        text = self._render(self.messages)
+        said = self._text + self.answer
+        if text.startswith(said):
+            self.transcript.read(continuation(self._tokenizer, text[len(said) :], self._latest()))
+        else:
+            self.transcript.begin(raw_tokens(self._tokenizer, [text])[0])
+        self._text = text
+
+    def _render(self, messages: list[Message]) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self._options
+            )
+        # a template without {% raise_exception %} fails in any way that Jinja's expressions can
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ConfigError(f"the chat template refuses a conversation of the roles {roles}: {error}") from error
+
+    def _latest(self) -> LLMResponse:
+        if self._response is None:
+            raise RolloutError("a reply follows an answer, and the model has given none")
+        return self._response
+
+
+def check_history(history: str) -> None:
+    """Raise ConfigError unless this is a `History`."""
+    if history not in get_args(History):
+        raise ConfigError(f"history={history!r}: expected one of {', '.join(get_args(History))}")

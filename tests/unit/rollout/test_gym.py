@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlite.errors import ConfigError, DataError
+from rlite.nn.tiny import byte_tokenizer
+from rlite.rollout import (
+    GenerationHyperparameters,
+    GymEnvironment,
+    GymWorkflow,
+    LLMRequest,
+    RewardRaised,
+    RewardTimeout,
+    ScriptedEngine,
+)
+from rlite.rollout.gym_process import has_make
+from rlite.rollout.reward_pool import close_shared_pool
+
+TOKENIZER = byte_tokenizer()
+END = TOKENIZER.eos_token_id
+
+
+class Dice:
+    """Says a random number in each turn; how often is an option."""
+
+    def __init__(self, num_steps: int = 2, fault: str = "") -> None:
+        self.num_steps, self.fault, self.said = num_steps, fault, ""
+
+    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        self.state = np.random.RandomState(seed)
+        return (3 if self.fault == "reset" else f"{random.random()} {np.random.random()}"), {}
+
+    def step(self, action: str) -> Any:
+        self.num_steps -= 1
+        self.said += action
+        if self.fault == "raise":
+            raise ValueError("no such move")
+        if self.fault == "hang":
+            threading.Event().wait()
+        if self.fault == "four":
+            return "x", 1.0, False, {}
+        if self.fault == "lock":
+            self.lock = threading.Lock()
+        reward = float("nan") if self.fault == "nan" else np.float32(0.5)
+        text = None if self.fault == "text" else f"{self.said}|{random.random()} {np.random.random()}"
+        terminated = "no" if self.fault == "flag" else np.bool_(self.num_steps == 0)
+        return text, reward, terminated, False, {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_process_is_left() -> Iterator[None]:
+    yield
+    close_shared_pool()
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+HALF = ids("é")[0]
+
+
+def run(
+    answer: Any, make: Callable[..., Any] | Path = Dice, timeout: float = 60.0, in_process: bool = True, **options: Any
+) -> Any:
+    environment = GymEnvironment(make, timeout, num_processes=1, in_process=in_process)
+    item = {"seed": 5, **{key: options.pop(key) for key in ("env_options", "seed") if key in options}}
+    gconfig = GenerationHyperparameters(max_new_tokens=32)
+    workflow = GymWorkflow(environment, gconfig, options.pop("tokenizer", TOKENIZER), **options)
+    return asyncio.run(workflow.arun_episode(ScriptedEngine(answer), item))
+
+
+def expected_numbers(seed: int, count: int) -> list[str]:
+    drawn, also = random.Random(seed), np.random.RandomState(seed)
+    return [f"{drawn.random()} {also.random()}" for _ in range(count)]
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_turns_are_appended_token_by_token_and_rewarded_each(in_process: bool) -> None:
+    answers = [[*ids("a"), HALF, END], ids("b"), [*ids("c"), END]]  # half a character is no UTF-8
+    options = {"num_steps": 3}
+    row = run(answers, in_process=in_process, env_options=options, system_prompt="Play.")
+    first, second, third = expected_numbers(5, 3)
+    system = [{"role": "system", "content": "Play."}, {"role": "user", "content": first}]
+    prompt = TOKENIZER.apply_chat_template(system, add_generation_prompt=True, return_dict=False)
+    one = ids(f"\n<|im_start|>user\na\ufffd|{second}<|im_end|>\n<|im_start|>assistant\n")
+    two = ids(f"<|im_end|>\n<|im_start|>user\na\ufffdb|{third}<|im_end|>\n<|im_start|>assistant\n")
+    parts = [prompt, answers[0], one, answers[1], two, answers[2]]
+    assert row["input_ids"].tolist() == [[*chain(*parts)]]
+    assert row["loss_mask"].int().tolist() == [[index % 2 for index, part in enumerate(parts) for _ in part]]
+    ends = [sum(map(len, parts[: 2 * turn])) - 1 for turn in (1, 2, 3)]
+    assert row["token_rewards"][0].nonzero()[:, 0].tolist() == ends
+    assert (row["rewards"].item(), row["num_turns"].item()) == (1.5, 3)
+
+
+def test_an_episode_depends_on_its_seed_alone_whatever_others_draw_in_between() -> None:
+    environment = GymEnvironment(Dice, num_processes=1)
+
+    async def episode(seed: int, pause: asyncio.Event | None = None) -> list[str]:
+        async with environment.episode(seed, {"num_steps": 3}) as game:
+            said = [game.observation]
+            for _ in range(2):
+                said.append((await game.step("")).observation.strip("|"))
+        return said
+
+    async def both() -> list[list[str]]:
+        return list(await asyncio.gather(episode(1), episode(2), episode(1)))
+
+    assert asyncio.run(both()) == [expected_numbers(seed, 3) for seed in (1, 2, 1)]
+
+
+def test_raw_observations_follow_each_other_without_a_template() -> None:
+    row = run([ids("a"), ids("b")], is_chat=False, system_prompt="q ")
+    first, second = expected_numbers(5, 2)
+    assert TOKENIZER.decode(row["input_ids"][0]) == f"q {first}aa|{second}b"
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    assert run([ids("a"), ids("b")], tokenizer=tokenizer, system_prompt="q ")["input_ids"].equal(row["input_ids"])
+    with pytest.raises(ConfigError, match="no chat template"):
+        run([ids("a")], tokenizer=tokenizer, is_chat=True)
+
+
+def test_max_turns_and_max_length_end_an_episode() -> None:
+    options = {"num_steps": 99}
+    assert run([ids("a")], max_turns=2, env_options=options)["num_turns"].item() == 2
+    row = run([ids("a")], max_length=200, max_turns=99, env_options=options)
+    assert row["truncated"].item()
+    assert row["loss_mask"][0, -1], "what cannot be answered is dropped"
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raise", "ValueError: no such move"),
+        ("reset", r"reset\(\) returned \(3, \{\}\); expected \(observation, info\)"),
+        ("four", r"step\(\) returned \('x', 1.0, False, \{\}\); expected \(observation, reward, terminated"),
+        ("nan", "returned the reward nan; expected a finite number"),
+        ("text", "returned the observation None; expected a text"),
+        ("flag", r"terminated, truncated = \['no', False\]; expected two booleans"),
+    ],
+)
+def test_an_environment_that_raises_or_answers_nonsense_is_a_reason(fault: str, message: str) -> None:
+    with pytest.raises(RewardRaised, match=message):
+        run([ids("a")], env_options={"fault": fault})
+
+
+def test_a_step_that_hangs_is_ended() -> None:
+    with pytest.raises(RewardTimeout, match=r"Dice ran for more than 1\.5 s; its process was killed"):
+        run([ids("a")], in_process=False, timeout=1.5, env_options={"fault": "hang"})
+
+
+def test_an_environment_that_cannot_be_pickled_runs_in_process() -> None:
+    with pytest.raises(RewardRaised, match=r"Dice cannot be kept as bytes .* run it with in_process=True"):
+        run([ids("a")], in_process=False, env_options={"fault": "lock"})
+    assert run([ids("a")], env_options={"fault": "lock"})["num_turns"].item() == 2
+
+
+def test_what_a_row_lacks_and_what_a_factory_lacks_is_said() -> None:
+    for seed in (None, -1, "3", 0.5):
+        with pytest.raises(DataError, match="expected a seed, a whole number from 0"):
+            run([ids("a")], seed=seed)
+    with pytest.raises(RewardRaised, match=r"make\(\) returned \[\]; expected an environment with reset"):
+        run([ids("a")], make=list)
+    with pytest.raises(RewardRaised, match="unexpected keyword argument 'colour'"):
+        run([ids("a")], env_options={"colour": 1})
+
+
+def test_a_file_with_make_is_an_environment(tmp_path: Path) -> None:
+    path = tmp_path / "echo.py"
+    path.write_text(
+        "class Echo:\n"
+        "    def reset(self, seed):\n        self.seed = seed\n        return 'say', {}\n"
+        "    def step(self, action):\n        return '', len(action) + self.seed, True, False, {}\n"
+        "def make(**options):\n    return Echo(**options)\n"
+    )
+    assert has_make(path)
+    environment = GymEnvironment(path, num_processes=1)
+    environment.check()
+    assert run([ids("abc")], make=path, in_process=False)["rewards"].item() == 8.0
+    path.write_text("async def step(state, action, extra_info): ...\ndef make(): ...")
+    assert not has_make(path), "a file with a step is an environment of its own"
+    path.write_text("from elsewhere import make")
+    assert has_make(path)
+    path.write_text("def make(")
+    with pytest.raises(ConfigError, match="is no Python file"):
+        has_make(path)
+    path.write_text("make = 3")
+    with pytest.raises(RewardRaised, match="expected `def make"):
+        GymEnvironment(path).check()
+
+
+class Countdown:
+    """With TextArena's methods; `wrapped` repeats the whole game each time, as its default wrapper does."""
+
+    def __init__(self, wrapped: bool = False) -> None:
+        self.wrapped, self.log, self.num_read = wrapped, [], 0
+
+    def reset(self, num_players: int, seed: int | None = None) -> None:
+        assert num_players == 1
+        self.log = [(-1, f"from {seed}", "PROMPT")]
+
+    def get_observation(self) -> tuple[int, Any]:
+        new, self.num_read = self.log[self.num_read :], len(self.log)
+        return 0, "".join(f"<{text}>" for _, text, _ in self.log) if self.wrapped else new
+
+    def step(self, action: str) -> tuple[bool, dict[str, Any]]:
+        self.log += [(0, action, "PLAYER_ACTION"), (-1, f"after {action}", "GAME_MESSAGE")]
+        return len(self.log) > 3, {}
+
+    def close(self) -> tuple[dict[int, float], dict[int, Any]]:
+        return {0: 0.75}, {}
+
+
+def test_a_textarena_game_is_played_by_the_same_workflow() -> None:
+    requests: list[LLMRequest] = []
+
+    def answer(request: LLMRequest) -> list[int]:
+        requests.append(request)
+        return ids("m;")
+
+    row = run(answer, make=Countdown, is_chat=False)
+    assert TOKENIZER.decode(row["input_ids"][0]) == "from 5m;after m;m;"
+    assert row["rewards"].item() == 0.75
+    row = run(answer, make=Countdown, is_chat=False, env_options={"wrapped": True})
+    assert TOKENIZER.decode(row["input_ids"][0]) == "<from 5>m;<m;><after m;>m;"
