@@ -95,7 +95,7 @@ def write(
     except (CheckpointException, OSError) as error:  # the first is a BaseException, which would end the worker
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # on a full disk it takes room
-        raise CheckpointError(f"{path}: could not be written: {error}") from None
+        raise CheckpointError(f"{path}: could not be written: {_reason(error)}") from None
 
 
 def _write_own(own: dict[str, Any], folder: Path, rank: int) -> dict[str, Any] | str:
@@ -141,7 +141,7 @@ def load(
     try:
         dcp.load(state, checkpoint_id=folder, process_group=group)
     except CheckpointException as error:  # a BaseException, which would end the worker
-        raise CheckpointError(f"{folder}: could not be read: {error}") from None
+        raise CheckpointError(f"{folder}: could not be read: {_reason(error)}") from None
     set_model_state_dict(module, state["model"])
     if optimizer is not None:
         if own["stepped"]:
@@ -156,6 +156,13 @@ def load(
         scheduler.load_state_dict(own["scheduler"])
     if file.exists():
         set_random_state(own["random"])
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong on which ranks, without their tracebacks."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
 
 
 def _shared(module: nn.Module, optimizer: torch.optim.Optimizer | None, gradients: list[str]) -> dict[str, Any]:

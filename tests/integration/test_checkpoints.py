@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlite import RliteTrainEngine
-from rlite.checkpoint import sharded
+from rlite.checkpoint import huggingface, sharded
 from rlite.errors import CheckpointError, DamagedCheckpointError
 from rlite.trainer.checkpoints import Checkpoints
 from tests.integration.modules import LlamaPolicy, Qwen2Policy, make_batch, num_counted, on_meta, token_loss
@@ -214,6 +217,130 @@ def test_a_write_that_fails_is_reported_by_the_next_one_and_leaves_the_one_befor
     assert engine.load_state(tmp_path / "state")["step"] == 1
     engine.save_state(tmp_path / "state", step=3)
     assert engine.load_state(tmp_path / "state")["step"] == 3
+
+
+@contextmanager
+def writing_held_up() -> Iterator[None]:
+    """Inside, what rank 0 is to write in the background waits."""
+    may_go_on = threading.Event()
+    sharded._writer.submit(may_go_on.wait)
+    try:
+        yield
+    finally:
+        may_go_on.set()
+
+
+@contextmanager
+def disk_full_for(monkeypatch: pytest.MonkeyPatch, path: Path, *names: str) -> Iterator[None]:
+    """Inside, those files of the next checkpoint at `path` get no room when they are written."""
+    submit = sharded._writer.submit
+
+    def submit_later(*args: Any) -> Any:
+        folder = args[2]
+        if folder.name == f".{path.name}.writing":
+            for name in names:
+                (folder / name).symlink_to("/dev/full")
+        return submit(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded._writer, "submit", submit_later)
+        yield
+
+
+def test_the_next_step_does_not_wait_for_the_writing(build: Build, tmp_path: Path) -> None:
+    engine = build(size=2)
+    learn(engine, range(1))
+    with writing_held_up():
+        writing = engine.save_state(tmp_path / "state", asynchronous=True, step=1)
+        learn(engine, range(1, 3))
+        assert not writing.done()
+        assert not (tmp_path / "state").exists()
+    assert writing.result() == tmp_path / "state"
+    assert writing.done()
+    assert engine.load_state(tmp_path / "state")["step"] == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "name", ["__0_0.distcp", "__1_0.distcp", "rank-0.pt", "rank-1.pt", "facts.json", "manifest.json"]
+)
+def test_a_full_disk_is_an_error_that_names_the_path_and_leaves_the_checkpoint_before(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = tmp_path / "state"
+    engine = build(size=2)
+    engine.save_state(path, step=1)
+    expected = engine.state_dict()
+    learn(engine, range(1))
+    with disk_full_for(monkeypatch, path, name):
+        writing = engine.save_state(path, asynchronous=True, step=2)
+    learn(engine, range(1, 2))
+    with pytest.raises(CheckpointError, match=r"/state: could not be written: .*No space left on device"):
+        writing.result(timeout=60)
+    assert [file.name for file in tmp_path.iterdir()] == ["state"], "what was half written makes room"
+    assert engine.load_state(path)["step"] == 1
+    assert same(engine.state_dict(), expected)
+    engine.save_state(path, step=3)
+    assert engine.load_state(path)["step"] == 3
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_an_export_on_a_full_disk_leaves_the_one_before(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(size=2)
+    engine.save(tmp_path / "latest")
+    before = (tmp_path / "latest" / "model.safetensors").read_bytes()
+    learn(engine, range(1))
+    staging = huggingface.staging
+
+    def full(path: Path) -> Path:
+        folder = staging(path)
+        (folder / "config.json").symlink_to("/dev/full")
+        return folder
+
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface, "staging", full)
+        with pytest.raises(CheckpointError, match=r"/latest: could not be written: .*No space left on device"):
+            engine.save(tmp_path / "latest")
+    assert (tmp_path / "latest" / "model.safetensors").read_bytes() == before
+    engine.save(tmp_path / "latest")
+    assert (tmp_path / "latest" / "model.safetensors").read_bytes() != before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_run_hears_of_a_failed_write_at_the_next_step_and_keeps_the_newest_good_one(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(size=2)
+    critic = build(size=2, colocate_with=engine)
+    beside = {"critic": critic}
+    checkpoints = Checkpoints(tmp_path, keep=1, wanted=None, is_asynchronous=True)
+    checkpoints.save(1, engine, beside, {})
+    checkpoints.finish()
+    with writing_held_up():
+        checkpoints.save(2, engine, beside, {})
+        checkpoints.look()
+        assert names(tmp_path) == ["step-1", "step-1-critic"]
+    checkpoints.finish()
+    assert names(tmp_path) == ["step-2", "step-2-critic"]
+    for step, broken in ((3, "step-3-critic"), (4, "step-4")):
+        with disk_full_for(monkeypatch, tmp_path / broken, "rank-1.pt"):
+            checkpoints.save(step, engine, beside, {})
+        with pytest.raises(CheckpointError, match=rf"{broken}: could not be written"):
+            steps_until_it_is_heard(checkpoints)
+        assert names(tmp_path) == ["step-2", "step-2-critic"]
+    assert Checkpoints(tmp_path, 1, "latest", is_asynchronous=True).restore(engine, beside)["step"] == 2
+
+
+def steps_until_it_is_heard(checkpoints: Checkpoints) -> None:
+    for _ in range(1000):
+        checkpoints.look()
+        time.sleep(0.01)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("step-*"))
 
 
 def test_another_model_under_the_same_name_is_refused_and_changes_nothing(build: Build, tmp_path: Path) -> None:
