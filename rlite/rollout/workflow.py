@@ -73,7 +73,8 @@ class SingleTurnWorkflow(RolloutWorkflow):
     """One prompt, one completion, one reward: reinforcement learning from verifiable rewards.
 
     The prompt is the item's `input_ids`, its `messages` (by the chat template), or its `prompt`: a raw text, or
-    messages. What was generated is never tokenised again. The reward function receives the item's other keys.
+    messages. A raw text begins with what the tokenizer puts before every text, as in training data. What was generated
+    is never tokenised again. The reward function receives the item's other keys.
 
     Args:
         reward_fn: a RewardFunction, or a function to make one of.
