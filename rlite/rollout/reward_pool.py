@@ -5,7 +5,7 @@ only put calls into a queue and hold a future.
 
     call:     queued ──> sent ──> started ──> answered
                  ^         └──── its process died or was killed because of another call
-    process:  starting ──> idle <──> busy ──> dead (hung, crashed, or the pool was closed)
+    process:  starting ──> idle <──> busy ──> dead (hung, crashed, too large, or the pool was closed)
 
 A process starts from nothing (no fork: the driver may hold CUDA), never sees the driver's `__main__`, and leads a
 session of its own, so that killing it ends what it started as well.
@@ -29,11 +29,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+
 from rlite.errors import RliteError
-from rlite.rollout.reward_process import INVALID, RAISED, READY, STARTED, VALUE, Chunk, frame, frames
+from rlite.rollout.reward_process import INVALID, MEMORY, READY, STARTED, VALUE, Chunk, frame, frames
 
 LOAD_TIMEOUT = 120.0
 """seconds in which a process must be ready, and a function and its arguments loaded"""
+SEND_TIMEOUT = 10.0
+"""seconds in which an idle process must take a message"""
+KILL_TIMEOUT = 5.0
+"""seconds in which a killed process must be gone; one that is not is left to the kernel"""
+MEMORY_INTERVAL = 0.02
+"""seconds between looks at the memory of a process that has a limit"""
 MAX_FAILED_STARTS = 3
 CHUNK_SECONDS = 0.005
 """calls go out in messages of about so much work; a function whose speed is unknown goes alone"""
@@ -61,6 +69,12 @@ class RewardCrash(RewardError, RuntimeError):
     """The process ended while it computed; the message has its exit code or signal."""
 
     outcome = "crash"
+
+
+class RewardMemory(RewardError, MemoryError):
+    """The process took more memory than it may, or than there is."""
+
+    outcome = "memory"
 
 
 class RewardRaised(RewardError, RuntimeError):
@@ -97,6 +111,7 @@ class _Call:
     code: RewardCode
     arguments: bytes
     timeout: float
+    memory_limit: int | None
     future: Future[Any]
 
 
@@ -104,6 +119,8 @@ class _Call:
 class _Process:
     process: subprocess.Popen[bytes]
     channel: socket.socket
+    exit_fd: int | None
+    """readable when it has ended: what it forked may hold its end of the channel open"""
     since: float
     """when it was started, or was handed the first call that has not been answered, or that call was started"""
     is_ready: bool = False
@@ -120,6 +137,17 @@ class _Process:
             return float("inf")
         return self.since + (self.calls[0].timeout if self.is_computing else LOAD_TIMEOUT)
 
+    @property
+    def memory_limit(self) -> int | None:
+        return self.calls[0].memory_limit if self.calls else None
+
+    def memory(self) -> int:
+        """Bytes that are resident."""
+        try:
+            return psutil.Process(self.process.pid).memory_info().rss
+        except psutil.Error:  # it has just ended
+            return 0
+
 
 class RewardPool:
     """At most `num_processes` processes, started when they are needed; `close()` ends them all."""
@@ -132,6 +160,7 @@ class RewardPool:
         self._next_number = 0
         self._processes: list[_Process] = []
         self._failed_starts = 0
+        self._num_oom_kills = _oom_kills()
         self._failure: BaseException | None = None
         self._closing = False
         self._selector = selectors.DefaultSelector()
@@ -141,16 +170,18 @@ class RewardPool:
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
         self._thread.start()
 
-    def submit(self, code: RewardCode, arguments: bytes, timeout: float) -> Future[Any]:
+    def submit(
+        self, code: RewardCode, arguments: bytes, timeout: float, memory_limit: int | None = None
+    ) -> Future[Any]:
         """Compute one reward; the future ends with a finite number (or what was `Passed`) or a RewardError.
 
-        Safe in any thread.
+        `timeout` in seconds, `memory_limit` in bytes. Safe in any thread.
         """
         future: Future[Any] = Future()
         with self._lock:
             if self._failure is not None:
                 raise RliteError("the reward pool has stopped") from self._failure
-            self._queue.append(_Call(self._next_number, code, arguments, timeout, future))
+            self._queue.append(_Call(self._next_number, code, arguments, timeout, memory_limit, future))
             self._next_number += 1
         self._ring()
         return future
@@ -182,13 +213,18 @@ class RewardPool:
                 self._dispatch()
                 now = time.monotonic()
                 patience = min((process.deadline for process in self._processes), default=float("inf")) - now
+                if any(process.memory_limit is not None for process in self._processes):
+                    patience = min(patience, MEMORY_INTERVAL)
                 for event, _ in self._selector.select(None if patience == float("inf") else max(patience, 0.0)):
                     if event.data is None:
                         self._bell.recv(4096)
                         self._woken = False
-                    else:
+                    elif event.data in self._processes:  # not lost by the event before
                         self._receive(event.data)
+                        if event.fd == event.data.exit_fd and event.data in self._processes:
+                            self._drain(event.data)
                 self._end_late_ones()
+                self._end_large_ones()
         except BaseException as error:  # belongs to everyone who waits
             failure = error
         with self._lock:
@@ -214,6 +250,11 @@ class RewardPool:
             idle = next((process for process in self._processes if process.is_ready and not process.calls), None)
             if idle is None:
                 break
+            with self._lock:
+                limit = self._queue[0].memory_limit if self._queue else None
+            if limit is not None and idle.memory() > limit:  # others' doing, for which nobody else shall pay
+                self._end(idle)
+                continue
             self._send(idle, -(-num_waiting // self.num_processes))
         num_starting = sum(not process.is_ready for process in self._processes)
         missing = min(num_waiting - num_starting, self.num_processes - len(self._processes))
@@ -228,7 +269,7 @@ class RewardPool:
                 call = self._queue.popleft() if self._queue else None
             if call is None:
                 break
-            if calls and seconds + call.code.seconds > CHUNK_SECONDS:
+            if calls and (seconds + call.code.seconds > CHUNK_SECONDS or call.memory_limit != calls[0].memory_limit):
                 with self._lock:
                     self._queue.appendleft(call)
                 break
@@ -238,42 +279,64 @@ class RewardPool:
         if not calls:
             return
         blobs = {call.code.key: call.code.blob for call in calls if call.code.key not in process.keys}
-        chunk: Chunk = (blobs, [(call.number, call.code.key, call.arguments) for call in calls])
+        chunk: Chunk = (blobs, [(call.number, call.code.key, call.arguments, call.memory_limit) for call in calls])
         process.keys |= blobs.keys()
         process.calls.extend(calls)
         process.is_computing, process.since = False, time.monotonic()
         try:
+            process.channel.settimeout(SEND_TIMEOUT)  # a thread that a function left behind may hold the lock
             process.channel.sendall(frame(chunk))
+            process.channel.settimeout(None)
         except OSError:
             self._lost(process)
 
-    def _receive(self, process: _Process) -> None:
+    def _receive(self, process: _Process) -> bool:
+        """Read what there is; whether there was something, and the process is still alive."""
         try:
             data = process.channel.recv(1 << 18, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             data = b""
         if not data:
             self._lost(process)
-            return
+            return False
         process.received += data
-        for kind, _, number, result in frames(process.received):
-            if kind == READY:
-                process.is_ready, self._failed_starts = True, 0
-            elif kind == STARTED:
-                process.is_computing, process.since = True, number
-            else:
-                call = process.calls.popleft()
-                process.is_computing, process.since = False, time.monotonic()
-                call.code.took(number)
-                if kind == VALUE:
-                    _settle(call, value=result)
-                elif kind == INVALID:
-                    text = f"{call.code.what} returned {result}; expected a finite number"
-                    _settle(call, error=RewardInvalid(text))
-                elif kind == RAISED:
-                    _settle(call, error=RewardRaised(f"{call.code.what} raised:\n{result}"))
+        try:
+            for message in frames(process.received):
+                if process in self._processes:
+                    self._answered(process, *message)
+        except Exception:  # a function has written to file descriptors that are not its own
+            self._lost(process)
+        return process in self._processes
+
+    def _drain(self, process: _Process) -> None:
+        """The process has ended; its last answers count."""
+        while self._receive(process):
+            pass
+        if process in self._processes:
+            self._lost(process)
+
+    def _answered(self, process: _Process, kind: str, number: int, seconds: float, result: Any) -> None:
+        if kind == READY:
+            process.is_ready, self._failed_starts = True, 0
+            return
+        if process.calls[0].number != number:
+            raise ValueError(f"an answer to call {number} instead of {process.calls[0].number}")
+        if kind == STARTED:
+            process.is_computing, process.since = True, seconds
+            return
+        call = process.calls.popleft()
+        process.is_computing, process.since = False, time.monotonic()
+        call.code.took(seconds)
+        if kind == VALUE:
+            _settle(call, value=result)
+        elif kind == INVALID:
+            _settle(call, error=RewardInvalid(f"{call.code.what} returned {result}; expected a finite number"))
+        elif kind == MEMORY:
+            self._too_large(process, call, result)
+        else:
+            _settle(call, error=RewardRaised(f"{call.code.what} raised:\n{result}"))
 
     def _end_late_ones(self) -> None:
         now = time.monotonic()
@@ -293,8 +356,22 @@ class RewardPool:
                 _settle(call, error=RewardTimeout(text))
                 self._requeue(process)
 
+    def _end_large_ones(self) -> None:
+        for process in list(self._processes):
+            limit = process.memory_limit
+            if limit is not None and (memory := process.memory()) > limit:
+                self._too_large(process, process.calls.popleft(), f"it took {memory / 2**30:.2f} GiB")
+
+    def _too_large(self, process: _Process, call: _Call, how: str) -> None:
+        """The process goes as well, with what it has not given back."""
+        self._end(process)
+        call.code.took(call.timeout)
+        limit = "" if call.memory_limit is None else f" of at most {call.memory_limit / 2**30:g} GiB"
+        _settle(call, error=RewardMemory(f"{call.code.what} ran out of memory{limit}: {how}; its process was killed"))
+        self._requeue(process)
+
     def _lost(self, process: _Process) -> None:
-        """The process has closed its end: it is dead."""
+        """The process has ended, or closed its end of the channel, or cannot be understood."""
         code = self._end(process)
         how = (
             f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
@@ -302,6 +379,10 @@ class RewardPool:
         if not process.is_ready:
             self._start_failed(how)
         elif process.calls:
+            if code == -signal.SIGKILL and _oom_kills() > self._num_oom_kills:
+                self._num_oom_kills += 1
+                self._too_large(process, process.calls.popleft(), "the machine has no more")
+                return
             call = process.calls.popleft()
             call.code.took(call.timeout)  # slow or dangerous: the next ones go alone
             _settle(call, error=RewardCrash(f"the process of {call.code.what} {how} while it computed"))
@@ -325,9 +406,12 @@ class RewardPool:
             )
         finally:
             theirs.close()
-        started = _Process(process, ours, time.monotonic())
+        exit_fd = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
+        started = _Process(process, ours, exit_fd, time.monotonic())
         self._processes.append(started)
-        self._selector.register(ours, selectors.EVENT_READ, started)
+        for readable in (ours, exit_fd):
+            if readable is not None:
+                self._selector.register(readable, selectors.EVENT_READ, started)
 
     def _start_failed(self, how: str) -> None:
         self._failed_starts += 1
@@ -335,14 +419,36 @@ class RewardPool:
             raise RliteError(f"reward processes cannot be started: the last of {self._failed_starts} {how}")
 
     def _end(self, process: _Process) -> int:
-        """Kill the process and what it started; returns its exit code. No zombie is left."""
+        """Kill the process and what it started; returns its exit code. No zombie is left. Safe to call again."""
+        if process not in self._processes:
+            return process.process.returncode or 0
+        self._processes.remove(process)
         self._selector.unregister(process.channel)
         process.channel.close()
-        self._processes.remove(process)
+        if process.exit_fd is not None:
+            self._selector.unregister(process.exit_fd)
+            os.close(process.exit_fd)
+        strays: list[psutil.Process] = []
+        with contextlib.suppress(psutil.Error):  # those that have left its session are found by their parents
+            strays = psutil.Process(process.process.pid).children(recursive=True)
         with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or (macOS) a zombie
-            if process.process.returncode is None:
-                os.killpg(process.process.pid, signal.SIGKILL)
-        return process.process.wait()
+            os.killpg(process.process.pid, signal.SIGKILL)
+        for stray in strays:
+            with contextlib.suppress(psutil.Error):
+                stray.kill()
+        try:
+            return process.process.wait(timeout=KILL_TIMEOUT)
+        except subprocess.TimeoutExpired:  # stuck in the kernel; `subprocess` reaps it when it starts another
+            return -signal.SIGKILL
+
+
+def _oom_kills() -> int:
+    """Processes that Linux has killed for want of memory, on this machine."""
+    with contextlib.suppress(OSError), open("/proc/vmstat") as counters:
+        for line in counters:
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 def _settle(call: _Call, value: Any = None, error: BaseException | None = None) -> None:

@@ -1,0 +1,45 @@
+"""Mathematical answers, compared by their meaning (math-verify)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from rlite.errors import ConfigError, DataError
+
+try:
+    import math_verify
+except ImportError:
+    math_verify = None
+
+MAX_CHARACTERS = 2000
+"""of a completion that are read, from its end: the search for an answer takes quadratic time"""
+
+
+def math_verify_reward(
+    prompt: Any, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], *, answer: Any, **data: Any
+) -> float:
+    r"""A reward function: 1.0 if the completion ends with an answer equal to `answer`, else 0.0.
+
+    Answers are numbers or LaTeX, bare, within dollars or in \boxed{}: 1/2, 0.5 and $\frac{2}{4}$ are equal. To be run
+    in a process: math-verify's own time-outs, which need a main thread, are off; RewardFunction's holds.
+
+    Raises: ConfigError if math-verify is missing; DataError if `answer` itself cannot be understood.
+    """
+    if math_verify is None:
+        raise ConfigError("math-verify is not installed; run: pip install 'rlite[math]'")
+    text = str(answer)
+    expected = _parse(text if "$" in text or r"\boxed" in text else rf"\boxed{{{text}}}")
+    if not expected:
+        raise DataError(f"answer={answer!r}: math-verify finds no mathematical expression in it")
+    return float(math_verify.verify(expected, _parse(completions[-MAX_CHARACTERS:]), timeout_seconds=None))
+
+
+def _parse(text: str) -> Any:
+    return math_verify.parse(text, parsing_timeout=None)
+
+
+# they warn that their time-outs are off
+for _name in ("math_verify.parser", "math_verify.grader"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
