@@ -38,6 +38,7 @@ from rlite.errors import (
     WorkerError,
 )
 from rlite.nn.huggingface import local_checkpoint
+from rlite.observability import trace
 from rlite.rollout.collector import RolloutCollector
 from rlite.rollout.options import CollectorOptions
 from rlite.rollout.seeds import mix
@@ -136,10 +137,11 @@ class RliteInferenceEngine(Engine):
         tokens = [self._tokens(prompt, index) for index, prompt in enumerate(prompts)]
         self._check_ready("generate")
         flights = [[self._flight(ids, gconfig, sample) for sample in range(gconfig.n_samples)] for ids in tokens]
-        self._route(flights)
-        self._wait(
-            list(itertools.chain.from_iterable(flights)), self.group.call_timeout if timeout is None else timeout
-        )
+        with trace.span("generate", num_prompts=len(prompts)):
+            self._route(flights)
+            self._wait(
+                list(itertools.chain.from_iterable(flights)), self.group.call_timeout if timeout is None else timeout
+            )
         return [
             RequestOutput(
                 prompt=text,
@@ -161,12 +163,13 @@ class RliteInferenceEngine(Engine):
             )
         self._check_ready("agenerate", may_wait=True)
         flight = self._flight(self._tokens(request.input_ids, 0), request.gconfig, 0, on_chunk)
-        self._route([[flight]], affinity=request.rid)
-        try:
-            await asyncio.wrap_future(flight.done)
-        except asyncio.CancelledError:
-            self._cancel([flight])
-            raise
+        with trace.task("generate", engine=self.name, prompt_tokens=len(request.input_ids)):
+            self._route([[flight]], affinity=request.rid)
+            try:
+                await asyncio.wrap_future(flight.done)
+            except asyncio.CancelledError:
+                self._cancel([flight])
+                raise
         return LLMResponse(
             input_tokens=list(request.input_ids),
             output_tokens=flight.token_ids,
@@ -350,6 +353,7 @@ class RliteInferenceEngine(Engine):
             "; ".join(died) or error,
             lost.num_moved,
         )
+        trace.instant("replica lost", engine=self.name, replica=lost.replica, workers=died, num_moved=lost.num_moved)
         siblings: dict[tuple[int, ...], list[Flight]] = {}
         for flight in flights:
             siblings.setdefault(tuple(flight.request.input_ids), []).append(flight)
@@ -484,7 +488,8 @@ class RliteInferenceEngine(Engine):
     @contextmanager
     def receiving_weights(self, on_inflight: str) -> Iterator[None]:
         """Hold generation while weights arrive; then let it go on from its tokens so far, or abort it."""
-        self._hold()
+        with trace.span("wait for a token boundary"):
+            self._hold()
         if on_inflight == "abort":
             for pump in self._pumps:
                 pump.cancel_all()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from rlite.engine.base import Executor
 from rlite.errors import DataError, RliteError
+from rlite.observability import trace
 from rlite.types import (
     SequenceRequest,
     StopReason,
@@ -113,7 +114,9 @@ class Pump:
         self._cancelled: list[int] = []
         self._closing = False
         self._calling = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name=f"pump-{executor.index}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"pump of {executor.group.name} {executor.index}", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -190,7 +193,9 @@ class Pump:
                 self._changed.wait_for(has_to_look)
                 if self._has_ended:
                     return
-            self._may_run.wait()
+            if not self._may_run.is_set():
+                with trace.span("held"):
+                    self._may_run.wait()
             with self._calling:
                 if not self._may_run.is_set():
                     continue

@@ -34,6 +34,7 @@ from rlite.engine.transport import (
     target_checksums,
 )
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
+from rlite.observability import trace
 from rlite.parallel.arena import can_share_memory
 from rlite.parallel.processes import open_store
 from rlite.parallel.shards import Box
@@ -78,7 +79,7 @@ def sync_weights(
             'call build(), or cuda("weights"), first'
         )
     started = time.perf_counter()
-    with target.receiving_weights(on_inflight):
+    with trace.span("weight sync", source=source.name, target=target.name), target.receiving_weights(on_inflight):
         sources, targets = _describe(source, target, may_share=transport in ("auto", "shared"))
         copy = _nearest_copy(source, sources, targets)
         offered = [sources[rank] for rank in copy.ranks]

@@ -341,7 +341,10 @@ def test_the_version_counts_syncs_and_is_stamped_on_tokens(engines: Engines, mod
 
 
 def sync_while_generating(
-    serve: RliteInferenceEngine, prompts: list[list[int]], sync: Callable[[], object]
+    serve: RliteInferenceEngine,
+    prompts: list[list[int]],
+    sync: Callable[[], object],
+    on_chunk: Callable[[int, TokenChunk], object] = lambda number, chunk: None,
 ) -> list[Any]:
     """Start long greedy requests, sync once each has some tokens, and wait for the responses or errors."""
     gconfig = GenerationHyperparameters(greedy=True, max_new_tokens=900, ignore_eos=True)
@@ -349,12 +352,16 @@ def sync_while_generating(
     async def run() -> list[Any]:
         begun = [threading.Event() for _ in prompts]
 
-        def tell(event: threading.Event) -> Callable[[TokenChunk], None]:
-            return lambda chunk: event.set()
+        def tell(number: int) -> Callable[[TokenChunk], None]:
+            def take(chunk: TokenChunk) -> None:
+                on_chunk(number, chunk)
+                begun[number].set()
+
+            return take
 
         requests = [
-            asyncio.ensure_future(serve.agenerate(LLMRequest(input_ids=prompt, gconfig=gconfig), tell(event)))
-            for prompt, event in zip(prompts, begun, strict=True)
+            asyncio.ensure_future(serve.agenerate(LLMRequest(input_ids=prompt, gconfig=gconfig), tell(number)))
+            for number, prompt in enumerate(prompts)
         ]
         for event in begun:
             await asyncio.to_thread(event.wait, 60)
@@ -380,6 +387,49 @@ def test_requests_in_flight_go_on_with_the_new_weights(engines: Engines, models:
         assert_made_by(old, prompt, tokens[:num_old], logprobs[:num_old])
         some = slice(num_old, num_old + 40)
         assert_made_by(new, prompt + tokens[:num_old], tokens[some], logprobs[some])
+
+
+def test_each_stretch_of_an_interrupted_answer_is_as_the_trainers_forward_at_its_version(
+    engines: Engines, models: dict[str, Path], tmp_path: Path
+) -> None:
+    train = engines.train(models["qwen2"], size=2)
+    serve = engines.serve(models["qwen2"], data_parallel_size=2, max_model_len=1024)
+    saved: list[Path | None] = [None, tmp_path / "1", tmp_path / "2"]
+    seen, is_news = set(), threading.Condition()
+
+    def note(number: int, chunk: TokenChunk) -> None:
+        with is_news:
+            seen.add((number, chunk.version))
+            is_news.notify()
+
+    def two_updates() -> None:
+        for step in (1, 2):
+            serve.pause()  # so that there is something left to make with the new weights
+            train_a_little(train, 1, seed=step)
+            train.save(saved[step])
+            serve.resume()
+            train.p2p_weight_sync(serve, "continue")
+            with is_news:
+                assert is_news.wait_for(lambda: {(n, step) for n in range(len(PROMPTS))} <= seen, 60)  # noqa: B023
+
+    responses = sync_while_generating(serve, PROMPTS, two_updates, note)
+    rows = [prompt + response.output_tokens for prompt, response in zip(PROMPTS, responses, strict=True)]
+    width = max(map(len, rows))
+    batch = {
+        "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in rows]),
+        "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows]),
+    }
+    for version in (0, 1, 2):
+        train.load(saved[version])
+        logprobs = train.forward(batch, next_token_logprobs)
+        for row, (prompt, response) in enumerate(zip(PROMPTS, responses, strict=True)):
+            versions = torch.tensor(response.output_versions)
+            assert versions.unique().tolist() == [0, 1, 2]
+            assert (versions.diff() >= 0).all(), "never a token of older weights after one of newer"
+            own = logprobs[row, len(prompt) - 1 : len(prompt) - 1 + len(versions)]
+            said = torch.tensor(response.output_logprobs)
+            torch.testing.assert_close(said[versions == version], own[versions == version], atol=1e-4, rtol=0)
+            assert (said - own)[versions != version].abs().max() > 1e-2, "the weights differ by more than noise"
 
 
 def test_requests_in_flight_are_aborted_if_asked(engines: Engines, models: dict[str, Path]) -> None:
