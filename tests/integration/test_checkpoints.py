@@ -15,17 +15,21 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 
 from rlite import RliteTrainEngine
 from rlite.checkpoint import huggingface, sharded
 from rlite.errors import CheckpointError, DamagedCheckpointError
 from rlite.trainer.checkpoints import Checkpoints
+from rlite.trainer.critic import ValueLoss, own_values
+from rlite.trainer.policy import OptimizerOptions, critic_module
 from tests.integration.modules import LlamaPolicy, Qwen2Policy, make_batch, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
 from tests.tiny import build_model_dir
 
 Build = Callable[..., RliteTrainEngine]
 LENGTHS = [9, 4, 13, 1, 7, 6, 5]
+CONSTANT: dict[str, Any] = {"weight_decay": 0.0, "scheduler": "constant", "warmup_steps": 0, "total_steps": 9}
 LAYOUTS: list[dict[str, int]] = [
     {},
     {"size": 2, "tp_size": 2},
@@ -400,3 +404,28 @@ def test_a_run_keeps_the_newest_and_names_the_last_good_one(build: Build, tmp_pa
     good.save(3, engine, beside, {})
     good.finish()  # those of the future that was given up go with the oldest
     assert {path.name for path in tmp_path.glob("step-*")} == {"step-2", "step-2-critic", "step-3", "step-3-critic"}
+
+
+def test_a_critic_that_was_exported_opens_in_transformers_and_goes_on_with_its_head(
+    model: Path, tmp_path: Path
+) -> None:
+    trained = RliteTrainEngine(critic_module(model, OptimizerOptions(lr=1e-2, **CONSTANT)))
+    trained.build(data_parallel_size=1)
+    batch = make_batch(LENGTHS)
+    before = trained.forward(batch, own_values)
+    batch |= {"values": before, "returns": before + 1.0}
+    trained.train_batch(batch, ValueLoss(), ValueLoss().weight)
+    after = trained.forward(batch, own_values)
+    assert not torch.allclose(before, after)
+    trained.save(tmp_path / "critic_latest")
+    trained.release()
+    again = RliteTrainEngine(critic_module(tmp_path / "critic_latest"))
+    again.build(data_parallel_size=1)
+    assert torch.equal(again.forward(batch, own_values), after)
+    again.release()
+    opened, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "critic_latest", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert opened.num_labels == 1

@@ -177,3 +177,17 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(
     if trainer == "ppo":
         assert (broken / "rollouts.jsonl").read_text() == (expected / "rollouts.jsonl").read_text()
     assert sorted(path.name for path in (broken / "state").iterdir()) == LEFT[trainer]
+
+
+@pytest.mark.parametrize(("trainer", "step"), [("sft", 15), ("ppo", 6)])
+def test_a_run_of_two_ranks_goes_on_as_one(
+    options: dict[str, list[str]], whole: Whole, tmp_path: Path, trainer: str, step: int
+) -> None:
+    start, steps = whole(trainer, 2) / "state" / f"step-{step}", STEPS[trainer]
+    run(command(1, trainer, options[trainer], tmp_path / "alone", f"trainer.load_ckpt_from={start}"))
+    pairs = zip(curve(tmp_path / "alone", step + 1, steps), curve(whole(trainer, 2), step + 1, steps), strict=True)
+    for found, expected in pairs:
+        for key in ("step", "num_tokens", "lr"):
+            assert found[key] == expected[key], "the same rows"
+        for key in found.keys() & {"loss", "test_loss", "reward", "critic/loss"}:
+            assert found[key] == pytest.approx(expected[key], abs=1e-5), f"{key} at step {found['step']}"
