@@ -50,7 +50,7 @@ class ToolCallFormat:
 
 def find_format(template: str) -> ToolCallFormat:
     """The format that a chat template teaches; hermes if it teaches none."""
-    marks = {"[TOOL_CALLS]": "mistral", "<tool_call>": "hermes", "<|python_tag|>": "llama3_json"}
+    marks = {"[TOOL_CALLS]": "mistral", "<tool_call>": "hermes", "ipython": "llama3_json"}
     return next((FORMATS[name] for mark, name in marks.items() if mark in template), FORMATS["hermes"])
 
 

@@ -7,7 +7,10 @@ and those of the rest. Where the template writes history anew (it drops earlier 
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError
@@ -28,6 +31,15 @@ class Prompt(NamedTuple):
     parent: Turn | None
 
 
+class _Ending(NamedTuple):
+    """What a template writes after an answer."""
+
+    closing: str
+    """wherever the answer stands"""
+    tail: str
+    """where nothing follows: there are templates that end a conversation with a token of its own"""
+
+
 class ChatPrompts:
     """Renders and tokenises prompts for one tokenizer.
 
@@ -39,7 +51,7 @@ class ChatPrompts:
     def __init__(self, tokenizer: Tokenizer, chat_template_options: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
         self._options = dict(chat_template_options or {})
-        self._closing: str | None = None
+        self._ending: _Ending | None = None
         self._is_learnt = False
 
     def chat(self, messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -> Prompt:
@@ -51,8 +63,9 @@ class ChatPrompts:
         self._check_shown(messages, tools, text)
         for turn in _continued(messages, tools, turns):
             rest = self._rest(turn, messages, text)
-            if rest is not None:
-                return Prompt(turn.sequence + self._tokens_after(turn, rest), text, turn)
+            tokens = None if rest is None else self._tokens_after(turn, rest)
+            if tokens is not None:
+                return Prompt(turn.sequence + tokens, text, turn)
         return Prompt(raw_tokens(self.tokenizer, [text])[0], text, None)
 
     def text(self, prompt: str | list[int], turns: Sequence[Turn]) -> Prompt:
@@ -62,7 +75,8 @@ class ChatPrompts:
             for turn in sorted(raw, key=lambda turn: -len(turn.prompt_text + turn.text)):
                 said = turn.prompt_text + turn.text
                 if turn.prompt_text and len(prompt) > len(said) and prompt.startswith(said):
-                    return Prompt(turn.sequence + self._tokens_after(turn, prompt[len(said) :]), prompt, turn)
+                    rest = raw_tokens(self.tokenizer, [prompt[len(said) :]])[0]
+                    return Prompt(turn.sequence + rest, prompt, turn)
             return Prompt(raw_prompts(self.tokenizer, [prompt])[0], prompt, None)
         for turn in sorted(raw, key=lambda turn: -len(turn.sequence)):
             if prompt[: len(turn.sequence)] == turn.sequence:
@@ -71,36 +85,54 @@ class ChatPrompts:
 
     def _rest(self, turn: Turn, messages: Sequence[Message], text: str) -> str | None:
         """What follows the answer of `turn` in the rendered `text`, from the end of what the model says; None if the
-        text before it is not what the model has read and written."""
-        closing = self._learn_closing()
-        assert turn.messages is not None
-        before = self._render(messages[: len(turn.messages) + 1], turn.tools, add_generation_prompt=False)
-        if closing is None or not before.endswith(closing) or not text.startswith(before):
+        text before it is not what the model has read and written, white space apart."""
+        ending = self._learn_ending()
+        if ending is None:
             return None
-        said = _squeezed(before[: len(before) - len(closing)])
-        asked = _squeezed(turn.prompt_text)
-        if not said.startswith(asked) or not _is_answer(said[len(asked) :], turn):
-            return None
-        return closing + text[len(before) :]
+        end = _end_of(turn.prompt_text + turn.text + ending.closing, text)
+        if end is not None:
+            return ending.closing.rstrip() + text[end:]
+        return self._rest_after_calls(turn, messages, text, ending)
 
-    def _tokens_after(self, turn: Turn, text: str) -> list[int]:
-        """The tokens of `text`, without the end token that it begins with if the model has written that itself."""
+    def _rest_after_calls(self, turn: Turn, messages: Sequence[Message], text: str, ending: _Ending) -> str | None:
+        """The same for an answer with calls, which a template may write in other words than the model."""
+        assert turn.messages is not None
+        assert turn.answer is not None
+        calls = turn.answer.get("tool_calls", ())
+        before = self._render(messages[: len(turn.messages) + 1], turn.tools, add_generation_prompt=False)
+        before = before.removesuffix(ending.tail)
+        if not calls or not before.endswith(ending.closing) or not text.startswith(before):
+            return None
+        end = _end_of(turn.prompt_text + turn.answer["content"], before)
+        if end is None or not all(call["function"]["name"] in before[end:] for call in calls):
+            return None
+        return ending.closing + text[len(before) :]
+
+    def _tokens_after(self, turn: Turn, text: str) -> list[int] | None:
+        """The tokens of `text`, without the end token that it begins with if the model has written that itself; None if
+        the model has ended its turn with another one than the template."""
         tokens = raw_tokens(self.tokenizer, [text])[0]
         last = turn.output_ids[-1:]
-        ends = turn.finish_reason == "stop" and not self.tokenizer.decode(last, skip_special_tokens=True)
-        return tokens[1:] if ends and tokens[:1] == last else tokens
+        if turn.finish_reason != "stop" or self.tokenizer.decode(last, skip_special_tokens=True):
+            return tokens
+        return tokens[1:] if tokens[:1] == last else None
 
-    def _learn_closing(self) -> str | None:
+    def _learn_ending(self) -> _Ending | None:
         """What the template puts after an answer; None if it cannot be told."""
         if not self._is_learnt:
-            exchange = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _STAND_IN}]
-            try:
-                parts = self._render(exchange, None, add_generation_prompt=False).split(_STAND_IN)
-            except DataError:
-                parts = []
-            self._closing = parts[1] if len(parts) == 2 else None
             self._is_learnt = True
-        return self._closing
+            question = {"role": "user", "content": "question"}
+            exchange = [question, {"role": "assistant", "content": _STAND_IN}]
+            try:
+                last = self._render(exchange, None, add_generation_prompt=False).split(_STAND_IN)
+                inner = self._render([*exchange, question], None, add_generation_prompt=True).split(_STAND_IN)
+            except DataError:
+                return None
+            if len(last) == len(inner) == 2:
+                shared = takewhile(lambda pair: pair[0] == pair[1], zip(last[1], inner[1], strict=False))
+                size = sum(1 for _ in shared)
+                self._ending = _Ending(last[1][:size], last[1][size:])
+        return self._ending
 
     def _check_shown(self, messages: Sequence[Message], tools: Any, text: str) -> None:
         for number, message in enumerate(messages):
@@ -112,20 +144,30 @@ class ChatPrompts:
                 raise DataError(f"tools: the model's chat template leaves out {tool['function']['name']!r}")
 
     def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool) -> str:
+        options = {**self._options, "tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._options,
-            )
-        # a template without {% raise_exception %} fails in any way that Jinja's expressions can
+            try:
+                return self.tokenizer.apply_chat_template(list(messages), **options)
+            except TypeError:  # there are templates (DeepSeek's) that take the arguments of calls as JSON text
+                return self.tokenizer.apply_chat_template([_with_json_arguments(one) for one in messages], **options)
+        # a template that does not refuse by itself fails in any way that Jinja's expressions can
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(
                 f"messages: the model's chat template refuses this conversation ({roles}): {error}"
             ) from error
+
+
+def _with_json_arguments(message: Message) -> Message:
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [f["arguments"] if isinstance(f["arguments"], str) else json.dumps(f["arguments"]) for f in functions]
+    calls = [
+        {**call, "function": {**call["function"], "arguments": text}}
+        for call, text in zip(message["tool_calls"], texts, strict=True)
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _continued(messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -> list[Turn]:
@@ -141,15 +183,14 @@ def _continued(messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -
     return sorted(found, key=lambda turn: -len(turn.messages or ()))
 
 
-def _is_answer(said: str, turn: Turn) -> bool:
-    """Whether the template renders what the model has written, white space apart; calls it writes in its own way."""
-    assert turn.answer is not None
-    content = _squeezed(turn.answer["content"])
-    calls = turn.answer.get("tool_calls", ())
-    if not calls:
-        return said == content
-    return said.startswith(content) and all(call["function"]["name"] in said[len(content) :] for call in calls)
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
+def _end_of(beginning: str, text: str) -> int | None:
+    """Where `beginning` ends in `text`, if that begins with it, white space apart."""
+    expected, matched = "".join(beginning.split()), 0
+    for piece in re.finditer(r"\S+", text):
+        size = min(len(piece[0]), len(expected) - matched)
+        if piece[0][:size] != expected[matched : matched + size]:
+            return None
+        matched += size
+        if matched == len(expected):
+            return piece.start() + size
+    return None

@@ -74,6 +74,8 @@ class AgentSession:
         self._max_length = max_length
         self._rid = uuid.uuid4().hex
         self._call_ids = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     # -- rewards -------------------------------------------------------------------------------------------------
 
@@ -95,6 +97,14 @@ class AgentSession:
     def export(self, style: Style = "concat", include_aborted: bool = False) -> TensorDict:
         """What can be trained on. See `rlite.rollout.openai.export.export`."""
         return export(self.recording, style, include_aborted)
+
+    async def close(self) -> None:
+        """End what is being generated, as aborted turns; further requests are refused."""
+        self._is_closed = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- serving -------------------------------------------------------------------------------------------------
 
@@ -146,10 +156,16 @@ class AgentSession:
                 events.put_nowait(
                     await self._choose(index, request, prompt, gconfig, envelope, turns, events.put_nowait)
                 )
+            except asyncio.CancelledError:
+                events.put_nowait(_closed())  # if it was the session that ended, the client is told
+                raise
             except Exception as error:
                 events.put_nowait(error)
 
+        if self._is_closed:
+            raise _closed()
         tasks = [asyncio.create_task(choose(index)) for index in range(request.num_choices)]
+        self._tasks.update(tasks)
         try:
             num_left = len(tasks)
             while num_left:
@@ -162,6 +178,7 @@ class AgentSession:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._tasks.difference_update(tasks)
 
     async def _choose(
         self,
@@ -243,6 +260,10 @@ class AgentSession:
             self.failure = error
             return ApiError(f"the engine cannot serve: {error}", 503, code="engine_failed")
         return error
+
+
+def _closed() -> ApiError:
+    return ApiError("the session has ended", 409, code="session_closed")
 
 
 def _too_long(message: str) -> ApiError:

@@ -76,7 +76,10 @@ class AgentWorkflow(RolloutWorkflow):
         session = AgentSession(engine, self.tokenizer, self.gconfig, **self.session_options)  # type: ignore[arg-type]
         try:
             async with self._serve(session) as model:
-                worth = await self.agent(model, data)
+                try:
+                    worth = await self.agent(model, data)
+                finally:  # what it has left running does not count
+                    await session.close()
         except Exception as error:
             if session.failure is not None:  # the agent has only seen a response with a status
                 raise session.failure from error

@@ -117,6 +117,7 @@ def test_every_json_value_survives(name, values):
 def test_a_template_says_which_format_it_teaches():
     assert find_format("... [TOOL_CALLS] ...").name == "mistral"
     assert find_format("{{ '<tool_call>' }}").name == "hermes"
+    assert find_format("<|start_header_id|>ipython<|end_header_id|>").name == "llama3_json"
     assert find_format("{{ message }}").name == "hermes"
     with pytest.raises(ConfigError, match="did you mean 'hermes'"):
         format_named("herms")

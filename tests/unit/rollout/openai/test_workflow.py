@@ -68,6 +68,34 @@ def test_an_agent_that_returns_nonsense_is_told_so() -> None:
         run(idle, interface="grpc")
 
 
+@pytest.mark.parametrize("interface", ["client", "http"])
+def test_what_an_agent_has_left_running_ends_with_it_and_does_not_count(interface: str) -> None:
+    left: list[asyncio.Task[Any]] = []
+
+    async def hasty(model: Any, data: dict[str, Any]) -> float:
+        client = model
+        if interface == "http":
+            client = openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key)
+        client = client.with_options(max_retries=0)
+        left.append(asyncio.create_task(client.chat.completions.create(**BODY)))
+        await client.chat.completions.create(**BODY, max_tokens=1)
+        return 1.0
+
+    engine = Speaker(["a long answer"], TOKENIZER, latency=0.0)
+    engine._latency = lambda request: 0.02 if request.gconfig.max_new_tokens == 1 else 30.0
+
+    async def episode() -> Any:
+        workflow = AgentWorkflow(hasty, GenerationHyperparameters(), TOKENIZER, interface=interface)  # type: ignore[arg-type]
+        batch = await workflow.arun_episode(engine, {})
+        with pytest.raises(openai.APIError):
+            await left[0]
+        return batch
+
+    batch = asyncio.run(asyncio.wait_for(episode(), 20))
+    assert batch["num_turns"].tolist() == [1]
+    assert batch["loss_mask"].sum().item() == 1
+
+
 def test_an_engine_that_dies_is_the_engines_failure_not_the_agents() -> None:
     def die(request: Any) -> list[int]:
         raise WorkerDied("worker 0 is gone", ("worker 0",))
