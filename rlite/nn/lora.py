@@ -192,7 +192,8 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
     if isinstance(weight, DTensor) and isinstance(down, DTensor):
         # of `down` the columns that this rank holds of the weight; its rows of `up` are the weight's
         columns = [placement if placement.is_shard(1) else Replicate() for placement in down.placements]
-        own = merge(*(local_tensor(x) for x in (weight, down.redistribute(placements=columns), up)), scale)
+        down = down.redistribute(placements=columns)
+        own = merge(local_tensor(weight), local_tensor(down), local_tensor(up), scale)
         return DTensor.from_local(
             own, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
