@@ -65,9 +65,9 @@ class Fsdp2Worker:
         default = "bfloat16" if self._device.type == "cuda" else options.param_dtype
         self._compute_dtype = getattr(torch, options.compute_dtype or default)
         self._is_state_on_host = options.offload_optimizer and self._device.type != "cpu"
+        self._rested: torch.optim.Optimizer | None = None
         dims = ParallelDims.of(context.world_size, executor_size, options.sp_size, options.tp_size)
         self._mesh = make_mesh(self._device.type, context.world_ranks, context.rank, dims)
-        self._rested: torch.optim.Optimizer | None = None
         self._everyone = subgroup(context.world_ranks)
         self.module: BaseTrainModule
         self.arena: SharedArena | None = None
@@ -409,13 +409,6 @@ class Fsdp2Worker:
         if device.type == "cpu":
             torch.cuda.empty_cache()
 
-    def memory_bytes(self) -> dict[str, int]:
-        if not hasattr(self, "module"):
-            return {"weights": 0, "optimizer": 0}
-        weights = sum(_bytes(parameter) for parameter in self.module.parameters())
-        optimizer = self.module.optimizer
-        states = optimizer.state.values() if optimizer else ()
-        held = sum(_bytes(value) for state in states for value in state.values() if isinstance(value, Tensor))
     def _rest_optimizer(self) -> None:
         """With offload_optimizer: its state goes to the host, where every step from now on leaves it."""
         optimizer = self.module.optimizer
@@ -426,6 +419,13 @@ class Fsdp2Worker:
             self._rested = optimizer
         move_state(optimizer, torch.device("cpu"))
 
+    def memory_bytes(self) -> dict[str, int]:
+        if not hasattr(self, "module"):
+            return {"weights": 0, "optimizer": 0}
+        weights = sum(_bytes(parameter) for parameter in self.module.parameters())
+        optimizer = self.module.optimizer
+        states = optimizer.state.values() if optimizer else ()
+        held = sum(_bytes(value) for state in states for value in state.values() if isinstance(value, Tensor))
         return {"weights": weights, "optimizer": held}
 
     def device_usage(self) -> DeviceUsage:
