@@ -14,6 +14,8 @@ from typing import Any, Literal, Protocol
 from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 
 StopReason = Literal["stop", "length", "abort"]
+SMALLEST = 1e-6
+"""of temperatures and of top_p, but for temperature 0"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +56,18 @@ class GenerationHyperparameters:
             "n_samples": (self.n_samples >= 1, "at least 1"),
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
-            "temperature": (0 <= self.temperature < float("inf"), "a finite number of at least 0"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            # what is smaller is 0 in float32, and what one request computes with it would end the others' too
+            "temperature": (
+                self.temperature == 0 or SMALLEST <= self.temperature < float("inf"),
+                f"0, or a finite number of at least {SMALLEST:g}",
+            ),
+            "top_p": (SMALLEST <= self.top_p <= 1, f"in [{SMALLEST:g}, 1]"),
             "top_k": (self.top_k >= -1, "at least 1, or 0 or -1 for off"),
-            "stop": (all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
+            "stop": (all(isinstance(s, str) and s and _is_text(s) for s in self.stop), "non-empty strings"),
+            "stop_token_ids": (
+                all(isinstance(token, int) and 0 <= token < 2**31 for token in self.stop_token_ids),
+                "token ids",
+            ),
         }
         for name, (holds, expected) in rules.items():
             if not holds:
@@ -92,6 +102,11 @@ class GenerationHyperparameters:
             return cls(**given)
         except TypeError as error:
             raise ConfigError(f"sampling parameters {dict(given)}: {error}") from error
+
+
+def _is_text(value: str) -> bool:
+    """Whether it has a form in UTF-8; halves of surrogate pairs have none."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +212,7 @@ class AsyncInference(Protocol):
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse: ...
 
     def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
-        """The tokens of one request as they are made; the last chunk has a finish_reason. Leaving it ends the request."""
+        """The tokens of one request as they are made; the last chunk has a finish_reason. To leave it ends it."""
         ...
 
     def get_version(self) -> int: ...

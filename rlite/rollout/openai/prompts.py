@@ -60,6 +60,7 @@ class ChatPrompts:
         Raises: DataError if the template refuses the conversation, or leaves out its tools or calls.
         """
         text = self._render(messages, tools, add_generation_prompt=True)
+        _check_text(text, "messages")
         self._check_shown(messages, tools, text)
         for turn in _continued(messages, tools, turns):
             rest = self._rest(turn, messages, text)
@@ -72,6 +73,7 @@ class ChatPrompts:
         """A prompt without a template. It continues a turn whose text, or tokens, it begins with."""
         raw = [turn for turn in reversed(turns) if turn.messages is None and not turn.is_aborted]
         if isinstance(prompt, str):
+            _check_text(prompt, "prompt")
             for turn in sorted(raw, key=lambda turn: -len(turn.prompt_text + turn.text)):
                 said = turn.prompt_text + turn.text
                 if turn.prompt_text and len(prompt) > len(said) and prompt.startswith(said):
@@ -156,6 +158,13 @@ class ChatPrompts:
             raise DataError(
                 f"messages: the model's chat template refuses this conversation ({roles}): {error}"
             ) from error
+
+
+def _check_text(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{what}: half of a surrogate pair, {error.object[error.start]!r}, is no text") from error
 
 
 def _with_json_arguments(message: Message) -> Message:

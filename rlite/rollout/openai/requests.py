@@ -257,7 +257,7 @@ def _sampling(values: dict[str, Any], defaults: GenerationHyperparameters) -> Ge
     try:
         return defaults.new(n_samples=1, **changes)
     except RliteError as error:
-        names = [key for key, name in SAMPLING.items() if name in str(error)]
+        names = [key for key, name in SAMPLING.items() if f"parameter {name}=" in str(error)]
         raise ApiError(str(error), param=names[0] if names else None, code="invalid_value") from error
 
 

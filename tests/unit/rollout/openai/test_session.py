@@ -316,6 +316,12 @@ REFUSED = [
     ({"top_logprobs": 3, "logprobs": True}, 400, "top_logprobs", "not supported"),
     ({"temprature": 0.5}, 400, "temprature", "'temprature' is not supported"),
     ({"temperature": -1}, 400, "temperature", "temperature=-1"),
+    ({"temperature": 1e-320}, 400, "temperature", "at least 1e-06"),
+    ({"top_p": 1e-320}, 400, "top_p", "in [1e-06, 1]"),
+    ({"stop": ["\ud800"]}, 400, "stop", "non-empty strings"),
+    ({"stop_token_ids": ["a"]}, 400, "stop_token_ids", "token ids"),
+    ({"stop_token_ids": [1 << 70]}, 400, "stop_token_ids", "token ids"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages", "half of a surrogate pair"),
     ({"temperature": "hot"}, 400, "temperature", "'hot'"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_completion_tokens", "which max_tokens says"),
     ({"n": 0}, 400, "n", "from 1 to 128"),
@@ -364,3 +370,62 @@ def test_sampling_of_a_request_overrides_that_of_the_session() -> None:
     assert asked[1] == GenerationHyperparameters(
         temperature=0.5, top_p=0.9, max_new_tokens=4, min_new_tokens=4, stop=("a",), seed=3, top_k=2
     )
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=5) | st.just("auto"),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.just("text"), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+VALID: dict[str, Any] = {
+    "model": "policy",
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "?"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+    ],
+    "tools": [ADD],
+    "tool_choice": "auto",
+    "stop": ["x"],
+    "stream_options": {"include_usage": True},
+    **dict.fromkeys(("temperature", "top_p", "seed", "max_tokens", "n", "top_k"), 1),
+}
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all values within a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, part in inner for place in places(part, (*path, key)))]
+
+
+def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """The value, of which the one at `path` is another."""
+    if not path:
+        return new
+    copy = value.copy()
+    copy[path[0]] = changed(value[path[0]], path[1:], new)
+    return copy
+
+
+@settings(max_examples=200)
+@given(place=st.sampled_from(places(VALID)), new=values)
+def test_any_body_is_answered_or_refused(place: tuple[Any, ...], new: Any) -> None:
+    tokenizer = tokenizer_with(WITH_TOOLS)
+    session = AgentSession(Speaker(["x"], tokenizer), tokenizer)
+    body = changed(VALID, place, new)
+
+    async def answer() -> list[dict[str, Any]]:
+        return [message async for message in session.chat(body).messages]
+
+    try:
+        refusal = None if asyncio.run(answer()) else "no message"
+    except ApiError as error:
+        refusal = json.dumps(error.body())
+        assert error.status in (400, 404), refusal  # noqa: PT017  # either of two
+    assert refusal is None or "message" in refusal
