@@ -18,6 +18,7 @@ HOMES = {
     "sglang": "rlite/engine/sglang/",
     "peft": "rlite/nn/lora.py",
     "liger_kernel": "rlite/nn/liger.py",
+    "math_verify": "rlite/rollout/scorers/mathematics.py",
     "aiohttp": "rlite/rollout/openai/endpoint.py",
     "openai": "rlite/rollout/openai/client.py",
     "wandb": "rlite/observability/",

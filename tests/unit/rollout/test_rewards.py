@@ -7,15 +7,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import psutil
 import pytest
+import tenacity
 
+from benchmarks import reward_faults
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.reward_pool import RewardPool, close_shared_pool
 from rlite.rollout.rewards import (
@@ -23,6 +25,7 @@ from rlite.rollout.rewards import (
     RewardError,
     RewardFunction,
     RewardInvalid,
+    RewardMemory,
     RewardRaised,
     RewardTimeout,
     from_trl,
@@ -38,9 +41,12 @@ def _this_module_travels_by_value() -> Iterator[None]:
     """Like a script's `__main__`; and no process is left when the tests of this module are over."""
     close_shared_pool()
     before = set(psutil.Process().children())  # other modules' tests may have started helpers of multiprocessing
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    by_value = (sys.modules[__name__], reward_faults)
+    for module in by_value:
+        cloudpickle.register_pickle_by_value(module)
     yield
-    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    for module in by_value:
+        cloudpickle.unregister_pickle_by_value(module)
     close_shared_pool()
     assert set(psutil.Process().children()) <= before
 
@@ -84,36 +90,66 @@ def test_each_end_is_an_outcome_of_its_own(mood: str, kind: type[RewardError], m
     assert asyncio.run(reward(**CALL, mood="fine")) == 1.0, "the pool serves on"
 
 
-def test_faults_among_many_calls_are_counted_exactly_and_leave_no_process_behind() -> None:
-    moods = (["fine"] * 16 + ["hang", "crash", "raise", "nan"]) * 5
-    reward = RewardFunction(by_mood, timeout=0.3)
+def test_of_many_rewards_each_ends_as_it_must_and_no_process_is_left() -> None:
+    report = reward_faults.run(count=120, timeout=1.5, num_processes=8)
+    assert report["is_exact"], report
+    assert report["outcomes"] == {"ok": 78, "timeout": 12, "crash": 12, "memory": 6, "invalid": 6, "raised": 6}
+    assert report["lost"] == {
+        "RewardTimeout": 12,
+        "RewardCrash": 12,
+        "RewardMemory": 6,
+        "RewardInvalid": 6,
+        "RewardRaised": 6,
+    }
+    assert report["seconds"] < 60
 
-    async def all_of_them() -> list[float | RewardError]:
-        return await asyncio.gather(*[attempt(reward, mood) for mood in moods])
 
-    found = asyncio.run(all_of_them())
-    kinds = {"hang": RewardTimeout, "crash": RewardCrash, "raise": RewardRaised, "nan": RewardInvalid, "fine": float}
-    assert [type(result) for result in found] == [kinds[mood] for mood in moods]
-    assert reward.outcomes == Counter(ok=80, timeout=5, crash=5, raised=5, invalid=5)
-    assert [p for p in psutil.Process().children() if p.status() == psutil.STATUS_ZOMBIE] == []
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit on memory is a Linux kernel's")
+@pytest.mark.parametrize("fault", reward_faults.FAULTS["memory"])
+def test_a_function_that_eats_memory_costs_its_process_even_if_it_catches_the_error(fault: str) -> None:
+    reward = RewardFunction(reward_faults.misbehave, memory_limit_gib=0.125, num_processes=1)
+    with pytest.raises(RewardMemory, match=r"the reward function ran out of memory of at most 0\.125 GiB: .* killed"):
+        asyncio.run(reward.run(fault=fault, tag=""))
+    assert asyncio.run(reward.run(fault="none of them", tag="")) == reward_faults.REWARD
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit on memory is a Linux kernel's")
+def test_nobody_pays_for_the_memory_that_another_function_has_kept() -> None:
+    def keep(**call: Any) -> float:
+        sys.kept = bytearray(b"x" * (200 << 20))  # type: ignore[attr-defined]
+        return os.getpid()
+
+    keeping = RewardFunction(keep, num_processes=1)
+    small = RewardFunction(lambda **call: os.getpid(), memory_limit_gib=0.125, num_processes=1)
+    close_shared_pool()
+    kept = asyncio.run(keeping(**CALL))
+    first, second = asyncio.run(small(**CALL)), asyncio.run(small(**CALL))
+    assert kept != first == second, "a fresh process took over, and stays"
+
+
+def test_an_answer_of_a_forked_child_is_not_an_answer() -> None:
+    def both_return(**call: Any) -> float:
+        return float(os.fork() > 0)
+
+    reward = RewardFunction(both_return, num_processes=1)
+    assert [asyncio.run(reward(**CALL)) for _ in range(3)] == [1.0, 1.0, 1.0]
 
 
 def test_what_a_hung_function_started_ends_with_it(tmp_path: Path) -> None:
     note = tmp_path / "pid"
 
     def start_and_hang(**data: Any) -> None:
-        child = subprocess.Popen(["sleep", "3600"])
-        note.write_text(str(child.pid))
-        child.wait()
+        children = [subprocess.Popen(["sleep", "3600"], start_new_session=apart) for apart in (False, True)]
+        note.write_text(" ".join(str(child.pid) for child in children))
+        children[0].wait()
 
     with pytest.raises(RewardTimeout):
-        asyncio.run(RewardFunction(start_and_hang, timeout=0.5)(**CALL))
-    gone = time.monotonic() + 5
-    while psutil.pid_exists(int(note.read_text())) and time.monotonic() < gone:
-        time.sleep(0.01)  # init reaps it
-    assert not psutil.pid_exists(int(note.read_text())) or (
-        psutil.Process(int(note.read_text())).status() == psutil.STATUS_ZOMBIE
-    )
+        asyncio.run(RewardFunction(start_and_hang, timeout=1)(**CALL))
+    for pid in map(int, note.read_text().split()):
+        gone = time.monotonic() + 5
+        while psutil.pid_exists(pid) and time.monotonic() < gone:
+            time.sleep(0.01)  # init reaps it
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_retries_run_a_flaky_function_again(tmp_path: Path) -> None:
@@ -226,6 +262,13 @@ def test_options_and_functions_that_cannot_work_are_refused_at_once() -> None:
         lambda: RewardFunction("score"),  # type: ignore[arg-type]
         lambda: RewardFunction(by_mood, timeout=0),
         lambda: RewardFunction(by_mood, retries=-1),
+        lambda: RewardFunction(by_mood, retries=tenacity.Retrying()),  # type: ignore[arg-type]
+        lambda: RewardFunction(by_mood, memory_limit_gib=0.001),
+        lambda: RewardFunction(by_mood, memory_limit_gib=1, in_process=True),
+        lambda: RewardFunction(by_mood, max_concurrent=0),
+        lambda: RewardFunction(by_mood, batch_size=0),
+        lambda: from_trl([by_mood], weights=[1.0, 2.0]),
+        lambda: from_trl([]),
         lambda: RewardFunction(lambda **call: lock),
     ):
         with pytest.raises(ConfigError):
@@ -268,3 +311,169 @@ def test_a_function_for_verl_gets_the_rows_ground_truth() -> None:
 
     row = {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "4"}}
     assert asyncio.run(RewardFunction(from_verl(compute_score))(**CALL, **row)) == 1.0
+
+
+def test_a_row_for_verl_without_a_ground_truth_raises_and_an_async_score_is_awaited() -> None:
+    async def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
+        return {"score": float(extra_info == {} and solution_str == ground_truth)}
+
+    reward = RewardFunction(from_verl(compute_score))
+    assert asyncio.run(reward(**CALL, ground_truth="4")) == 1.0
+    with pytest.raises(RewardRaised, match="ground_truth"):
+        asyncio.run(reward(**CALL, data_source="sums"))
+
+
+def test_several_functions_for_trl_are_weighted_and_none_does_not_count() -> None:
+    def length(completions: list[str], **columns: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    async def if_even(completions: list[str], log_metric: Any, trainer_state: Any, **columns: Any) -> list[Any]:
+        log_metric("calls", 1)
+        return [1.0 if len(text) % 2 == 0 else None for text in completions]
+
+    def never(completions: list[str], **columns: Any) -> list[None]:
+        return [None] * len(completions)
+
+    def strict(prompts: list, completions: list, completion_ids: list) -> Any:
+        return np.array([len(completions), 0.0])
+
+    reward = RewardFunction(from_trl([length, if_even, never], weights=[0.5, 10.0, 1.0]))
+    rows = [{**CALL, "completions": text} for text in ("a", "ab", "abc")]
+    assert [asyncio.run(reward(**row)) for row in rows] == [0.5, 11.0, 1.5]
+    assert asyncio.run(reward.batch(rows)) == [0.5, 11.0, 1.5]
+    with pytest.raises(RewardInvalid, match="returned None"):
+        asyncio.run(RewardFunction(from_trl(never))(**CALL))
+    with pytest.raises(RewardInvalid, match="2 values from strict for 1 completions"):
+        asyncio.run(RewardFunction(from_trl(strict))(**CALL))
+    assert asyncio.run(RewardFunction(from_trl(strict)).batch(rows[:2])) == [2.0, 0.0]
+
+
+def rank(completions: list[str], mood: list[str], **columns: Any) -> Any:
+    """Each row's place by length in its batch; the row's mood may end all of it."""
+    for own in mood:
+        if own != "nan" and own != "fine":
+            return by_mood("", "", [], [], own) if own != "short" else [0.0] * (len(mood) - 1)
+    order = sorted(range(len(completions)), key=lambda row: len(completions[row]))
+    return [float("nan") if mood[row] == "nan" else float(order.index(row)) for row in range(len(order))]
+
+
+def test_a_whole_group_is_one_call_that_fails_as_a_whole() -> None:
+    reward = RewardFunction(rank, timeout=0.5)
+    rows = [{**CALL, "completions": text, "mood": "fine"} for text in ("abc", "", "ab", "a")]
+    assert asyncio.run(reward.batch(rows)) == [3.0, 0.0, 2.0, 1.0]
+    for mood, kind in (
+        ("hang", RewardTimeout),
+        ("exit", RewardCrash),
+        ("nan", RewardInvalid),
+        ("short", RewardInvalid),
+    ):
+        with pytest.raises(kind):
+            asyncio.run(reward.batch([*rows[:3], {**rows[3], "mood": mood}]))
+    assert reward.outcomes == {"ok": 4, "timeout": 4, "crash": 4, "invalid": 8}
+
+
+def test_calls_that_come_together_make_batches_and_a_bad_row_costs_only_itself() -> None:
+    moods = ["fine"] * 10 + ["nan", "exit", "raise", "short", "hang"] + ["fine"] * 5
+    reward = RewardFunction(rank, timeout=0.5, batch_size=5, batch_wait=0.1)
+
+    async def all_of_them() -> list[float | RewardError]:
+        return await asyncio.gather(*[attempt(reward, mood) for mood in moods])
+
+    found = asyncio.run(all_of_them())
+    assert found[:10] == [0.0, 1.0, 2.0, 3.0, 4.0] * 2 == [*found[15:], *found[15:]]
+    kinds = [RewardInvalid, RewardCrash, RewardRaised, RewardInvalid, RewardTimeout]
+    assert [type(result) for result in found[10:15]] == kinds
+    assert reward.outcomes == {"ok": 15, "invalid": 2, "crash": 1, "raised": 1, "timeout": 1}
+
+    async def one_is_cancelled() -> float | RewardError:
+        cancelled, kept = (asyncio.create_task(attempt(reward, "fine")) for _ in range(2))
+        await asyncio.sleep(0.01)
+        cancelled.cancel()
+        return await kept
+
+    assert asyncio.run(one_is_cancelled()) == 0.0
+
+
+def test_a_judge_that_awaits_needs_no_process_and_no_more_than_its_limit_run_at_once() -> None:
+    running, most = 0, 0
+
+    async def judge(mood: str, **call: Any) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            await asyncio.sleep(3600 if mood == "hang" else 0.05)
+        finally:
+            running -= 1
+        return 1.0
+
+    reward = RewardFunction(judge, in_process=True, max_concurrent=3, timeout=0.4)
+
+    async def all_of_them() -> list[float | RewardError]:
+        others = [asyncio.create_task(attempt(reward, "fine")) for _ in range(20)]
+        await asyncio.sleep(0.02)
+        for cancelled in (others.pop(0), others.pop(), others.pop(5)):  # one that runs, two that wait
+            cancelled.cancel()
+        return await asyncio.gather(*others, *[attempt(reward, "hang") for _ in range(3)])
+
+    began = time.monotonic()
+    found = asyncio.run(all_of_them())
+    assert found[:17] == [1.0] * 17, "their turn came after 0.3 s; the time-out counted from there"
+    assert [type(result) for result in found[17:]] == [RewardTimeout] * 3
+    assert most == 3
+    assert running == 0, "what was cancelled or late has ended"
+    assert time.monotonic() - began < 10
+
+
+def test_a_judge_that_blocks_stalls_neither_its_callers_loop_nor_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlite.rollout.reward_loop.BLOCKED_AFTER", 0.3)
+    release = threading.Event()
+
+    async def judge(mood: str, **call: Any) -> float:
+        if mood == "hang":
+            release.wait(30)
+        return 1.0
+
+    reward = RewardFunction(judge, in_process=True, timeout=0.2)
+
+    async def beside_another_task() -> int:
+        ticks = 0
+        blocked = asyncio.create_task(reward(**CALL, mood="hang"))
+        while not blocked.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        with pytest.raises(RewardTimeout, match="blocks its event loop"):
+            await blocked
+        return ticks
+
+    assert asyncio.run(beside_another_task()) > 5, "the caller's loop went on turning"
+    assert asyncio.run(reward(**CALL, mood="fine")) == 1.0
+    release.set()
+
+
+def test_retries_wait_as_tenacity_says_and_end_with_the_last_error() -> None:
+    times: list[float] = []
+
+    async def judge(mood: str, **call: Any) -> float:
+        if mood == "nan":
+            return float("nan")
+        times.append(time.monotonic())
+        if len(times) < 3:
+            raise ConnectionError("503: try again")
+        return 1.0
+
+    retries = tenacity.AsyncRetrying(
+        stop=tenacity.stop_after_attempt(3),
+        wait=tenacity.wait_fixed(0.1),
+        retry=tenacity.retry_if_exception_type((RewardRaised, RewardTimeout)),
+    )
+    reward = RewardFunction(judge, in_process=True, retries=retries)
+
+    async def together() -> list[float | RewardError]:
+        return await asyncio.gather(attempt(reward, "busy"), attempt(reward, "nan"))
+
+    score, invalid = asyncio.run(together())
+    assert score == 1.0
+    assert isinstance(invalid, RewardInvalid), "not attempted again, for this rule does not say so"
+    assert reward.outcomes == {"raised": 2, "invalid": 1, "ok": 1}
+    assert times[-1] - times[0] >= 0.19
