@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlite.rollout.batch import check_trajectory, pad_trajectories
     from rlite.rollout.collector import RolloutCollector
+    from rlite.rollout.conversation import Conversation
     from rlite.rollout.env import Environment, EnvironmentWorkflow
     from rlite.rollout.gym import GymEnvironment, GymWorkflow
     from rlite.rollout.multi_turn import MultiTurnWorkflow
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     )
     from rlite.rollout.scripted import ScriptedEngine
     from rlite.rollout.staleness import RolloutCounters, RolloutLedger, capacity
+    from rlite.rollout.tool_use import ToolUseWorkflow
+    from rlite.rollout.tools import Tool
+    from rlite.rollout.transcript import Transcript
     from rlite.rollout.workflow import RolloutError, RolloutWorkflow, SingleTurnWorkflow, trajectory
     from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
 
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "rlite.rollout.batch": ("check_trajectory", "pad_trajectories"),
     "rlite.rollout.collector": ("RolloutCollector",),
+    "rlite.rollout.conversation": ("Conversation",),
     "rlite.rollout.env": ("Environment", "EnvironmentWorkflow"),
     "rlite.rollout.gym": ("GymEnvironment", "GymWorkflow"),
     "rlite.rollout.multi_turn": ("MultiTurnWorkflow",),
@@ -49,6 +54,9 @@ _MODULES = {
     ),
     "rlite.rollout.scripted": ("ScriptedEngine",),
     "rlite.rollout.staleness": ("RolloutCounters", "RolloutLedger", "capacity"),
+    "rlite.rollout.tool_use": ("ToolUseWorkflow",),
+    "rlite.rollout.tools": ("Tool",),
+    "rlite.rollout.transcript": ("Transcript",),
     "rlite.rollout.workflow": ("RolloutError", "RolloutWorkflow", "SingleTurnWorkflow", "trajectory"),
     "rlite.types": ("GenerationHyperparameters", "LLMRequest", "LLMResponse"),
 }

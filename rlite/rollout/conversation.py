@@ -62,7 +62,7 @@ class Conversation:
         messages = None if "input_ids" in item else item.get("messages", item.get("prompt"))
         self.messages: list[Message] = list(messages) if isinstance(messages, list) else []
         """all of them so far; empty for a raw prompt"""
-        self._is_chat = bool(self.messages)
+        self.is_chat = bool(self.messages)
         self._text = self.prompt
         self._response: LLMResponse | None = None
 
@@ -70,6 +70,11 @@ class Conversation:
         """The model's next turn; None if there is no room for one. Raises: as `Transcript.generate`."""
         self._response = await self.transcript.generate(engine, gconfig)
         return self._response
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the model has answered when it was asked last."""
+        return self._response is not None
 
     @property
     def answer(self) -> str:
@@ -86,7 +91,7 @@ class Conversation:
         Raises: ConfigError if the chat template cannot say it after an answer.
         """
         answer = answer or {"role": "assistant", "content": self.answer}
-        if not self._is_chat:
+        if not self.is_chat:
             text = "".join(message["content"] for message in messages)
             self.transcript.read(continuation(self._tokenizer, text, self._latest()))
             return

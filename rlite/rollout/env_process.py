@@ -93,7 +93,7 @@ def load_environment(path: str, digest: str) -> ModuleType:
         if is_needed and not inspect.iscoroutinefunction(getattr(module, function, None)):
             raise ConfigError(
                 f"rollout.env_path={path!r}: expected `async def step(state, action, extra_info)` in it, "
-                "and if it has a reset, `async def reset(extra_info)`"
+                "and if it has a reset, `async def reset(extra_info)`; or, for a Gym-like environment, `def make()`"
             )
     return module
 

@@ -24,8 +24,9 @@ from rlite.data.prompts import PromptStream, check_prompts
 from rlite.data.tables import read_rows
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
-from rlite.rollout import Environment, EnvironmentWorkflow, RolloutWorkflow
+from rlite.rollout import RolloutWorkflow
 from rlite.rollout.batch import first_rows, trajectory_index
+from rlite.rollout.environments import environment_workflow
 from rlite.trainer.credit import Credit
 from rlite.trainer.critic import find_critic
 from rlite.trainer.engines import Engines, init_devices
@@ -298,13 +299,12 @@ def main(argv: Sequence[str]) -> None:
     train_rows = read_rows(data_path, key="train_data.path")
     test_rows = read_rows(options.test_data.path, key="test_data.path") if options.test_data.path else []
     rollout = options.rollout
-    environment = Environment(env_path, rollout.env_timeout, rollout.env_processes)
-    environment.check()
+    make_workflow = environment_workflow(env_path, rollout.env_timeout, rollout.env_processes)
     tokenizer = load_tokenizer(options.actor.model_name)
     init_devices(options.launcher, options.num_devices)
 
-    def workflow(sampling: SamplingOptions) -> EnvironmentWorkflow:
-        return EnvironmentWorkflow(environment, sampling.gconfig(), tokenizer, rollout.max_turns, options.max_length)
+    def workflow(sampling: SamplingOptions) -> RolloutWorkflow:
+        return make_workflow(sampling.gconfig(), tokenizer, rollout.max_turns, options.max_length)
 
     evaluating = workflow(rollout.evaluation_sampling)
     PpoTrainer(options, workflow(rollout.train_sampling_params), train_rows, test_rows, evaluating).fit()

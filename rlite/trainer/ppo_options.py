@@ -268,7 +268,8 @@ class RolloutOptions:
     """rollouts that would get too old: "wait" holds the next batch for them; "drop" drops them, in favour of short
     answers"""
     env_path: str | None = None
-    """Python file with `async step(state, action, extra_info)`; it returns the keys `rlite.rollout.env.STEP_KEYS`"""
+    """Python file with `async step(state, action, extra_info)`, which returns the keys `rlite.rollout.env.STEP_KEYS`;
+    or with `make(**env_options)`, which returns a Gym-like environment: then rows have a `seed`, and no prompt"""
     env_timeout: float = 60.0
     """seconds for one step of the environment"""
     env_processes: int | None = None

@@ -1,0 +1,141 @@
+"""Tool use: the model calls tools, reads what they return, and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDict
+
+from rlite.errors import ConfigError, DataError
+from rlite.rollout.conversation import Conversation, History, Message, check_history
+from rlite.rollout.rewards import RewardFunction
+from rlite.rollout.tool_calls import ToolCall, ToolCallFormat, find_format, format_named
+from rlite.rollout.tools import Toolbox
+from rlite.rollout.transcript import check_turns
+from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
+from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
+
+
+class ToolUseWorkflow(RolloutWorkflow):
+    """Turns in which the model calls tools, until it calls none or `max_turns` are over; then a reward.
+
+    The item holds `messages`, or such a `prompt`. The chat template shows the tools and says their results, as messages
+    of the role tool; the calls of one turn are made side by side. What goes wrong with a call, a name that there is
+    not, an exception, a time-out, is a result that the model reads. What it has written is never tokenised again.
+
+    The reward function is called once, with the item, `completions` (the last turn's text), `completion_ids` (its
+    tokens), `prompt` and `prompt_ids` (of the first turn), and `conversation`, all messages from the first to the last.
+
+    The trajectory has the keys of `trajectory()`, all turns in one sequence (see `Conversation` for
+    history="template"), and `sequence_index`, `num_turns`, `num_tool_calls` and `num_tool_errors` [k].
+
+    Args:
+        tools: functions with type hints and a docstring with `Args:`, or {"schema": ..., "call": function}. See `Tool`
+            for where they run.
+        reward_fn: a RewardFunction, or a function to make one of.
+        gconfig: how to sample; `max_new_tokens` of each turn.
+        tokenizer: of the model, with a chat template that shows tools.
+        max_turns: turns of the model in one episode.
+        tool_timeout: seconds for one call.
+        tool_format: a name in `rlite.rollout.tool_calls.FORMATS`, or a ToolCallFormat; default: what the chat template
+            teaches.
+        max_length: tokens of one sequence at which generation stops; None is as many as the engine takes.
+        chat_template_options: further keyword arguments for `apply_chat_template`.
+        history: "tokens" or "template". See `Conversation`.
+
+    Raises: ConfigError for options out of range, and tools that are none.
+    """
+
+    def __init__(
+        self,
+        tools: Iterable[Any],
+        reward_fn: RewardFunction | Callable[..., Any],
+        gconfig: GenerationHyperparameters,
+        tokenizer: Tokenizer,
+        max_turns: int = 8,
+        tool_timeout: float = 30.0,
+        tool_format: str | ToolCallFormat | None = None,
+        max_length: int | None = None,
+        chat_template_options: Mapping[str, Any] | None = None,
+        history: History = "tokens",
+    ) -> None:
+        check_turns(max_turns)
+        check_history(history)
+        self.toolbox = Toolbox(tools, tool_timeout)
+        self.reward_fn = reward_fn if isinstance(reward_fn, RewardFunction) else RewardFunction(reward_fn)
+        self.gconfig = gconfig
+        self.tokenizer = tokenizer
+        self.max_turns = max_turns
+        if tool_format is None:
+            tool_format = find_format(str(getattr(tokenizer, "chat_template", None)))
+        self.tool_format = format_named(tool_format) if isinstance(tool_format, str) else tool_format
+        self.conversation_options: dict[str, Any] = {
+            "chat_template_options": {**(chat_template_options or {}), "tools": self.toolbox.schemas},
+            "history": history,
+            "max_length": max_length,
+        }
+
+    async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
+        conversation = Conversation(self.tokenizer, data, **self.conversation_options)
+        self._check_shown(conversation)
+        transcript, prompt_ids = conversation.transcript, conversation.transcript.tokens
+        num_calls = num_errors = 0
+        answer: Message = {}
+        last: LLMResponse | None = None
+        ids = itertools.count(1)
+        while (response := await conversation.ask(engine, self.gconfig)) is not None:
+            last = response
+            content, calls = self.tool_format.parse(self._text(response))
+            answer = {"role": "assistant", "content": content if calls else conversation.answer}
+            if not calls or transcript.num_turns == self.max_turns:
+                break
+            names = [f"call{next(ids):05d}" for _ in calls]  # nine characters, as some templates want them
+            answer = {**answer, "tool_calls": _as_called(calls, names)}
+            results = await asyncio.gather(*(self.toolbox.call(call) for call in calls))
+            num_calls, num_errors = num_calls + len(calls), num_errors + sum(result.is_error for result in results)
+            said = zip(calls, names, results, strict=True)
+            conversation.reply(
+                *(
+                    {"role": "tool", "name": call.name, "tool_call_id": name, "content": result.text}
+                    for call, name, result in said
+                ),
+                answer=answer,
+            )
+        assert last is not None  # the first turn has room, or the prompt is refused
+        arguments = {
+            **data,
+            "prompt": conversation.prompt,
+            "completions": answer["content"],
+            "prompt_ids": prompt_ids,
+            "completion_ids": last.output_tokens,
+            "conversation": [*conversation.messages, *([answer] if conversation.is_answered else [])],
+        }
+        reward = await self.reward_fn(**arguments)
+        return transcript.trajectory(reward, num_tool_calls=num_calls, num_tool_errors=num_errors)
+
+    def _check_shown(self, conversation: Conversation) -> None:
+        if not conversation.is_chat:
+            raise DataError("tools are shown by the chat template: expected an item with messages, found a raw prompt")
+        hidden = [name for name in self.toolbox.names if name not in conversation.prompt]
+        if hidden:
+            raise ConfigError(f"the model's chat template does not show the tools {', '.join(hidden)}")
+
+    def _text(self, response: LLMResponse) -> str:
+        """A turn as text in which calls are found."""
+        if not self.tool_format.shows_special_tokens:
+            return self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+        tokens = response.output_tokens
+        if tokens[-1] in getattr(self.tokenizer, "all_special_ids", ()):  # the end of the turn is not said
+            tokens = tokens[:-1]
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def _as_called(calls: Sequence[ToolCall], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Calls as a chat template takes them: the arguments are a mapping, not JSON."""
+    return [
+        {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call, name in zip(calls, names, strict=True)
+    ]

@@ -1,0 +1,161 @@
+"""Tools: Python functions that a model may call, with a time-out, their failures in words."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+from rlite.errors import ConfigError
+from rlite.rollout.reward_process import Passed
+from rlite.rollout.rewards import RewardError, RewardFunction, RewardRaised, RewardTimeout
+from rlite.rollout.tool_calls import ToolCall
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function with its JSON schema, as a chat template shows it.
+
+    A synchronous function runs in a process that can be killed, as rewards do, and keeps nothing between two calls; an
+    asynchronous one in the event loop.
+    """
+
+    schema: Mapping[str, Any]
+    """{"type": "function", "function": {"name", "description", "parameters"}}"""
+    function: Callable[..., Any]
+
+    @classmethod
+    def of(cls, tool: Any) -> Tool:
+        """From a Tool, a function, or {"schema": ..., "call": function}.
+
+        The schema of a function is that of its type hints and its docstring in Google's style. Raises: ConfigError.
+        """
+        if isinstance(tool, Tool):
+            return tool
+        if isinstance(tool, Mapping):
+            schema, function = tool.get("schema"), tool.get("call")
+            if not callable(function) or not isinstance(schema, Mapping):
+                raise ConfigError(f"a tool has the keys {sorted(tool)}; expected schema (a JSON schema) and call")
+            schema = schema if "function" in schema else {"type": "function", "function": schema}
+            if not isinstance(schema["function"], Mapping) or not isinstance(schema["function"].get("name"), str):
+                raise ConfigError(f"the schema of a tool is {schema}; expected name, description and parameters")
+            return cls(schema, function)
+        if not callable(tool):
+            raise ConfigError(f"a tool is {tool!r}; expected a function, or {{'schema': ..., 'call': function}}")
+        try:
+            return cls(get_json_schema(tool), tool)
+        except (DocstringParsingException, TypeHintParsingException, ValueError) as error:
+            raise ConfigError(
+                f"the tool {getattr(tool, '__name__', tool)!r} has no schema: {error}; give its parameters type hints "
+                "and a docstring with `Args:`, or give {'schema': ..., 'call': function}"
+            ) from error
+
+    @property
+    def name(self) -> str:
+        """What a call names it by."""
+        return self.schema["function"]["name"]
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What came of a call, in words for the model."""
+
+    text: str
+    is_error: bool = False
+
+
+class Toolbox:
+    """The tools of one workflow, called by name.
+
+    Args:
+        tools: as `Tool.of` takes them.
+        timeout: seconds for one call.
+        num_processes: synchronous calls that run at the same time; default: the cores, at most 8.
+        max_length: characters of a result; the rest is left out, and that is said.
+
+    Raises: ConfigError for a tool that is none, or a name that occurs twice.
+    """
+
+    def __init__(
+        self, tools: Iterable[Any], timeout: float = 30.0, num_processes: int | None = None, max_length: int = 8192
+    ) -> None:
+        self._tools = [Tool.of(tool) for tool in tools]
+        names = [tool.name for tool in self._tools]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice or not names:
+            raise ConfigError(f"tools: {', '.join(twice)} more than once" if twice else "tools: expected at least one")
+        self._max_length = max_length
+        self._call = {tool.name: _runner(tool, timeout, num_processes) for tool in self._tools}
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tools."""
+        return list(self._call)
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """For the chat template."""
+        return [tool.schema for tool in self._tools]
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Call a tool. What goes wrong with it is a result, too: the model may try again."""
+        if call.name not in self._call:
+            return ToolResult(f"Error: there is no tool {call.name}; there are: {', '.join(self._call)}", is_error=True)
+        try:
+            text = await self._call[call.name](call.arguments)
+        except RewardTimeout:
+            return ToolResult(f"Error: {call.name} took too long", is_error=True)
+        except RewardError as error:  # the last line of a traceback names the exception
+            return ToolResult(f"Error: {str(error).strip().splitlines()[-1]}", is_error=True)
+        if len(text) > self._max_length:
+            text = f"{text[: self._max_length]} ... ({len(text) - self._max_length} characters left out)"
+        return ToolResult(text)
+
+
+Runner = Callable[[Mapping[str, Any]], Awaitable[str]]
+
+
+def _runner(tool: Tool, timeout: float, num_processes: int | None) -> Runner:
+    """The tool as a function of its arguments that returns a text, and raises RewardError."""
+    if inspect.iscoroutinefunction(tool.function):
+        return partial(_in_loop, tool, timeout)
+    function = RewardFunction(
+        _Elsewhere(tool.function), timeout, num_processes=num_processes, what=f"the tool {tool.name}"
+    )
+    return partial(_in_process, function)
+
+
+async def _in_process(function: RewardFunction, arguments: Mapping[str, Any]) -> str:
+    return (await function.run(arguments=dict(arguments))).decode()
+
+
+async def _in_loop(tool: Tool, timeout: float, arguments: Mapping[str, Any]) -> str:
+    try:
+        async with asyncio.timeout(timeout) as limit:
+            return as_text(await tool.function(**arguments))
+    except Exception as error:
+        if isinstance(error, TimeoutError) and limit.expired():
+            raise RewardTimeout(f"the tool {tool.name} ran for more than {timeout:g} s") from error
+        raise RewardRaised(f"the tool {tool.name} raised {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Elsewhere:
+    """A tool as it is run in a reward process."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, arguments: Mapping[str, Any]) -> Passed:
+        return Passed(as_text(self.function(**arguments)).encode())
+
+
+def as_text(value: Any) -> str:
+    """A result as the model reads it: a text as it is, else JSON. Raises: TypeError for what JSON cannot hold."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
