@@ -17,6 +17,7 @@ behind opens, too. Times are those of `time.perf_counter`, written in microsecon
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import os
@@ -265,6 +266,9 @@ def stop() -> None:
     tracer, _tracer = _tracer, None
     if tracer is not None:
         tracer.close()
+
+
+atexit.register(stop)
 
 
 def is_on() -> bool:

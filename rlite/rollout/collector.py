@@ -24,7 +24,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from rlite.errors import CallTimeout, CheckpointError, ConfigError, DataError
-from rlite.observability import stats_tracker
+from rlite.observability import stats_tracker, trace
 from rlite.rollout.batch import pad_trajectories
 from rlite.rollout.episodes import ENGINE_FAILURES, EpisodeFailed, run_episodes
 from rlite.rollout.group import Group, Item, ShouldAccept, oldest_version, report_age
@@ -307,6 +307,7 @@ class RolloutCollector:
             for group in groups:
                 lane.groups[group.id] = group
                 lane.ledger.submit(group.id)
+                trace.stage("group", group.id, "waiting")
         self._loop.call(self._admit)
         return groups
 
@@ -354,6 +355,7 @@ class RolloutCollector:
         with self._changed:
             lane.ledger.consume([group.id for group in groups], self.engine.get_version())
             for group in groups:
+                trace.finish("group", group.id, "consumed")
                 del lane.groups[group.id]
 
     def _batch(self, groups: Sequence[Group]) -> TensorDict:
@@ -400,7 +402,7 @@ class RolloutCollector:
         def is_over() -> bool:
             return self._stopped is not None or self._is_closed or is_settled()
 
-        with self._changed:
+        with trace.span("wait for rollouts"), self._changed:
             self._wishes.append(is_over)
             try:
                 while not is_over() and not (count and self._held_too_long(count)):
@@ -463,6 +465,7 @@ class RolloutCollector:
         """The group is lost, wherever it is; what runs of it is cancelled."""
         if reason.startswith(TOO_OLD):
             self._dropped_tokens.append(group.tokens)  # what is cancelled may report a few more
+        trace.finish("group", group.id, reason)
         lane.ledger.drop(group.id, reason)
         del lane.groups[group.id]
         group.reason, group.error, group.trajectories = reason, error, None
@@ -489,6 +492,7 @@ class RolloutCollector:
                 self._changed.notify_all()
 
     def _start(self, lane: _Lane, group: Group) -> None:
+        trace.stage("group", group.id, "running")
         group.started = time.monotonic()
         group.task = self._loop.start_task(self._run_group(lane, group))
         group.task.add_done_callback(partial(self._check_task, lane, group))
@@ -547,6 +551,7 @@ class RolloutCollector:
         with self._changed:
             group.task = None
             if not group.has_ended:  # else it was dropped just now
+                trace.stage("group", group.id, "ready")
                 group.trajectories = trajectories
                 lane.ledger.accept(group.id, oldest_version(trajectories))
         self._admit()

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import cloudpickle
 
 from rlite.errors import ConfigError, DataError
+from rlite.observability import trace
 from rlite.rollout.reward_adapters import from_trl, from_verl
 from rlite.rollout.reward_loop import Expired, LoopBlocked, RewardLoop, Slots
 from rlite.rollout.reward_pool import (
@@ -154,7 +155,8 @@ class RewardFunction:
 
     async def run(self, **keywords: Any) -> Any:
         """Call the function with just these arguments; returns a float, or the bytes that it `Passed`."""
-        return await self._attempted(self._once, keywords)
+        with trace.task(self.what.removeprefix("the ")):
+            return await self._attempted(self._once, keywords)
 
     async def batch(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
         """The rewards of completions that belong together, by one call with lists, whatever `batch_size` is.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from rlite import config
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError, did_you_mean
-from rlite.observability import stats_tracker
+from rlite.observability import stats_tracker, trace
 from rlite.observability.console import ConsoleReporter
 from rlite.observability.sinks import Run, open_sinks
 from rlite.trainer.checkpoints import NO_ENGINES, Checkpoints
@@ -48,11 +49,18 @@ class RunOptions:
     """name for wandb and trackio"""
     seed: int = 42
     """order of the data, and random numbers"""
+    trace: bool = False
+    """draw who waited for whom into trace.json, which ui.perfetto.dev opens"""
+    trace_steps: list[int] = field(default_factory=list)
+    """first and last step of the trace; by default all"""
 
     def __post_init__(self) -> None:
         for name in ("save_freq", "keep", "test_freq"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}={getattr(self, name)}: expected at least 1")
+        steps = self.trace_steps
+        if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+            raise ConfigError(f"trainer.trace_steps={steps}: expected two numbers, of the first and of the last step")
         if self.use_wandb and "wandb" not in self.sinks:
             object.__setattr__(self, "sinks", [*self.sinks, "wandb"])
 
@@ -114,6 +122,18 @@ class TrainingRun:
         )
         self._drop_later_rollouts()
         self.console = ConsoleReporter(self.total_steps, metrics=self._shown, done_steps=self.step)
+        self._follow_trace()
+
+    def _follow_trace(self) -> None:
+        """Trace the next step if that is wanted, and write what was traced of the last one."""
+        if not self._options.trace:
+            return
+        first, last = self._options.trace_steps or (1, sys.maxsize)
+        if self.step >= last:
+            trace.stop()
+        elif self.step + 1 >= first and not trace.is_on():
+            trace.start(self.folder / "trace.json")
+        trace.flush()
 
     def _drop_later_rollouts(self) -> None:
         """Forget the samples of steps that a resumed run makes again, and of an earlier run in this folder."""
@@ -133,6 +153,7 @@ class TrainingRun:
         self._sinks.log(self.step, metrics)
         self.console.log(self.step, metrics)
         self._checkpoints.look()
+        self._follow_trace()
 
     def is_due(self, every: int) -> bool:
         """Whether something that happens every so many steps, and at the end, happens now."""
@@ -150,10 +171,11 @@ class TrainingRun:
         `restore` returns the facts, which JSON can hold, and what is `kept` besides: plain values and tensors.
         """
         # in this order: a run that is killed in between makes these steps again, and then both
-        for name, other in beside.items():
-            other.save(self.folder / f"{name}_latest")
-        engine.save(self.folder / "latest")
-        self._checkpoints.save(self.step, engine, beside, {"best": self._best, **facts}, kept)
+        with trace.span("checkpoint", step=self.step):
+            for name, other in beside.items():
+                other.save(self.folder / f"{name}_latest")
+            engine.save(self.folder / "latest")
+            self._checkpoints.save(self.step, engine, beside, {"best": self._best, **facts}, kept)
 
     def save_best(self, engine: RliteTrainEngine, metrics: Mapping[str, float]) -> None:
         """Write best/ if this evaluation is the best so far. Raises: ConfigError if it does not know best_metric."""
@@ -173,6 +195,8 @@ class TrainingRun:
         try:
             self._checkpoints.finish()
         finally:
+            if self._options.trace:
+                trace.stop()
             self._sinks.close()
             self.console.close()
 

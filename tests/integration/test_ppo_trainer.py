@@ -8,8 +8,9 @@ from transformers import AutoModelForCausalLM
 
 import rlite
 from rlite import cli
-from rlite.errors import CheckpointError, DataError, RliteError
+from rlite.errors import CheckpointError, ConfigError, DataError, RliteError
 from rlite.nn.tiny import byte_tokenizer
+from rlite.observability import trace
 from rlite.rollout import SingleTurnWorkflow
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.ppo_options import (
@@ -21,6 +22,7 @@ from rlite.trainer.ppo_options import (
 )
 from rlite.trainer.run import TrainerOptions
 from tests.tiny import build_model_dir
+from tests.trace_format import read_trace, rows_of
 
 ROWS = [{"messages": [{"role": "user", "content": f"{a}+{b}="}]} for a in range(6) for b in range(6)]
 
@@ -164,3 +166,30 @@ def test_the_command_line_names_what_is_wrong(model, tmp_path, monkeypatch, argu
         cli.main()
     rlite.shutdown()
     assert expected in str(error.value)
+
+
+def test_a_trace_shows_each_phase_each_worker_and_each_group(model, tmp_path, session):
+    trainer(model, tmp_path / "run", total_steps=3, trace=True, trace_steps=[2, 3]).fit()
+    assert not trace.is_on()
+    events = read_trace(tmp_path / "run" / "trace.json")
+    rows = {row: [span["name"] for span in spans] for row, spans in rows_of(events).items()}
+    program, actor, served = (
+        next(names for (process, row), names in rows.items() if process.startswith(of) and row.startswith(at))
+        for of, at in (("driver", "the program"), ("train-", "rank 0"), ("inference-", "rank 0"))
+    )
+    phases = [name for name in program if name in ("step", "rollout", "update", "sync")]
+    assert phases == ["step", "rollout", "update", "sync"] * 2, "of steps 2 and 3"
+    assert {"wait for rollouts", "weight sync"} <= set(program)
+    assert {"describe weights", "train_batch"} <= set(actor)
+    assert {"advance", "read weights", "weights_changed"} <= set(served)
+    groups = {event["id"] for event in events if event.get("cat") == "group"}
+    assert len(groups) >= 2 * 8
+    reasons = [e["args"]["reason"] for e in events if e["ph"] == "e" and e["name"].startswith("group ")]
+    assert reasons == ["consumed"] * len(groups)
+    for task in ("generate", "reward function"):
+        assert sum(e["ph"] == "b" and e["name"] == task for e in events) == 8 * len(groups)
+
+
+def test_steps_to_trace_are_a_first_and_a_last_one():
+    with pytest.raises(ConfigError, match=r"trace_steps=\[3\]: expected two numbers"):
+        TrainerOptions(trace_steps=[3])
