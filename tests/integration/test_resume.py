@@ -191,3 +191,20 @@ def test_a_run_of_two_ranks_goes_on_as_one(
             assert found[key] == expected[key], "the same rows"
         for key in found.keys() & {"loss", "test_loss", "reward", "critic/loss"}:
             assert found[key] == pytest.approx(expected[key], abs=1e-5), f"{key} at step {found['step']}"
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(
+    options: dict[str, list[str]], whole: Whole, models: dict[str, Path], tmp_path: Path
+) -> None:
+    start = whole("sft", 1) / "state" / "step-36"
+    of_another = [f"actor.model_name={models['llama']}", *options["sft"][1:], f"trainer.load_ckpt_from={start}"]
+    tried = subprocess.run(
+        command(1, "sft", of_another, tmp_path / "run"),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+    )
+    assert tried.returncode != 0
+    assert f"{start}: saved from PolicyModuleQwen2ForCausalLM, this engine has PolicyModuleLlama" in tried.stderr
+    assert not (tmp_path / "run").exists()
