@@ -5,7 +5,7 @@
 Episodes with a scripted engine go through the collector. Of 1,000 rewards 10 % hang, 10 % crash, 5 % eat memory, 5 %
 return nonsense and 5 % raise, each in several ways, in random order. Printed are the attempts by their outcome, the
 reasons for which groups were lost, the seconds, and the processes that are left; the exit status is 1 unless each count
-is exact, every other episode has its reward, and no process is left.
+is exact, every other episode has its reward, no zombie is left when the batch is there, and no process after it.
 """
 
 from __future__ import annotations
@@ -169,9 +169,10 @@ def run(count: int, timeout: float = 1.5, num_processes: int = 16, seed: int = 0
     began = time.monotonic()
     try:
         batch = collector.rollout_batch([{"fault": fault} for _, fault in faults], Rewarded(reward, tag))
+        seconds = time.monotonic() - began
+        zombies = [p for p in psutil.Process().children() if p.status() == psutil.STATUS_ZOMBIE and p not in others]
     finally:
         collector.close()
-    seconds = time.monotonic() - began
     left = [p for p in psutil.Process().children(recursive=True) if p not in others]
     left += [p for p in psutil.process_iter(["cmdline"]) if tag in (p.info["cmdline"] or ()) and p not in left]
     kept = [index for index, (outcome, _) in enumerate(faults) if outcome == "ok"]
@@ -184,6 +185,7 @@ def run(count: int, timeout: float = 1.5, num_processes: int = 16, seed: int = 0
         "failed_attempts": dict(collector.failed_attempts),
         "lost": Counter(reason.partition(":")[0] for reason, n in collector.lost.items() for _ in range(n)),
         "rewarded": len(batch),
+        "zombies": [str(process) for process in zombies],
         "left": [str(process) for process in left],
     }
     report["is_exact"] = (
@@ -192,6 +194,7 @@ def run(count: int, timeout: float = 1.5, num_processes: int = 16, seed: int = 0
         and collector.lost.total() == sum(failed.values())
         and batch["group_ids"].tolist() == kept
         and torch.equal(batch["rewards"], torch.full((len(kept),), REWARD))
+        and not zombies
         and not left
     )
     return report
