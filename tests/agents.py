@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ class Speaker(ScriptedEngine):
 
     def __init__(self, texts: Sequence[str], tokenizer: Any, latency: float = 0.0, version: int = 0) -> None:
         self.asked: list[tuple[list[int], list[int]]] = []
-        script = iter(texts * 1000)
+        script = itertools.cycle(texts)
 
         def answer(request: LLMRequest) -> list[int]:
             tokens = [*tokenizer(next(script), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]

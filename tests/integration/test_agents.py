@@ -144,14 +144,22 @@ def test_the_synchronous_client_gets_what_the_engine_made(engine: RliteInference
                 logprobs=True,
                 n=2,
             )
-            return text, chat
+            chunks = list(
+                client.chat.completions.create(model="policy", messages=[QUESTION], stream=True, logprobs=True)
+            )  # type: ignore[list-item]
+            return text, chat, chunks
 
     async def both() -> Any:
         async with served(engine) as (session, access):
             return session, *await asyncio.to_thread(use, access)
 
-    session, text, chat = asyncio.run(both())
-    first, *choices = session.recording.turns
+    session, text, chat, chunks = asyncio.run(both())
+    first, *choices, streamed = session.recording.turns
+    parts = [chunk.choices[0] for chunk in chunks]
+    assert "".join(part.delta.content or "" for part in parts) == streamed.text
+    assert parts[-1].finish_reason == streamed.finish_reason
+    logprobs = [token.logprob for part in parts if part.logprobs for token in part.logprobs.content]
+    assert logprobs == pytest.approx(streamed.logprobs)
     expected = engine.generate(["Hello"], {"temperature": 0, "max_tokens": 5})[0].outputs[0]
     assert (text.choices[0].text, first.output_ids) == (expected.text, expected.token_ids)
     assert text.choices[0].logprobs.token_logprobs == pytest.approx(first.logprobs)

@@ -23,6 +23,8 @@ from rlite.rollout.openai.session import AgentSession, Reply
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
+BACKLOG = 4096
+"""connections that may wait to be taken: as many agents as begin at once"""
 CLOSE_SECONDS = 1.0
 """what an open connection is given when the endpoint closes"""
 
@@ -119,7 +121,7 @@ class _Server:
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_SECONDS)
         await runner.setup()
         try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            await web.TCPSite(runner, "127.0.0.1", 0, backlog=BACKLOG).start()
         except BaseException:
             await runner.cleanup()
             raise

@@ -186,10 +186,19 @@ def _continued(messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -
         if turn.messages is None or turn.answer is None or turn.is_aborted or turn.tools != tools:
             return False
         count = len(turn.messages)
-        return count < len(messages) and messages[count] == turn.answer and list(messages[:count]) == [*turn.messages]
+        if count >= len(messages) or not _is_same(messages[count], turn.answer):
+            return False
+        return list(messages[:count]) == [*turn.messages]
 
     found = [turn for turn in reversed(turns) if is_continued(turn)]
     return sorted(found, key=lambda turn: -len(turn.messages or ()))
+
+
+def _is_same(message: Message, answer: Message) -> bool:
+    """White space apart: frameworks strip what they get, and take thoughts out to put them back another way."""
+    if message["content"] != answer["content"] and message["content"].split() != answer["content"].split():
+        return False
+    return {**message, "content": None} == {**answer, "content": None}
 
 
 def _end_of(beginning: str, text: str) -> int | None:

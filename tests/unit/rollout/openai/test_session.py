@@ -155,6 +155,17 @@ def test_history_that_the_agent_edits_is_not_continued() -> None:
     assert (edited.parent, continued.parent) == (None, first)
 
 
+def test_white_space_that_an_agent_changes_is_no_edit() -> None:
+    tokenizer = tokenizer_with()
+    engine = Speaker(["<think>\nhm\n</think>\n\none\n"], tokenizer)
+    session = AgentSession(engine, tokenizer)
+    chat = say(session, [], "a")
+    say(session, [chat[0], {"role": "assistant", "content": "<think>\n\nhm\n\n</think>\none"}], "b")
+    assert engine.asked[1][0][: len(engine.sequences[0])] == engine.sequences[0]
+    say(session, [chat[0], {"role": "assistant", "content": chat[1]["content"].replace("one", "o n e")}], "b")
+    assert session.recording.turns[2].parent is None
+
+
 def test_branches_share_their_beginning_which_is_trained_on_once() -> None:
     tokenizer = tokenizer_with()
     engine = Speaker(["root", "left", "right", "leaf"], tokenizer)
