@@ -27,6 +27,7 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -113,6 +114,8 @@ class _Call:
     timeout: float
     memory_limit: int | None
     future: Future[Any]
+    was_lost: bool = False
+    """a process has ended before it came to this call, which may have been another's doing"""
 
 
 @dataclass(eq=False)
@@ -379,14 +382,20 @@ class RewardPool:
         if not process.is_ready:
             self._start_failed(how)
         elif process.calls:
-            if code == -signal.SIGKILL and _oom_kills() > self._num_oom_kills:
-                self._num_oom_kills += 1
-                self._too_large(process, process.calls.popleft(), "the machine has no more")
-                return
-            call = process.calls.popleft()
+            self._lost_with_calls(process, code, how)
+
+    def _lost_with_calls(self, process: _Process, code: int, how: str) -> None:
+        call = process.calls[0]
+        if code == -signal.SIGKILL and _oom_kills() > self._num_oom_kills:
+            self._num_oom_kills += 1
+            self._too_large(process, process.calls.popleft(), "the machine has no more")
+            return
+        if process.is_computing or call.was_lost:
+            process.calls.popleft()
             call.code.took(call.timeout)  # slow or dangerous: the next ones go alone
             _settle(call, error=RewardCrash(f"the process of {call.code.what} {how} while it computed"))
-            self._requeue(process)
+        call.was_lost = True
+        self._requeue(process)
 
     def _requeue(self, process: _Process) -> None:
         """Calls that the process never came to."""
@@ -428,18 +437,26 @@ class RewardPool:
         if process.exit_fd is not None:
             self._selector.unregister(process.exit_fd)
             os.close(process.exit_fd)
-        strays: list[psutil.Process] = []
-        with contextlib.suppress(psutil.Error):  # those that have left its session are found by their parents
-            strays = psutil.Process(process.process.pid).children(recursive=True)
+        strays = _descendants(process.process.pid)  # some may have left its session
         with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or (macOS) a zombie
             os.killpg(process.process.pid, signal.SIGKILL)
         for stray in strays:
-            with contextlib.suppress(psutil.Error):
-                stray.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(stray, signal.SIGKILL)
         try:
             return process.process.wait(timeout=KILL_TIMEOUT)
         except subprocess.TimeoutExpired:  # stuck in the kernel; `subprocess` reaps it when it starts another
             return -signal.SIGKILL
+
+
+def _descendants(pid: int) -> list[int]:
+    """What a process has started, and what that has; none where the system does not say so, or it has ended."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, children.read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
 
 
 def _oom_kills() -> int:

@@ -127,6 +127,31 @@ def test_nobody_pays_for_the_memory_that_another_function_has_kept() -> None:
     assert kept != first == second, "a fresh process took over, and stays"
 
 
+def test_a_process_that_ends_after_its_answer_is_no_crash_of_the_next_call() -> None:
+    def leave_an_alarm(**call: Any) -> float:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        return os.getpid()
+
+    class SlowToLoad:
+        def __reduce__(self) -> Any:
+            return time.sleep, (0.4,)
+
+    reward = RewardFunction(leave_an_alarm, num_processes=1)
+    close_shared_pool()
+    pid = asyncio.run(reward(**CALL))
+    assert asyncio.run(reward(**CALL, item=SlowToLoad())) != pid, "the alarm rang while this was loaded"
+    assert reward.outcomes == {"ok": 2}
+
+
+def test_a_function_whose_loading_ends_its_process_is_a_crash() -> None:
+    class Deadly:
+        def __reduce__(self) -> Any:
+            return os._exit, (5,)
+
+    with pytest.raises(RewardCrash, match="exit code 5"):
+        asyncio.run(RewardFunction(by_mood)(**CALL, mood="fine", item=Deadly()))
+
+
 def test_an_answer_of_a_forked_child_is_not_an_answer() -> None:
     def both_return(**call: Any) -> float:
         return float(os.fork() > 0)
