@@ -8,12 +8,16 @@ import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-import openai
-
+from rlite.errors import ConfigError
 from rlite.rollout.openai.errors import ApiError
 from rlite.rollout.openai.export import Style
 from rlite.rollout.openai.requests import parse_json
 from rlite.rollout.openai.session import AgentSession
+
+try:
+    import openai
+except ModuleNotFoundError as error:
+    raise ConfigError("the client in this process needs the package openai: pip install 'rlite[agents]'") from error
 
 # the HTTP package that the installed openai is built on: httpx, or httpx2 in newer ones
 _http: Any = sys.modules[openai.DefaultAsyncHttpxClient.__bases__[0].__module__.partition(".")[0]]

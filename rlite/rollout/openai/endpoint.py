@@ -14,11 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from aiohttp import web
-
+from rlite.errors import ConfigError
 from rlite.rollout.openai.errors import ApiError
 from rlite.rollout.openai.requests import parse_json
 from rlite.rollout.openai.session import AgentSession, Reply
+
+try:
+    from aiohttp import web
+except ModuleNotFoundError as error:
+    raise ConfigError("the endpoint needs the package aiohttp: pip install 'rlite[agents]'") from error
 
 logger = logging.getLogger(__name__)
 

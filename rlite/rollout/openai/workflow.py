@@ -39,6 +39,8 @@ class AgentWorkflow(RolloutWorkflow):
         tool_format: a name in `rlite.rollout.tool_calls.FORMATS`; default: what the chat template teaches.
         chat_template_options: further keyword arguments for `apply_chat_template`.
         max_length: tokens of one sequence; None is as many as the engine takes.
+
+    Raises: ConfigError for an unknown interface or style, or if the package is missing that the interface needs.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class AgentWorkflow(RolloutWorkflow):
             "chat_template_options": chat_template_options,
             "max_length": max_length,
         }
-        self._serve = _in_process if interface == "client" else _over_http()
+        self._serve = _in_process() if interface == "client" else _over_http()
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict | None:
         session = AgentSession(engine, self.tokenizer, self.gconfig, **self.session_options)  # type: ignore[arg-type]
@@ -103,15 +105,16 @@ class AgentWorkflow(RolloutWorkflow):
         return session.export(self.style)
 
 
-@contextlib.asynccontextmanager
-async def _in_process(session: AgentSession) -> AsyncIterator[Any]:
+Serve = Callable[[AgentSession], contextlib.AbstractAsyncContextManager[Any]]
+
+
+def _in_process() -> Serve:
     from rlite.rollout.openai.client import AgentClient  # the openai package is optional
 
-    async with AgentClient(session) as client:
-        yield client
+    return AgentClient
 
 
-def _over_http() -> Callable[[AgentSession], contextlib.AbstractAsyncContextManager[Any]]:
+def _over_http() -> Serve:
     from rlite.rollout.openai.endpoint import AgentEndpoint  # aiohttp is optional
 
     endpoint = AgentEndpoint()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from typing import Any
 
 import openai
@@ -66,6 +67,17 @@ def test_an_agent_that_returns_nonsense_is_told_so() -> None:
         run(idle)
     with pytest.raises(ConfigError, match="interface='grpc'"):
         run(idle, interface="grpc")
+
+
+@pytest.mark.parametrize(("interface", "package"), [("client", "openai"), ("http", "aiohttp")])
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    interface: Any, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("rlite.rollout.openai.client", "rlite.rollout.openai.endpoint"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"needs the package {package}: pip install 'rlite\[agents\]'"):
+        AgentWorkflow(twice, GenerationHyperparameters(), TOKENIZER, interface=interface)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("interface", ["client", "http"])
