@@ -20,7 +20,7 @@ def run(*command, cwd):
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["grpo.py", "grpo_from_engines.py", "agent.py"])
+@pytest.mark.parametrize("name", ["grpo.py", "grpo_from_engines.py", "agent.py", "gym_environment.py"])
 def test_a_grpo_example_prints_its_reward(name, tmp_path):
     assert "reward" in run(str(ROOT / "examples" / name), "2", cwd=tmp_path)
 
