@@ -25,7 +25,7 @@ def from_trl(
 
     Args:
         fn: one function or several, synchronous or async. The reward is the sum of theirs. An entry that is None does
-            not count, as in TRL; where all are None, the reward is invalid (in TRL it is 0).
+            not count, as in TRL; where all are None there is no reward, and the call ends as invalid.
         is_conversational: prompts are lists of messages (the row's `messages`) and completions lists of one assistant
             message, as TRL gives them for conversational data.
         weights: of the functions, TRL's `reward_weights`; default: 1 each.
