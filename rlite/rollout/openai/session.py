@@ -50,6 +50,7 @@ class AgentSession:
         tool_format: a name in `rlite.rollout.tool_calls.FORMATS`; default: what the chat template teaches.
         chat_template_options: further keyword arguments for `apply_chat_template`.
         max_length: tokens of prompt and answer together; None is as many as the engine takes.
+        is_sampling_fixed: temperature, top_p and top_k are those of `gconfig`, whatever a request says.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class AgentSession:
         tool_format: str | None = None,
         chat_template_options: Mapping[str, Any] | None = None,
         max_length: int | None = None,
+        is_sampling_fixed: bool = False,
     ) -> None:
         self.engine = engine
         self.model = model
@@ -72,6 +74,7 @@ class AgentSession:
         self._prompts = ChatPrompts(tokenizer, chat_template_options)
         self._tool_format = None if tool_format is None else format_named(tool_format)
         self._max_length = max_length
+        self._is_sampling_fixed = is_sampling_fixed
         self._rid = uuid.uuid4().hex
         self._call_ids = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -239,7 +242,10 @@ class AgentSession:
         return self._tool_format
 
     def _fitting(self, gconfig: GenerationHyperparameters, num_prompt: int) -> GenerationHyperparameters:
-        """Raises: ApiError if there is no room for an answer."""
+        """How to sample, with what is fixed. Raises: ApiError if there is no room for an answer."""
+        if self._is_sampling_fixed:
+            fixed = ("greedy", "temperature", "top_p", "top_k")
+            gconfig = gconfig.new(**{name: getattr(self._gconfig, name) for name in fixed})
         if self._max_length is None:
             return gconfig
         room = self._max_length - num_prompt

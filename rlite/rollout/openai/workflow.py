@@ -28,8 +28,7 @@ class AgentWorkflow(RolloutWorkflow):
 
     Args:
         agent: an async function of the model and the item.
-        gconfig: how to sample where the agent does not say. Leave the temperature to it: a trainer that computes
-            log-probabilities at another temperature than the agent asks for trains on a wrong ratio.
+        gconfig: how to sample where the agent does not say.
         tokenizer: of the model.
         interface: "client": the agent gets an `openai.AsyncOpenAI` (needs the openai package); "http": an `Access` with
             base_url, api_key and model (needs aiohttp), for other clients, threads and processes on this machine.
@@ -39,6 +38,8 @@ class AgentWorkflow(RolloutWorkflow):
         tool_format: a name in `rlite.rollout.tool_calls.FORMATS`; default: what the chat template teaches.
         chat_template_options: further keyword arguments for `apply_chat_template`.
         max_length: tokens of one sequence; None is as many as the engine takes.
+        is_sampling_fixed: temperature, top_p and top_k are those of `gconfig`, whatever the agent asks for: a trainer
+            that computes log-probabilities at another temperature trains on a wrong ratio.
 
     Raises: ConfigError for an unknown interface or style, or if the package is missing that the interface needs.
     """
@@ -56,6 +57,7 @@ class AgentWorkflow(RolloutWorkflow):
         tool_format: str | None = None,
         chat_template_options: Mapping[str, Any] | None = None,
         max_length: int | None = None,
+        is_sampling_fixed: bool = False,
     ) -> None:
         if interface not in ("client", "http"):
             raise ConfigError(f"interface={interface!r}: expected 'client' or 'http'")
@@ -71,6 +73,7 @@ class AgentWorkflow(RolloutWorkflow):
             "tool_format": tool_format,
             "chat_template_options": chat_template_options,
             "max_length": max_length,
+            "is_sampling_fixed": is_sampling_fixed,
         }
         self._serve = _in_process() if interface == "client" else _over_http()
 

@@ -381,6 +381,9 @@ def test_sampling_of_a_request_overrides_that_of_the_session() -> None:
     assert asked[1] == GenerationHyperparameters(
         temperature=0.5, top_p=0.9, max_new_tokens=4, min_new_tokens=4, stop=("a",), seed=3, top_k=2
     )
+    fixed = AgentSession(engine, tokenizer, GenerationHyperparameters(top_p=0.9), is_sampling_fixed=True)
+    ask(fixed, [{"role": "user", "content": "?"}], temperature=0, top_p=0.5, max_tokens=4, top_k=2)
+    assert asked[2] == GenerationHyperparameters(top_p=0.9, max_new_tokens=4)
 
 
 values = st.recursive(
