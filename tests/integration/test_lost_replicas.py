@@ -37,7 +37,7 @@ NUM = 32
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
     mark = os.environ[MARK] = uuid.uuid4().hex
-    rlite.init(device="cpu", num_devices=2, launcher="ray", num_threads=1)
+    rlite.init(device="cpu", num_devices=4, launcher="ray", num_threads=1)
     yield
     rlite.shutdown()
     del os.environ[MARK]
@@ -231,3 +231,19 @@ def test_with_the_last_replica_everything_ends_with_its_name(serve: RliteInferen
     assert set(caught.value.workers) == names
     assert [type(lost) for lost in serve.lost_replicas] == [ReplicaLost]
     serve.release()
+
+
+def test_a_worker_takes_its_replica_with_it_and_no_other(engine: RliteInferenceEngine) -> None:
+    engine.release()
+    engine.build(tensor_parallel_size=2, data_parallel_size=2, max_model_len=512, max_num_seqs=12)
+    asked = requests(greedy=True)[:12]
+    expected = answers(engine, asked, lambda: None)
+    pid, seen = process_of(engine, 3), itertools.count()  # its peer sits in a collective with it
+    made = answers(engine, asked, lambda: kill(pid) if next(seen) == 20 else None)
+    assert [response.output_tokens for response in made] == [response.output_tokens for response in expected]
+    (lost,) = engine.lost_replicas
+    assert (lost.replica, lost.workers) == (1, (engine.group.describe(3),))
+    assert 0 < lost.num_moved < 12
+    assert engine.group.handles[2].death.done(), "half a replica is not left over"
+    assert len(engine.generate([[1]] * 4, {"max_tokens": 4})) == 4
+    engine.release()
