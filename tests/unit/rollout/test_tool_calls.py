@@ -76,7 +76,27 @@ def test_a_text_that_is_not_in_the_format_stays_as_it_is(name, text):
 
 
 pieces = st.sampled_from(
-    ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name": "f", "arguments": {"x": 1}}', '{"name": "f", "parameters": {}}', "[f(x=1)]", "[", "]", "{", "}", ";", '"', "\\", "\n", "f(", "NaN", "é", "\x00"]
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "<|python_tag|>",
+        '{"name": "f", "arguments": {"x": 1}}',
+        '{"name": "f", "parameters": {}}',
+        "[f(x=1)]",
+        "[",
+        "]",
+        "{",
+        "}",
+        ";",
+        '"',
+        "\\",
+        "\n",
+        "f(",
+        "NaN",
+        "é",
+        "\x00",
+    ]
 )
 
 
