@@ -34,7 +34,6 @@ class RewardLoop:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: LoopThread | None = None
-        self._stop: Any = None
 
     async def run(self, awaitable: Awaitable[Any], timeout: float) -> Any:
         """Its result. Raises: what it raises; Expired after `timeout` seconds from its start; LoopBlocked."""

@@ -226,7 +226,7 @@ class RewardFunction:
             ) from error
         except Expired as error:
             raise RewardTimeout(f"{self.what} ran for more than {self.timeout:g} s") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RewardRaised(f"{self.what} raised:\n{traceback.format_exc()}") from error
         return self._value(checked_result(value))
 

@@ -306,8 +306,13 @@ def test_in_process_functions_have_the_same_outcomes() -> None:
     async def hang(**call: Any) -> None:
         await asyncio.sleep(3600)
 
+    async def quit(**call: Any) -> None:
+        sys.exit(1)
+
     assert asyncio.run(RewardFunction(by_mood, in_process=True)(**CALL, mood="fine")) == 1.0
     for fn, mood, kind in (
+        (quit, "", RewardRaised),
+        (lambda **call: sys.exit(1), "", RewardRaised),
         (by_mood, "raise", RewardRaised),
         (by_mood, "nan", RewardInvalid),
         (hang, "", RewardTimeout),
