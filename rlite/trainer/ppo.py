@@ -52,6 +52,13 @@ SHOWN = (
     "grad_norm",
     "seconds",
 )
+COUNTED_ONCE = {
+    "scores": "score",
+    "num_turns": "turns",
+    "num_tool_calls": "tool_calls",
+    "num_tool_errors": "tool_errors",
+}
+"""what workflows say of a whole trajectory, and the metric that its mean is"""
 DRIFT_ALARM = 0.1
 """mean |log p(trainer) - log p(engine)| per token, in nats, above which the two are not the same policy, or, where
 rollouts run ahead, the policy has moved too far since"""
@@ -265,7 +272,7 @@ def batch_metrics(batch: TensorDict) -> dict[str, float]:
     if "truncated" in batch:
         truncated = torch.zeros(len(first)).index_add(0, index, batch["truncated"].float())
         metrics["truncated"] = (truncated > 0).float().mean().item()
-    for key, name in (("scores", "score"), ("num_turns", "turns")):
+    for key, name in COUNTED_ONCE.items():
         if key in batch:
             metrics[name] = batch[key][first].float().mean().item()
     return metrics

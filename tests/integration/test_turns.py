@@ -101,6 +101,8 @@ def test_probabilities_of_every_turn_are_those_of_the_trainer(kind, model, tmp_p
     rlite.init(num_devices=1)
     PpoTrainer(options, workflow, rows).fit()
     rlite.shutdown()
-    for row in logged(tmp_path / "run"):
+    rows = logged(tmp_path / "run")
+    assert ("tool_calls" in rows[0]) == (kind == "tools")
+    for row in rows:
         assert row["logprob_drift"] < 1e-4
         assert 1 < row["turns"] <= 3

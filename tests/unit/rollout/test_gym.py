@@ -14,12 +14,14 @@ import pytest
 from rlite.errors import ConfigError, DataError
 from rlite.nn.tiny import byte_tokenizer
 from rlite.rollout import (
+    CollectorOptions,
     GenerationHyperparameters,
     GymEnvironment,
     GymWorkflow,
     LLMRequest,
     RewardRaised,
     RewardTimeout,
+    RolloutCollector,
     ScriptedEngine,
 )
 from rlite.rollout.gym_process import has_make
@@ -198,6 +200,27 @@ def test_a_file_with_make_is_an_environment(tmp_path: Path) -> None:
         GymEnvironment(path).check()
 
 
+class Sometimes(Dice):
+    """Every third one raises at its first step."""
+
+    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        assert seed is not None
+        self.fault = "raise" if seed % 3 == 0 else ""
+        return super().reset(seed)
+
+
+def test_an_environment_that_raises_costs_its_own_group_and_the_run_goes_on() -> None:
+    environment = GymEnvironment(Sometimes, in_process=True)
+    workflow = GymWorkflow(environment, GenerationHyperparameters(max_new_tokens=4), TOKENIZER)
+    collector = RolloutCollector(ScriptedEngine([ids("a")]), CollectorOptions(request_retries=1))
+    try:
+        batch = collector.rollout_batch([{"seed": seed} for seed in range(9)], workflow, group_size=2)
+        assert len(batch) == 2 * 6
+        assert collector.failed_attempts["raised"] >= 6
+    finally:
+        collector.close()
+
+
 class Countdown:
     """With TextArena's methods; `wrapped` repeats the whole game each time, as its default wrapper does."""
 
@@ -232,3 +255,26 @@ def test_a_textarena_game_is_played_by_the_same_workflow() -> None:
     assert row["rewards"].item() == 0.75
     row = run(answer, make=Countdown, is_chat=False, env_options={"wrapped": True})
     assert TOKENIZER.decode(row["input_ids"][0]) == "<from 5>m;<m;><after m;>m;"
+
+
+def gem_game() -> Any:
+    return __import__("gem").make("game:GuessTheNumber-v0-easy")
+
+
+def textarena_game() -> Any:
+    return __import__("textarena").make("GuessTheNumber-v0-raw")
+
+
+@pytest.mark.parametrize(
+    ("library", "make", "form"), [("gem", gem_game, r"\boxed{%d}"), ("textarena", textarena_game, "[%d]")]
+)
+def test_games_that_others_wrote_are_played_to_their_end(library: str, make: Any, form: str) -> None:
+    pytest.importorskip(library)
+
+    def answer(request: LLMRequest) -> list[int]:
+        return [*ids(form % (TOKENIZER.decode(request.input_ids).count("assistant\n"))), END]
+
+    rows = [run(answer, make=make, in_process=False, max_turns=30) for _ in range(2)]
+    assert rows[0]["input_ids"].equal(rows[1]["input_ids"]), "one seed, one game"
+    assert 0 < rows[0]["rewards"].item() <= 1
+    assert rows[0]["num_turns"].item() > 1
