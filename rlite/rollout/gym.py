@@ -39,8 +39,8 @@ class GymEnvironment:
 
     as Gymnasium has them; observations and actions are texts. GEM's (`gem.make`) and TextArena's games of one player
     (`textarena.make`) are such environments. Between two steps an environment is pickled, with the state of the random
-    numbers of `random` and NumPy, so that it depends on its seed alone. One that holds what cannot be pickled
-    (a connection, a process) runs `in_process`.
+    numbers of `random` and NumPy, which its seed decides, so that it depends on that alone. One that holds what cannot
+    be pickled (a connection, a process) runs `in_process`.
 
     Args:
         make: a function that returns a new environment, or the path of a Python file with such a function `make`. Its
@@ -48,7 +48,7 @@ class GymEnvironment:
         timeout: seconds for one call: for making and resetting it, and for each step.
         num_processes: calls that run at the same time; default: the cores, at most 8.
         in_process: run environments in threads of this process instead. A call that is late ends its episode, but its
-            thread goes on; and the random numbers are those of all episodes.
+            thread goes on; and the random numbers of `random` and NumPy are those of the program.
 
     Raises: ConfigError if the file is not there, or `make` cannot be pickled.
     """

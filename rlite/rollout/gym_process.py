@@ -48,6 +48,9 @@ class GymFunction:
         if method == "check":
             return Passed(b"")
         if method == "reset":
+            random.seed(arguments["seed"])
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(arguments["seed"] % 2**32)
             environment, turn = start(self.make, **arguments)
         else:
             environment, generators = pickle.loads(arguments["state"])
@@ -127,9 +130,6 @@ def has_make(path: str | Path) -> bool:
 
 def start(make: Callable[..., Any], seed: int, options: Mapping[str, Any]) -> tuple[Any, Turn]:
     """A new environment, and what it says first. Raises: ConfigError if that is no text."""
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
     environment = make(**options)
     if hasattr(environment, "get_observation"):  # TextArena's
         environment = TextArenaGame(environment)

@@ -38,7 +38,8 @@ class Dice:
         self.num_steps, self.fault, self.said = num_steps, fault, ""
 
     def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        self.state = np.random.RandomState(seed)
+        random.seed(seed)  # as GEM's do
+        np.random.seed(seed)
         return (3 if self.fault == "reset" else f"{random.random()} {np.random.random()}"), {}
 
     def step(self, action: str) -> Any:
@@ -56,6 +57,14 @@ class Dice:
         text = None if self.fault == "text" else f"{self.said}|{random.random()} {np.random.random()}"
         terminated = "no" if self.fault == "flag" else np.bool_(self.num_steps == 0)
         return text, reward, terminated, False, {}
+
+
+class Unseeded(Dice):
+    def __init__(self) -> None:
+        self.drawn = random.random()
+
+    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        return str(self.drawn), {}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -114,10 +123,17 @@ def test_an_episode_depends_on_its_seed_alone_whatever_others_draw_in_between() 
                 said.append((await game.step("")).observation.strip("|"))
         return said
 
+    async def unseeded(seed: int) -> str:
+        async with GymEnvironment(Unseeded, num_processes=1).episode(seed) as game:
+            return game.observation
+
     async def both() -> list[list[str]]:
         return list(await asyncio.gather(episode(1), episode(2), episode(1)))
 
     assert asyncio.run(both()) == [expected_numbers(seed, 3) for seed in (1, 2, 1)]
+    before = random.getstate()
+    assert asyncio.run(unseeded(7)) == str(random.Random(7).random()), "also what its factory draws"
+    assert random.getstate() == before, "the program's own are left alone"
 
 
 def test_raw_observations_follow_each_other_without_a_template() -> None:
