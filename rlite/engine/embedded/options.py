@@ -29,7 +29,7 @@ class EmbeddedOptions:
     """on one GPU, record decode steps and replay them; needs some memory beside weights and KV cache"""
     deterministic: bool = False
     """a request with a seed gets the same bits whatever else is generated, at a price in speed. Not for a request whose
-    cache is computed again in its midst, because weights were written, the engine was offloaded or its replica was lost"""
+    cache is computed again in its midst: weights were written, the engine was offloaded, or its replica was lost"""
 
     def __post_init__(self) -> None:
         rules = {
