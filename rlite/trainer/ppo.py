@@ -85,12 +85,13 @@ class PpoTrainer:
         test_rows: Sequence[Mapping[str, Any]] = (),
         test_workflow: RolloutWorkflow | None = None,
     ) -> None:
-        if workflow.needs_prompt:
-            check_prompts(train_rows, "train_data")
-            check_prompts(test_rows, "test_data")
         self.options = options
         self.workflow = workflow
         self.test_workflow = test_workflow or workflow
+        if self.workflow.needs_prompt:
+            check_prompts(train_rows, "train_data")
+        if self.test_workflow.needs_prompt:
+            check_prompts(test_rows, "test_data")
         self.test_rows = list(test_rows)
         self.prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, options.trainer.seed)
         self.loss = _loss(options)
