@@ -297,8 +297,10 @@ def _construct(cls: type[C], values: Mapping[str, Any], path: str) -> C:
         return cls(**built)
     except ValueError as error:  # raised by __post_init__, which does not know where its group stands
         message = str(error)
+        if message.startswith(path):  # no path, or one that the message knows
+            raise ConfigError(message) from error
         prefix = path if message.split("=")[0].split(":")[0].strip() in built else f"{path.rstrip('.')}: "
-        raise ConfigError(f"{prefix}{message}" if path else message) from error
+        raise ConfigError(f"{prefix}{message}") from error
 
 
 def _convert(value: Any, hint: Any) -> Any:

@@ -53,6 +53,11 @@ class DpoActorOptions(ModelOptions):
     preference_loss: PreferenceLossOptions = field(default_factory=PreferenceLossOptions)
     """what is minimised"""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.beta > 0:
+            raise ConfigError(f"actor.beta={self.beta}: expected more than 0")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceOptions:

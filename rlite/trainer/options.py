@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,8 +50,7 @@ class ModelOptions:
     """train adapters beside the weights, which stay as they are; null trains the weights"""
 
     def __post_init__(self) -> None:
-        if self.use_liger_kernel:
-            check_liger_installed()
+        check_model_options(self)
 
     def optimizer(self, total_steps: int) -> OptimizerOptions:
         """AdamW over so many optimizer steps."""
@@ -80,6 +80,19 @@ class ModelOptions:
             "offload_optimizer": self.offload_optimizer,
             "seed": seed,
         }
+
+
+def check_model_options(options: Any) -> None:
+    """Raise ConfigError for what no model can be trained with. Options may be missing, or None."""
+    if getattr(options, "use_liger_kernel", None):
+        check_liger_installed()
+    for name, most in (("lr", math.inf), ("weight_decay", math.inf), ("warmup_ratio", 1.0)):
+        value = getattr(options, name, None)
+        if value is not None and not (0 <= value <= most and math.isfinite(value)):
+            between = "a finite number of at least 0" if most == math.inf else "a number between 0 and 1"
+            raise ConfigError(f"{name}={value}: expected {between}")
+    if (longest := getattr(options, "max_length_per_device", None)) is not None and longest < 1:
+        raise ConfigError(f"max_length_per_device={longest}: expected at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,9 @@ from rlite import config
 from rlite.algorithms import ADVANTAGES, Schedule, check_advantage, check_policy_loss
 from rlite.algorithms.kl import KLEstimator
 from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
-from rlite.nn.liger import check_liger_installed
 from rlite.nn.lora import LoraOptions
 from rlite.rollout.staleness import OnStale
-from rlite.trainer.options import LaunchOptions, ModelOptions
+from rlite.trainer.options import LaunchOptions, ModelOptions, check_model_options
 from rlite.trainer.policy import AvgLevel
 from rlite.trainer.run import TrainerOptions
 from rlite.types import GenerationHyperparameters
@@ -74,11 +73,12 @@ class ActorOptions(ModelOptions):
                 f"actor.max_inference_length_per_device={longest}: expected at least max_length_per_device="
                 f"{self.max_length_per_device}"
             )
-        if self.update_per_rollout < 1 or self.freeze_steps < 0:
-            raise ConfigError(
-                f"actor.update_per_rollout={self.update_per_rollout}, actor.freeze_steps={self.freeze_steps}: "
-                "expected at least 1 and at least 0"
-            )
+        for name, least in (("update_per_rollout", 1), ("freeze_steps", 0), ("clip", 0), ("clip_high", 0)):
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ConfigError(f"actor.{name}={value}: expected at least {least}")
+        if self.tis_coef is not None and not self.tis_coef > 0:
+            raise ConfigError(f"actor.tis_coef={self.tis_coef}: expected more than 0, or null")
         if self.lora is not None and self.lora.dropout:
             raise ConfigError(
                 f"actor.lora.dropout={self.lora.dropout}: the policy that is trained would not be the one that "
@@ -108,8 +108,7 @@ class ReferenceOptions:
     """leave the device to the others when it is not used"""
 
     def __post_init__(self) -> None:
-        if self.use_liger_kernel:
-            check_liger_installed()
+        check_model_options(self)
 
     def as_model(self, actor: ActorOptions) -> ModelOptions:
         """With what the actor lends."""
@@ -143,6 +142,11 @@ class CriticOptions(ReferenceOptions):
     clip: float = 0.5
     """how far a value may move from what it was at the rollout; infinity is off"""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.clip > 0:
+            raise ConfigError(f"critic.clip={self.clip}: expected more than 0; inf is off")
+
 
 @dataclass(frozen=True, kw_only=True)
 class KlOptions:
@@ -156,6 +160,10 @@ class KlOptions:
     """of the types reward and advantage"""
     loss_estimator: KLEstimator = "k2"
     """of the type loss"""
+
+    def __post_init__(self) -> None:
+        if not self.coef >= 0:
+            raise ConfigError(f"kl.coef={self.coef}: expected at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,8 +294,9 @@ class RolloutOptions:
     """sampling for evaluation"""
 
     def __post_init__(self) -> None:
-        if self.max_head_offpolicyness < 0:
-            raise ConfigError(f"rollout.max_head_offpolicyness={self.max_head_offpolicyness}: expected at least 0")
+        for name in ("max_head_offpolicyness", "max_refills"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"rollout.{name}={getattr(self, name)}: expected at least 0")
         if self.max_head_offpolicyness and self.deterministic:
             raise ConfigError(
                 "rollout.deterministic=true promises the same bits again, which rollouts that run ahead of training "
@@ -317,6 +326,11 @@ class PromptOptions:
     responses_per_prompt: int = 1
     """responses to each prompt, a group; with 1 the batch's mean reward is the baseline"""
 
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_rollout", "responses_per_prompt"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"train_data.{name}={getattr(self, name)}: expected at least 1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TestOptions:
@@ -339,6 +353,13 @@ class PpoConfig(LaunchOptions):
     adv: AdvantageOptions = field(default_factory=AdvantageOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
+
+    def __post_init__(self) -> None:
+        if self.actor.freeze_steps and self.adv.estimator != "gae":
+            raise ConfigError(
+                f"actor.freeze_steps={self.actor.freeze_steps}: in these steps the critic alone learns, and "
+                f"adv.estimator={self.adv.estimator} has none"
+            )
 
     @property
     def temperature(self) -> float:

@@ -4,6 +4,7 @@ import pytest
 
 from rlite.config import load, to_container
 from rlite.errors import ConfigError, UnknownOptionError
+from rlite.trainer.dpo import DpoConfig
 from rlite.trainer.ppo_options import PpoConfig
 from rlite.trainer.sft import SftConfig
 
@@ -50,3 +51,31 @@ def test_kernels_whose_package_is_absent_are_refused_with_the_remedy():
         load(SftConfig, [*SFT, "actor.use_liger_kernel=true"])
     with pytest.raises(ConfigError, match=r"pip install 'rlite\[liger\]'"):
         load(PpoConfig, ["actor.model_name=a", "ref_actor.use_liger_kernel=true"])
+
+
+PPO = ["actor.model_name=a"]
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "named"),
+    [
+        (SftConfig, [*SFT, "actor.lr=-1"], r"^actor\.lr=-1\.0: expected"),
+        (SftConfig, [*SFT, "actor.lr=nan"], r"^actor\.lr=nan: expected"),
+        (SftConfig, [*SFT, "actor.weight_decay=-1"], r"^actor\.weight_decay=-1\.0: expected"),
+        (SftConfig, [*SFT, "actor.warmup_ratio=2"], r"^actor\.warmup_ratio=2\.0: expected a number between 0 and 1"),
+        (SftConfig, [*SFT, "actor.max_length_per_device=0"], r"^actor\.max_length_per_device=0: expected"),
+        (SftConfig, [*SFT, "data.batch_size=0"], r"^data\.batch_size=0: expected"),
+        (DpoConfig, [*SFT, "actor.beta=0"], r"^actor\.beta=0\.0: expected more than 0"),
+        (PpoConfig, [*PPO, "critic.lr=-1"], r"^critic\.lr=-1\.0: expected"),
+        (PpoConfig, [*PPO, "critic.clip=0"], r"^critic\.clip=0\.0: expected"),
+        (PpoConfig, [*PPO, "actor.clip=-1"], r"^actor\.clip=-1\.0: expected"),
+        (PpoConfig, [*PPO, "actor.tis_coef=-1"], r"^actor\.tis_coef=-1\.0: expected"),
+        (PpoConfig, [*PPO, "actor.freeze_steps=1"], r"^actor\.freeze_steps=1: .* adv\.estimator=reinforce has none"),
+        (PpoConfig, [*PPO, "kl.coef=-1"], r"^kl\.coef=-1\.0: expected"),
+        (PpoConfig, [*PPO, "rollout.max_refills=-1"], r"^rollout\.max_refills=-1: expected"),
+        (PpoConfig, [*PPO, "train_data.responses_per_prompt=0"], r"^train_data\.responses_per_prompt=0: expected"),
+    ],
+)
+def test_numbers_that_no_run_can_mean_are_refused_by_their_whole_name_said_once(config, arguments, named):
+    with pytest.raises(ConfigError, match=named):
+        load(config, arguments)
