@@ -17,6 +17,7 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from rlite.data.tables import check_text
 from rlite.errors import ConfigError, DataError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -66,6 +67,8 @@ def check_messages(messages: Any, where: str, key: str = "messages") -> None:
         content = message.get("content")
         if not isinstance(content, (str, list)) and not (content is None and message.get("tool_calls")):
             raise DataError(f"{at}: 'content' is {content!r}; expected a text")
+        if isinstance(content, str):
+            check_text(content, f"{at}: 'content'")
 
 
 class ChatEncoder:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlite.data.chat import check_messages
 from rlite.data.loader import ShuffledOrder
+from rlite.data.tables import check_text
 from rlite.errors import ConfigError, DataError
 
 PROMPT_KEYS = ("messages", "prompt", "input_ids")
@@ -29,6 +30,8 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
             raise DataError(f"{at}: {keys[0]!r} is empty")
         if keys[0] == "messages" or (keys[0] == "prompt" and not isinstance(prompt, str)):
             check_messages(prompt, at, keys[0])
+        elif isinstance(prompt, str):
+            check_text(prompt, f"{at}: {keys[0]!r}")
 
 
 class PromptStream:

@@ -70,6 +70,17 @@ def check_columns(row: Mapping[str, Any], columns: Mapping[str, type | tuple[typ
             raise DataError(f"{where}: no {column!r}; the row has {has}")
         if not isinstance(value, expected) or isinstance(value, bool):
             raise DataError(f"{where}: {column!r} is {_kind(value)}; expected {_type_name(expected)}")
+        if isinstance(value, str):
+            check_text(value, f"{where}: {column!r}")
+
+
+def check_text(text: str, where: str) -> None:
+    """Raise DataError unless `text` can be tokenised: JSON may hold half of a surrogate pair, as a text cut there has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start].encode("unicode-escape").decode()
+        raise DataError(f"{where} has half of a character, {half}, at place {error.start}") from error
 
 
 def _split_off(source: str, where: str) -> tuple[re.Match[str] | None, Path]:

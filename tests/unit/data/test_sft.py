@@ -84,3 +84,15 @@ def test_a_tokenizer_that_knows_no_end_is_refused() -> None:
     made.eos_token = None
     with pytest.raises(ConfigError, match="no eos_token"):
         sft_rows([{"prompt": "a", "response": "b"}], made, 64)
+
+
+@pytest.mark.parametrize("where", ["prompt", "response", "content"])
+def test_a_text_that_was_cut_inside_a_character_is_named_with_its_row(where: str) -> None:
+    cut = "a\ud83d"  # JSON writes a face as two of these
+    if where == "content":
+        bad, good = ({"messages": [{"role": "assistant", "content": text}]} for text in (cut, "b"))
+    else:
+        good = {"prompt": "a", "response": "b"}
+        bad = {**good, where: cut}
+    with pytest.raises(DataError, match=rf"x\.json, row 1.*'{where}' has half of a character, .*ud83d, at place 1"):
+        sft_rows([good, bad], TOKENIZER, 64, "data.path=x.json")
