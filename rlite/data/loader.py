@@ -98,6 +98,13 @@ class BatchLoader:
         return len(self) * self._num_epochs
 
     @property
+    def num_left(self) -> int:
+        """Batches that are still to be dealt."""
+        if (epochs := self._num_epochs - self._order.epoch) < 1:
+            return 0
+        return -(-self._order.left_in_epoch // self._batch_size) + (epochs - 1) * len(self)
+
+    @property
     def epoch(self) -> int:
         """Epochs dealt whole."""
         return self._order.epoch

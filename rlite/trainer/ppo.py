@@ -34,7 +34,7 @@ from rlite.trainer.policy import OwnLogprobs, PolicyLoss
 from rlite.trainer.ppo_options import PpoConfig, SamplingOptions
 from rlite.trainer.reference import find_reference
 from rlite.trainer.rollouts import find_rollouts
-from rlite.trainer.run import TrainingRun, step_metrics
+from rlite.trainer.run import TrainingRun, check_best_metric, step_metrics
 from rlite.trainer.supervised import load_tokenizer, serve_if_worker
 from rlite.trainer.usage import usage_metrics
 
@@ -85,6 +85,7 @@ class PpoTrainer:
         test_rows: Sequence[Mapping[str, Any]] = (),
         test_workflow: RolloutWorkflow | None = None,
     ) -> None:
+        check_best_metric(options.trainer, bool(test_rows))
         self.options = options
         self.workflow = workflow
         self.test_workflow = test_workflow or workflow

@@ -106,9 +106,14 @@ class TrainingRun:
         return facts
 
     def open(self) -> None:
-        """Write the resolved config and open the metric sinks, without what a resumed run will write again."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        config.save(self._config, self.folder / "config.yaml")
+        """Write the resolved config and open the metric sinks, without what a resumed run will write again.
+
+        Raises: ConfigError if the folder cannot be written to.
+        """
+        try:
+            config.save(self._config, self.folder / "config.yaml")
+        except OSError as error:
+            raise ConfigError(f"trainer.save_dir={self.folder}: cannot be written to: {error.strerror}") from error
         options = self._options
         self._sinks = open_sinks(
             options.sinks,
@@ -199,6 +204,12 @@ class TrainingRun:
                 trace.stop()
             self._sinks.close()
             self.console.close()
+
+
+def check_best_metric(options: RunOptions, has_test_data: bool) -> None:
+    """Raise ConfigError if there are no evaluations to choose the best of."""
+    if options.best_metric is not None and not has_test_data:
+        raise ConfigError(f"trainer.best_metric={options.best_metric}: nothing is evaluated without test_data.path")
 
 
 def step_metrics() -> dict[str, float]:

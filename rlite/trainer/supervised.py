@@ -22,7 +22,7 @@ from rlite.nn.huggingface import local_checkpoint
 from rlite.observability import stats_tracker
 from rlite.trainer.engines import init_devices
 from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions
-from rlite.trainer.run import RunOptions, TrainingRun, step_metrics
+from rlite.trainer.run import RunOptions, TrainingRun, check_best_metric, step_metrics
 from rlite.trainer.usage import usage_metrics
 
 
@@ -86,6 +86,7 @@ class SupervisedRun:
         self.options, self.model, self.engine, self.loss = trainer, model, engine, loss
         self.rows, self.test_rows, self._batch_size = rows, test_rows, data.batch_size
         self._lengths: list[int] = []
+        check_best_metric(trainer, test_rows is not None)
         self.loader = BatchLoader(rows, data.batch_size, trainer.seed, trainer.n_epochs)
         self.run = TrainingRun(trainer, options, shown, self.loader.num_batches)
         try:
@@ -104,6 +105,7 @@ class SupervisedRun:
         facts = self.run.restore(self.engine)
         if facts:
             self.loader.load_state_dict(facts["loader"])
+            self.run.total_steps = self.run.step + self.loader.num_left  # another batch_size makes others
         self.run.open()
         self.run.console.report(title, self.plan())
         self.engine.train()

@@ -23,7 +23,7 @@ from rlite.data.preferences import preference_rows
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CheckpointError
+from rlite.errors import CheckpointError, ConfigError
 from rlite.nn.tiny import byte_tokenizer
 from rlite.observability import stats_tracker
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
@@ -164,6 +164,26 @@ def test_a_stopped_run_ends_as_if_it_had_not_been_stopped(
         assert torch.equal(weights(tmp_path / "stopped")[key], value), key
 
 
+@pytest.mark.parametrize("batch_size", [16, 128])
+def test_a_run_that_goes_on_with_another_batch_size_is_saved_at_its_end(
+    batch_size: int, model: str, tmp_path: Path, session: Session
+) -> None:
+    stop(trainer("sft", model, tmp_path, "trainer.save_freq=4"), after=4)  # half of its epoch
+    rlite.shutdown()
+    rlite.init(num_devices=1, num_threads=1)
+    learner = trainer("sft", model, tmp_path, f"data.batch_size={batch_size}", "trainer.load_ckpt_from=latest")
+    learner.fit()
+    last = 4 + 128 // batch_size
+    assert logged(tmp_path)[-1]["step"] == last == learner.run.run.total_steps
+    assert (tmp_path / "state" / f"step-{last}").is_dir()
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(model: str, tmp_path: Path, session: Session) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"trainer\.save_dir=.*file/run: cannot be written to"):
+        trainer("sft", model, tmp_path / "file" / "run").fit()
+
+
 def stop(learner: Any, after: int) -> None:
     """The trainer's loop, left in the middle of an epoch and without a word, as if killed."""
     run, is_dpo = learner.run, isinstance(learner, DpoTrainer)
@@ -220,6 +240,7 @@ def test_a_checkpoint_of_other_data_is_refused(model: str, tmp_path: Path, sessi
         ("dpo", "data.path={sft}", "row 0: no 'chosen'"),
         ("sft", "data.path={preferences}", "row 0: no 'response'"),
         ("sft", "trainer.load_ckpt_from=nowhere", "trainer.load_ckpt_from=nowhere"),
+        ("rm", "trainer.best_metric=test_accuracy", "trainer.best_metric=test_accuracy"),
     ],
 )
 def test_the_command_line_names_what_is_wrong_before_an_engine_is_built(

@@ -55,6 +55,10 @@ def test_a_restored_loader_deals_what_is_left(count: int, batch_size: int, data:
     restored = BatchLoader(rows, batch_size, seed=2, n_epochs=3)
     restored.load_state_dict(state)
     assert dealt(restored) == whole[stop:]
+    other = BatchLoader(rows, data.draw(st.integers(1, 7)), seed=1, n_epochs=3)
+    other.load_state_dict(state)
+    assert other.num_left == len(dealt(other))
+    assert other.num_left == 0
 
 
 def test_the_order_depends_on_seed_and_epoch() -> None:
