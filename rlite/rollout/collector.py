@@ -112,7 +112,8 @@ class RolloutCollector:
     @property
     def lost(self) -> Counter[str]:
         """Groups that were dropped, by reason."""
-        return self._now.ledger.lost + self._ahead.ledger.lost
+        with self._changed:
+            return self._now.ledger.lost + self._ahead.ledger.lost
 
     def submit(
         self, data: Item, workflow: RolloutWorkflow, group_size: int = 1, should_accept: ShouldAccept | None = None
@@ -183,7 +184,8 @@ class RolloutCollector:
         """The next consumer batch, while items from `loader` keep running ahead.
 
         Args:
-            loader: yields items or lists of items; begun again at its end. Its place is kept from call to call.
+            loader: yields items or lists of items; begun again at its end. Its place is kept from call to call,
+                until a call gives another loader: that one is begun at its beginning.
             should_accept: called with a group's padded TensorDict; a group that it refuses is replaced.
 
         Raises: CallTimeout; RolloutError if generation may not run ahead any further, because the policy version has
@@ -203,7 +205,8 @@ class RolloutCollector:
 
             self._sleep_until(is_settled, timeout, lane.unfinished, size)
             with self._changed:
-                if not (self._can_progress(lane) or self._is_ready(size)):
+                is_full = lane.ledger.counters.waiting >= size  # else the next round submits more
+                if is_full and not (self._can_progress(lane) or self._is_ready(size)):
                     raise RolloutError(self._why_not(lane, size))
 
     def pause(self) -> None:
@@ -525,24 +528,26 @@ class RolloutCollector:
         except asyncio.CancelledError:
             self._lose(lane, group, CANCELLED)
         except ENGINE_FAILURES as error:
-            self._lose(lane, group, _describe(error), error)
-            self._stop(error)
+            if self._lose(lane, group, _describe(error), error):
+                self._stop(error)
         except EpisodeFailed as failed:
             reason = _describe(failed.error)
+            if not self._lose(lane, group, reason, failed.error):
+                return
             self._num_failures += 1
-            self._lose(lane, group, reason, failed.error)
             if self._num_failures >= self.options.max_consecutive_failures:
                 why = f"{self._num_failures} groups in a row failed, the last with {reason}"
                 self._stop(_stopping(why, failed.error))
         except Exception as error:  # only should_accept is left: it is the caller's own, and would fail again
-            self._lose(lane, group, _describe(error), error)
-            self._stop(_stopping(f"should_accept raised {_describe(error)}", error))
+            if self._lose(lane, group, _describe(error), error):
+                self._stop(_stopping(f"should_accept raised {_describe(error)}", error))
         else:
             if reason is None:
                 self._accept(lane, group, whole)
                 return
+            if not self._lose(lane, group, reason):
+                return
             self._num_rejections += 1
-            self._lose(lane, group, reason)
             if self._num_rejections >= self.options.max_consecutive_rejections:
                 self._stop(_stopping(f"{self._num_rejections} groups in a row were dropped: {reason}"))
 
@@ -556,12 +561,15 @@ class RolloutCollector:
                 lane.ledger.accept(group.id, oldest_version(trajectories))
         self._admit()
 
-    def _lose(self, lane: _Lane, group: Group, reason: str, error: BaseException | None = None) -> None:
+    def _lose(self, lane: _Lane, group: Group, reason: str, error: BaseException | None = None) -> bool:
+        """Drop it; False if it was dropped before, and what its task still makes of that says nothing."""
         with self._changed:
             group.task = None
-            if not group.has_ended:
+            is_new = not group.has_ended
+            if is_new:
                 self._drop(lane, group, reason, error)
         self._admit()
+        return is_new
 
     def _stop(self, error: BaseException) -> None:
         """Drop everything that runs or waits, and tell whoever calls next why."""

@@ -87,6 +87,8 @@ async def _until_it_succeeds(
         except ENGINE_FAILURES:
             raise
         except Exception as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError from error  # the workflow has made another error of it
             cause: Exception = error
             if isinstance(error, TimeoutError) and limit.expired():
                 cause = CallTimeout(f"an episode of {name} did not end in {timeout:g} s")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -252,6 +253,23 @@ def test_a_time_out_names_what_is_late_and_cancels_it(collect: Collect) -> None:
     assert cancelled.wait(5)
 
 
+def test_what_a_cancelled_workflow_makes_of_that_is_not_attempted_again(collect: Collect) -> None:
+    attempts = []
+
+    async def turn_into_another_error(data: dict[str, Any]) -> None:
+        attempts.append(data)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError as error:
+            raise ValueError("the connection is gone") from error
+
+    collector = collect(max_consecutive_failures=1)
+    with pytest.raises(CallTimeout):
+        collector.rollout_batch(items(1), Answer(turn_into_another_error), timeout=0.1)
+    assert numbers(collector.rollout_batch(items(2), Answer())) == [2]
+    assert (len(attempts), collector.failed_attempts.total(), dict(collector.lost)) == (1, 0, {"cancelled": 1})
+
+
 def test_a_workflow_that_blocks_the_loop_is_pointed_at(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,6 +382,19 @@ def test_a_filter_that_accepts_nothing_stops_the_run(collect: Collect) -> None:
         collector.prepare_batch([items(0, 1)], Answer(), lambda group: False)
     with pytest.raises(RolloutError, match="should_accept raised KeyError"):
         collector.prepare_batch([items(0, 1)], Answer(), lambda group: group["difficulty"])
+
+
+def test_groups_that_end_at_any_moment_are_replaced(collect: Collect, engine: ScriptedEngine) -> None:
+    collector, interval = collect(), sys.getswitchinterval()
+    workflow = Answer(lambda data: DROP if data["number"] % 3 == 0 else None)
+    loader = [items(0, 1), items(2, 3)]
+    sys.setswitchinterval(1e-6)  # the threads take turns as often as they can
+    try:
+        for step in range(100):
+            assert len(collector.prepare_batch(loader, workflow)) == 2
+            engine.set_version(step + 1)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_version_that_does_not_move_is_an_error_and_not_a_hang(collect: Collect) -> None:
