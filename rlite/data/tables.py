@@ -75,7 +75,7 @@ def check_columns(row: Mapping[str, Any], columns: Mapping[str, type | tuple[typ
 
 
 def check_text(text: str, where: str) -> None:
-    """Raise DataError unless `text` can be tokenised: JSON may hold half of a surrogate pair, as a text cut there has."""
+    """Raise DataError unless `text` can be tokenised: in JSON it may end in half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
