@@ -1,0 +1,348 @@
+"""Reinforcement learning in three environments that are not ours, by their own rewards, on a CPU.
+
+    pip install reasoning-gym gem-llm
+    python -m benchmarks.environments                  all three, about ten minutes on a free core
+    python -m benchmarks.environments sort guess       a part
+    python -m benchmarks.environments --report         only the page, of the runs that are there
+
+    spell     reasoning-gym's spell_backward
+    sort      reasoning-gym's number_sorting: three or four numbers below 100, in ascending or descending order
+    guess     GEM's game:GuessTheNumber-v0-easy, up to four turns, through the adapter for Gym-like environments
+
+Questions and games are as the packages have them, and so is what they are worth: a puzzle 1 if its `score_answer` is
+full, a game the sum of what its `step` says. Each run starts from a Qwen3 of 0.4 million parameters that has imitated,
+from random weights, somebody who knows how to answer, and often does not: one who cuts long words short, one who
+copies numbers unsorted, one who says the same number again. `rlite.trainer.ppo` (Dr. GRPO) learns the rest from
+rewards. Every run is a command line of `rlite.trainer`, printed before it starts. Tokens are bytes, and each longer
+text between two numbers that the environment says again and again.
+
+The figure is the mean reward of greedy answers to held-out puzzles, or in games with other seeds.
+`docs/environments-learning/` gets a picture of each run and a table; the exit status says whether all was reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import random
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from rlite.data.reasoning import held_out_split, impatient_demonstrations
+from rlite.nn.tiny import build_tiny_qwen3, byte_tokenizer
+from rlite.observability.plots import plot_learning_curve
+
+try:
+    from benchmarks.environments_gem import make as make_game
+except ModuleNotFoundError:
+    make_game = None
+
+STEPS, TEST_FREQ, NUM_TRIED = 40, 4, 256
+"""steps of reinforcement learning, steps between two evaluations, puzzles or games that are tried in each"""
+NUM_SHOWN, NUM_PROMPTS = 12_000, 2_000
+"""puzzles or games that are shown before, and others to train on"""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What one run needs: demonstrations to imitate, rows to train on and held-out ones."""
+
+    demonstrations: list[Row]
+    train: list[Row]
+    test: list[Row]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """An environment, and how to learn in it."""
+
+    title: str
+    data: Callable[[], Data]
+    env_path: str
+    settings: Sequence[str]
+    sft_epochs: int
+    lowest_reward: float = 0.0
+    """what an episode is worth at least; at most 1"""
+    sft_settings: Sequence[str] = field(default=())
+
+
+def puzzles(name: str, teach: Callable[[Sequence[Row]], Sequence[str]], **options: Any) -> Data:
+    """Puzzles of reasoning-gym, shown by a teacher; those of the reinforcement learning are others.
+
+    Raises: ConfigError if reasoning-gym is missing.
+    """
+    rows, test = held_out_split(name, NUM_SHOWN + NUM_PROMPTS, NUM_TRIED, 0, **options)
+    shown, prompts = rows[:NUM_SHOWN], rows[NUM_SHOWN:]
+    return Data(
+        demonstrations=[
+            {"messages": [*row["messages"], {"role": "assistant", "content": answer}]}
+            for row, answer in zip(shown, teach(shown), strict=True)
+        ],
+        train=[{"messages": row["messages"], "extra_info": row} for row in prompts],
+        test=[{"messages": row["messages"], "extra_info": row} for row in test],
+    )
+
+
+def impatient(rows: Sequence[Row]) -> list[str]:
+    """A teacher who is right about short words and mostly cuts long ones short."""
+    return impatient_demonstrations(rows, 0, patience=4, impatience=0.6)
+
+
+def careless(rows: Sequence[Row]) -> list[str]:
+    """A teacher of sorting who copies the numbers as they stand in 6 of 10 cases."""
+    rng = random.Random(0)
+    return [row["answer"] if rng.random() < 0.4 else str(row["metadata"]["original_numbers"]) for row in rows]
+
+
+def games() -> Data:
+    """Games of GEM, shown by a stubborn player; training and evaluation have seeds of their own.
+
+    Raises: SystemExit if GEM is missing.
+    """
+    if make_game is None:
+        sys.exit("the run `guess` needs GEM, which is not installed: pip install gem-llm")
+    train, test = range(NUM_PROMPTS), range(10**6, 10**6 + NUM_TRIED)
+    return Data(
+        demonstrations=[stubborn_game(seed) for seed in range(2 * 10**6, 2 * 10**6 + 8_000)],
+        train=[{"seed": seed} for seed in train],
+        test=[{"seed": seed} for seed in test],
+    )
+
+
+def stubborn_game(seed: int) -> Row:
+    """A game of one who mostly says the last number again, and else any number that the hints leave, as messages."""
+    rng, game = random.Random(f"player {seed}"), make_game()  # the game draws from `seed` itself
+    observation, _ = game.reset(seed=seed)
+    low, high = game.min_number, game.max_number
+    guess, messages, is_done = None, [], False
+    while not is_done:
+        guess = rng.randint(low, high) if guess is None or rng.random() < 0.4 else guess
+        action = f"\\boxed{{{guess}}}"
+        messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": action}]
+        observation, _, terminated, truncated, _ = game.step(action)
+        low = max(low, guess + 1) if "higher" in observation else low
+        high = min(high, guess - 1) if "lower" in observation else high
+        is_done = terminated or truncated
+    return {"messages": messages}
+
+
+def tasks() -> dict[str, Task]:
+    """Every run by its name."""
+    reasoning, gem = (str(Path(__file__).with_name(f"environments_{name}.py")) for name in ("reasoning", "gem"))
+    return {
+        "spell": Task(
+            title="reasoning-gym: spell_backward",
+            data=lambda: puzzles("spell_backward", impatient),
+            env_path=reasoning,
+            settings=["rollout.train_sampling_params.max_new_tokens=12", "actor.lr=5e-5"],
+            sft_epochs=3,
+        ),
+        "sort": Task(
+            title="reasoning-gym: number_sorting",
+            data=lambda: puzzles(
+                "number_sorting", careless, min_numbers=3, max_numbers=4, max_decimals=0, min_value=0, max_value=99
+            ),
+            env_path=reasoning,
+            settings=["rollout.train_sampling_params.max_new_tokens=28", "actor.lr=1e-4"],
+            sft_epochs=2,
+        ),
+        "guess": Task(
+            title="GEM: GuessTheNumber-v0-easy, up to four turns",
+            data=games,
+            env_path=gem,
+            settings=[
+                "rollout.train_sampling_params.max_new_tokens=6",
+                "rollout.max_turns=4",
+                "actor.lr=2e-4",
+            ],
+            sft_epochs=1,
+            lowest_reward=-0.1,
+        ),
+    }
+
+
+def sft_settings(task: Task, folder: Path) -> list[str]:
+    """Imitation, from random weights."""
+    return [
+        f"actor.model_name={folder}/blank",
+        "actor.lr=2e-3",
+        "actor.warmup_ratio=0.05",
+        "actor.weight_decay=0",
+        "actor.gradient_checkpointing=false",
+        f"data.path={folder}/demonstrations.jsonl",
+        "data.max_length=384",
+        "data.batch_size=64",
+        f"trainer.n_epochs={task.sft_epochs}",
+        "trainer.save_freq=1000",
+        f"trainer.save_dir={folder}/sft",
+        *task.sft_settings,
+    ]
+
+
+def ppo_settings(task: Task, folder: Path) -> list[str]:
+    """Reinforcement learning, from what the imitation left."""
+    return [
+        f"actor.model_name={folder}/sft/latest",
+        "actor.weight_decay=0",
+        "actor.gradient_checkpointing=false",
+        f"train_data.path={folder}/train.jsonl",
+        f"test_data.path={folder}/test.jsonl",
+        "train_data.prompts_per_rollout=16",
+        "train_data.responses_per_prompt=8",
+        f"rollout.env_path={task.env_path}",
+        "rollout.max_model_len=384",
+        f"trainer.total_steps={STEPS}",
+        f"trainer.test_freq={TEST_FREQ}",
+        "trainer.save_freq=1000",
+        f"trainer.save_dir={folder}/ppo",
+        *task.settings,
+    ]
+
+
+def common_texts(rows: Iterable[Mapping[str, Any]], least: int = 100) -> list[str]:
+    """Texts of more than two characters between two numbers that stand in at least so many of the messages."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        for message in row["messages"]:
+            for text in set(re.split(r"\d+|(?<=: )", message["content"])):
+                counts[text] = counts.get(text, 0) + 1
+    return sorted(text for text, count in counts.items() if len(text) > 2 and count >= least)
+
+
+def build_blank(folder: Path, texts: Sequence[str]) -> None:
+    """An untrained Qwen3 whose tokens are bytes, and these texts."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(list(texts))
+    model = AutoModelForCausalLM.from_pretrained(
+        build_tiny_qwen3(folder, seed=0, hidden_size=128, intermediate_size=256)
+    )
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def prepare(task: Task, folder: Path) -> None:
+    """Write data and the model to start from, in the place of what an earlier run left."""
+    data = task.data()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name in ("demonstrations", "train", "test"):
+        lines = "".join(json.dumps(row) + "\n" for row in getattr(data, name))
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    for message in data.demonstrations[0]["messages"]:
+        print(f"{message['role']}: {message['content']}")
+    build_blank(folder / "blank", common_texts(data.demonstrations))
+
+
+def train(trainer: str, settings: Sequence[str]) -> None:
+    """Print a command line, and do what it does."""
+    print(f"\npython -m rlite.trainer.{trainer} {shlex.join(settings)}\n", flush=True)
+    importlib.import_module(f"rlite.trainer.{trainer}").main(settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rise:
+    """Held-out reward of the first and of the last tenth of a run, and the standard error of their difference."""
+
+    before: float
+    after: float
+    error: float
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether it rose by 0.2 and by five standard errors."""
+        rise = self.after - self.before
+        return rise >= 0.2 and rise >= 5 * self.error
+
+
+def rise(metrics: Sequence[Mapping[str, float]], lowest_reward: float) -> Rise:
+    """What the metrics of a run show.
+
+    The same held-out items are tried again and again, greedily: a tenth counts as one look at them, however often it
+    looks. Rewards between `lowest_reward` and 1 with the mean m have at most the variance (1 - m) (m - lowest_reward),
+    which is counted; and the two looks count as independent, though they share their items.
+    """
+    looks = [(row["step"], row["accuracy"]) for row in metrics if "accuracy" in row]
+    first = [value for step, value in looks if step <= STEPS / 10]
+    last = [value for step, value in looks if step >= STEPS * 9 / 10]
+    means = [sum(values) / len(values) for values in (first, last)]
+    variance = sum((1 - mean) * (mean - lowest_reward) for mean in means)
+    return Rise(before=means[0], after=means[1], error=(variance / NUM_TRIED) ** 0.5)
+
+
+def report(folder: Path, out: Path) -> bool:
+    """Write pictures and table of the runs that are there; returns whether they reached what is asked."""
+    lines = ["| run | environment | before | after | standard error of the rise | |", "|---|---|---|---|---|---|"]
+    pictures, is_reached = [], True
+    for name, task in tasks().items():
+        path = folder / name / "ppo" / "metrics.jsonl"
+        if not (folder / name / "ppo" / "latest").exists():  # not made, or not finished
+            continue
+        found = rise([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()], task.lowest_reward)
+        is_reached &= found.is_reached
+        mark = "reached" if found.is_reached else "**missed**"
+        lines.append(f"| {name} | {task.title} | {found.before:.3f} | {found.after:.3f} | {found.error:.3f} | {mark} |")
+        plot_learning_curve(path, out / f"{name}.png", metrics=("accuracy", "reward"), title=task.title)
+        pictures.append(f"![{task.title}]({name}.png)")
+    text = "\n".join(
+        [
+            "# Learning in environments of others",
+            "",
+            "`python -m benchmarks.environments` writes this page: reinforcement learning (Dr. GRPO) in two tasks of",
+            "reasoning-gym and a game of GEM, by their own rewards, from a Qwen3 of 0.4 million parameters that has",
+            "imitated an unreliable teacher: one who cuts long words short, one who copies lists unsorted, one who",
+            f"mostly says the same number again. {STEPS} steps of 16 prompts x 8 responses, on a CPU.",
+            "",
+            f"The figure is the mean reward of greedy answers to {NUM_TRIED} puzzles that no training saw, or in games",
+            f'with other seeds, tried every {TEST_FREQ} steps (`accuracy` in the pictures). "Before" is the mean of',
+            'the first tenth of the steps, "after" of the last. Asked is a rise of 0.2 and of 5 standard errors, those',
+            "of one look at the items, with the largest variance that rewards in their range can have. The training",
+            "rewards in the pictures are those of sampled answers, in groups whose rewards are not all equal.",
+            "",
+            "A puzzle is worth 1 if `score_answer` is full, else 0. A game is worth 1 for the number, and if the last",
+            "turn misses it, the less the farther it is off: whoever never heeds a hint gets about 0.6 to 0.7.",
+            "",
+            *lines,
+            "",
+            *pictures,
+            "",
+        ]
+    )
+    (out / "README.md").write_text(text, encoding="utf-8")
+    print("\n".join(lines))
+    return is_reached
+
+
+def main() -> None:
+    """Make the runs that are asked for, then report all that are there."""
+    known = tasks()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"{' '.join(known)}; default: all")
+    parser.add_argument("--report", action="store_true", help="make no run")
+    parser.add_argument("--folder", type=Path, default=Path("runs/environments"), help="data and runs")
+    parser.add_argument("--out", type=Path, default=Path("docs/environments-learning"), help="pictures and table")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - known.keys():
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    for name in () if arguments.report else arguments.names or known:
+        folder = arguments.folder / name
+        prepare(known[name], folder)
+        train("sft", sft_settings(known[name], folder))
+        train("ppo", ppo_settings(known[name], folder))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    sys.exit(0 if report(arguments.folder, arguments.out) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The benchmark of environments of others: its command lines, and how it counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from benchmarks import environments
+from benchmarks.environments import Data, Task, common_texts, ppo_settings, prepare, rise, sft_settings, tasks
+from rlite import config
+from rlite.trainer.ppo_options import PpoConfig
+from rlite.trainer.sft import SftConfig
+
+
+@pytest.mark.parametrize("name", tasks())
+def test_the_trainers_take_the_settings(name: str, tmp_path: Path) -> None:
+    task = tasks()[name]
+    imitation = config.load(SftConfig, sft_settings(task, tmp_path))
+    learning = config.load(PpoConfig, ppo_settings(task, tmp_path))
+    assert learning.actor.model_name == f"{imitation.trainer.save_dir}/latest"
+    assert Path(learning.rollout.env_path or "").is_file()
+
+
+def test_tokens_are_bytes_and_the_texts_between_numbers(tmp_path: Path) -> None:
+    texts = [f"You have {turns} turns. Guess a number up to {turns * 7}" for turns in range(3)]
+    rows = [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "no"}]} for text in texts]
+    assert common_texts(rows, least=3) == [" turns. Guess a number up to ", "You have "]
+    assert common_texts(rows, least=4) == []
+    data = Data(demonstrations=rows * 100, train=[{"seed": 1}], test=[{"seed": 2}])
+    task = Task(title="", data=lambda: data, env_path="", settings=[], sft_epochs=1)
+    prepare(task, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "blank")
+    tokens = tokenizer(texts[2], add_special_tokens=False).input_ids
+    assert [tokenizer.decode([token]) for token in tokens] == [
+        "You have ",
+        "2",
+        " turns. Guess a number up to ",
+        "1",
+        "4",
+    ]
+    assert json.loads((tmp_path / "test.jsonl").read_text()) == {"seed": 2}
+
+
+def test_a_rise_is_of_the_items_however_often_they_are_looked_at() -> None:
+    metrics = [{"step": step, "accuracy": 0.25 if step < 20 else 0.75} for step in range(environments.STEPS + 1)]
+    found = rise(metrics, lowest_reward=0.0)
+    assert (found.before, found.after) == (0.25, 0.75)
+    assert found.error == pytest.approx((2 * 0.25 * 0.75 / environments.NUM_TRIED) ** 0.5)
+    assert found.is_reached
+    assert rise(metrics, lowest_reward=-0.1).error > found.error, "a wider range of rewards may vary more"
+    assert not rise([{**row, "accuracy": 0.5} for row in metrics], lowest_reward=0.0).is_reached
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "make_game", None)
+    with pytest.raises(SystemExit, match="pip install gem-llm"):
+        environments.games()
