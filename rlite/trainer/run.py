@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +13,7 @@ from typing import Any
 
 from rlite import config
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import ConfigError, did_you_mean
+from rlite.errors import CheckpointError, ConfigError, did_you_mean
 from rlite.observability import stats_tracker, trace
 from rlite.observability.console import ConsoleReporter
 from rlite.observability.sinks import Run, open_sinks
@@ -89,6 +91,7 @@ class TrainingRun:
         self._shown = tuple(shown)
         self.total_steps = total_steps
         self._config = resolved
+        self._kind = type(resolved).__name__
         self.step = 0
         self._best: float | None = None
         self._checkpoints = Checkpoints(
@@ -98,9 +101,14 @@ class TrainingRun:
     def restore(self, engine: RliteTrainEngine, beside: Mapping[str, RliteTrainEngine] = NO_ENGINES) -> dict[str, Any]:
         """Load the checkpoint to resume from into the engine, and into those `beside` it, by name.
 
-        Returns: its facts ({} for a new run). Raises: CheckpointError.
+        Returns: its facts ({} for a new run). Raises: CheckpointError, if it is of another trainer too.
         """
         facts = self._checkpoints.restore(engine, beside)
+        if facts and facts.get("config", self._kind) != self._kind:
+            raise CheckpointError(
+                f"{self._checkpoints.found}: saved by a run of {facts['config']}, and this one is of {self._kind}: "
+                "another trainer begins from the weights in latest/"
+            )
         self.step = facts.get("step", 0)
         self._best = facts.get("best")
         return facts
@@ -108,9 +116,10 @@ class TrainingRun:
     def open(self) -> None:
         """Write the resolved config and open the metric sinks, without what a resumed run will write again.
 
-        Raises: ConfigError if the folder cannot be written to.
+        Raises: ConfigError if the folder cannot be written to, or another process has a run there.
         """
         try:
+            self._lock()
             config.save(self._config, self.folder / "config.yaml")
         except OSError as error:
             raise ConfigError(f"trainer.save_dir={self.folder}: cannot be written to: {error.strerror}") from error
@@ -128,6 +137,19 @@ class TrainingRun:
         self._drop_later_rollouts()
         self.console = ConsoleReporter(self.total_steps, metrics=self._shown, done_steps=self.step)
         self._follow_trace()
+
+    def _lock(self) -> None:
+        """Keep other processes' runs out of the folder until this one ends, or its process."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._locked = (self.folder / ".lock").open("a")
+        try:
+            fcntl.lockf(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise ConfigError(
+                    f"trainer.save_dir={self.folder}: another run is under way there; choose another folder"
+                ) from error
+            # a file system without locks
 
     def _follow_trace(self) -> None:
         """Trace the next step if that is wanted, and write what was traced of the last one."""
@@ -180,7 +202,8 @@ class TrainingRun:
             for name, other in beside.items():
                 other.save(self.folder / f"{name}_latest")
             engine.save(self.folder / "latest")
-            self._checkpoints.save(self.step, engine, beside, {"best": self._best, **facts}, kept)
+            facts = {"config": self._kind, "best": self._best, **facts}
+            self._checkpoints.save(self.step, engine, beside, facts, kept)
 
     def save_best(self, engine: RliteTrainEngine, metrics: Mapping[str, float]) -> None:
         """Write best/ if this evaluation is the best so far. Raises: ConfigError if it does not know best_metric."""
@@ -204,6 +227,7 @@ class TrainingRun:
                 trace.stop()
             self._sinks.close()
             self.console.close()
+            self._locked.close()
 
 
 def check_best_metric(options: RunOptions, has_test_data: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,6 +183,40 @@ def test_a_folder_that_cannot_be_written_to_is_named(model: str, tmp_path: Path,
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"trainer\.save_dir=.*file/run: cannot be written to"):
         trainer("sft", model, tmp_path / "file" / "run").fit()
+
+
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "a")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+input()
+"""
+
+
+def test_a_folder_has_one_run_at_a_time(model: str, tmp_path: Path, session: Session) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        learner = trainer("sft", model, tmp_path)
+        with pytest.raises(ConfigError, match=r"trainer\.save_dir=.*: another run is under way there"):
+            learner.fit()
+        assert not (tmp_path / "config.yaml").exists()
+        holder.communicate("\n")
+    rlite.shutdown()
+    rlite.init(num_devices=1, num_threads=1)
+    trainer("sft", model, tmp_path).fit()
+    assert (tmp_path / "config.yaml").exists(), "who held the folder is gone"
+
+
+def test_a_checkpoint_of_another_trainer_is_refused(model: str, tmp_path: Path, session: Session) -> None:
+    trainer("sft", model, tmp_path).fit()
+    rlite.shutdown()
+    rlite.init(num_devices=1, num_threads=1)
+    with pytest.raises(CheckpointError, match=r"step-8: saved by a run of SftConfig, and this one is of DpoConfig"):
+        trainer("dpo", model, tmp_path, "trainer.load_ckpt_from=latest").fit()
+    assert "beta" not in (tmp_path / "config.yaml").read_text()
 
 
 def stop(learner: Any, after: int) -> None:
