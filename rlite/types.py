@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol
 from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 
 StopReason = Literal["stop", "length", "abort"]
-SMALLEST = 1e-6
-"""of temperatures and of top_p, but for temperature 0"""
+SMALLEST, LARGEST = 1e-6, 1e6
+"""of temperatures, but for 0; the smallest top_p"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +52,17 @@ class GenerationHyperparameters:
             object.__setattr__(self, name, tuple(getattr(self, name) or ()))
         if self.temperature == 0:
             object.__setattr__(self, "greedy", True)
+        for name in ("n_samples", "max_new_tokens", "min_new_tokens", "top_k"):
+            if not hasattr(getattr(self, name), "__index__"):
+                raise ConfigError(f"sampling parameter {name}={getattr(self, name)!r}: expected a whole number")
         rules = {
             "n_samples": (self.n_samples >= 1, "at least 1"),
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
-            # what is smaller is 0 in float32, and what one request computes with it would end the others' too
+            # others are 0 or infinite in float32, and what one request computes with it would end the others' too
             "temperature": (
-                self.temperature == 0 or SMALLEST <= self.temperature < float("inf"),
-                f"0, or a finite number of at least {SMALLEST:g}",
+                self.temperature == 0 or SMALLEST <= self.temperature <= LARGEST,
+                f"0, or a number in [{SMALLEST:g}, {LARGEST:g}]",
             ),
             "top_p": (SMALLEST <= self.top_p <= 1, f"in [{SMALLEST:g}, 1]"),
             "top_k": (self.top_k >= -1, "at least 1, or 0 or -1 for off"),

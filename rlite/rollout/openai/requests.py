@@ -29,6 +29,14 @@ SAMPLING = {
     "ignore_eos": "ignore_eos",
 }
 """parameters of a request by the sampling parameter that each sets"""
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "temperature": ((float, int), "a number"),
+    "top_p": ((float, int), "a number"),
+    "stop": ((str, list), "a text or a list of texts"),
+    "stop_token_ids": ((list,), "a list of integers"),
+    "ignore_eos": ((bool,), "true or false"),
+}
+"""what sampling parameters are, if not integers"""
 OFF: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -239,14 +247,9 @@ def _sampling(values: dict[str, Any], defaults: GenerationHyperparameters) -> Ge
         if key not in values:
             continue
         value = values.pop(key)
-        default = getattr(defaults, name)
-        wanted = (float, int) if isinstance(default, float) else (str, list) if name == "stop" else type(default)
-        if name == "seed":
-            wanted = int
-        elif name == "stop_token_ids":
-            wanted = list
-        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-            raise _invalid(key, value, "another type")
+        wanted, words = KINDS.get(name, ((int,), "an integer"))
+        if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+            raise _invalid(key, value, words)
         if name in changes and changes[name] != value:
             raise _invalid(key, value, f"{changes[name]!r}, which max_tokens says")
         changes[name] = value

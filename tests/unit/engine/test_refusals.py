@@ -13,6 +13,7 @@ from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.errors import ConfigError, RliteError, UnknownOptionError
 from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.nn.meta import meta_parameters
+from rlite.types import GenerationHyperparameters
 from tests.tiny import build_model_dir
 
 
@@ -119,3 +120,17 @@ def test_calls_on_an_engine_that_was_not_built(train: RliteTrainEngine, serve: R
             call()
     with pytest.raises(ConfigError, match="is not built; build it first"):
         train.build(colocate_with=serve)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"temperature": 10**400}, r"0, or a number in \[1e-06, 1e\+06\]"),
+        ({"temperature": float("nan")}, "0, or a number"),
+        ({"top_k": float("inf")}, "top_k=inf: expected a whole number"),
+        ({"max_tokens": 2.5}, "max_new_tokens=2.5: expected a whole number"),
+    ],
+)
+def test_sampling_parameters_that_would_end_the_worker(parameters: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        GenerationHyperparameters.from_mapping(parameters)

@@ -327,13 +327,15 @@ REFUSED = [
     ({"top_logprobs": 3, "logprobs": True}, 400, "top_logprobs", "not supported"),
     ({"temprature": 0.5}, 400, "temprature", "'temprature' is not supported"),
     ({"temperature": -1}, 400, "temperature", "temperature=-1"),
-    ({"temperature": 1e-320}, 400, "temperature", "at least 1e-06"),
+    ({"temperature": 1e-320}, 400, "temperature", "in [1e-06, 1e+06]"),
+    ({"temperature": 10**400}, 400, "temperature", "in [1e-06, 1e+06]"),
     ({"top_p": 1e-320}, 400, "top_p", "in [1e-06, 1]"),
     ({"stop": ["\ud800"]}, 400, "stop", "non-empty strings"),
     ({"stop_token_ids": ["a"]}, 400, "stop_token_ids", "token ids"),
     ({"stop_token_ids": [1 << 70]}, 400, "stop_token_ids", "token ids"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages", "half of a surrogate pair"),
-    ({"temperature": "hot"}, 400, "temperature", "'hot'"),
+    ({"temperature": "hot"}, 400, "temperature", "'hot'; expected a number"),
+    ({"max_tokens": 1.5}, 400, "max_tokens", "expected an integer"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_completion_tokens", "which max_tokens says"),
     ({"n": 0}, 400, "n", "from 1 to 128"),
     ({"stream": "yes"}, 400, "stream", "true or false"),
@@ -381,6 +383,9 @@ def test_sampling_of_a_request_overrides_that_of_the_session() -> None:
     assert asked[1] == GenerationHyperparameters(
         temperature=0.5, top_p=0.9, max_new_tokens=4, min_new_tokens=4, stop=("a",), seed=3, top_k=2
     )
+    whole = AgentSession(engine, tokenizer, GenerationHyperparameters(temperature=1, top_p=1))
+    ask(whole, [{"role": "user", "content": "?"}], temperature=0.5, top_p=0.9)
+    assert asked.pop() == GenerationHyperparameters(temperature=0.5, top_p=0.9)
     fixed = AgentSession(engine, tokenizer, GenerationHyperparameters(top_p=0.9), is_sampling_fixed=True)
     ask(fixed, [{"role": "user", "content": "?"}], temperature=0, top_p=0.5, max_tokens=4, top_k=2)
     assert asked[2] == GenerationHyperparameters(top_p=0.9, max_new_tokens=4)
