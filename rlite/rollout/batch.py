@@ -20,13 +20,15 @@ FILL: dict[str, float] = {"versions": -1}
 
 PER_TOKEN = ("attention_mask", "loss_mask", "logprobs", "versions", "token_rewards")
 
+INTEGER = ("input_ids", "versions")
+
 
 def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
     """Raise DataError, naming the key, unless this is a TensorDict that can be trained on.
 
-    Checks the required keys and the shapes; that every row is ones and then zeros in `attention_mask` and has a token;
-    that `loss_mask` selects only tokens that are there; that floating-point values are finite; that `sequence_index`
-    counts the rows.
+    Checks the required keys and the shapes; that tokens and versions are whole numbers, and floating-point values are
+    finite; that every row is ones and then zeros in `attention_mask` and has a token; that `loss_mask` is ones and
+    zeros and selects only tokens that are there; that `sequence_index` counts the rows.
     """
     if not isinstance(trajectory, TensorDict):
         raise DataError(f"{what} is {type(trajectory).__name__}: expected a TensorDict of batch size [1], or None")
@@ -44,13 +46,22 @@ def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
             )
         if key in PER_TOKEN and value.shape != shape:
             raise DataError(f"{what}: {key} has shape {list(value.shape)}, input_ids {list(shape)}; expected the same")
+        if key == "rewards" and value.dim() != 1:
+            raise DataError(f"{what}: rewards has shape {list(value.shape)}; expected [{shape[0]}], one for each row")
         if value.is_floating_point() and not value.isfinite().all():
             raise DataError(f"{what}: {key} holds a value that is not finite: {value.flatten()[:8].tolist()}")
+    for key in INTEGER:
+        if key in trajectory and (trajectory[key].is_floating_point() or trajectory[key].dtype == torch.bool):
+            raise DataError(f"{what}: {key} is {_describe(trajectory[key])}; expected whole numbers")
     mask = trajectory["attention_mask"].bool()
     if not mask.all() and ((mask[:, 1:] & ~mask[:, :-1]).any() or not mask[:, 0].all()):
         raise DataError(f"{what}: attention_mask must be ones and then zeros (right padding), at least one one")
-    if "loss_mask" in trajectory and (trajectory["loss_mask"].bool() & ~mask).any():
-        raise DataError(f"{what}: loss_mask selects positions that attention_mask leaves out")
+    if "loss_mask" in trajectory:
+        chosen = trajectory["loss_mask"].bool()
+        if (chosen & ~mask).any():
+            raise DataError(f"{what}: loss_mask selects positions that attention_mask leaves out")
+        if (trajectory["loss_mask"] != chosen).any():
+            raise DataError(f"{what}: loss_mask holds other values than ones and zeros")
     if "sequence_index" in trajectory:
         index = trajectory["sequence_index"]
         if index.dim() != 1 or index[0] != 0 or ((index[1:] != index[:-1] + 1) & (index[1:] != 0)).any():
@@ -75,20 +86,34 @@ def pad_trajectories(trajectories: Sequence[TensorDict], group_ids: Sequence[int
         raise DataError("pad_trajectories: the list is empty; expected at least one trajectory")
     for index, trajectory in enumerate(trajectories):
         check_trajectory(trajectory, f"trajectory {index}")
-    columns: list[dict[str, Any]] = [dict(trajectory.items()) for trajectory in trajectories]
-    keys = [key for key in columns[0] if key != "group_ids"]
-    for index, column in enumerate(columns):
-        odd = sorted(set(keys) ^ (set(column) - {"group_ids"}))
-        if odd:
-            has, lacks = (index, 0) if odd[0] in column else (0, index)
-            raise DataError(f"trajectory {has} has {odd[0]!r} and trajectory {lacks} has not; expected the same keys")
-    lengths = [column["input_ids"].shape[1] for column in columns]
-    batch = {key: _join(key, [column[key] for column in columns], lengths) for key in keys}
-    ids = torch.tensor(range(len(columns)) if group_ids is None else group_ids, dtype=torch.int64)
-    if len(ids) != len(columns):
-        raise DataError(f"{len(ids)} group_ids for {len(columns)} trajectories; expected one each")
-    batch["group_ids"] = ids.repeat_interleave(torch.tensor([len(column["input_ids"]) for column in columns]))
+    check_alike(trajectories)
+    lengths = [trajectory["input_ids"].shape[1] for trajectory in trajectories]
+    batch = {key: _join(key, values, lengths) for key, values in _columns(trajectories).items()}
+    ids = torch.tensor(range(len(trajectories)) if group_ids is None else group_ids, dtype=torch.int64)
+    if len(ids) != len(trajectories):
+        raise DataError(f"{len(ids)} group_ids for {len(trajectories)} trajectories; expected one each")
+    batch["group_ids"] = ids.repeat_interleave(torch.tensor([len(row["input_ids"]) for row in trajectories]))
     return TensorDict(batch, batch_size=[len(batch["group_ids"])])
+
+
+def check_alike(trajectories: Sequence[TensorDict]) -> None:
+    """Raise DataError, naming the key and the item, unless these fit together into one batch."""
+    keys = [set(trajectory.keys()) - {"group_ids"} for trajectory in trajectories]
+    for index, own in enumerate(keys):
+        odd = sorted(own ^ keys[0])
+        if odd:
+            has, lacks = (index, 0) if odd[0] in own else (0, index)
+            raise DataError(f"trajectory {has} has {odd[0]!r} and trajectory {lacks} has not; expected the same keys")
+    lengths = [trajectory["input_ids"].shape[1] for trajectory in trajectories]
+    for key, values in _columns(trajectories).items():
+        _is_per_token(key, values, lengths)
+
+
+def layout(trajectory: TensorDict) -> frozenset[tuple[Any, ...]]:
+    """The keys with what must agree in a batch: the type, the number of dimensions and the sizes after the second."""
+    return frozenset(
+        (key, value.dtype, value.dim(), value.shape[2:]) for key, value in trajectory.items() if key != "group_ids"
+    )
 
 
 def join_batches(batches: Sequence[TensorDict]) -> TensorDict:
@@ -119,7 +144,13 @@ def first_rows(batch: TensorDict) -> Tensor:
     return (trajectory_index(batch).diff(prepend=torch.tensor([-1])) > 0).nonzero()[:, 0]
 
 
-def _join(key: str, values: list[Tensor], lengths: list[int]) -> Tensor:
+def _columns(trajectories: Sequence[TensorDict]) -> dict[str, list[Tensor]]:
+    keys = [str(key) for key in trajectories[0].keys() if key != "group_ids"]  # noqa: SIM118
+    return {key: [row[key] for row in trajectories] for key in keys}
+
+
+def _is_per_token(key: str, values: list[Tensor], lengths: list[int]) -> bool:
+    """Whether these are [k, L, ...]. Raises: DataError if they do not fit together."""
     first = values[0]
     for index, value in enumerate(values):
         if value.dtype != first.dtype or value.dim() != first.dim() or value.shape[2:] != first.shape[2:]:
@@ -128,22 +159,28 @@ def _join(key: str, values: list[Tensor], lengths: list[int]) -> Tensor:
                 "expected the same type, the same dimensions and the same sizes after the second"
             )
     if first.dim() == 1:
-        return torch.cat(values)
+        return False
     widths = [value.shape[1] for value in values]
     if widths == lengths:
-        padded = first.new_full((sum(map(len, values)), max(widths), *first.shape[2:]), FILL.get(key, 0))
-        row = 0
-        for value in values:
-            padded[row : row + len(value), : value.shape[1]] = value
-            row += len(value)
-        return padded
+        return True
     if len(set(widths)) == 1:
-        return torch.cat(values)
+        return False
     index = next(i for i, (width, length) in enumerate(zip(widths, lengths, strict=True)) if width != length)
     raise DataError(
         f"{key} is {_describe(values[index])} in trajectory {index}, which has {lengths[index]} tokens; "
         f"expected [1, {lengths[index]}] per token, or one shape in all trajectories"
     )
+
+
+def _join(key: str, values: list[Tensor], lengths: list[int]) -> Tensor:
+    if not _is_per_token(key, values, lengths):
+        return torch.cat(values)
+    padded = values[0].new_full((sum(map(len, values)), max(lengths), *values[0].shape[2:]), FILL.get(key, 0))
+    row = 0
+    for value in values:
+        padded[row : row + len(value), : value.shape[1]] = value
+        row += len(value)
+    return padded
 
 
 def _describe(value: Tensor) -> str:

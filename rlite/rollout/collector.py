@@ -27,7 +27,7 @@ from rlite.errors import CallTimeout, CheckpointError, ConfigError, DataError
 from rlite.observability import stats_tracker, trace
 from rlite.rollout.batch import pad_trajectories
 from rlite.rollout.episodes import ENGINE_FAILURES, EpisodeFailed, run_episodes
-from rlite.rollout.group import Group, Item, ShouldAccept, oldest_version, report_age
+from rlite.rollout.group import Group, Item, Lane, ShouldAccept, check_siblings, misfits, report_age
 from rlite.rollout.loop import LoopThread
 from rlite.rollout.options import CollectorOptions
 from rlite.rollout.reward_pool import close_shared_pool
@@ -42,17 +42,6 @@ TOO_OLD = "too old"
 """the reason of groups that max_head_offpolicyness forbids to train on"""
 CANCELLED = "cancelled"
 STOPPED = "the run was stopped"
-
-
-class _Lane:
-    """Groups under one rule of admission; `groups` has those that wait, run or are ready."""
-
-    def __init__(self, ledger: RolloutLedger) -> None:
-        self.ledger = ledger
-        self.groups: dict[int, Group] = {}
-
-    def unfinished(self) -> list[Group]:
-        return [group for group in self.groups.values() if not group.has_ended]
 
 
 _open_collectors: set[RolloutCollector] = set()
@@ -76,8 +65,8 @@ class RolloutCollector:
         """episodes that raised, by the exception's name or the reward's outcome"""
         limit = self.options.max_concurrent_rollouts
         # rollout_batch: nobody trains meanwhile, so nothing gets old
-        self._now = _Lane(RolloutLedger(max_concurrent=limit))
-        self._ahead = _Lane(
+        self._now = Lane(RolloutLedger(max_concurrent=limit))
+        self._ahead = Lane(
             RolloutLedger(
                 max_concurrent=limit,
                 max_head_offpolicyness=self.options.max_head_offpolicyness,
@@ -166,8 +155,10 @@ class RolloutCollector:
         except BaseException:
             self._cancel(groups)
             raise
-        whole = [group for group in groups if group.trajectories is not None]
-        self._consume(self._now, whole)
+        with self._changed:
+            self._drop_misfits(self._now, [group for group in groups if group.trajectories is not None])
+            whole = [group for group in groups if group.trajectories is not None]
+            self._consume(self._now, whole)
         if not whole:
             failed = next((group for group in groups if group.error is not None), groups[0])
             raise RolloutError(f"none of {len(groups)} groups was finished: {failed.reason}") from failed.error
@@ -267,7 +258,7 @@ class RolloutCollector:
                 if group.trajectories is None:
                     lane.ledger.submit(group.id)
                 else:
-                    age = oldest_version(group.trajectories)
+                    age = group.age
                     lane.ledger.restore_ready(group.id, self.engine.get_version() if age is None else age)
         self.version_changed()
 
@@ -286,7 +277,7 @@ class RolloutCollector:
 
     def _submit(
         self,
-        lane: _Lane,
+        lane: Lane,
         items: Sequence[Item],
         workflow: RolloutWorkflow,
         group_size: int,
@@ -314,7 +305,7 @@ class RolloutCollector:
         self._loop.call(self._admit)
         return groups
 
-    def _seed(self, lane: _Lane, index: int) -> int | None:
+    def _seed(self, lane: Lane, index: int) -> int | None:
         """Of an item's group: a resumed run gives the same to the same place of the same `rollout_batch`."""
         if self.options.seed is None:
             return None
@@ -344,6 +335,8 @@ class RolloutCollector:
             if not self._is_ready(count):
                 return None
             groups = [self._ahead.groups[id] for id in self._ahead.ledger.oldest(count)]
+            if self._drop_misfits(self._ahead, groups):
+                return None
             self._consume(self._ahead, groups)
         return self._batch(groups)
 
@@ -354,7 +347,7 @@ class RolloutCollector:
         holding = [self._ahead.groups[id] for id in ledger.holding(count, self.engine.get_version())]
         return [group for group in holding if group.started is not None and group.started < limit]
 
-    def _consume(self, lane: _Lane, groups: Sequence[Group]) -> None:
+    def _consume(self, lane: Lane, groups: Sequence[Group]) -> None:
         with self._changed:
             lane.ledger.consume([group.id for group in groups], self.engine.get_version())
             for group in groups:
@@ -434,12 +427,12 @@ class RolloutCollector:
         if stopped is not None:
             raise stopped
 
-    def _can_progress(self, lane: _Lane) -> bool:
+    def _can_progress(self, lane: Lane) -> bool:
         counters = lane.ledger.counters
         can_start = counters.waiting > 0 and lane.ledger.room(self.engine.get_version()) > 0
         return counters.running > 0 or self._is_paused or can_start
 
-    def _why_not(self, lane: _Lane, count: int) -> str:
+    def _why_not(self, lane: Lane, count: int) -> str:
         counters = lane.ledger.counters
         found = f"{count} groups were asked for, {counters.ready} are ready"
         if len(lane.groups) < count:
@@ -464,7 +457,13 @@ class RolloutCollector:
         for id in self._ahead.ledger.too_old(self.engine.get_version()):
             self._drop(self._ahead, self._ahead.groups[id], TOO_OLD)
 
-    def _drop(self, lane: _Lane, group: Group, reason: str, error: BaseException | None = None) -> None:
+    def _drop_misfits(self, lane: Lane, groups: Sequence[Group]) -> bool:
+        odd = misfits(groups) if groups else []
+        for group, reason in odd:
+            self._drop(lane, group, reason)
+        return bool(odd)
+
+    def _drop(self, lane: Lane, group: Group, reason: str, error: BaseException | None = None) -> None:
         """The group is lost, wherever it is; what runs of it is cancelled."""
         if reason.startswith(TOO_OLD):
             self._dropped_tokens.append(group.tokens)  # what is cancelled may report a few more
@@ -490,23 +489,23 @@ class RolloutCollector:
                 version = self.engine.get_version()
                 for lane in (self._now, self._ahead):
                     for _ in range(min(lane.ledger.room(version), lane.ledger.counters.waiting)):
-                        self._start(lane, lane.groups[lane.ledger.start(version)])
+                        self._start(lane, lane.groups[lane.ledger.start(version)], version)
             if any(is_over() for is_over in self._wishes):
                 self._changed.notify_all()
 
-    def _start(self, lane: _Lane, group: Group) -> None:
+    def _start(self, lane: Lane, group: Group, version: int) -> None:
         trace.stage("group", group.id, "running")
-        group.started = time.monotonic()
+        group.started, group.version = time.monotonic(), version
         group.task = self._loop.start_task(self._run_group(lane, group))
         group.task.add_done_callback(partial(self._check_task, lane, group))
 
-    def _check_task(self, lane: _Lane, group: Group, task: asyncio.Task[None]) -> None:
+    def _check_task(self, lane: Lane, group: Group, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # before its first step, so that it could not see it
             self._lose(lane, group, CANCELLED)
         elif isinstance(error := task.exception(), Exception):  # not a workflow's: _run_group catches those
             self._loop.die(error)
 
-    async def _run_group(self, lane: _Lane, group: Group) -> None:
+    async def _run_group(self, lane: Lane, group: Group) -> None:
         try:
             trajectories = await run_episodes(
                 group.workflow,
@@ -523,8 +522,10 @@ class RolloutCollector:
             reason = None
             if len(whole) < len(trajectories):
                 reason = "the workflow returned None"
-            elif group.should_accept is not None and not group.should_accept(_padded(whole)):
-                reason = "not accepted by should_accept"
+            else:
+                check_siblings(whole)
+                if group.should_accept is not None and not group.should_accept(pad_trajectories(whole)):
+                    reason = "not accepted by should_accept"
         except asyncio.CancelledError:
             self._lose(lane, group, CANCELLED)
         except ENGINE_FAILURES as error:
@@ -551,17 +552,17 @@ class RolloutCollector:
             if self._num_rejections >= self.options.max_consecutive_rejections:
                 self._stop(_stopping(f"{self._num_rejections} groups in a row were dropped: {reason}"))
 
-    def _accept(self, lane: _Lane, group: Group, trajectories: list[TensorDict]) -> None:
+    def _accept(self, lane: Lane, group: Group, trajectories: list[TensorDict]) -> None:
         self._num_failures = self._num_rejections = 0
         with self._changed:
             group.task = None
             if not group.has_ended:  # else it was dropped just now
                 trace.stage("group", group.id, "ready")
                 group.trajectories = trajectories
-                lane.ledger.accept(group.id, oldest_version(trajectories))
+                lane.ledger.accept(group.id, group.age)
         self._admit()
 
-    def _lose(self, lane: _Lane, group: Group, reason: str, error: BaseException | None = None) -> bool:
+    def _lose(self, lane: Lane, group: Group, reason: str, error: BaseException | None = None) -> bool:
         """Drop it; False if it was dropped before, and what its task still makes of that says nothing."""
         with self._changed:
             group.task = None
@@ -580,13 +581,6 @@ class RolloutCollector:
                 for group in lane.unfinished():
                     self._drop(lane, group, STOPPED)
             self._changed.notify_all()
-
-
-def _padded(trajectories: Sequence[TensorDict]) -> TensorDict:
-    try:
-        return pad_trajectories(trajectories)
-    except DataError as error:
-        raise EpisodeFailed(error) from error
 
 
 def _stopping(why: str, cause: BaseException | None = None) -> RolloutError:

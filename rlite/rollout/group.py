@@ -14,6 +14,9 @@ from tensordict import TensorDict
 
 from rlite.errors import DataError
 from rlite.observability import stats_tracker
+from rlite.rollout.batch import check_alike, layout
+from rlite.rollout.episodes import EpisodeFailed
+from rlite.rollout.staleness import RolloutLedger
 from rlite.rollout.workflow import RolloutWorkflow
 
 Item = Mapping[str, Any]
@@ -30,6 +33,8 @@ class Group:
     size: int
     should_accept: ShouldAccept | None = None
     seed: int | None = None
+    version: int | None = None
+    """at its start"""
     started: float | None = None
     task: asyncio.Task[None] | None = None
     trajectories: list[TensorDict] | None = None
@@ -37,6 +42,12 @@ class Group:
     error: BaseException | None = None
     tokens: Counter[int] = field(default_factory=Counter)
     """generated so far, by sample"""
+
+    @property
+    def age(self) -> int | None:
+        """The version of its oldest token; if the trajectories do not say, that at its start."""
+        known = oldest_version(self.trajectories or ())
+        return self.version if known is None else known
 
     @property
     def has_ended(self) -> bool:
@@ -54,6 +65,7 @@ class Group:
             "data": plain(self.data, f"the item of group {self.id}"),
             "size": self.size,
             "seed": self.seed,
+            "version": self.version,
             "trajectories": None if rows is None else [dict(row.items()) for row in rows],
         }
 
@@ -68,9 +80,40 @@ class Group:
             state["size"],
             should_accept=accept,
             seed=state["seed"],
+            version=state.get("version"),
             trajectories=trajectories,
             tokens=Counter(dict(enumerate(response_lengths(trajectories or ())))),
         )
+
+
+class Lane:
+    """Groups under one rule of admission; `groups` has those that wait, run or are ready."""
+
+    def __init__(self, ledger: RolloutLedger) -> None:
+        self.ledger = ledger
+        self.groups: dict[int, Group] = {}
+
+    def unfinished(self) -> list[Group]:
+        return [group for group in self.groups.values() if not group.has_ended]
+
+
+def check_siblings(trajectories: Sequence[TensorDict]) -> None:
+    """Raise EpisodeFailed unless the episodes of one group fit into one batch."""
+    try:
+        check_alike(trajectories)
+    except DataError as error:
+        raise EpisodeFailed(error) from error
+
+
+def misfits(groups: Sequence[Group]) -> list[tuple[Group, str]]:
+    """The groups that do not fit into one batch with most of these, each with the reason."""
+    layouts = [layout(group.trajectories[0]) if group.trajectories else frozenset() for group in groups]
+    common = Counter(layouts).most_common(1)[0][0]
+    return [
+        (group, f"unlike the others of its batch in {', '.join(sorted({key for key, *_ in own ^ common}))}")
+        for group, own in zip(groups, layouts, strict=True)
+        if own != common
+    ]
 
 
 def oldest_version(trajectories: Sequence[TensorDict]) -> int | None:
@@ -105,15 +148,24 @@ def plain(value: Any, where: str) -> Any:
 
     Raises: DataError that says where something else was found.
     """
-    if value is None or isinstance(value, bool | int | float | str | torch.Tensor):
+    if isinstance(value, torch.Tensor):
+        return value
+    if hasattr(value, "tolist"):  # an array or a scalar of NumPy; some of those are floats and texts, too
+        return plain(value.tolist(), where)
+    if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(entry, f"{where}, key {key!r}") for key, entry in value.items()}
+        return {_plain_key(key, where): plain(entry, f"{where}, key {key!r}") for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain(entry, f"{where}, entry {index}") for index, entry in enumerate(value)]
-    if hasattr(value, "tolist"):  # an array or a scalar of NumPy
-        return plain(value.tolist(), where)
     raise DataError(
         f"{where} holds {type(value).__name__}, which a checkpoint cannot keep: expected texts, numbers, lists, "
         "mappings, arrays or tensors"
     )
+
+
+def _plain_key(key: Any, where: str) -> Any:
+    key = plain(key, f"{where}, a key")
+    if isinstance(key, list | torch.Tensor):
+        raise DataError(f"{where} has the key {key!r}, which a checkpoint cannot keep: expected a text or a number")
+    return key

@@ -50,7 +50,13 @@ def test_a_trajectory_of_several_rows_is_one_group() -> None:
     [
         (row(2, extra=torch.zeros(1)), "trajectory 1 has 'extra' and trajectory 0 has not"),
         (row(2).exclude("rewards"), "trajectory 0 has 'rewards' and trajectory 1 has not"),
-        (row(2, rewards=torch.zeros(1, 2)), r"rewards is float32 \[1, 2\] in trajectory 1 and float32 \[1\]"),
+        (row(2, rewards=torch.zeros(1, 2)), r"trajectory 1: rewards has shape \[1, 2\]; expected \[1\]"),
+        (row(2, input_ids=torch.ones(1, 2)), r"trajectory 1: input_ids is float32 \[1, 2\]; expected whole numbers"),
+        (row(2, versions=torch.ones(1, 2, dtype=torch.bool)), r"trajectory 1: versions is bool \[1, 2\]"),
+        (
+            row(2, loss_mask=torch.tensor([[0.0, 0.5]])),
+            "trajectory 1: loss_mask holds other values than ones and zeros",
+        ),
         (row(2, rewards=torch.zeros(1, dtype=torch.int64)), "rewards is int64"),
         (row(2, rewards=torch.tensor([float("nan")])), "trajectory 1: rewards holds a value that is not finite"),
         (row(2, loss_mask=torch.ones(1, 3)), r"trajectory 1: loss_mask has shape \[1, 3\], input_ids \[1, 2\]"),

@@ -186,6 +186,27 @@ def test_what_a_workflow_may_not_return_is_data_with_a_reason(collect: Collect, 
     assert collector.failed_attempts.total() <= 1, "the same data would only fail again"
 
 
+def without_versions(number: int) -> TensorDict:
+    ones = torch.ones(1, 2, dtype=torch.int64)
+    columns = {"input_ids": ones, "attention_mask": ones, "rewards": torch.tensor([float(number)])}
+    return TensorDict(columns, batch_size=[1])
+
+
+def test_trajectories_that_fit_into_no_batch_are_data_with_a_reason(collect: Collect) -> None:
+    collector = collect(request_retries=0)
+    sometimes = Answer(lambda item: without_versions(item["number"]) if item["number"] == 1 else None)
+    assert numbers(collector.rollout_batch(items(3, 2, 0, 1), sometimes)) == [3, 2, 0]
+    assert dict(collector.lost) == {
+        "unlike the others of its batch in attention_mask, logprobs, loss_mask, truncated, versions": 1
+    }
+    attempts = iter(range(100))
+    siblings = Answer(lambda item: without_versions(0) if item["number"] == 1 and next(attempts) % 2 else None)
+    assert numbers(collector.rollout_batch(items(0, 1), siblings, group_size=2)) == [0, 0]
+    assert ["trajectory 1" in reason for reason in collector.lost] == [False, True]
+    batch = collector.prepare_batch([items(0, 1, 2)], sometimes, timeout=10)
+    assert [number != 1 for number in numbers(batch)] == [True] * 3, "it is replaced"
+
+
 def test_a_workflow_that_always_fails_stops_the_run_with_that_reason(collect: Collect) -> None:
     attempts = 0
 
@@ -390,7 +411,7 @@ def test_groups_that_end_at_any_moment_are_replaced(collect: Collect, engine: Sc
     loader = [items(0, 1), items(2, 3)]
     sys.setswitchinterval(1e-6)  # the threads take turns as often as they can
     try:
-        for step in range(100):
+        for step in range(25):
             assert len(collector.prepare_batch(loader, workflow)) == 2
             engine.set_version(step + 1)
     finally:
@@ -540,7 +561,7 @@ def test_what_runs_ahead_survives_a_restart(collect: Collect, engine: ScriptedEn
     collector = collect(**options)
     workflow, _ = hold_back(3, 4)
     for item in items(*range(9)):
-        collector.submit({**item, "array": np.arange(2)}, workflow)
+        collector.submit({**item, "array": np.arange(2), "by_place": {0: np.float64(0.5)}}, workflow)
     first = numbers(collector.wait(2))
     while collector.counters.ready < 2:
         time.sleep(0.01)
@@ -555,11 +576,28 @@ def test_what_runs_ahead_survives_a_restart(collect: Collect, engine: ScriptedEn
     after = resumed.counters
     assert (after.submitted, after.consumed) == (before.submitted, before.consumed) == (9, 2)
     consumed = list(first)
-    for version in range(1, 4):
+    for version, count in ((1, 2), (2, 2), (3, 2), (4, 1)):
         engine.set_version(version)
-        consumed += numbers(resumed.wait(2))
-    assert sorted(consumed) == list(range(8))
+        consumed += numbers(resumed.wait(count))
+    assert sorted(consumed) == list(range(9))
     assert resumed.submit(items(9)[0], Answer()) == 9
+
+
+def test_groups_that_do_not_say_their_versions_keep_their_age_over_a_restart(
+    collect: Collect, engine: ScriptedEngine
+) -> None:
+    options = {"consumer_batch_size": 1, "max_head_offpolicyness": 1}
+    workflow = Answer(lambda item: without_versions(item["number"]))
+    collector = collect(**options)
+    collector.submit(items(5)[0], workflow)
+    while not collector.counters.ready:
+        time.sleep(0.01)
+    engine.set_version(1)
+    resumed = collect(**options)
+    resumed.load_state_dict(collector.state_dict(), workflow)
+    engine.set_version(2)
+    with pytest.raises(RolloutError, match="too old"):
+        resumed.wait(1)
 
 
 def test_a_restart_with_another_batch_size_is_refused(collect: Collect) -> None:
