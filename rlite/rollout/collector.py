@@ -3,7 +3,7 @@
     caller's thread                       the collector's thread, one event loop
     submit ──> waiting ──start───────> running: episodes, each attempted until it succeeds or its retries are spent
     wait   <── ready   <──accept──────    │
-               lost, with a reason   <────┘ raised too often, returned None, not accepted, too old, cancelled
+               lost, with a reason   <────┘ raised too often, returned None, not accepted, too old, cancelled, ...
 
 What may happen is the ledger's to say (`rlite.rollout.staleness`); this does it. The loop consumes waiting groups. It
 is unblocked by: a submission, a group that ends, a higher policy version (`version_changed`, or the next call),
@@ -177,7 +177,8 @@ class RolloutCollector:
         Args:
             loader: yields items or lists of items; begun again at its end. Its place is kept from call to call,
                 until a call gives another loader: that one is begun at its beginning.
-            should_accept: called with a group's padded TensorDict; a group that it refuses is replaced.
+            should_accept: called with a group's padded TensorDict, in the collector's thread, which it holds up; a
+                group that it refuses is replaced.
 
         Raises: CallTimeout; RolloutError if generation may not run ahead any further, because the policy version has
             not moved since the last batch.
