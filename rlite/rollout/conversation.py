@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from jinja2.exceptions import TemplateError
-
 from rlite.data.raw import raw_tokens
 from rlite.errors import ConfigError
+from rlite.rollout.template import STAND_IN, Message, TemplateRefusal, render
 from rlite.rollout.transcript import Transcript, continuation
 from rlite.rollout.workflow import RolloutError, Tokenizer, prompt_ids, prompt_text
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 
 History = Literal["tokens", "template"]
-Message = Mapping[str, Any]
-
-_STAND_IN = "\ue00d\uf3a7\ue9b1"  # private characters: in no text, and no template changes them
 
 
 class Conversation:
@@ -103,16 +99,16 @@ class Conversation:
 
     def _between(self, messages: tuple[Message, ...]) -> str:
         """What the template puts between the end of an answer and the beginning of the next."""
-        exchange = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _STAND_IN}]
-        _, *found = self._render([*exchange, *messages]).split(_STAND_IN)
+        exchange = [{"role": "user", "content": "question"}, {"role": "assistant", "content": STAND_IN}]
+        _, *found = self._render([*exchange, *messages]).split(STAND_IN)
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         if len(found) != 1:
             raise ConfigError(f"the chat template renders an answer {len(found)} times if there follow: {roles}")
         for number, message in enumerate(messages):
             if message["content"].strip() not in found[0]:  # as JSON, perhaps
                 probes = [dict(other) for other in messages]
-                probes[number]["content"] = _STAND_IN
-                if self._render([*exchange, *probes]).count(_STAND_IN) < 2:
+                probes[number]["content"] = STAND_IN
+                if self._render([*exchange, *probes]).count(STAND_IN) < 2:
                     raise ConfigError(f"the chat template leaves out messages of the role {message['role']!r}")
         return found[0]
 
@@ -128,13 +124,9 @@ class Conversation:
 
     def _render(self, messages: list[Message]) -> str:
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self._options
-            )
-        # a template without {% raise_exception %} fails in any way that Jinja's expressions can
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise ConfigError(f"the chat template refuses a conversation of the roles {roles}: {error}") from error
+            return render(self._tokenizer, messages, {"add_generation_prompt": True, **self._options})
+        except TemplateRefusal as error:
+            raise ConfigError(str(error)) from error
 
     def _latest(self) -> LLMResponse:
         if self._response is None:

@@ -7,20 +7,16 @@ and those of the rest. Where the template writes history anew (it drops earlier 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from jinja2.exceptions import TemplateError
-
 from rlite.data.raw import raw_prompts, raw_tokens
 from rlite.errors import DataError
 from rlite.rollout.openai.recording import Message, Turn
+from rlite.rollout.template import STAND_IN, TemplateRefusal, render
 from rlite.rollout.workflow import Tokenizer
-
-_STAND_IN = "\ue00d\uf3a7\ue9b1"  # private characters: in no text, and no template changes them
 
 
 class Prompt(NamedTuple):
@@ -124,10 +120,10 @@ class ChatPrompts:
         if not self._is_learnt:
             self._is_learnt = True
             question = {"role": "user", "content": "question"}
-            exchange = [question, {"role": "assistant", "content": _STAND_IN}]
+            exchange = [question, {"role": "assistant", "content": STAND_IN}]
             try:
-                last = self._render(exchange, None, add_generation_prompt=False).split(_STAND_IN)
-                inner = self._render([*exchange, question], None, add_generation_prompt=True).split(_STAND_IN)
+                last = self._render(exchange, None, add_generation_prompt=False).split(STAND_IN)
+                inner = self._render([*exchange, question], None, add_generation_prompt=True).split(STAND_IN)
             except DataError:
                 return None
             if len(last) == len(inner) == 2:
@@ -146,18 +142,11 @@ class ChatPrompts:
                 raise DataError(f"tools: the model's chat template leaves out {tool['function']['name']!r}")
 
     def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool) -> str:
-        options = {**self._options, "tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
+        options = {**self._options, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            try:
-                return self.tokenizer.apply_chat_template(list(messages), **options)
-            except TypeError:  # there are templates (DeepSeek's) that take the arguments of calls as JSON text
-                return self.tokenizer.apply_chat_template([_with_json_arguments(one) for one in messages], **options)
-        # a template that does not refuse by itself fails in any way that Jinja's expressions can
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise DataError(
-                f"messages: the model's chat template refuses this conversation ({roles}): {error}"
-            ) from error
+            return render(self.tokenizer, messages, options)
+        except TemplateRefusal as error:
+            raise DataError(f"messages: {error}") from error
 
 
 def _check_text(text: str, what: str) -> None:
@@ -165,18 +154,6 @@ def _check_text(text: str, what: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{what}: half of a surrogate pair, {error.object[error.start]!r}, is no text") from error
-
-
-def _with_json_arguments(message: Message) -> Message:
-    if "tool_calls" not in message:
-        return message
-    functions = [call["function"] for call in message["tool_calls"]]
-    texts = [f["arguments"] if isinstance(f["arguments"], str) else json.dumps(f["arguments"]) for f in functions]
-    calls = [
-        {**call, "function": {**call["function"], "arguments": text}}
-        for call, text in zip(message["tool_calls"], texts, strict=True)
-    ]
-    return {**message, "tool_calls": calls}
 
 
 def _continued(messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -> list[Turn]:

@@ -113,3 +113,17 @@ def test_a_reply_without_an_answer_and_an_item_without_a_prompt_are_errors() -> 
         Conversation(byte_tokenizer(), {"seed": 3})
     with pytest.raises(RolloutError, match="ended the completion after 0 tokens"):
         asyncio.run(conversation.ask(ScriptedEngine([[]]), GenerationHyperparameters()))
+
+
+def test_a_template_that_takes_arguments_of_calls_as_text_is_given_text() -> None:
+    calling = CHATML.replace(
+        "{{ message['content'] }}",
+        "{{ message['content'] }}"
+        "{% for call in message.tool_calls or [] %}{{ 'f' + call.function.arguments }}{% endfor %}",
+    )
+    conversation = talk(calling, "yes", NEXT, history="template")
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    asyncio.run(conversation.ask(ScriptedEngine([[5]]), GenerationHyperparameters(max_new_tokens=9)))
+    conversation.reply(NEXT, answer={"role": "assistant", "content": "", "tool_calls": [call]})
+    text = byte_tokenizer().decode(conversation.transcript.tokens)
+    assert 'f{"x": 1}' in text
