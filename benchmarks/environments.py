@@ -281,6 +281,37 @@ def rise(metrics: Sequence[Mapping[str, float]], lowest_reward: float) -> Rise:
     return Rise(before=means[0], after=means[1], error=(variance / NUM_TRIED) ** 0.5)
 
 
+def heeded(rollouts: Sequence[Mapping[str, Any]]) -> float:
+    """The share of the guesses after a game's first one that the hints so far leave open."""
+    is_open: list[bool] = []
+    for rollout in rollouts:
+        low, high, num_guesses = 0, 10**9, 0
+        for found in re.finditer(r"number is (higher|lower) than (\d+)|\\boxed{(\d+)}", rollout["response"]):
+            hint, limit, guess = found.groups()
+            if guess is None:
+                low, high = (max(low, int(limit) + 1), high) if hint == "higher" else (low, min(high, int(limit) - 1))
+                continue
+            if num_guesses > 0:
+                is_open.append(low <= int(guess) <= high)
+            num_guesses += 1
+    return sum(is_open) / max(len(is_open), 1)
+
+
+def on_hints(path: Path) -> list[str]:
+    """Whether a run of games learnt to heed hints, in words; nothing if it was not made."""
+    if not path.exists():
+        return []
+    rollouts = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    first = heeded([rollout for rollout in rollouts if rollout["step"] <= STEPS / 4])
+    last = heeded([rollout for rollout in rollouts if rollout["step"] > STEPS * 3 / 4])
+    return [
+        "The reward alone does not say that hints are heeded: whoever says 5 four times gets 0.72, and the best",
+        "that can be had without them is 0.87. Of the later guesses in the sampled games that the run writes down,",
+        f"hints left open {first:.0%} in the first quarter of the steps and {last:.0%} in the last one.",
+        "",
+    ]
+
+
 def report(folder: Path, out: Path) -> bool:
     """Write pictures and table of the runs that are there; returns whether they reached what is asked."""
     lines = ["| run | environment | before | after | standard error of the rise | |", "|---|---|---|---|---|---|"]
@@ -311,8 +342,9 @@ def report(folder: Path, out: Path) -> bool:
             "rewards in the pictures are those of sampled answers, in groups whose rewards are not all equal.",
             "",
             "A puzzle is worth 1 if `score_answer` is full, else 0. A game is worth 1 for the number, and if the last",
-            "turn misses it, the less the farther it is off: whoever never heeds a hint gets about 0.6 to 0.7.",
+            "turn misses it, the less the farther it is off. It has ten numbers: other seeds are other draws of them.",
             "",
+            *on_hints(folder / "guess" / "ppo" / "rollouts.jsonl"),
             *lines,
             "",
             *pictures,

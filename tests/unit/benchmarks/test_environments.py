@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from benchmarks import environments
-from benchmarks.environments import Data, Task, common_texts, ppo_settings, prepare, rise, sft_settings, tasks
+from benchmarks.environments import Data, Task, common_texts, heeded, ppo_settings, prepare, rise, sft_settings, tasks
 from rlite import config
 from rlite.trainer.ppo_options import PpoConfig
 from rlite.trainer.sft import SftConfig
@@ -52,6 +52,13 @@ def test_a_rise_is_of_the_items_however_often_they_are_looked_at() -> None:
     assert found.is_reached
     assert rise(metrics, lowest_reward=-0.1).error > found.error, "a wider range of rewards may vary more"
     assert not rise([{**row, "accuracy": 0.5} for row in metrics], lowest_reward=0.0).is_reached
+
+
+def test_a_guess_heeds_the_hints_when_they_leave_it_open() -> None:
+    hints = ("the target number is higher than 4", "the target number is lower than 8")
+    game = f"\\boxed{{4}} {hints[0]} \\boxed{{8}} {hints[1]} \\boxed{{8}} \\boxed{{6}}"
+    assert heeded([{"response": game}]) == pytest.approx(2 / 3), "8 is open at first, then not; 6 is"
+    assert heeded([{"response": "\\boxed{4}"}]) == 0
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
