@@ -172,7 +172,8 @@ def main() -> None:
         for name, row in rows.items():
             print(
                 f"{name:12} {row['seconds']:7.2f} s (simulated {row['simulated']:7.2f}, {row['deviation']:+.1%})  "
-                f"{row['speed-up']:.2f}x  kept {row['kept']:.0f} tokens, {row['num_dropped']:.0f} dropped"
+                f"{row['speed-up']:.2f}x  kept {row['kept']:.0f} tokens each, dropped {row['num_dropped']:.0f} of "
+                f"{row['dropped']:.0f} tokens so far"
             )
     failed = [
         name

@@ -26,8 +26,8 @@ import transformers
 import rlite
 from benchmarks.model import build_model
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
-from rlite.trainer.engines import ActorOptions, RolloutOptions
-from rlite.trainer.ppo import PpoConfig, PpoTrainer, PromptOptions
+from rlite.trainer.ppo import PpoTrainer
+from rlite.trainer.ppo_options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.trainer.run import TrainerOptions
 from rlite.types import GenerationHyperparameters
 

@@ -11,7 +11,8 @@ import importlib
 import sys
 
 import rlite
-from rlite.errors import RliteError, did_you_mean
+from rlite.errors import did_you_mean
+from rlite.trainer.command import run
 
 COMMANDS = {name: f"rlite.trainer.{name}" for name in ("quickstart", "sft", "rm", "dpo", "ppo", "plan")}
 
@@ -27,10 +28,7 @@ def main() -> None:
         return
     if command not in COMMANDS:
         sys.exit(f"rlite: unknown command {command!r}; {did_you_mean(command, COMMANDS)}")
-    try:
-        importlib.import_module(COMMANDS[command]).main(arguments)
-    except RliteError as error:
-        sys.exit(f"rlite {command}: {type(error).__name__}: {error}")
+    run(command, importlib.import_module(COMMANDS[command]).main, arguments)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from hypothesis import settings
 
 # a shared or slow machine is no reason for a property test to fail
 settings.register_profile("rlite", deadline=None, print_blob=True)
 settings.load_profile("rlite")
+
+
+@pytest.fixture(autouse=True)
+def own_loggers() -> None:
+    """Libraries that other tests import switch the loggers off that exist."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.split(".")[0] == "rlite" and isinstance(logger, logging.Logger):
+            logger.disabled = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -30,6 +30,8 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
             raise DataError(f"{at}: {keys[0]!r} is empty")
         if keys[0] == "messages" or (keys[0] == "prompt" and not isinstance(prompt, str)):
             check_messages(prompt, at, keys[0])
+            if prompt[-1]["role"] == "assistant":
+                raise DataError(f"{at}: {keys[0]!r} ends with the assistant; expected the prompt alone, to be answered")
         elif isinstance(prompt, str):
             check_text(prompt, f"{at}: {keys[0]!r}")
 

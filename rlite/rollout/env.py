@@ -43,6 +43,11 @@ class Environment:
         self._run = RewardFunction(function, timeout, num_processes=num_processes, what=f"the environment {path}").run
         self._has_reset: bool | None = None
 
+    @property
+    def begins_with_prompt(self) -> bool:
+        """Whether the first state is the row's prompt; known once the file was looked at."""
+        return self._has_reset is False
+
     def check(self) -> None:
         """Import the file where it will run; not from within an event loop. Raises: RewardError with the reason."""
         asyncio.run(self._describe())
@@ -100,6 +105,11 @@ class EnvironmentWorkflow(RolloutWorkflow):
         self.max_turns = max_turns
         self.max_length = max_length
         self.chat_template_options = dict(chat_template_options or {})
+
+    def opening(self, data: Mapping[str, Any]) -> list[int] | None:
+        if not self.environment.begins_with_prompt:
+            return None
+        return prompt_ids(data, self.tokenizer, self.chat_template_options)
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
         state, tokens, info = await self._start(data)

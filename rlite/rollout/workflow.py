@@ -37,6 +37,10 @@ class RolloutWorkflow(ABC):
             `attention_mask` [1, L], and mostly `loss_mask`, `logprobs`, `versions` [1, L] and `rewards` [1].
         """
 
+    def opening(self, data: Mapping[str, Any]) -> list[int] | None:
+        """The tokens that an item's episodes begin with, if they are known before: trainers check how many they are."""
+        return None
+
 
 class Tokenizer(TextTokenizer, Protocol):
     """What a workflow needs of a Hugging Face tokenizer."""
@@ -94,6 +98,9 @@ class SingleTurnWorkflow(RolloutWorkflow):
         self.gconfig = gconfig
         self.tokenizer = tokenizer
         self.chat_template_options = dict(chat_template_options or {})
+
+    def opening(self, data: Mapping[str, Any]) -> list[int]:
+        return prompt_ids(data, self.tokenizer, self.chat_template_options)
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
         input_ids = prompt_ids(data, self.tokenizer, self.chat_template_options)

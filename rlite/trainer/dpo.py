@@ -21,6 +21,7 @@ from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
+from rlite.trainer.command import run
 from rlite.trainer.engines import init_devices, untrained
 from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions, TestDataOptions
 from rlite.trainer.policy import OwnLogprobs, policy_module
@@ -162,4 +163,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run("dpo", main, sys.argv[1:])

@@ -27,13 +27,14 @@ from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.batch import first_rows, trajectory_index
 from rlite.rollout.environments import environment_workflow
+from rlite.trainer.command import run
 from rlite.trainer.credit import Credit
 from rlite.trainer.critic import find_critic
 from rlite.trainer.engines import Engines, init_devices
 from rlite.trainer.policy import OwnLogprobs, PolicyLoss
 from rlite.trainer.ppo_options import PpoConfig, SamplingOptions
 from rlite.trainer.reference import find_reference
-from rlite.trainer.rollouts import find_rollouts
+from rlite.trainer.rollouts import check_openings, find_rollouts
 from rlite.trainer.run import TrainingRun, check_best_metric, step_metrics
 from rlite.trainer.supervised import load_tokenizer, serve_if_worker
 from rlite.trainer.usage import usage_metrics
@@ -89,10 +90,13 @@ class PpoTrainer:
         self.options = options
         self.workflow = workflow
         self.test_workflow = test_workflow or workflow
-        if self.workflow.needs_prompt:
-            check_prompts(train_rows, "train_data")
-        if self.test_workflow.needs_prompt:
-            check_prompts(test_rows, "test_data")
+        for own, rows, where in (
+            (self.workflow, train_rows, "train_data"),
+            (self.test_workflow, test_rows, "test_data"),
+        ):
+            if own.needs_prompt:
+                check_prompts(rows, where)
+                check_openings(rows, own, options.max_length, where)
         self.test_rows = list(test_rows)
         self.prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, options.trainer.seed)
         self.loss = _loss(options)
@@ -321,4 +325,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run("ppo", main, sys.argv[1:])

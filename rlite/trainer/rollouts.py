@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from rich.console import Console
+from rich.progress import track
 from tensordict import TensorDict
 
 from rlite.data.prompts import PromptStream
+from rlite.errors import DataError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.trainer.engines import Engines
 from rlite.trainer.filtering import is_varied, replace_uniform_groups
 from rlite.trainer.ppo_options import PpoConfig
+
+MANY_ROWS = 10_000
+"""from which on a progress bar is worth its line"""
 
 
 class AnyRollouts(Protocol):
@@ -117,6 +124,22 @@ class _Batches:
     def __iter__(self) -> Iterator[list[Mapping[str, Any]]]:
         while True:
             yield self._prompts.next()
+
+
+def check_openings(rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, max_length: int, where: str) -> None:
+    """Raise DataError, naming the row, if the prompt of one leaves no room for an answer in `max_length` tokens."""
+    console = Console(file=sys.stderr)
+    is_quiet = len(rows) < MANY_ROWS or not console.is_terminal
+    for number, row in enumerate(
+        track(rows, f"looking at the prompts of {where}", console=console, transient=True, disable=is_quiet)
+    ):
+        opening = workflow.opening(row)
+        if opening is not None and len(opening) >= max_length:
+            raise DataError(
+                f"{where}, row {number}: its prompt has {len(opening)} tokens, which leaves no room for an answer in "
+                f"{max_length} (the least of max_length_per_device x tp_size x sp_size of the models, and "
+                "rollout.max_model_len); raise those, or drop the row"
+            )
 
 
 def find_rollouts(

@@ -131,7 +131,7 @@ class TrainingRun:
                 project=options.project,
                 name=options.experiment_name,
                 config=config.to_container(self._config),
-                resume_after=self.step,
+                resume_after=self.step or -1,  # what stands at step 0 is of another run
             ),
         )
         self._drop_later_rollouts()

@@ -77,6 +77,20 @@ def test_a_run_learns_and_leaves_metrics_rollouts_config_and_a_model(model, tmp_
     assert type(served).__name__ == "Qwen3ForCausalLM"
 
 
+def test_a_new_run_in_an_old_folder_keeps_no_line_of_it(model, tmp_path, session):
+    for seed in (1, 2):
+        trainer(model, tmp_path, total_steps=1, test_rows=ROWS[:2], seed=seed).fit()
+        rlite.shutdown()
+        rlite.init(num_devices=1)
+    assert [row["step"] for row in logged(tmp_path)] == [0, 1]
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_named_before_anything_is_built(model, tmp_path):
+    rows = [*ROWS[:2], {"prompt": "x" * 100}]
+    with pytest.raises(DataError, match=r"train_data, row 2: its prompt has 100 tokens, .* in 64 .*max_model_len"):
+        trainer(model, tmp_path, total_steps=1, rows=rows)
+
+
 def test_a_stopped_run_goes_on_from_its_newest_checkpoint(model, tmp_path, session):
     out = tmp_path / "run"
     first = trainer(model, out, total_steps=6)

@@ -26,6 +26,7 @@ def test_a_prompt_is_messages_or_a_text_or_tokens() -> None:
         ({"prompt": 4}, "'prompt' is int"),
         ({"messages": [{"content": "a"}]}, r"messages\[0\]: 'role' is None"),
         (["a"], "expected an object, found list"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": "b"}]}, "ends with the assistant"),
     ],
 )
 def test_a_row_without_a_prompt_is_named(row: Any, message: str) -> None:

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rlite.errors import ConfigError
+from rlite.trainer.command import run
+
+SLEEP = """
+import time
+from rlite.trainer.command import run
+
+def main(arguments):
+    print("ready", flush=True)
+    time.sleep(60)
+
+run("sft", main, [])
+"""
+
+
+def test_an_error_of_ours_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(arguments: object) -> None:
+        raise ConfigError("data.path=missing.json: no such file")
+
+    with pytest.raises(SystemExit) as ended:
+        run("sft", main, [])
+    assert ended.value.code == "rlite sft: ConfigError: data.path=missing.json: no such file"
+
+
+def test_an_error_of_others_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run("sft", lambda arguments: 1 / 0, [])  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_with_a_word_on_how_to_go_on(number: int, status: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", SLEEP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    process.send_signal(number)
+    _, complaint = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert "trainer.load_ckpt_from=latest goes on from there" in complaint
+    assert "Traceback" not in complaint
