@@ -70,6 +70,7 @@ class Engines:
             **own_options,
         )
         self.rollout.rollout_options = CollectorOptions(
+            consumer_batch_size=options.train_data.prompts_per_rollout,
             max_concurrent_rollouts=rollout.max_concurrent_rollouts,
             max_head_offpolicyness=rollout.max_head_offpolicyness,
             on_stale=rollout.on_stale,

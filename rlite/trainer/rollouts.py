@@ -14,6 +14,7 @@ from rlite.data.prompts import PromptStream
 from rlite.errors import DataError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
+from rlite.rollout.group import plain
 from rlite.trainer.engines import Engines
 from rlite.trainer.filtering import is_varied, replace_uniform_groups
 from rlite.trainer.ppo_options import PpoConfig
@@ -37,6 +38,7 @@ class SynchronousRollouts:
 
     def __init__(self, options: PpoConfig, engines: Engines, workflow: RolloutWorkflow, prompts: PromptStream) -> None:
         self._options, self._engines, self._workflow, self._prompts = options, engines, workflow, prompts
+        self._left: list[Mapping[str, Any]] = []
 
     @stats_tracker.record_timing("rollout")
     def next_batch(self) -> TensorDict:
@@ -46,20 +48,25 @@ class SynchronousRollouts:
         def generate(items: Sequence[Mapping[str, Any]]) -> TensorDict:
             return self._engines.rollout.rollout_batch(items, self._workflow, group_size=group_size)
 
-        items = self._prompts.next()
+        items = self._next(self._options.train_data.prompts_per_rollout)
         batch = generate(items)
         if group_size == 1 or not self._options.rollout.dynamic_filtering:
             return batch
         return replace_uniform_groups(
-            batch, len(items), lambda count: generate(self._prompts.next(count)), self._options.rollout.max_refills
+            batch, len(items), lambda count: generate(self._next(count)), self._options.rollout.max_refills
         )
 
+    def _next(self, count: int) -> list[Mapping[str, Any]]:
+        left, self._left = self._left[:count], self._left[count:]
+        return left + self._prompts.next(count - len(left))
+
     def state_dict(self) -> dict[str, Any]:
-        """Nothing is under way between two steps."""
-        return {}
+        """Nothing is under way between two steps, but what a run that ran ahead has left."""
+        return {"groups": [{"data": plain(item, "a prompt")} for item in self._left]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Prompts that were under way when a run that ran ahead was stopped are dealt again by its stream alone."""
+        """Prompts that were under way in a run that ran ahead come first."""
+        self._left = [group["data"] for group in state["groups"]]
 
 
 class RolloutsAhead:
@@ -91,9 +98,11 @@ class RolloutsAhead:
         return self._engines.rollout.collector.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with them."""
-        if state:
+        """Go on with them; of a run that did not run ahead there are but prompts, if any."""
+        if "ledger" in state:
             self._engines.rollout.collector.load_state_dict(state, self._workflow, self._filter)
+        else:
+            self._batches.left = [group["data"] for group in state["groups"]]
 
 
 class VariedGroups:
@@ -120,9 +129,14 @@ class _Batches:
 
     def __init__(self, prompts: PromptStream) -> None:
         self._prompts = prompts
+        self.left: list[Mapping[str, Any]] = []
+        """prompts that come first"""
 
     def __iter__(self) -> Iterator[list[Mapping[str, Any]]]:
         while True:
+            if self.left:
+                left, self.left = self.left, []
+                yield left
             yield self._prompts.next()
 
 
