@@ -46,8 +46,11 @@ def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
             )
         if key in PER_TOKEN and value.shape != shape:
             raise DataError(f"{what}: {key} has shape {list(value.shape)}, input_ids {list(shape)}; expected the same")
-        if key == "rewards" and value.dim() != 1:
-            raise DataError(f"{what}: rewards has shape {list(value.shape)}; expected [{shape[0]}], one for each row")
+        if key == "rewards" and value.shape not in (shape[:1], shape):
+            raise DataError(
+                f"{what}: rewards has shape {list(value.shape)}; expected [{shape[0]}], one for each row, or "
+                f"{list(shape)}, one for each token"
+            )
         if value.is_floating_point() and not value.isfinite().all():
             raise DataError(f"{what}: {key} holds a value that is not finite: {value.flatten()[:8].tolist()}")
     for key in INTEGER:

@@ -45,12 +45,17 @@ def test_a_trajectory_of_several_rows_is_one_group() -> None:
     assert batch["attention_mask"].sum(1).tolist() == [3, 5, 1]
 
 
+def test_rewards_may_be_of_tokens() -> None:
+    batch = pad_trajectories([row(length, rewards=torch.full((1, length), float(length))) for length in (2, 3)])
+    assert batch["rewards"].tolist() == [[2.0, 2.0, 0.0], [3.0, 3.0, 3.0]]
+
+
 @pytest.mark.parametrize(
     ("second", "message"),
     [
         (row(2, extra=torch.zeros(1)), "trajectory 1 has 'extra' and trajectory 0 has not"),
         (row(2).exclude("rewards"), "trajectory 0 has 'rewards' and trajectory 1 has not"),
-        (row(2, rewards=torch.zeros(1, 2)), r"trajectory 1: rewards has shape \[1, 2\]; expected \[1\]"),
+        (row(2, rewards=torch.zeros(1, 3)), r"rewards has shape \[1, 3\]; expected \[1\], .* or \[1, 2\]"),
         (row(2, input_ids=torch.ones(1, 2)), r"trajectory 1: input_ids is float32 \[1, 2\]; expected whole numbers"),
         (row(2, versions=torch.ones(1, 2, dtype=torch.bool)), r"trajectory 1: versions is bool \[1, 2\]"),
         (
