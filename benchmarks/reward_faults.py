@@ -20,7 +20,6 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -40,8 +39,6 @@ from rlite.rollout.reward_pool import close_shared_pool
 
 SHARES = {"timeout": 0.10, "crash": 0.10, "memory": 0.05, "invalid": 0.05, "raised": 0.05}
 REWARD = 0.5
-DYING_SECONDS = 5.0
-"""in which a process that was killed must be gone"""
 FAULTS = {
     "timeout": ("sleep", "deaf", "busy", "children", "coroutine", "stopped"),
     "crash": ("exit", "success", "segfault", "kill", "abort", "orphan", "closed", "garbage"),
@@ -173,10 +170,11 @@ def run(count: int, timeout: float = 1.5, num_processes: int = 16, seed: int = 0
     try:
         batch = collector.rollout_batch([{"fault": fault} for _, fault in faults], Rewarded(reward, tag))
         seconds = time.monotonic() - began
-        zombies = _after_a_while(lambda: [process for process in _own(others) if _is_zombie(process)])
+        zombies = [p for p in psutil.Process().children() if p.status() == psutil.STATUS_ZOMBIE and p not in others]
     finally:
         collector.close()
-    left = _after_a_while(lambda: [*_own(others), *_tagged(tag)])
+    left = [p for p in psutil.Process().children(recursive=True) if p not in others]
+    left += [p for p in psutil.process_iter(["cmdline"]) if tag in (p.info["cmdline"] or ()) and p not in left]
     kept = [index for index, (outcome, _) in enumerate(faults) if outcome == "ok"]
     failed = {outcome: number for outcome, number in expected.items() if outcome != "ok"}
     report: dict[str, Any] = {
@@ -200,30 +198,6 @@ def run(count: int, timeout: float = 1.5, num_processes: int = 16, seed: int = 0
         and not left
     )
     return report
-
-
-def _after_a_while(find: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
-    """What is still found when what was killed has had the time to die."""
-    deadline = time.monotonic() + DYING_SECONDS
-    while (found := find()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return found
-
-
-def _own(others: set[psutil.Process]) -> list[psutil.Process]:
-    """This process's children but those."""
-    return [process for process in psutil.Process().children(recursive=True) if process not in others]
-
-
-def _tagged(tag: str) -> list[psutil.Process]:
-    """What misbehaving functions started, whoever is its parent now."""
-    return [process for process in psutil.process_iter(["cmdline"]) if tag in (process.info["cmdline"] or ())]
-
-
-def _is_zombie(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.status() == psutil.STATUS_ZOMBIE
-    return False
 
 
 def main() -> None:
