@@ -19,7 +19,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -55,18 +55,15 @@ def frame(message: Any) -> bytes:
     return HEADER.pack(len(payload)) + payload
 
 
-def frames(buffer: bytearray) -> list[Any]:
-    """Take the whole messages off the front of `buffer`."""
-    messages, start = [], 0
-    while len(buffer) - start >= HEADER.size:
-        (length,) = HEADER.unpack_from(buffer, start)
-        end = start + HEADER.size + length
+def frames(buffer: bytearray) -> Iterator[Any]:
+    """Take the whole messages off the front of `buffer`, one by one: those before an unreadable one count."""
+    while len(buffer) >= HEADER.size:
+        end = HEADER.size + HEADER.unpack_from(buffer)[0]
         if len(buffer) < end:
-            break
-        messages.append(pickle.loads(memoryview(buffer)[start + HEADER.size : end]))
-        start = end
-    del buffer[:start]
-    return messages
+            return
+        payload = bytes(buffer[HEADER.size : end])
+        del buffer[:end]
+        yield pickle.loads(payload)
 
 
 def serve(descriptor: int) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import tenacity
 
 from benchmarks import reward_faults
 from rlite.errors import ConfigError, DataError
-from rlite.rollout.reward_pool import RewardPool, close_shared_pool
+from rlite.rollout.reward_pool import RewardCode, RewardPool, close_shared_pool
 from rlite.rollout.rewards import (
     RewardCrash,
     RewardError,
@@ -145,6 +146,31 @@ def test_a_process_that_ends_after_its_answer_is_no_crash_of_the_next_call() -> 
     pid = asyncio.run(reward(**CALL))
     assert asyncio.run(reward(**CALL, item=SlowToLoad())) != pid, "the alarm rang while this was loaded"
     assert reward.outcomes == {"ok": 2}
+
+
+def test_an_answer_that_is_read_together_with_garbage_counts() -> None:
+    def end(seconds: float, fault: str) -> Any:
+        time.sleep(seconds)
+        return reward_faults.misbehave(fault, "3600")
+
+    pool = RewardPool(2)
+    quick, slow = (RewardCode(key, cloudpickle.dumps(end), seconds=0.0) for key in (b"quick", b"slow"))
+
+    def submit(code: RewardCode, seconds: float, fault: str) -> Future[Any]:
+        return pool.submit(code, cloudpickle.dumps({"seconds": seconds, "fault": fault}), timeout=20)
+
+    try:
+        wait([submit(slow, 0.5, "none of them") for _ in range(4)], timeout=60)  # both processes are there
+        odd, garbage = submit(quick, 1.0, "nan"), submit(quick, 0.0, "garbage")
+        busy = submit(quick, 0.3, "none of them")
+        busy.add_done_callback(lambda _: time.sleep(2))  # in the pool's thread, which reads nothing meanwhile
+        with pytest.raises(RewardInvalid):
+            odd.result(timeout=60)
+        with pytest.raises(RewardCrash):
+            garbage.result(timeout=60)
+        assert busy.result(timeout=60) == reward_faults.REWARD
+    finally:
+        pool.close()
 
 
 def test_a_function_whose_loading_ends_its_process_is_a_crash() -> None:
