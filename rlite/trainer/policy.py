@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from accelerate import init_empty_weights
@@ -191,6 +191,7 @@ class PolicyLoss(OnLogprobs):
 class SftLoss(OnLogprobs):
     """Cross entropy of the tokens where loss_mask is 1."""
 
+    reported: ClassVar[tuple[str, ...]] = ()
     avg_level: Literal["token", "sequence"] = "token"
 
     def positions(self, data: Mapping[str, Any]) -> Tensor:

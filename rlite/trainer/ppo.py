@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -78,6 +78,9 @@ class PpoTrainer:
         test_workflow: as `workflow`, for evaluation.
     """
 
+    evaluated: ClassVar[Sequence[str]] = ("accuracy",)
+    """metrics of `evaluate`; a trainer of your own that has others names them here, for trainer.best_metric"""
+
     def __init__(
         self,
         options: PpoConfig,
@@ -86,7 +89,7 @@ class PpoTrainer:
         test_rows: Sequence[Mapping[str, Any]] = (),
         test_workflow: RolloutWorkflow | None = None,
     ) -> None:
-        check_best_metric(options.trainer, bool(test_rows))
+        check_best_metric(options.trainer, bool(test_rows), self.evaluated)
         self.options = options
         self.workflow = workflow
         self.test_workflow = test_workflow or workflow
@@ -192,10 +195,10 @@ class PpoTrainer:
         metrics |= usage_metrics(self.engines.actor, trained, metrics.get("seconds_update", 0.0))
         self._sample_rollouts(batch)
         if self.test_rows and self.run.is_due(self.options.trainer.test_freq):
-            metrics |= self.evaluate()
+            metrics |= (evaluation := self.evaluate())
             if self.options.trainer.best_metric is not None:
                 with self.engines.trained_on_device():
-                    self.run.save_best(self.engines.actor, metrics)
+                    self.run.save_best(self.engines.actor, evaluation)
         self.run.log(metrics)
         if metrics.get("logprob_drift", 0.0) > DRIFT_ALARM:
             ahead = self.options.rollout.max_head_offpolicyness

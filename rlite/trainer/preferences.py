@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,11 +21,15 @@ from rlite.algorithms import (
 )
 from rlite.trainer.policy import predicts_counted
 
+PAIR_METRICS = ("accuracy", "margin", "chosen_rewards", "rejected_rewards")
+"""what losses on pairs report"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DpoLoss(OnLogprobs):
     """A loss of the DPO family; `data` holds `ref_logprobs` [T] of each token, `loss_mask` [T] and `is_chosen` [n]."""
 
+    reported: ClassVar[tuple[str, ...]] = PAIR_METRICS
     loss: str = "sigmoid"
     """a name of `rlite.algorithms.PREFERENCE_LOSSES`"""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -70,6 +74,8 @@ class DpoLoss(OnLogprobs):
 @dataclass(frozen=True, kw_only=True)
 class RewardModelLoss:
     """Bradley-Terry on the scores of each row's last token; `margin` [n] is used where `data` has it."""
+
+    reported: ClassVar[tuple[str, ...]] = PAIR_METRICS
 
     def __call__(self, scores: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         is_chosen = data["is_chosen"].bool()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +14,13 @@ from typing import Any
 
 from rlite import config
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CheckpointError, ConfigError, did_you_mean
+from rlite.errors import CheckpointError, ConfigError
 from rlite.observability import stats_tracker, trace
 from rlite.observability.console import ConsoleReporter
 from rlite.observability.sinks import Run, open_sinks
 from rlite.trainer.checkpoints import NO_ENGINES, Checkpoints
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,7 @@ class RunOptions:
     keep: int = 2
     """checkpoints to keep"""
     best_metric: str | None = None
-    """metric of the evaluation (test_loss) whose best model so far is kept in best/ (Hugging Face)"""
+    """metric of the evaluation (test_loss; ppo: accuracy) whose best model so far is kept in best/ (Hugging Face)"""
     best_is_highest: bool = False
     """whether the best value of best_metric is the highest or the lowest"""
     test_freq: int = 20
@@ -94,6 +97,7 @@ class TrainingRun:
         self._kind = type(resolved).__name__
         self.step = 0
         self._best: float | None = None
+        self._has_missed_best = False
         self._checkpoints = Checkpoints(
             self.folder / "state", options.keep, options.load_ckpt_from, is_asynchronous=options.save_async
         )
@@ -206,12 +210,20 @@ class TrainingRun:
             self._checkpoints.save(self.step, engine, beside, facts, kept)
 
     def save_best(self, engine: RliteTrainEngine, metrics: Mapping[str, float]) -> None:
-        """Write best/ if this evaluation is the best so far. Raises: ConfigError if it does not know best_metric."""
+        """Write best/ if this evaluation is the best so far; one without best_metric costs a warning, not the run."""
         name = self._options.best_metric
         if name is None:
             return
         if name not in metrics:
-            raise ConfigError(f"trainer.best_metric={name}: {did_you_mean(name, metrics)}")
+            if not self._has_missed_best:
+                self._has_missed_best = True
+                logger.warning(
+                    "trainer.best_metric=%s: the evaluation at step %d has no such metric (%s); best/ is not written",
+                    name,
+                    self.step,
+                    ", ".join(sorted(metrics)),
+                )
+            return
         value = metrics[name]
         is_better = self._best is None or (value > self._best if self._options.best_is_highest else value < self._best)
         if is_better:
@@ -230,10 +242,15 @@ class TrainingRun:
             self._locked.close()
 
 
-def check_best_metric(options: RunOptions, has_test_data: bool) -> None:
-    """Raise ConfigError if there are no evaluations to choose the best of."""
-    if options.best_metric is not None and not has_test_data:
-        raise ConfigError(f"trainer.best_metric={options.best_metric}: nothing is evaluated without test_data.path")
+def check_best_metric(options: RunOptions, has_test_data: bool, evaluated: Sequence[str]) -> None:
+    """Raise ConfigError if there are no evaluations to choose the best of, or their metrics are others."""
+    name = options.best_metric
+    if name is None:
+        return
+    if not has_test_data:
+        raise ConfigError(f"trainer.best_metric={name}: nothing is evaluated without test_data.path")
+    if name not in evaluated:
+        raise ConfigError(f"trainer.best_metric={name}: expected a metric of the evaluation, {', '.join(evaluated)}")
 
 
 def step_metrics() -> dict[str, float]:

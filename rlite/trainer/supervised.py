@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from tensordict import TensorDict
 from torch import Tensor
@@ -46,7 +46,9 @@ class EpochOptions(RunOptions):
 
 
 class BatchLoss(Protocol):
-    """A loss on packs, and what its mean counts."""
+    """A loss on packs, what it reports beside itself, and what its mean counts."""
+
+    reported: ClassVar[tuple[str, ...]]
 
     def __call__(self, outputs: Any, data: Any, /) -> Any: ...
 
@@ -86,7 +88,7 @@ class SupervisedRun:
         self.options, self.model, self.engine, self.loss = trainer, model, engine, loss
         self.rows, self.test_rows, self._batch_size = rows, test_rows, data.batch_size
         self._lengths: list[int] = []
-        check_best_metric(trainer, test_rows is not None)
+        check_best_metric(trainer, test_rows is not None, [f"test_{name}" for name in ("loss", *loss.reported)])
         self.loader = BatchLoader(rows, data.batch_size, trainer.seed, trainer.n_epochs)
         self.run = TrainingRun(trainer, options, shown, self.loader.num_batches)
         try:
@@ -146,8 +148,8 @@ class SupervisedRun:
         metrics["tokens_per_second"] = metrics["num_tokens"] / metrics["seconds"]
         metrics |= usage_metrics(self.engine, self._lengths, metrics["seconds_update"])
         if self.test_rows is not None and self.run.is_due(self.options.test_freq):
-            metrics |= self.evaluate(prepare)
-            self.run.save_best(self.engine, metrics)
+            metrics |= (evaluation := self.evaluate(prepare))
+            self.run.save_best(self.engine, evaluation)
         self.run.log(metrics)
         if self.run.is_due(self.options.save_freq):
             self.run.save(self.engine, loader=self.loader.state_dict())

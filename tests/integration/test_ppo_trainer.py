@@ -42,16 +42,18 @@ def session():
     rlite.shutdown()
 
 
-def trainer(model, save_dir, total_steps, rows=ROWS, test_rows=(), **changes):
+def trainer(model, save_dir, total_steps, rows=ROWS, test_rows=(), kind=PpoTrainer, **changes):
     sampling = SamplingOptions(max_new_tokens=8, temperature=changes.pop("temperature", 1.0))
     options = PpoConfig(
         actor=ActorOptions(model_name=model, lr=3e-3, **changes.pop("actor", {})),
         train_data=PromptOptions(prompts_per_rollout=8, responses_per_prompt=8),
         rollout=RolloutOptions(train_sampling_params=sampling, max_model_len=64, max_num_seqs=64),
-        trainer=TrainerOptions(save_dir=str(save_dir), total_steps=total_steps, save_freq=4, test_freq=4, **changes),
+        trainer=TrainerOptions(
+            save_dir=str(save_dir), total_steps=total_steps, save_freq=4, **{"test_freq": 4, **changes}
+        ),
     )
     workflow = SingleTurnWorkflow(digits, sampling.gconfig(), byte_tokenizer())
-    return PpoTrainer(options, workflow, rows, test_rows)
+    return kind(options, workflow, rows, test_rows)
 
 
 def logged(save_dir):
@@ -153,6 +155,29 @@ def test_rows_without_a_prompt_are_refused_before_anything_starts(model, tmp_pat
 def test_a_missing_checkpoint_is_refused_before_anything_starts(model, tmp_path, session):
     with pytest.raises(CheckpointError, match="no such folder"):
         trainer(model, tmp_path, total_steps=1, load_ckpt_from=str(tmp_path / "nowhere"))
+
+
+def test_the_best_of_a_metric_that_no_evaluation_has_is_refused_before_anything_starts(model, tmp_path):
+    with pytest.raises(ConfigError, match=r"best_metric=acuracy: expected a metric of the evaluation, accuracy"):
+        trainer(model, tmp_path, total_steps=1, test_rows=ROWS[:2], best_metric="acuracy")
+
+
+class GradedTrainer(PpoTrainer):
+    evaluated = ("accuracy", "grade")
+
+    def evaluate(self):
+        return {**super().evaluate(), **({"grade": float(self.run.step)} if self.run.step > 2 else {})}
+
+
+def test_an_evaluation_without_the_metric_of_the_best_costs_one_warning_and_not_the_run(
+    model, tmp_path, session, caplog
+):
+    changes = {"best_metric": "grade", "best_is_highest": True, "test_freq": 1, "actor": {"offload_model": True}}
+    learner = trainer(model, tmp_path, total_steps=3, test_rows=ROWS[:2], kind=GradedTrainer, **changes)
+    learner.fit()
+    (warning,) = [record.getMessage() for record in caplog.records if "best_metric" in record.getMessage()]
+    assert "the evaluation at step 1 has no such metric (accuracy)" in warning
+    assert (tmp_path / "best").is_dir()
 
 
 def test_a_trainer_without_a_session_says_what_to_call(model, tmp_path):

@@ -276,6 +276,13 @@ def test_a_checkpoint_of_other_data_is_refused(model: str, tmp_path: Path, sessi
         ("sft", "data.path={preferences}", "row 0: no 'response'"),
         ("sft", "trainer.load_ckpt_from=nowhere", "trainer.load_ckpt_from=nowhere"),
         ("rm", "trainer.best_metric=test_accuracy", "trainer.best_metric=test_accuracy"),
+        (
+            "sft",
+            "test_data.path={sft}; trainer.best_metric=test_los",
+            "trainer.best_metric=test_los: expected a metric",
+        ),
+        ("dpo", "test_data.path={preferences}; trainer.best_metric=accuracy", "test_accuracy"),
+        ("rm", "test_data.path={preferences}; trainer.best_metric=margin", "test_margin"),
     ],
 )
 def test_the_command_line_names_what_is_wrong_before_an_engine_is_built(
@@ -290,7 +297,7 @@ def test_the_command_line_names_what_is_wrong_before_an_engine_is_built(
     for name, path in files.items():
         argument = argument.replace("{" + name + "}", path)
     monkeypatch.setattr(RliteTrainEngine, "build", lambda *_, **__: pytest.fail("an engine was built"))
-    monkeypatch.setattr(sys, "argv", ["rlite", kind, *argv, argument, f"trainer.save_dir={tmp_path}/run"])
+    monkeypatch.setattr(sys, "argv", ["rlite", kind, *argv, *argument.split("; "), f"trainer.save_dir={tmp_path}/run"])
     with pytest.raises(SystemExit) as error:
         cli.main()
     rlite.shutdown()
