@@ -6,6 +6,8 @@ natural logarithms.
 
 from __future__ import annotations
 
+import math
+import operator
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -50,11 +52,16 @@ class GenerationHyperparameters:
             object.__setattr__(self, "stop", (self.stop,) if self.stop else ())
         for name in ("stop", "stop_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+        for name in ("n_samples", "max_new_tokens", "min_new_tokens", "top_k"):
+            object.__setattr__(self, name, _plain(name, getattr(self, name), operator.index, "a whole number"))
+        for name in ("temperature", "top_p"):
+            object.__setattr__(self, name, _plain(name, getattr(self, name), _as_float, "a number"))
+        for name in ("greedy", "ignore_eos"):
+            object.__setattr__(self, name, _plain(name, getattr(self, name), _as_bool, "true or false"))
+        if self.seed is not None:
+            object.__setattr__(self, "seed", _plain("seed", self.seed, operator.index, "a whole number or None"))
         if self.temperature == 0:
             object.__setattr__(self, "greedy", True)
-        for name in ("n_samples", "max_new_tokens", "min_new_tokens", "top_k"):
-            if not hasattr(getattr(self, name), "__index__"):
-                raise ConfigError(f"sampling parameter {name}={getattr(self, name)!r}: expected a whole number")
         rules = {
             "n_samples": (self.n_samples >= 1, "at least 1"),
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
@@ -105,6 +112,29 @@ class GenerationHyperparameters:
             return cls(**given)
         except TypeError as error:
             raise ConfigError(f"sampling parameters {dict(given)}: {error}") from error
+
+
+def _plain(name: str, value: Any, as_plain: Callable[[Any], Any], expected: str) -> Any:
+    """A sampling parameter as Python's own bool, int or float: others fail only where all requests are computed."""
+    try:
+        return as_plain(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"sampling parameter {name}={value!r}: expected {expected}") from error
+
+
+def _as_float(value: Any) -> float:
+    if isinstance(value, str):
+        raise TypeError("a text is no number")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _as_bool(value: Any) -> bool:
+    if value not in (True, False):
+        raise TypeError("neither true nor false")
+    return bool(value)
 
 
 def _is_text(value: str) -> bool:

@@ -94,8 +94,9 @@ def _filter_of(
     if not rows:
         return None
     # a greedy row takes the most likely token whatever its top_k and top_p
-    top_k = [gconfigs[r].top_k if has_cut(gconfigs[r]) and gconfigs[r].top_k > 0 else vocab_size for r in rows]
-    top_p = [gconfigs[r].top_p if has_cut(gconfigs[r]) else 1.0 for r in rows]
+    cut = [gconfigs[r] if has_cut(gconfigs[r]) else GenerationHyperparameters() for r in rows]
+    top_k = [min(g.top_k, vocab_size) if g.top_k > 0 else vocab_size for g in cut]
+    top_p = [g.top_p for g in cut]
     banned = None
     if any(is_early[r] and stop_ids[r] for r in rows):
         banned = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device="cpu")
@@ -105,7 +106,7 @@ def _filter_of(
         banned = banned.to(device)
     return RowFilter(
         rows=torch.tensor(rows, device=device),
-        top_k=torch.tensor(top_k, device=device).clamp(max=vocab_size)[:, None],
+        top_k=torch.tensor(top_k, device=device)[:, None],
         top_p=torch.tensor(top_p, device=device)[:, None],
         is_nucleus=any(p < 1 for p in top_p),
         banned=banned,

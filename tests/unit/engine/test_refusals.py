@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import Qwen2ForCausalLM
 
@@ -126,6 +128,13 @@ def test_calls_on_an_engine_that_was_not_built(train: RliteTrainEngine, serve: R
     ("parameters", "words"),
     [
         ({"temperature": 10**400}, r"0, or a number in \[1e-06, 1e\+06\]"),
+        ({"temperature": None}, "temperature=None: expected a number"),
+        ({"top_p": "0.9"}, "top_p='0.9': expected a number"),
+        ({"greedy": None}, "greedy=None: expected true or false"),
+        ({"greedy": "false"}, "greedy='false': expected true or false"),
+        ({"ignore_eos": "false"}, "ignore_eos='false': expected true or false"),
+        ({"seed": "1"}, "seed='1': expected a whole number or None"),
+        ({"top_k": np.array([3])}, r"top_k=array\(\[3\]\): expected a whole number"),
         ({"temperature": float("nan")}, "0, or a number"),
         ({"top_k": float("inf")}, "top_k=inf: expected a whole number"),
         ({"max_tokens": 2.5}, "max_new_tokens=2.5: expected a whole number"),
@@ -134,3 +143,12 @@ def test_calls_on_an_engine_that_was_not_built(train: RliteTrainEngine, serve: R
 def test_sampling_parameters_that_would_end_the_worker(parameters: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         GenerationHyperparameters.from_mapping(parameters)
+
+
+def test_numbers_of_other_kinds_reach_the_worker_as_pythons_own() -> None:
+    given = GenerationHyperparameters(
+        temperature=Decimal("0.5"), top_p=np.float32(0.5), top_k=np.int64(3), seed=np.int64(7), greedy=np.True_
+    )
+    assert given == GenerationHyperparameters(temperature=0.5, top_p=0.5, top_k=3, seed=7, greedy=True)
+    numbers = (given.temperature, given.top_p, given.top_k, given.seed, given.greedy)
+    assert [type(value) for value in numbers] == [float, float, int, int, bool]
