@@ -1,14 +1,18 @@
 """Algorithms by name: a table is a plain dict, and these are the ways to add to it and to look into it.
 
 An algorithm is a function. What it takes beyond its tensors are keyword parameters, and those are its options: an
-option that no parameter is named after is an error before anything is computed.
+option that no parameter is named after, or whose value is not of the annotated kind, is an error before anything is
+computed.
 """
 
 from __future__ import annotations
 
 import inspect
+import numbers
+import types
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 
@@ -50,14 +54,54 @@ def keyword_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parame
 
 
 def check_options(
-    function: Callable[..., Any], options: Collection[str], what: str, *, reserved: Collection[str] = ()
+    function: Callable[..., Any], options: Mapping[str, Any], what: str, *, reserved: Collection[str] = ()
 ) -> None:
     """Raise UnknownOptionError for an option that is no keyword parameter of `function`, or that is `reserved` for
-    what the caller itself gives."""
+    what the caller itself gives; ConfigError for a number, truth value, text or choice that is none by the parameter's
+    annotation."""
     parameters = keyword_parameters(function)
     known = [k for k, p in parameters.items() if k not in reserved and p.kind is p.KEYWORD_ONLY]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for option in options:
+    for option, value in options.items():
         if option in reserved or (option not in known and not takes_any):
             hint = did_you_mean(option, known) if known else "it has none"
             raise UnknownOptionError(f"{what} has no option {option!r}; {hint}")
+        kind = _annotations(function).get(option, Any)
+        if not _is_of(value, kind):
+            raise ConfigError(f"{what}: {option}={value!r}; expected {_in_words(kind)}")
+
+
+@lru_cache(maxsize=256)
+def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(getattr(function, "func", function))
+    except (NameError, TypeError):  # names that only a type checker sees; no function but an object
+        return {}
+
+
+_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    float: ((numbers.Real,), "a number"),
+    int: ((numbers.Integral,), "a whole number"),
+    bool: ((bool,), "true or false"),
+    str: ((str,), "a text"),
+    types.NoneType: ((types.NoneType,), "null"),
+}
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether it fits an annotation; one that is none of the simple kinds fits everything."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) in (Union, types.UnionType):
+        return any(_is_of(value, one) for one in get_args(kind))
+    if kind not in _KINDS:
+        return True
+    return isinstance(value, _KINDS[kind][0]) and (kind is bool or not isinstance(value, bool))
+
+
+def _in_words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(map(_in_words, get_args(kind)))
+    return _KINDS[kind][1]

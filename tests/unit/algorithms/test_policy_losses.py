@@ -109,6 +109,32 @@ def test_an_unknown_loss_or_option_names_the_nearest_one() -> None:
         check_policy_loss(gspo, {"mask": None})
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "value", "expected"),
+    [
+        ("gspo", "clip_low", "abc", "a number"),
+        ("gspo", "clip_low", True, "a number"),
+        ("ppo_clip", "dual_clip", "3", "a number or null"),
+        ("dppo", "divergence", "tvv", "one of tv, kl"),
+        ("clip_cov", "seed", 0.5, "a whole number"),
+        ("decoupled_ppo", "token_weights", 1, "true or false"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_named_before_anything_is_computed(
+    name: str, option: str, value: object, expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"policy loss {name}: {option}={value!r}; expected {expected}$"):
+        check_policy_loss(name, {option: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("gspo", {"clip_low": 1, "dual_clip": None}), ("dppo", {"divergence": "kl"}), ("ppo_clip", {"dual_clip": 3})],
+)
+def test_options_of_the_right_kind_are_taken(name: str, options: dict[str, object]) -> None:
+    assert check_policy_loss(name, options) is POLICY_LOSSES[name]
+
+
 def test_a_loss_that_lacks_what_it_needs_says_so() -> None:
     x = torch.zeros(1, 2)
     with pytest.raises(ConfigError, match="decoupled_ppo needs behaviour_logprobs"):
