@@ -7,13 +7,13 @@ turn 5                              history that was written anew, or another co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from rlite.errors import ConfigError, DataError
+from rlite.rollout.reward_process import as_number
 from rlite.rollout.workflow import RolloutError
 from rlite.types import StopReason
 
@@ -77,16 +77,18 @@ class Recording:
         raise DataError(f"no interaction has the id {interaction_id!r}; the latest are: {known}")
 
     def set_reward(self, interaction_id: str, reward: float) -> None:
-        """Say what a turn was worth. Raises: DataError for an unknown or aborted turn, or a reward that is no number;
-        RolloutError after `apply_reward_discount`."""
+        """Say what a turn was worth: a finite number, or an array or tensor of one element.
+
+        Raises: DataError for an unknown or aborted turn, or a reward that is no number; RolloutError after
+            `apply_reward_discount`.
+        """
         turn = self.turn(interaction_id)
         if turn.is_aborted:
             raise DataError(f"interaction {interaction_id!r} was aborted: it has no reward")
-        if isinstance(reward, bool | int | float) and math.isfinite(reward):
-            self._check_open("set_reward")
-            turn.reward = float(reward)
-        else:
+        if (number := as_number(reward)) is None:
             raise DataError(f"the reward of interaction {interaction_id!r} is {reward!r}; expected a finite number")
+        self._check_open("set_reward")
+        turn.reward = number
 
     def set_last_reward(self, reward: float) -> None:
         """Say what the latest turn was worth. Raises: as set_reward; RolloutError if there is no turn."""

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.openai.export import Style
 from rlite.rollout.openai.session import AgentSession
+from rlite.rollout.reward_process import as_number
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
 from rlite.types import AsyncInference, GenerationHyperparameters
 
@@ -97,10 +98,12 @@ class AgentWorkflow(RolloutWorkflow):
         if isinstance(worth, Mapping):
             for interaction_id, reward in worth.items():
                 session.set_reward(interaction_id, reward)
-        elif isinstance(worth, bool | int | float):
-            session.set_last_reward(worth)
         elif worth is not None:
-            raise DataError(f"the agent returned {worth!r}; expected a reward, rewards by interaction id, or None")
+            if as_number(worth) is None:
+                raise DataError(
+                    f"the agent returned {worth!r}; expected a finite reward, rewards by interaction id, or None"
+                )
+            session.set_last_reward(worth)
         if not session.recording.has_reward():
             return None
         if self.turn_discount is not None and session.recording.turn_discount is None:

@@ -7,8 +7,10 @@ import os
 import sys
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
+import torch
 
 from rlite.errors import ConfigError, DataError, WorkerDied
 from rlite.rollout import CollectorOptions, GenerationHyperparameters, RolloutCollector, RolloutError
@@ -53,6 +55,19 @@ def test_an_agent_may_return_a_reward_or_rewards_by_interaction_or_set_them() ->
     assert run(one, style="individual", turn_discount=None)["rewards"].tolist() == [0.0, 1.0]
 
 
+@pytest.mark.parametrize("worth", [np.float32(0.5), np.array([0.5]), torch.tensor(0.5)])
+def test_a_reward_may_be_an_array_or_a_tensor_of_one_element_as_that_of_a_reward_function_may(worth: Any) -> None:
+    async def of_the_whole(client: Any, data: dict[str, Any]) -> Any:
+        await twice(client, data)
+        return worth
+
+    async def of_one(client: Any, data: dict[str, Any]) -> Any:
+        return {(await twice(client, data))[0]: worth}
+
+    assert run(of_the_whole)["rewards"].tolist() == [0.5]
+    assert run(of_one)["rewards"].tolist() == [0.5]
+
+
 def test_an_agent_that_returns_nonsense_is_told_so() -> None:
     async def text(client: Any, data: dict[str, Any]) -> Any:
         await twice(client, data)
@@ -61,8 +76,14 @@ def test_an_agent_that_returns_nonsense_is_told_so() -> None:
     async def idle(client: Any, data: dict[str, Any]) -> float:
         return 1.0
 
+    async def not_a_number(client: Any, data: dict[str, Any]) -> Any:
+        await twice(client, data)
+        return float("nan")
+
     with pytest.raises(DataError, match="the agent returned 'good'"):
         run(text)
+    with pytest.raises(DataError, match="the agent returned nan; expected a finite reward"):
+        run(not_a_number)
     with pytest.raises(RolloutError, match="asked the model for nothing"):
         run(idle)
     with pytest.raises(ConfigError, match="interface='grpc'"):
