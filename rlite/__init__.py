@@ -5,9 +5,10 @@ Importing this package imports neither torch, nor Ray, nor vLLM; each name is lo
 
 from __future__ import annotations
 
-import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlite import lazy
 
 # Defaults for the native libraries under torch on CPU, which read them when they are first used.
 # How long OpenMP's idle threads spin before they sleep. Its default is either 3 ms, which on a busy machine made two
@@ -23,22 +24,6 @@ os.environ.setdefault("LRU_CACHE_CAPACITY", "384")
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "init": "rlite.cluster.session",
-    "shutdown": "rlite.cluster.session",
-    "current_session": "rlite.cluster.session",
-    "NeedParallel": "rlite.dispatch",
-    "gathered": "rlite.dispatch",
-    "RliteTrainEngine": "rlite.engine.train",
-    "RliteInferenceEngine": "rlite.engine.inference",
-    "register_executor": "rlite.engine.base",
-}
-_ALIASES = {"RLiteTrainEngine": "RliteTrainEngine", "RLiteInferenceEngine": "RliteInferenceEngine"}
-_MODULES = {"stats_tracker": "rlite.observability.stats_tracker"}
-_PACKAGES = ("algorithms", "control", "data", "engine", "errors", "nn", "rollout", "types")
-
-__all__ = [*_HOME, *_ALIASES, *_MODULES, "__version__"]
-
 if TYPE_CHECKING:
     from rlite.cluster.session import current_session, init, shutdown
     from rlite.dispatch import NeedParallel, gathered
@@ -50,17 +35,17 @@ if TYPE_CHECKING:
     RLiteTrainEngine = RliteTrainEngine
     RLiteInferenceEngine = RliteInferenceEngine
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    if name in _PACKAGES:
-        return importlib.import_module(f"rlite.{name}")
-    public = _ALIASES.get(name, name)
-    if public not in _HOME:
-        raise AttributeError(f"module 'rlite' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[public]), public)
-
-
-def __dir__() -> list[str]:
-    return sorted([*__all__, *_PACKAGES])
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "rlite.cluster.session": "current_session init shutdown",
+        "rlite.dispatch": "NeedParallel gathered",
+        "rlite.engine.base": "register_executor",
+        "rlite.engine.inference": "RliteInferenceEngine",
+        "rlite.engine.train": "RliteTrainEngine",
+        "rlite.observability": "stats_tracker",
+    },
+    aliases={"RLiteInferenceEngine": "RliteInferenceEngine", "RLiteTrainEngine": "RliteTrainEngine"},
+    subpackages=("algorithms", "data", "engine", "errors", "nn", "rollout", "types"),
+)
+__all__ += ["__version__"]

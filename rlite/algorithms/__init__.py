@@ -7,8 +7,9 @@ makes the scalar, with counts of the whole batch where it is split.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlite import lazy
 
 if TYPE_CHECKING:
     from rlite.algorithms.advantages import (
@@ -110,141 +111,44 @@ if TYPE_CHECKING:
     from rlite.algorithms.token_logprobs import OnLogprobs, TokenLogprobs, on_logprobs
     from rlite.algorithms.weighted_losses import cispo, dppo, dro, sapo, vespo
 
-_MODULES = {
-    "advantages": (
-        "discounted_returns",
-        "gae",
-        "group_advantages",
-        "masked_whiten",
-        "normalize_rewards",
-        "reinforce_pp_advantages",
-        "remax_advantages",
-        "rloo_advantages",
-    ),
-    "baselines": (
-        "gdpo_advantages",
-        "gpg_advantages",
-        "opo_advantages",
-        "optimal_token_advantages",
-        "pass_at_k_advantages",
-    ),
-    "estimators": (
-        "ADVANTAGES",
-        "AdvantageFunction",
-        "check_advantage",
-        "outcome_advantages",
-        "register_advantage",
-    ),
-    "importance": (
-        "BehaviourWeights",
-        "behaviour_weights",
-        "importance_weights",
-        "interpolated_proximal",
-    ),
-    "kl": (
-        "KL_ESTIMATORS",
-        "binary_divergence",
-        "kl_penalty",
-    ),
-    "logprobs": (
-        "entropy",
-        "gather_logprobs",
-        "gather_logprobs_entropy",
-        "next_token",
-        "previous_token",
-        "sum_pi_squared",
-    ),
-    "losses": (
-        "TokenLoss",
-        "clipped_surrogate",
-        "cross_entropy",
-        "decoupled_ppo",
-        "ppo_clip",
-        "reinforce",
-        "sequence_log_ratio",
-        "value_loss",
-    ),
-    "off_policy": (
-        "off_policy_metrics",
-        "rejection_mask",
-        "weight_metrics",
-    ),
-    "policy_losses": (
-        "POLICY_LOSSES",
-        "PolicyLossFunction",
-        "check_policy_loss",
-        "policy_loss",
-        "register_policy_loss",
-    ),
-    "preference": (
-        "PREFERENCE_LOSSES",
-        "PairLoss",
-        "PreferenceLossFunction",
-        "ResponseLoss",
-        "aot_loss",
-        "check_preference_loss",
-        "desensitised_sums",
-        "dpo_sigmoid",
-        "kto_loss",
-        "kto_reference_point",
-        "preference_loss",
-        "register_preference_loss",
-        "reward_model_loss",
-    ),
-    "reduce": (
-        "aggregate",
-        "aggregation_weight",
-        "masked_mean",
-        "masked_variance",
-        "sequence_means",
-        "sequence_sums",
-        "to_tokens",
-    ),
-    "rewards": (
-        "adaptive_kl_coef",
-        "kl_shaped_rewards",
-        "last_action_rewards",
-    ),
-    "schedules": (
-        "Schedule",
-        "lr_factor",
-    ),
-    "selective_losses": (
-        "clip_cov",
-        "kl_cov",
-        "m2po",
-        "second_moment_mask",
-    ),
-    "sequence_losses": (
-        "gmpo",
-        "gspo",
-        "off_policy_sequence_mask",
-    ),
-    "token_logprobs": (
-        "OnLogprobs",
-        "TokenLogprobs",
-        "on_logprobs",
-    ),
-    "weighted_losses": (
-        "cispo",
-        "dppo",
-        "dro",
-        "sapo",
-        "vespo",
-    ),
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-
-__all__ = sorted(_MODULE_OF)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "rlite.algorithms.advantages": (
+            "discounted_returns gae group_advantages masked_whiten normalize_rewards reinforce_pp_advantages "
+            "remax_advantages rloo_advantages"
+        ),
+        "rlite.algorithms.baselines": (
+            "gdpo_advantages gpg_advantages opo_advantages optimal_token_advantages pass_at_k_advantages"
+        ),
+        "rlite.algorithms.estimators": (
+            "ADVANTAGES AdvantageFunction check_advantage outcome_advantages register_advantage"
+        ),
+        "rlite.algorithms.importance": "BehaviourWeights behaviour_weights importance_weights interpolated_proximal",
+        "rlite.algorithms.kl": "KL_ESTIMATORS binary_divergence kl_penalty",
+        "rlite.algorithms.logprobs": (
+            "entropy gather_logprobs gather_logprobs_entropy next_token previous_token sum_pi_squared"
+        ),
+        "rlite.algorithms.losses": (
+            "TokenLoss clipped_surrogate cross_entropy decoupled_ppo ppo_clip reinforce sequence_log_ratio value_loss"
+        ),
+        "rlite.algorithms.off_policy": "off_policy_metrics rejection_mask weight_metrics",
+        "rlite.algorithms.policy_losses": (
+            "POLICY_LOSSES PolicyLossFunction check_policy_loss policy_loss register_policy_loss"
+        ),
+        "rlite.algorithms.preference": (
+            "PREFERENCE_LOSSES PairLoss PreferenceLossFunction ResponseLoss aot_loss check_preference_loss "
+            "desensitised_sums dpo_sigmoid kto_loss kto_reference_point preference_loss register_preference_loss "
+            "reward_model_loss"
+        ),
+        "rlite.algorithms.reduce": (
+            "aggregate aggregation_weight masked_mean masked_variance sequence_means sequence_sums to_tokens"
+        ),
+        "rlite.algorithms.rewards": "adaptive_kl_coef kl_shaped_rewards last_action_rewards",
+        "rlite.algorithms.schedules": "Schedule lr_factor",
+        "rlite.algorithms.selective_losses": "clip_cov kl_cov m2po second_moment_mask",
+        "rlite.algorithms.sequence_losses": "gmpo gspo off_policy_sequence_mask",
+        "rlite.algorithms.token_logprobs": "OnLogprobs TokenLogprobs on_logprobs",
+        "rlite.algorithms.weighted_losses": "cispo dppo dro sapo vespo",
+    },
+)

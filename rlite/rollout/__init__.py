@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlite import lazy
 
 if TYPE_CHECKING:
     from rlite.rollout.batch import check_trajectory, pad_trajectories
@@ -33,45 +34,26 @@ if TYPE_CHECKING:
     from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
 
 # lazy, so that a reward process imports no torch
-_MODULES = {
-    "rlite.rollout.batch": ("check_trajectory", "pad_trajectories"),
-    "rlite.rollout.collector": ("RolloutCollector",),
-    "rlite.rollout.conversation": ("Conversation",),
-    "rlite.rollout.env": ("Environment", "EnvironmentWorkflow"),
-    "rlite.rollout.gym": ("GymEnvironment", "GymWorkflow"),
-    "rlite.rollout.multi_turn": ("MultiTurnWorkflow",),
-    "rlite.rollout.options": ("CollectorOptions",),
-    "rlite.rollout.rewards": (
-        "RewardCrash",
-        "RewardError",
-        "RewardFunction",
-        "RewardInvalid",
-        "RewardMemory",
-        "RewardRaised",
-        "RewardTimeout",
-        "from_trl",
-        "from_verl",
-    ),
-    "rlite.rollout.scripted": ("ScriptedEngine",),
-    "rlite.rollout.staleness": ("RolloutCounters", "RolloutLedger", "capacity"),
-    "rlite.rollout.tool_use": ("ToolUseWorkflow",),
-    "rlite.rollout.tools": ("Tool",),
-    "rlite.rollout.transcript": ("Transcript",),
-    "rlite.rollout.workflow": ("RolloutError", "RolloutWorkflow", "SingleTurnWorkflow", "trajectory"),
-    "rlite.types": ("GenerationHyperparameters", "LLMRequest", "LLMResponse"),
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-
-__all__ = sorted(_MODULE_OF)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "rlite.rollout.batch": "check_trajectory pad_trajectories",
+        "rlite.rollout.collector": "RolloutCollector",
+        "rlite.rollout.conversation": "Conversation",
+        "rlite.rollout.env": "Environment EnvironmentWorkflow",
+        "rlite.rollout.gym": "GymEnvironment GymWorkflow",
+        "rlite.rollout.multi_turn": "MultiTurnWorkflow",
+        "rlite.rollout.options": "CollectorOptions",
+        "rlite.rollout.rewards": (
+            "RewardCrash RewardError RewardFunction RewardInvalid RewardMemory RewardRaised RewardTimeout from_trl "
+            "from_verl"
+        ),
+        "rlite.rollout.scripted": "ScriptedEngine",
+        "rlite.rollout.staleness": "RolloutCounters RolloutLedger capacity",
+        "rlite.rollout.tool_use": "ToolUseWorkflow",
+        "rlite.rollout.tools": "Tool",
+        "rlite.rollout.transcript": "Transcript",
+        "rlite.rollout.workflow": "RolloutError RolloutWorkflow SingleTurnWorkflow trajectory",
+        "rlite.types": "GenerationHyperparameters LLMRequest LLMResponse",
+    },
+)

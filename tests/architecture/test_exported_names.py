@@ -1,10 +1,18 @@
 """The public surface: a name joins or leaves it on purpose, and each can be had."""
 
+import ast
+import importlib
+import inspect
+from types import ModuleType
+
+import pytest
+
 import rlite
 import rlite.algorithms
 import rlite.nn
 import rlite.rollout
 import rlite.rollout.openai
+import rlite.rollout.scorers
 
 
 def test_the_package_exports_these_names_and_no_others():
@@ -37,9 +45,30 @@ def test_agents_have_these_names_and_no_others():
 
 
 def test_every_exported_name_exists():
-    for package in (rlite, rlite.algorithms, rlite.nn, rlite.rollout, rlite.rollout.openai):
+    for package in (rlite, rlite.algorithms, rlite.nn, rlite.rollout, rlite.rollout.openai, rlite.rollout.scorers):
         for name in package.__all__:
             assert getattr(package, name) is not None, f"{package.__name__}.{name}"
+
+
+@pytest.mark.parametrize(
+    "package",
+    [rlite, rlite.algorithms, rlite.rollout, rlite.rollout.openai, rlite.rollout.scorers],
+    ids=lambda p: p.__name__,
+)
+def test_what_is_loaded_lazily_is_what_type_checkers_see(package: ModuleType):
+    [block] = [
+        node
+        for node in ast.parse(inspect.getsource(package)).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    seen = {}
+    for node in block.body:
+        if isinstance(node, ast.ImportFrom):
+            home = importlib.import_module(str(node.module))
+            seen |= {alias.name: getattr(home, alias.name) for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            seen[ast.unparse(node.targets[0])] = seen[ast.unparse(node.value)]
+    assert {name: getattr(package, name) for name in package.__all__ if name != "__version__"} == seen
 
 
 def test_both_spellings_name_one_class():
@@ -48,4 +77,10 @@ def test_both_spellings_name_one_class():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    assert not hasattr(rlite, "RliteTrainEngin")
+    with pytest.raises(AttributeError, match="module 'rlite' has no attribute 'RliteTrainEngin'"):
+        _ = rlite.RliteTrainEngin
+
+
+def test_packages_are_attributes_without_being_imported():
+    assert rlite.data.__name__ == "rlite.data"
+    assert {"data", "stats_tracker", "RLiteTrainEngine"} <= set(dir(rlite))
