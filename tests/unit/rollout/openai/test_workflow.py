@@ -64,8 +64,8 @@ def test_a_reward_may_be_an_array_or_a_tensor_of_one_element_as_that_of_a_reward
     async def of_one(client: Any, data: dict[str, Any]) -> Any:
         return {(await twice(client, data))[0]: worth}
 
-    assert run(of_the_whole)["rewards"].tolist() == [0.5]
-    assert run(of_one)["rewards"].tolist() == [0.5]
+    assert run(of_the_whole, style="individual")["rewards"].tolist() == [0.5, 0.5]
+    assert run(of_one, style="individual")["rewards"].tolist() == [0.5, 0.0]
 
 
 def test_an_agent_that_returns_nonsense_is_told_so() -> None:
