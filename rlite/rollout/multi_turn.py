@@ -11,7 +11,7 @@ from rlite.errors import ConfigError
 from rlite.rollout.conversation import Conversation, History, check_history
 from rlite.rollout.rewards import RewardFunction
 from rlite.rollout.transcript import check_turns
-from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
+from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, reward_arguments
 from rlite.types import AsyncInference, GenerationHyperparameters
 
 Feedback = str | Callable[[Mapping[str, Any], str, float], str]
@@ -81,14 +81,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
         transcript, score = conversation.transcript, 0.0
         while (response := await conversation.ask(engine, self.gconfig)) is not None:
             answer = conversation.answer
-            arguments = {
-                **data,
-                "prompt": conversation.prompt,
-                "completions": answer,
-                "prompt_ids": response.input_tokens,
-                "completion_ids": response.output_tokens,
-            }
-            score = await self.reward_fn(**arguments)
+            read, written = response.input_tokens, response.output_tokens
+            score = await self.reward_fn(**reward_arguments(data, conversation.prompt, answer, read, written))
             if score >= self.solved or transcript.num_turns == self.max_turns:
                 break
             conversation.reply({"role": "user", "content": self._feedback(data, answer, score)})

@@ -144,14 +144,9 @@ class RewardFunction:
         self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
     ) -> float:
         """The reward of one completion. Raises: RewardError; DataError if `data` cannot be pickled."""
-        keywords = {
-            "prompt": prompt,
-            "completions": completions,
-            "prompt_ids": prompt_ids,
-            "completion_ids": completion_ids,
-            **data,
-        }
-        return await self.run(**keywords)
+        return await self.run(
+            prompt=prompt, completions=completions, prompt_ids=prompt_ids, completion_ids=completion_ids, **data
+        )
 
     async def run(self, **keywords: Any) -> Any:
         """Call the function with just these arguments; returns a float, or the bytes that it `Passed`."""

@@ -15,7 +15,7 @@ from rlite.rollout.rewards import RewardFunction
 from rlite.rollout.tool_calls import ToolCall, ToolCallFormat, find_format, format_named
 from rlite.rollout.tools import Toolbox
 from rlite.rollout.transcript import check_turns
-from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
+from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, reward_arguments
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 
 
@@ -105,14 +105,8 @@ class ToolUseWorkflow(RolloutWorkflow):
                 answer=answer,
             )
         assert last is not None  # the first turn has room, or the prompt is refused
-        arguments = {
-            **data,
-            "prompt": conversation.prompt,
-            "completions": answer["content"],
-            "prompt_ids": prompt_ids,
-            "completion_ids": last.output_tokens,
-            "conversation": [*conversation.messages, *([answer] if conversation.is_answered else [])],
-        }
+        arguments = reward_arguments(data, conversation.prompt, answer["content"], prompt_ids, last.output_tokens)
+        arguments["conversation"] = [*conversation.messages, *([answer] if conversation.is_answered else [])]
         reward = await self.reward_fn(**arguments)
         return transcript.trajectory(reward, num_tool_calls=num_calls, num_tool_errors=num_errors)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -107,14 +107,23 @@ class SingleTurnWorkflow(RolloutWorkflow):
         response = await engine.agenerate(LLMRequest(input_ids=input_ids, gconfig=self.gconfig))
         if response.stop_reason == "abort":
             raise RolloutError(f"the engine aborted the completion after {response.output_len} tokens")
-        arguments = {
-            **data,
-            "prompt": prompt_text(data, self.tokenizer, self.chat_template_options),
-            "completions": self.tokenizer.decode(response.output_tokens, skip_special_tokens=True),
-            "prompt_ids": response.input_tokens,
-            "completion_ids": response.output_tokens,
-        }
+        prompt = prompt_text(data, self.tokenizer, self.chat_template_options)
+        completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+        arguments = reward_arguments(data, prompt, completion, response.input_tokens, response.output_tokens)
         return trajectory(response, reward=await self.reward_fn(**arguments))
+
+
+def reward_arguments(
+    item: Mapping[str, Any], prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int]
+) -> dict[str, Any]:
+    """What a reward function is called with for one completion of an item: these four, and the item's other keys."""
+    return {
+        **item,
+        "prompt": prompt,
+        "completions": completion,
+        "prompt_ids": prompt_ids,
+        "completion_ids": completion_ids,
+    }
 
 
 def prompt_ids(
