@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import operator
 import pickle
-import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.conversation import Conversation, History, check_history
 from rlite.rollout.gym_process import GymFunction, MakeFromFile, Turn, advance, close, start
-from rlite.rollout.rewards import RewardError, RewardFunction, RewardRaised, RewardTimeout
+from rlite.rollout.rewards import RewardError, RewardFunction, limited
 from rlite.rollout.transcript import check_turns
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
 from rlite.types import AsyncInference, GenerationHyperparameters
@@ -127,13 +127,8 @@ class _InThread:
 
 
 async def _in_thread(owner: GymEnvironment, function: Callable[..., Any], *arguments: Any) -> Any:
-    try:
-        async with asyncio.timeout(owner.timeout) as limit:
-            return await asyncio.to_thread(function, *arguments)
-    except Exception as error:
-        if isinstance(error, TimeoutError) and limit.expired():
-            raise RewardTimeout(f"{owner.name} ran for more than {owner.timeout:g} s") from error
-        raise RewardRaised(f"{owner.name} raised:\n{traceback.format_exc()}") from error
+    async with limited(owner.name, owner.timeout):
+        return await asyncio.to_thread(function, *arguments)
 
 
 class GymWorkflow(RolloutWorkflow):
@@ -186,15 +181,13 @@ class GymWorkflow(RolloutWorkflow):
         self.max_turns = max_turns
         self.system_prompt = system_prompt
         self.is_chat = has_template if is_chat is None else is_chat
-        self.conversation_options: dict[str, Any] = {
-            "chat_template_options": chat_template_options,
-            "history": history,
-            "max_length": max_length,
-        }
+        self._begin = partial(
+            Conversation, tokenizer, chat_template_options=chat_template_options, history=history, max_length=max_length
+        )
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
         async with self.environment.episode(_seed(data), data.get("env_options")) as episode:
-            conversation = Conversation(self.tokenizer, self._prompt(episode.observation), **self.conversation_options)
+            conversation = self._begin(self._prompt(episode.observation))
             transcript = conversation.transcript
             while await conversation.ask(engine, self.gconfig) is not None:
                 turn = await episode.step(conversation.answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDict
@@ -70,14 +71,12 @@ class MultiTurnWorkflow(RolloutWorkflow):
         self.turn_discount = turn_discount
         self.feedback = feedback
         self.solved = solved
-        self.conversation_options: dict[str, Any] = {
-            "chat_template_options": chat_template_options,
-            "history": history,
-            "max_length": max_length,
-        }
+        self._begin = partial(
+            Conversation, tokenizer, chat_template_options=chat_template_options, history=history, max_length=max_length
+        )
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
-        conversation = Conversation(self.tokenizer, data, **self.conversation_options)
+        conversation = self._begin(data)
         transcript, score = conversation.transcript, 0.0
         while (response := await conversation.ask(engine, self.gconfig)) is not None:
             answer = conversation.answer

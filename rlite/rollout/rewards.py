@@ -9,8 +9,8 @@ import os
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any, Protocol
 
 import cloudpickle
@@ -292,6 +292,18 @@ class _Row:
             self.result.set_exception(result)
         else:
             self.result.set_result(result)
+
+
+@asynccontextmanager
+async def limited(what: str, timeout: float) -> AsyncIterator[None]:
+    """Await a user's code inside, in this process. Raises: RewardTimeout after `timeout` seconds, or RewardRaised."""
+    try:
+        async with asyncio.timeout(timeout) as limit:
+            yield
+    except Exception as error:
+        if isinstance(error, TimeoutError) and limit.expired():
+            raise RewardTimeout(f"{what} ran for more than {timeout:g} s") from error
+        raise RewardRaised(f"{what} raised:\n{traceback.format_exc()}") from error
 
 
 __all__ = [

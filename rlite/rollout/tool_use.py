@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDict
@@ -72,14 +73,16 @@ class ToolUseWorkflow(RolloutWorkflow):
         if tool_format is None:
             tool_format = find_format(str(getattr(tokenizer, "chat_template", None)))
         self.tool_format = format_named(tool_format) if isinstance(tool_format, str) else tool_format
-        self.conversation_options: dict[str, Any] = {
-            "chat_template_options": {**(chat_template_options or {}), "tools": self.toolbox.schemas},
-            "history": history,
-            "max_length": max_length,
-        }
+        self._begin = partial(
+            Conversation,
+            tokenizer,
+            chat_template_options={**(chat_template_options or {}), "tools": self.toolbox.schemas},
+            history=history,
+            max_length=max_length,
+        )
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
-        conversation = Conversation(self.tokenizer, data, **self.conversation_options)
+        conversation = self._begin(data)
         self._check_shown(conversation)
         transcript, prompt_ids = conversation.transcript, conversation.transcript.tokens
         num_calls = num_errors = 0

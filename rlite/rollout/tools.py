@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -15,7 +14,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 
 from rlite.errors import ConfigError
 from rlite.rollout.reward_process import Passed
-from rlite.rollout.rewards import RewardError, RewardFunction, RewardRaised, RewardTimeout
+from rlite.rollout.rewards import RewardError, RewardFunction, RewardTimeout, limited
 from rlite.rollout.tool_calls import ToolCall
 
 
@@ -137,13 +136,8 @@ async def _in_process(function: RewardFunction, arguments: Mapping[str, Any]) ->
 
 
 async def _in_loop(tool: Tool, timeout: float, arguments: Mapping[str, Any]) -> str:
-    try:
-        async with asyncio.timeout(timeout) as limit:
-            return as_text(await tool.function(**arguments))
-    except Exception as error:
-        if isinstance(error, TimeoutError) and limit.expired():
-            raise RewardTimeout(f"the tool {tool.name} ran for more than {timeout:g} s") from error
-        raise RewardRaised(f"the tool {tool.name} raised {type(error).__name__}: {error}") from error
+    async with limited(f"the tool {tool.name}", timeout):
+        return as_text(await tool.function(**arguments))
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,11 @@ async def doze() -> str:
     return "rested"
 
 
+async def fall() -> str:
+    """Raises."""
+    raise ValueError("too high")
+
+
 async def flood() -> str:
     """Says much."""
     return "x" * 20000
@@ -119,17 +124,19 @@ def test_calls_are_made_and_their_results_appended_token_by_token() -> None:
 
 def test_what_goes_wrong_with_a_call_is_said_to_the_model() -> None:
     calls = [call("sub"), call("add", '{"a": 1}'), call("add", '{"a": 1, "b": "x"}'), call("sleep"), call("doze")]
-    row = run([ids("".join(calls)), ids("ok")], tools=[add, sleep, doze], tool_timeout=1.5)
+    calls += [call("fall")]
+    row = run([ids("".join(calls)), ids("ok")], tools=[add, sleep, doze, fall], tool_timeout=1.5)
     text = TOKENIZER.decode(row["input_ids"][0])
     for result in (
-        "Error: there is no tool sub; there are: add, sleep, doze",
+        "Error: there is no tool sub; there are: add, sleep, doze, fall",
         "Error: TypeError: add() missing 1 required positional argument: 'b'",
         "Error: TypeError: unsupported operand type(s) for +: 'int' and 'str'",
         "Error: sleep took too long",
         "Error: doze took too long",
+        "Error: ValueError: too high",
     ):
         assert f"<tool_response>{result}</tool_response>" in text
-    assert (row["num_tool_calls"].item(), row["num_tool_errors"].item()) == (5.0, 5.0)
+    assert (row["num_tool_calls"].item(), row["num_tool_errors"].item()) == (6.0, 6.0)
 
 
 def test_max_turns_ends_an_episode_with_its_calls_unanswered() -> None:
