@@ -135,6 +135,11 @@ class SlotCache:
         self._bags[start, stop, blocks] = found
         return found
 
+    def clear(self, slot: int) -> None:
+        """Write zeros where something not finite may be, for the slot's next owner."""
+        self.keys[:, slot] = 0
+        self.values[:, slot] = 0
+
     def apply(self, moves: list[Move]) -> None:
         """Copy slots. No source is another move's target."""
         targets: dict[tuple[int, int], list[int]] = {}

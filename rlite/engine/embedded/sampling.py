@@ -118,7 +118,8 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, their log-probabilities at the row's temperature, and those under the distribution sampled from.
 
-    logits: [rows, vocabulary] of any dtype; uniform: [rows] in [0, 1). Each result is [rows].
+    logits: [rows, vocabulary] of any dtype; uniform: [rows] in [0, 1). Each result is [rows]. A row with NaN or +inf
+    among its logits has some token, with the log-probability NaN.
     """
     rows, vocab_size = logits.shape
     # on CPU as many rows at a time as stay in the processor's cache: each is read several times
@@ -159,10 +160,10 @@ def _draw(
     else:
         # the segment in which the cumulative sum passes the target, then the token within it
         target = uniform[:, None] * total
-        segment = _first_above(sums, target)
+        segment = _first_above(sums, target).clamp_(max=sums.shape[-1] - 1)  # NaN is found beyond the last
         before = sums.gather(1, (segment - 1).clamp_(min=0)) * (segment > 0)
         inside = segments.gather(1, segment[..., None].expand(-1, -1, width))[:, 0]
-        tokens = segment * width + _first_above(inside.cumsum(dim=-1) + before, target)
+        tokens = (segment * width + _first_above(inside.cumsum(dim=-1) + before, target)).clamp_(max=vocab_size - 1)
         if batch.any_greedy:
             tokens = torch.where(is_greedy[:, None], logits.argmax(dim=-1, keepdim=True), tokens)
     return tokens[:, 0], (weights.gather(1, tokens).log_() - total.log())[:, 0]

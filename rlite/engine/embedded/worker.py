@@ -7,6 +7,7 @@ the same decisions, because the only thing they depend on besides the calls, the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Literal
@@ -72,7 +73,7 @@ class EmbeddedWorker:
         # fixed shapes cut prompts at fixed places, not where a forward happens to be full
         most = self.max_model_len * self._num_slots if options.deterministic else options.max_prefill_tokens
         self._scheduler = Scheduler(self._num_slots, most)
-        self._refused: list[TokenChunk] = []
+        self._failed: dict[int, TokenChunk] = {}
         self.to_device("kv_cache")
         self._graphs: DecodeGraphs | None = None
         is_recorded = options.cuda_graphs and not options.deterministic and self.device.type == "cuda"
@@ -118,8 +119,11 @@ class EmbeddedWorker:
     def advance(self, new: list[SequenceRequest], aborted: list[int], max_steps: int) -> list[TokenChunk]:
         """Take in `new`, end `aborted`, and make up to `max_steps` decode steps; fewer if nothing is left to do.
 
-        Returns one chunk for each request that made progress, ended or was refused (`error`, without tokens).
-        Raises: ResidencyError if weights or KV cache are not on the device.
+        Returns one chunk for each request that made progress, ended, or was refused or failed (`error`, without
+        tokens): what one request alone makes impossible does not end the others. After an exception the worker is of
+        no more use, but for ResidencyError, raised before anything is done.
+        Raises: ResidencyError if weights or KV cache are not on the device; WeightSyncError for weights that are not
+            finite.
         """
         cache = self._serving_cache()
         for request in new:
@@ -146,23 +150,26 @@ class EmbeddedWorker:
         self._scheduler.forget_cache()
 
     def _drain(self) -> list[TokenChunk]:
-        refused, self._refused = self._refused, []
-        return refused + self._scheduler.drain(self.version)
+        failed, self._failed = self._failed, {}
+        others = [chunk for chunk in self._scheduler.drain(self.version) if chunk.request_id not in failed]
+        return [*failed.values(), *others]
+
+    def _fail(self, request_id: int, error: str) -> None:
+        """Answer a request with why it cannot be served; if it runs, its owner ends it."""
+        self._failed[request_id] = TokenChunk(
+            request_id=request_id,
+            token_ids=[],
+            logprobs=[],
+            sampling_logprobs=[],
+            version=self.version,
+            error=error,
+        )
 
     def _accept(self, request: SequenceRequest) -> None:
         gconfig = request.gconfig
         prompt, tokens = request.input_ids, [*request.input_ids, *request.output_ids]
         if (error := self._objection(request)) is not None:
-            self._refused.append(
-                TokenChunk(
-                    request_id=request.request_id,
-                    token_ids=[],
-                    logprobs=[],
-                    sampling_logprobs=[],
-                    version=self.version,
-                    error=error,
-                )
-            )
+            self._fail(request.request_id, error)
             return
         self._scheduler.add(
             RunningSequence(
@@ -185,8 +192,8 @@ class EmbeddedWorker:
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
             return f"token id {wrong} is not in the vocabulary of {self.vocab_size}"
-        if request.gconfig.stop and self._tokenizer is None:
-            return f"stop strings need a tokenizer, and {self.path} has none; use stop_token_ids"
+        if request.gconfig.stop and isinstance(self._tokenizer, str):
+            return f"stop strings need a tokenizer; {self.path} has none ({self._tokenizer}). Use stop_token_ids"
         return None
 
     # --- computation ------------------------------------------------------------------------------------------------
@@ -225,11 +232,6 @@ class EmbeddedWorker:
         made: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         for step in range(steps):
             logits = logits_at(step, tokens)
-            if step == 0 and not bool(torch.isfinite(logits.sum())):
-                raise WeightSyncError(
-                    f"the weights that are served (policy version {self.version}) give logits that are not finite: "
-                    "they hold NaN or infinity. Look at the step that made them; release() and build() to go on"
-                )
             if each:
                 tokens, taken, taken_of_cut = sample_each(logits, each, random[step])
             else:
@@ -241,8 +243,36 @@ class EmbeddedWorker:
                 break
         # [row][step] each: tokens and the two kinds of log-probabilities
         ids, logprobs, sampling_logprobs = (torch.stack(c, dim=1).tolist() for c in zip(*made, strict=True))
+        are_finite = self._agreed([math.isfinite(sum(values)) for values in logprobs])
+        if not all(are_finite):
+            self._give_up(cache, [s for s, is_finite in zip(sequences, are_finite, strict=True) if not is_finite])
         cache.apply(self._scheduler.record(ids, logprobs, sampling_logprobs, self._find_stop))
+        cache.apply(self._scheduler.abort(self._failed))
         return len(made)
+
+    def _agreed(self, flags: list[bool]) -> list[bool]:
+        """What all ranks agree to."""
+        if self._group is None:
+            return flags
+        votes = torch.tensor(flags, dtype=torch.uint8, device=self.device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self._group)
+        return votes.bool().tolist()
+
+    def _give_up(self, cache: SlotCache, sequences: Sequence[RunningSequence]) -> None:
+        """Fail those whose logits are not finite, if the weights are. Raises: WeightSyncError if they are not."""
+        are_finite = [bool(torch.isfinite(shard.tensor).all()) for shard in self.parameter_shards().values()]
+        if not all(self._agreed([all(are_finite)])):
+            raise WeightSyncError(
+                f"the weights that are served (policy version {self.version}) give logits that are not finite: "
+                "they hold NaN or infinity. Look at the step that made them; release() and build() to go on"
+            )
+        for sequence in sequences:
+            cache.clear(sequence.slot)
+            self._fail(
+                sequence.request.request_id,
+                f"after {len(sequence.tokens)} tokens its logits are not finite, though the weights are: what the "
+                f"model computes of these tokens is too large for {self._weights.dtype}",
+            )
 
     def _sampling(self, sequences: Sequence[RunningSequence]) -> SamplingBatch:
         return SamplingBatch.of(
@@ -275,8 +305,7 @@ class EmbeddedWorker:
     def _find_stop(self, sequence: RunningSequence, start: int) -> int | None:
         stops = sequence.request.gconfig.stop
         tokenizer = self._tokenizer
-        if tokenizer is None:
-            raise RuntimeError("a request with stop strings was accepted without a tokenizer")
+        assert not isinstance(tokenizer, str)  # else it was refused
         # a token holds at least a byte: a stop string cannot begin further back, but for tokens without text
         reach = max(len(s.encode()) for s in stops) + 8
         for length in range(start + 1, len(sequence.tokens) + 1):
@@ -287,11 +316,12 @@ class EmbeddedWorker:
         return None
 
     @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerBase | None:
+    def _tokenizer(self) -> PreTrainedTokenizerBase | str:
+        """Or why there is none."""
         try:
             return AutoTokenizer.from_pretrained(self.path)
-        except (OSError, ValueError):
-            return None
+        except Exception as error:  # of any kind, by the files' own parsers: only stop strings cannot do without
+            return f"{type(error).__name__}: {error}"
 
     # --- residency --------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,21 @@ def frequencies(logits: torch.Tensor, gconfig: GenerationHyperparameters, draws:
     return torch.bincount(tokens, minlength=logits.numel()) / draws
 
 
+def test_a_row_that_is_not_finite_says_so_and_leaves_the_others_theirs() -> None:
+    logits = torch.randn(4, 2000, generator=torch.Generator().manual_seed(0))
+    random, sampled = torch.tensor([0.1, 0.5, 0.9, 0.3]), GenerationHyperparameters()
+    for gconfig in (sampled, sampled.new(top_p=0.9), sampled.new(top_k=5), sampled.new(greedy=True)):
+        batch = batch_of(*[gconfig] * 4, vocab_size=2000)
+        expected = [values[[0, 3]] for values in sample(logits, batch, random)]
+        odd = logits.clone()
+        odd[1, 7], odd[2, 7] = float("nan"), float("inf")
+        tokens, logprobs, sampling_logprobs = sample(odd, batch, random)
+        assert ((tokens >= 0) & (tokens < 2000)).all()
+        assert logprobs[[1, 2]].isnan().all()
+        for values, its in zip((tokens, logprobs, sampling_logprobs), expected, strict=True):
+            assert torch.equal(values[[0, 3]], its)
+
+
 def test_samples_follow_the_tempered_distribution() -> None:
     logits = torch.tensor([0.1, 2.0, -1.0, 0.7, float("-inf")])
     for temperature in (1.0, 0.5, 2.0):

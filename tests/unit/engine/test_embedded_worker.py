@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -262,6 +263,33 @@ def test_a_request_that_cannot_be_served_is_refused_alone(model_dir) -> None:
     assert made[0].error is None
     assert made[0].finish_reason is not None
     assert len(made[5].token_ids) == 1
+
+
+def test_a_prompt_that_overflows_the_model_fails_alone_and_leaves_nothing_in_its_slot(model_dir) -> None:
+    worker, token = worker_of(model_dir("llama", False), max_num_seqs=2), 255
+    for name, shard in worker.parameter_shards().items():
+        if name.endswith("embed_tokens.weight"):
+            shard.tensor[:, 0] = torch.arange(len(shard.tensor)) == token
+        elif "layers.0.self_attn.q_proj" in name or "layers.0.self_attn.k_proj" in name:
+            shard.tensor[:, 0] = torch.finfo(torch.float32).max  # finite, and its product with that one token is not
+    good, other = requests_of(prompts_of(5, 9), greedy=True, ignore_eos=True)
+    expected = run(worker, [good, other])
+    overflowing = SequenceRequest(request_id=2, input_ids=[1, token, *range(20)], gconfig=good.gconfig, seed=0)
+    made = run(worker, [overflowing, good])
+    assert "not finite, though the weights are" in made[2].error
+    assert made[2].finish_reason is None
+    assert made[0] == expected[0]
+    assert run(worker, [good, other]) == expected, "the slot holds nothing of it"
+
+
+def test_a_tokenizer_that_fails_costs_the_requests_that_need_it(model_dir, tmp_path: Path) -> None:
+    path = shutil.copytree(model_dir(), tmp_path / "model")
+    (path / "tokenizer.json").write_text('{"version": "1.0"}')
+    requests = requests_of(prompts_of(4, 5, 6), stop=["x"])
+    plain = requests_of(prompts_of(7))[0]
+    made = run(worker_of(str(path)), [replace(plain, request_id=3), *requests])
+    assert all("stop strings need a tokenizer" in made[i].error for i in range(3))
+    assert made[3].finish_reason is not None
 
 
 def test_memory_can_be_given_back_and_weights_come_back_from_the_checkpoint(model_dir) -> None:
