@@ -246,9 +246,10 @@ class RliteInferenceEngine(Engine):
         workflow: RolloutWorkflow,
         group_size: int = 1,
         timeout: float | None = None,
+        first_place: int = 0,
     ) -> TensorDict:
         """Run a workflow on every item now; see `RolloutCollector.rollout_batch`."""
-        return self.collector.rollout_batch(data, workflow, group_size, timeout)
+        return self.collector.rollout_batch(data, workflow, group_size, timeout, first_place)
 
     def submit(self, data: Mapping[str, Any], workflow: RolloutWorkflow, group_size: int = 1) -> int:
         """Let one item run when capacity allows; see `RolloutCollector.submit`."""

@@ -27,7 +27,7 @@ from rlite.errors import CallTimeout, CheckpointError, ConfigError, DataError
 from rlite.observability import stats_tracker, trace
 from rlite.rollout.batch import pad_trajectories
 from rlite.rollout.episodes import ENGINE_FAILURES, EpisodeFailed, run_episodes
-from rlite.rollout.group import Group, Item, Lane, ShouldAccept, check_siblings, misfits, report_age
+from rlite.rollout.group import Group, Item, Lane, ShouldAccept, check_siblings, misfits, reason_of, report_age
 from rlite.rollout.loop import LoopThread
 from rlite.rollout.options import CollectorOptions
 from rlite.rollout.reward_pool import close_shared_pool
@@ -132,17 +132,23 @@ class RolloutCollector:
         return batch
 
     def rollout_batch(
-        self, data: Sequence[Item], workflow: RolloutWorkflow, group_size: int = 1, timeout: float | None = None
+        self,
+        data: Sequence[Item],
+        workflow: RolloutWorkflow,
+        group_size: int = 1,
+        timeout: float | None = None,
+        first_place: int = 0,
     ) -> TensorDict:
         """Run every item now, `group_size` times each, and return one padded batch.
 
         Rows come in the order of the data, the siblings of a group side by side, with `group_ids` [N]. Groups that
-        were dropped are missing; `lost` counts them.
+        were dropped are missing; `lost` counts them. With a seed an item's place decides its random numbers: a batch
+        that continues another one, under the same policy version, begins at the `first_place` after it.
 
         Raises: RolloutError if no group is left, or the run was stopped; CallTimeout, which names the groups that are
             late, and then all of them are cancelled.
         """
-        groups = self._submit(self._now, data, workflow, group_size, None)
+        groups = self._submit(self._now, data, workflow, group_size, None, first_place)
         unfinished = list(groups)
 
         def is_settled() -> bool:
@@ -283,6 +289,7 @@ class RolloutCollector:
         workflow: RolloutWorkflow,
         group_size: int,
         should_accept: ShouldAccept | None,
+        first_place: int = 0,
     ) -> list[Group]:
         if not isinstance(workflow, RolloutWorkflow):
             raise ConfigError(f"workflow={workflow!r}: expected an instance of a RolloutWorkflow")
@@ -295,8 +302,8 @@ class RolloutCollector:
                 raise DataError(f"data item {index} is {type(item).__name__}: expected a mapping")
         self._raise_if_stopped()
         groups = [
-            Group(next(self._ids), item, workflow, group_size, should_accept, self._seed(lane, index))
-            for index, item in enumerate(items)
+            Group(next(self._ids), item, workflow, group_size, should_accept, self._seed(lane, place))
+            for place, item in enumerate(items, first_place)
         ]
         with self._changed:
             for group in groups:
@@ -306,11 +313,11 @@ class RolloutCollector:
         self._loop.call(self._admit)
         return groups
 
-    def _seed(self, lane: Lane, index: int) -> int | None:
+    def _seed(self, lane: Lane, place: int) -> int | None:
         """Of an item's group: a resumed run gives the same to the same place of the same `rollout_batch`."""
         if self.options.seed is None:
             return None
-        number = index if lane is self._now else lane.ledger.counters.submitted + index
+        number = place if lane is self._now else lane.ledger.counters.submitted + place
         return mix(mix(self.options.seed, self.engine.get_version()), number)
 
     def _num_ids(self) -> int:
@@ -530,10 +537,10 @@ class RolloutCollector:
         except asyncio.CancelledError:
             self._lose(lane, group, CANCELLED)
         except ENGINE_FAILURES as error:
-            if self._lose(lane, group, _describe(error), error):
+            if self._lose(lane, group, reason_of(error), error):
                 self._stop(error)
         except EpisodeFailed as failed:
-            reason = _describe(failed.error)
+            reason = reason_of(failed.error)
             if not self._lose(lane, group, reason, failed.error):
                 return
             self._num_failures += 1
@@ -541,8 +548,8 @@ class RolloutCollector:
                 why = f"{self._num_failures} groups in a row failed, the last with {reason}"
                 self._stop(_stopping(why, failed.error))
         except Exception as error:  # only should_accept is left: it is the caller's own, and would fail again
-            if self._lose(lane, group, _describe(error), error):
-                self._stop(_stopping(f"should_accept raised {_describe(error)}", error))
+            if self._lose(lane, group, reason_of(error), error):
+                self._stop(_stopping(f"should_accept raised {reason_of(error)}", error))
         else:
             if reason is None:
                 self._accept(lane, group, whole)
@@ -588,7 +595,3 @@ def _stopping(why: str, cause: BaseException | None = None) -> RolloutError:
     error = RolloutError(f"the rollouts were stopped: {why}")
     error.__cause__ = cause
     return error
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

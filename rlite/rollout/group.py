@@ -116,6 +116,11 @@ def misfits(groups: Sequence[Group]) -> list[tuple[Group, str]]:
     ]
 
 
+def reason_of(error: BaseException) -> str:
+    """Why a group is lost."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 def oldest_version(trajectories: Sequence[TensorDict]) -> int | None:
     """The version that made the oldest token; None if the trajectories do not say."""
     made = [row["versions"][row["versions"] >= 0] for row in trajectories if "versions" in row]

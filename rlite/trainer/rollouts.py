@@ -43,18 +43,21 @@ class SynchronousRollouts:
     @stats_tracker.record_timing("rollout")
     def next_batch(self) -> TensorDict:
         """Generate and reward a batch: each prompt's responses side by side."""
-        group_size = self._options.train_data.responses_per_prompt
+        data, rollout, num_asked = self._options.train_data, self._options.rollout, 0
+        group_size = data.responses_per_prompt
 
-        def generate(items: Sequence[Mapping[str, Any]]) -> TensorDict:
-            return self._engines.rollout.rollout_batch(items, self._workflow, group_size=group_size)
+        def generate(count: int) -> TensorDict:
+            nonlocal num_asked
+            # where an epoch ends a refill may ask a prompt again, which is to be answered otherwise
+            place, num_asked = num_asked, num_asked + count
+            return self._engines.rollout.rollout_batch(
+                self._next(count), self._workflow, group_size=group_size, first_place=place
+            )
 
-        items = self._next(self._options.train_data.prompts_per_rollout)
-        batch = generate(items)
-        if group_size == 1 or not self._options.rollout.dynamic_filtering:
+        batch = generate(data.prompts_per_rollout)
+        if group_size == 1 or not rollout.dynamic_filtering:
             return batch
-        return replace_uniform_groups(
-            batch, len(items), lambda count: generate(self._next(count)), self._options.rollout.max_refills
-        )
+        return replace_uniform_groups(batch, data.prompts_per_rollout, generate, rollout.max_refills)
 
     def _next(self, count: int) -> list[Mapping[str, Any]]:
         left, self._left = self._left[:count], self._left[count:]

@@ -74,6 +74,30 @@ def test_who_goes_on_otherwise_uses_every_prompt_once(rollouts: Any, first: int,
     assert sorted(used) == [row["number"] for row in ROWS]
 
 
+def test_refills_that_ask_a_prompt_again_draw_other_samples_and_always_the_same() -> None:
+    def seeds() -> list[int | None]:
+        drawn: list[int | None] = []
+
+        def answer(request: LLMRequest) -> list[int]:
+            drawn.append(request.gconfig.seed)
+            return [7]
+
+        collector = RolloutCollector(ScriptedEngine(answer, version=3), CollectorOptions(seed=1))
+        options = PpoConfig(
+            actor=ActorOptions(model_name="x"),
+            train_data=PromptOptions(prompts_per_rollout=2, responses_per_prompt=2),
+            rollout=RolloutOptions(max_refills=3),
+        )
+        engines: Any = SimpleNamespace(rollout=collector)
+        find_rollouts(options, engines, Ask(), PromptStream(ROWS[:2], 2, seed=0)).next_batch()
+        collector.close()
+        return drawn
+
+    first = seeds()  # all rewards of a prompt are the same, so that both of them are asked in each of four rounds
+    assert len(set(first)) == len(first) == 2 * 2 * 4
+    assert sorted(seeds(), key=str) == sorted(first, key=str)
+
+
 def test_groups_that_teach_nothing_are_refused_until_that_has_cost_enough() -> None:
     group = TensorDict({"rewards": torch.ones(3), "input_ids": torch.ones(3, 2)}, batch_size=[3])
     accept = VariedGroups(budget=2)
