@@ -14,7 +14,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,6 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
     """JSON values by parameter"""
-
-    @property
-    def arguments_json(self) -> str:
-        """The arguments as JSON text."""
-        return json.dumps(self.arguments)
 
 
 @dataclass(frozen=True)
@@ -48,6 +43,13 @@ class ToolCallFormat:
     """its marks may be special tokens, which decoding must not skip then"""
 
 
+def tool_call_format(form: str | ToolCallFormat | None, tokenizer: Any) -> ToolCallFormat:
+    """A format, one by its name, or (None) that which the tokenizer's chat template teaches. Raises: ConfigError."""
+    if form is None:
+        return find_format(str(getattr(tokenizer, "chat_template", None)))
+    return format_named(form) if isinstance(form, str) else form
+
+
 def find_format(template: str) -> ToolCallFormat:
     """The format that a chat template teaches; hermes if it teaches none."""
     marks = {"[TOOL_CALLS]": "mistral", "<tool_call>": "hermes", "ipython": "llama3_json"}
@@ -59,6 +61,18 @@ def format_named(name: str) -> ToolCallFormat:
     if name not in FORMATS:
         raise ConfigError(f"tool call format {name!r}: {did_you_mean(name, FORMATS)}")
     return FORMATS[name]
+
+
+def numbered(calls: Sequence[ToolCall], numbers: Iterator[int]) -> list[dict[str, Any]]:
+    """Calls as a message has them for chat templates: the arguments are a mapping, not JSON text."""
+    return [
+        {
+            "id": f"call{next(numbers):05d}",  # nine letters or digits, as Mistral's templates want them
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in calls
+    ]
 
 
 _NAME = re.compile(r"[\w.:/-]{1,256}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.conversation import Conversation, History, Message, check_history
 from rlite.rollout.rewards import RewardFunction
-from rlite.rollout.tool_calls import ToolCall, ToolCallFormat, find_format, format_named
+from rlite.rollout.tool_calls import ToolCallFormat, numbered, tool_call_format
 from rlite.rollout.tools import Toolbox
 from rlite.rollout.transcript import check_turns
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, reward_arguments
@@ -70,9 +70,7 @@ class ToolUseWorkflow(RolloutWorkflow):
         self.gconfig = gconfig
         self.tokenizer = tokenizer
         self.max_turns = max_turns
-        if tool_format is None:
-            tool_format = find_format(str(getattr(tokenizer, "chat_template", None)))
-        self.tool_format = format_named(tool_format) if isinstance(tool_format, str) else tool_format
+        self.tool_format = tool_call_format(tool_format, tokenizer)
         self._begin = partial(
             Conversation,
             tokenizer,
@@ -88,25 +86,22 @@ class ToolUseWorkflow(RolloutWorkflow):
         num_calls = num_errors = 0
         answer: Message = {}
         last: LLMResponse | None = None
-        ids = itertools.count(1)
+        numbers = itertools.count(1)
         while (response := await conversation.ask(engine, self.gconfig)) is not None:
             last = response
             content, calls = self.tool_format.parse(self._text(response))
             answer = {"role": "assistant", "content": content if calls else conversation.answer}
             if not calls or transcript.num_turns == self.max_turns:
                 break
-            names = [f"call{next(ids):05d}" for _ in calls]  # nine characters, as some templates want them
-            answer = {**answer, "tool_calls": _as_called(calls, names)}
+            asked = numbered(calls, numbers)
+            answer = {**answer, "tool_calls": asked}
             results = await asyncio.gather(*(self.toolbox.call(call) for call in calls))
             num_calls, num_errors = num_calls + len(calls), num_errors + sum(result.is_error for result in results)
-            said = zip(calls, names, results, strict=True)
-            conversation.reply(
-                *(
-                    {"role": "tool", "name": call.name, "tool_call_id": name, "content": result.text}
-                    for call, name, result in said
-                ),
-                answer=answer,
-            )
+            said = [
+                {"role": "tool", "name": call.name, "tool_call_id": entry["id"], "content": result.text}
+                for call, entry, result in zip(calls, asked, results, strict=True)
+            ]
+            conversation.reply(*said, answer=answer)
         assert last is not None  # the first turn has room, or the prompt is refused
         arguments = reward_arguments(data, conversation.prompt, answer["content"], prompt_ids, last.output_tokens)
         arguments["conversation"] = [*conversation.messages, *([answer] if conversation.is_answered else [])]
@@ -128,11 +123,3 @@ class ToolUseWorkflow(RolloutWorkflow):
         if tokens[-1] in getattr(self.tokenizer, "all_special_ids", ()):  # the end of the turn is not said
             tokens = tokens[:-1]
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
-
-
-def _as_called(calls: Sequence[ToolCall], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Calls as a chat template takes them: the arguments are a mapping, not JSON."""
-    return [
-        {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call, name in zip(calls, names, strict=True)
-    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
@@ -12,6 +11,7 @@ from rlite.errors import ConfigError
 from rlite.rollout.openai.errors import ApiError
 from rlite.rollout.openai.export import Style
 from rlite.rollout.openai.requests import parse_json
+from rlite.rollout.openai.responses import description, server_sent_events
 from rlite.rollout.openai.session import AgentSession
 
 try:
@@ -75,16 +75,15 @@ class _SessionTransport(_http.AsyncBaseTransport):
             return _http.Response(error.status, json=error.body(), request=request)
 
     async def _answer(self, method: str, path: str, body: bytes) -> Any:
-        description = {"id": self._session.model, "object": "model", "created": 0, "owned_by": "rlite"}
         match method, path.removeprefix("/v1"):
             case "POST", "/chat/completions":
                 reply = self._session.chat(parse_json(body))
             case "POST", "/completions":
                 reply = self._session.completion(parse_json(body))
             case "GET", "/models":
-                return _http.Response(200, json={"object": "list", "data": [description]})
+                return _http.Response(200, json={"object": "list", "data": [description(self._session.model)]})
             case "GET", other if other == f"/models/{self._session.model}":
-                return _http.Response(200, json=description)
+                return _http.Response(200, json=description(self._session.model))
             case _:
                 raise ApiError(f"{method} {path}: Not Found", 404)
         if reply.is_stream:
@@ -100,27 +99,17 @@ class _Events(_http.AsyncByteStream):
     """A reply as server-sent events."""
 
     def __init__(self, messages: AsyncGenerator[dict[str, Any], None]) -> None:
-        self._messages = messages
-        self._first: dict[str, Any] | None = None
+        self._events = server_sent_events(messages)
+        self._first = b""
 
     async def begin(self) -> None:
-        """Wait for the first message. Raises: ApiError, for which the response has a status of its own."""
-        self._first = await anext(self._messages)
+        """Wait for the first event. Raises: ApiError, for which the response has a status of its own."""
+        self._first = await anext(self._events)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        try:
-            assert self._first is not None
-            yield _event(json.dumps(self._first))
-            async for message in self._messages:
-                yield _event(json.dumps(message))
-        except ApiError as error:
-            yield _event(json.dumps(error.body()))
-            return
-        yield _event("[DONE]")
+        yield self._first
+        async for event in self._events:
+            yield event
 
     async def aclose(self) -> None:
-        await self._messages.aclose()
-
-
-def _event(data: str) -> bytes:
-    return f"data: {data}\n\n".encode()
+        await self._events.aclose()

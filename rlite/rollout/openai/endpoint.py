@@ -15,8 +15,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from rlite.errors import ConfigError
-from rlite.rollout.openai.errors import ApiError
+from rlite.rollout.openai.errors import ApiError, unknown_model
 from rlite.rollout.openai.requests import parse_json
+from rlite.rollout.openai.responses import description, server_sent_events
 from rlite.rollout.openai.session import AgentSession, Reply
 
 try:
@@ -146,13 +147,13 @@ class _Server:
         return answer
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [_description(self._guest(request).session.model)]})
+        return web.json_response({"object": "list", "data": [description(self._guest(request).session.model)]})
 
     async def _model(self, request: web.Request) -> web.Response:
         model, asked = self._guest(request).session.model, request.match_info["model"]
         if asked != model:
-            raise ApiError(f"the model {asked!r} does not exist; there is {model!r}", 404, "model", "model_not_found")
-        return web.json_response(_description(model))
+            raise unknown_model(asked, model)
+        return web.json_response(description(model))
 
     def _guest(self, request: web.Request) -> _Guest:
         """Raises: ApiError if the token is not one of a session's."""
@@ -167,32 +168,24 @@ class _Server:
 async def _send(request: web.Request, reply: Reply) -> web.StreamResponse:
     """Send a reply; read it to its end only when everything has been sent."""
     response = web.StreamResponse()
-    async with contextlib.aclosing(reply.messages) as messages:
-        if not reply.is_stream:
-            response.content_type = "application/json"
+    if reply.is_stream:
+        response.content_type = "text/event-stream"
+        response.headers["Cache-Control"] = "no-cache"
+        async with contextlib.aclosing(server_sent_events(reply.messages)) as events:
+            async for event in events:
+                if not response.prepared:  # only now is it sure that the engine takes the prompt
+                    await response.prepare(request)
+                await response.write(event)
+    else:
+        response.content_type = "application/json"
+        async with contextlib.aclosing(reply.messages) as messages:
             async for message in messages:
                 body = json.dumps(message).encode()
                 response.content_length = len(body)
                 await response.prepare(request)
                 await response.write(body)
-            await response.write_eof()
-            return response
-        response.content_type = "text/event-stream"
-        response.headers["Cache-Control"] = "no-cache"
-        try:
-            async for message in messages:
-                if not response.prepared:  # only now is it sure that the engine takes the prompt
-                    await response.prepare(request)
-                await response.write(_event(json.dumps(message)))
-        except ApiError as error:
-            if not response.prepared:
-                raise
-            await response.write(_event(json.dumps(error.body())))
-            await response.write_eof()
-            return response
-        await response.write(_event("[DONE]"))
-        await response.write_eof()
-        return response
+    await response.write_eof()
+    return response
 
 
 @web.middleware
@@ -217,13 +210,5 @@ def _refusal(error: ApiError) -> web.Response:
     return web.json_response(error.body(), status=error.status)
 
 
-def _description(model: str) -> dict[str, Any]:
-    return {"id": model, "object": "model", "created": 0, "owned_by": "rlite"}
-
-
 def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
-
-
-def _event(data: str) -> bytes:
-    return f"data: {data}\n\n".encode()

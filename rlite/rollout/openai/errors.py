@@ -24,3 +24,8 @@ class ApiError(RliteError, RuntimeError):
         """The response's JSON."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def unknown_model(asked: Any, model: str) -> ApiError:
+    """For a request that names another model than the one that there is."""
+    return ApiError(f"the model {asked!r} does not exist; there is {model!r}", 404, "model", "model_not_found")

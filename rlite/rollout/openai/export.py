@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from tensordict import TensorDict
@@ -29,8 +29,7 @@ def export(recording: Recording, style: Style = "concat", include_aborted: bool 
 
     Raises: RolloutError if there is nothing to export; ConfigError for an unknown style.
     """
-    if style not in ("individual", "concat"):
-        raise ConfigError(f"style={style!r}: expected 'individual' or 'concat'")
+    check_style(style)
     turns = [turn for turn in recording.turns if turn.output_ids and (include_aborted or not turn.is_aborted)]
     if not turns:
         raise RolloutError("the agent has no completed interaction: there is nothing to train on")
@@ -41,6 +40,12 @@ def export(recording: Recording, style: Style = "concat", include_aborted: bool 
         batch["rewards"] = torch.tensor([worths.get(turn, 0.0) for turn in turns], dtype=torch.float32)
         return batch
     return _lines(recording, turns)
+
+
+def check_style(style: str) -> None:
+    """Raise ConfigError unless this is a `Style`."""
+    if style not in get_args(Style):
+        raise ConfigError(f"style={style!r}: expected {' or '.join(map(repr, get_args(Style)))}")
 
 
 def _lines(recording: Recording, turns: Sequence[Turn]) -> TensorDict:

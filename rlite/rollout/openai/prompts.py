@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from rlite.data.raw import raw_prompts, raw_tokens
 from rlite.errors import DataError
-from rlite.rollout.openai.recording import Message, Turn
-from rlite.rollout.template import STAND_IN, TemplateRefusal, render
+from rlite.rollout.openai.recording import Turn
+from rlite.rollout.template import STAND_IN, Message, TemplateRefusal, render
 from rlite.rollout.workflow import Tokenizer
 
 

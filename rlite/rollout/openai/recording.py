@@ -7,17 +7,16 @@ turn 5                              history that was written anew, or another co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.reward_process import as_number
+from rlite.rollout.template import Message
 from rlite.rollout.workflow import RolloutError
 from rlite.types import StopReason
-
-Message = Mapping[str, Any]
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlite.errors import RliteError
-from rlite.rollout.openai.errors import ApiError
-from rlite.rollout.openai.recording import Message
+from rlite.rollout.openai.errors import ApiError, unknown_model
+from rlite.rollout.template import Message
 from rlite.types import GenerationHyperparameters
 
 SAMPLING = {
@@ -212,7 +212,7 @@ def _values(body: Any, model: str) -> dict[str, Any]:
     if asked is None:
         raise ApiError("the body has no model", param="model", code="missing_required_parameter")
     if asked != model:
-        raise ApiError(f"the model {asked!r} does not exist; there is {model!r}", 404, "model", "model_not_found")
+        raise unknown_model(asked, model)
     return values
 
 

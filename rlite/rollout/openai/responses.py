@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
@@ -9,9 +10,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlite.rollout.openai.recording import Message, Turn
+from rlite.rollout.openai.errors import ApiError
+from rlite.rollout.openai.recording import Turn
 from rlite.rollout.openai.requests import ModelRequest
-from rlite.rollout.tool_calls import ToolCall
+from rlite.rollout.template import Message
+from rlite.rollout.tool_calls import ToolCall, numbered
 from rlite.rollout.workflow import Tokenizer
 from rlite.types import TokenChunk
 
@@ -53,19 +56,10 @@ class Envelope:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
 
-def answer(content: str, calls: Sequence[ToolCall], call_ids: Iterator[int]) -> Message:
-    """The assistant's message, as it is compared when it comes back. Ids of calls suit Mistral: 9 letters or digits."""
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": f"call{next(call_ids):05d}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in calls
-        ]
-    return message
+def answer(content: str, calls: Sequence[ToolCall], numbers: Iterator[int]) -> Message:
+    """The assistant's message, as it is compared when it comes back; its calls get the next numbers."""
+    message = {"role": "assistant", "content": content}
+    return {**message, "tool_calls": numbered(calls, numbers)} if calls else message
 
 
 def whole(envelope: Envelope, prompt_ids: list[int], choices: Sequence[Choice]) -> dict[str, Any]:
@@ -121,6 +115,32 @@ async def stream(
             yield _chunk(envelope, event.index, last, left, finish_reason(event.turn))
     if envelope.request.has_usage:
         yield {**envelope.around([], is_chunk=True), "usage": usage(len(prompt_ids), num_output)}
+
+
+async def server_sent_events(messages: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    """A streaming reply as it travels; it is closed with this. Raises: ApiError before the first event; later ones are
+    events themselves."""
+    is_begun = False
+    async with contextlib.aclosing(messages):
+        try:
+            async for message in messages:
+                is_begun = True
+                yield _event(json.dumps(message))
+        except ApiError as error:
+            if not is_begun:
+                raise
+            yield _event(json.dumps(error.body()))
+        else:
+            yield _event("[DONE]")
+
+
+def _event(data: str) -> bytes:
+    return f"data: {data}\n\n".encode()
+
+
+def description(model: str) -> dict[str, Any]:
+    """A model, as it is listed."""
+    return {"id": model, "object": "model", "created": 0, "owned_by": "rlite"}
 
 
 def _chunk(

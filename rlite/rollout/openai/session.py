@@ -22,7 +22,7 @@ from rlite.rollout.openai.requests import ModelRequest, read_chat, read_completi
 from rlite.rollout.openai.responses import Choice, Delta, Envelope
 from rlite.rollout.openai.text import TextStream
 from rlite.rollout.seeds import mix
-from rlite.rollout.tool_calls import ToolCallFormat, find_format, format_named
+from rlite.rollout.tool_calls import ToolCallFormat, tool_call_format
 from rlite.rollout.workflow import Tokenizer
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest
 
@@ -47,7 +47,8 @@ class AgentSession:
         tokenizer: of the model.
         gconfig: how to sample where a request does not say.
         model: the name that requests must give.
-        tool_format: a name in `rlite.rollout.tool_calls.FORMATS`; default: what the chat template teaches.
+        tool_format: a name in `rlite.rollout.tool_calls.FORMATS`, or a ToolCallFormat; default: what the chat template
+            teaches.
         chat_template_options: further keyword arguments for `apply_chat_template`.
         max_length: tokens of prompt and answer together; None is as many as the engine takes.
         is_sampling_fixed: temperature, top_p and top_k are those of `gconfig`, whatever a request says.
@@ -60,7 +61,7 @@ class AgentSession:
         gconfig: GenerationHyperparameters | None = None,
         *,
         model: str = "policy",
-        tool_format: str | None = None,
+        tool_format: str | ToolCallFormat | None = None,
         chat_template_options: Mapping[str, Any] | None = None,
         max_length: int | None = None,
         is_sampling_fixed: bool = False,
@@ -72,11 +73,11 @@ class AgentSession:
         """the engine's own, which no agent can help"""
         self._gconfig = gconfig or GenerationHyperparameters()
         self._prompts = ChatPrompts(tokenizer, chat_template_options)
-        self._tool_format = None if tool_format is None else format_named(tool_format)
+        self._tool_format = tool_call_format(tool_format, tokenizer)
         self._max_length = max_length
         self._is_sampling_fixed = is_sampling_fixed
         self._rid = uuid.uuid4().hex
-        self._call_ids = itertools.count(1)
+        self._call_numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -196,7 +197,7 @@ class AgentSession:
         """One choice, from its first token to its last."""
         if gconfig.seed is not None and index:
             gconfig = gconfig.new(seed=mix(gconfig.seed, index))
-        form = self._form() if request.may_call else None
+        form = self._tool_format if request.may_call else None
         text = TextStream(self._prompts.tokenizer, gconfig.stop, form)
         turn = Turn(
             id=envelope.id if request.num_choices == 1 else f"{envelope.id}:{index}",
@@ -231,15 +232,9 @@ class AgentSession:
         content, calls, rest = text.finish()
         turn.text = text.text
         if request.messages is not None:
-            turn.answer = responses.answer(content, calls, self._call_ids)
+            turn.answer = responses.answer(content, calls, self._call_numbers)
         turn.is_aborted = False
         return Choice(index, turn, content, rest)
-
-    def _form(self) -> ToolCallFormat:
-        if self._tool_format is None:
-            template = getattr(self._prompts.tokenizer, "chat_template", None)
-            self._tool_format = find_format(template if isinstance(template, str) else str(template))
-        return self._tool_format
 
     def _fitting(self, gconfig: GenerationHyperparameters, num_prompt: int) -> GenerationHyperparameters:
         """How to sample, with what is fixed. Raises: ApiError if there is no room for an answer."""

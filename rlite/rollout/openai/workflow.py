@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from tensordict import TensorDict
 
 from rlite.errors import ConfigError, DataError
-from rlite.rollout.openai.export import Style
+from rlite.rollout.openai.export import Style, check_style
 from rlite.rollout.openai.session import AgentSession
 from rlite.rollout.reward_process import as_number
+from rlite.rollout.tool_calls import ToolCallFormat, tool_call_format
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
 from rlite.types import AsyncInference, GenerationHyperparameters
 
@@ -36,13 +38,14 @@ class AgentWorkflow(RolloutWorkflow):
         style: "concat" or "individual". See `rlite.rollout.openai.export.export`.
         turn_discount: earlier interactions share in what later ones are worth; None leaves rewards as they are set.
         model: the name that the agent asks for.
-        tool_format: a name in `rlite.rollout.tool_calls.FORMATS`; default: what the chat template teaches.
+        tool_format: a name in `rlite.rollout.tool_calls.FORMATS`, or a ToolCallFormat; default: what the chat template
+            teaches.
         chat_template_options: further keyword arguments for `apply_chat_template`.
         max_length: tokens of one sequence; None is as many as the engine takes.
         is_sampling_fixed: temperature, top_p and top_k are those of `gconfig`, whatever the agent asks for: a trainer
             that computes log-probabilities at another temperature trains on a wrong ratio.
 
-    Raises: ConfigError for an unknown interface or style, or if the package is missing that the interface needs.
+    Raises: ConfigError for an unknown interface, style or format, or if the interface's package is missing.
     """
 
     def __init__(
@@ -55,31 +58,33 @@ class AgentWorkflow(RolloutWorkflow):
         style: Style = "concat",
         turn_discount: float | None = 1.0,
         model: str = "policy",
-        tool_format: str | None = None,
+        tool_format: str | ToolCallFormat | None = None,
         chat_template_options: Mapping[str, Any] | None = None,
         max_length: int | None = None,
         is_sampling_fixed: bool = False,
     ) -> None:
         if interface not in ("client", "http"):
             raise ConfigError(f"interface={interface!r}: expected 'client' or 'http'")
-        if style not in ("concat", "individual"):
-            raise ConfigError(f"style={style!r}: expected 'concat' or 'individual'")
+        check_style(style)
         self.agent = agent
         self.gconfig = gconfig
         self.tokenizer = tokenizer
         self.style: Style = style
         self.turn_discount = turn_discount
-        self.session_options = {
-            "model": model,
-            "tool_format": tool_format,
-            "chat_template_options": chat_template_options,
-            "max_length": max_length,
-            "is_sampling_fixed": is_sampling_fixed,
-        }
+        self._session = partial(
+            AgentSession,
+            tokenizer=tokenizer,
+            gconfig=gconfig,
+            model=model,
+            tool_format=tool_call_format(tool_format, tokenizer),
+            chat_template_options=chat_template_options,
+            max_length=max_length,
+            is_sampling_fixed=is_sampling_fixed,
+        )
         self._serve = _in_process() if interface == "client" else _over_http()
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict | None:
-        session = AgentSession(engine, self.tokenizer, self.gconfig, **self.session_options)  # type: ignore[arg-type]
+        session = self._session(engine)
         try:
             async with self._serve(session) as model:
                 try:

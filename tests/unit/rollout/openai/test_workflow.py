@@ -88,6 +88,8 @@ def test_an_agent_that_returns_nonsense_is_told_so() -> None:
         run(idle)
     with pytest.raises(ConfigError, match="interface='grpc'"):
         run(idle, interface="grpc")
+    with pytest.raises(ConfigError, match="tool call format 'hermse': did you mean 'hermes'"):
+        AgentWorkflow(idle, GenerationHyperparameters(), TOKENIZER, tool_format="hermse")
 
 
 @pytest.mark.parametrize(("interface", "package"), [("client", "openai"), ("http", "aiohttp")])
