@@ -22,7 +22,7 @@ from rlite.errors import ConfigError, DataError
 
 Messages = Sequence[Mapping[str, Any]]
 
-_STAND_IN = "\ue00d\uf3a7\ue9b1"  # private characters: in no text, and no template changes them
+STAND_IN = "\ue00d\uf3a7\ue9b1"  # private characters: in no text, and no template changes them
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -143,7 +143,7 @@ class ChatEncoder:
             if message["role"] == "assistant":
                 turns.append(self._turn(messages, number, text, where, tools))
             elif turns and message["role"] not in _BASIC_ROLES:
-                before = self._text(_with_content(messages, number, _STAND_IN), tools=tools).partition(_STAND_IN)[0]
+                before = self._text(_with_content(messages, number, STAND_IN), tools=tools).partition(STAND_IN)[0]
                 if len(before) < turns[-1][1]:  # the result of a tool, put into the turn that called it
                     raise self._cannot_tell(where, number, "it is rendered inside the assistant's turn")
         if any(later[0] < earlier[1] for earlier, later in pairwise(turns)):
@@ -172,18 +172,18 @@ class ChatEncoder:
         try:
             before = self._text([question])
             prompt = self._text([question], add_generation_prompt=True)
-            whole = self._text([question, {"role": "assistant", "content": _STAND_IN}])
+            whole = self._text([question, {"role": "assistant", "content": STAND_IN}])
         except (TemplateError, TypeError) as error:
             raise ConfigError(f"the chat template refuses a question and an answer: {error}") from error
         # Some templates end a conversation that waits for no answer with a token of its own.
         shared = _shared(before, prompt, whole)
-        if question["content"] not in before[:shared] or whole.count(_STAND_IN) != 1:
+        if question["content"] not in before[:shared] or whole.count(STAND_IN) != 1:
             raise ConfigError(
                 "the chat template does not append answers to questions, so that its turns cannot be found; mark them "
                 "in the template with {% generation %} ... {% endgeneration %}"
             )
         self._generation_prompt = prompt[shared:]
-        self._header, self._closing = whole[shared:].split(_STAND_IN)
+        self._header, self._closing = whole[shared:].split(STAND_IN)
         special = sorted({t.content for t in self._tokenizer.added_tokens_decoder.values() if t.special and t.content})
         self._special_token = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         self._ends_with_special_token = bool(self._special_token.search(self._closing))
@@ -191,9 +191,9 @@ class ChatEncoder:
     def _turn(self, messages: Messages, number: int, text: str, where: str, tools: Any) -> tuple[int, int]:
         """The characters of `text`, the whole conversation, that the assistant says in message `number`."""
         variant = [*messages]
-        variant[number] = {"role": "assistant", "content": _STAND_IN}
+        variant[number] = {"role": "assistant", "content": STAND_IN}
         try:
-            found = self._text(variant, tools=tools).split(_STAND_IN)
+            found = self._text(variant, tools=tools).split(STAND_IN)
         except (TemplateError, TypeError) as error:
             raise self._cannot_tell(where, number, str(error)) from error
         if len(found) != 2:
@@ -258,7 +258,7 @@ class ChatEncoder:
         if not isinstance(content, str) or content.strip() in text:
             return True
         # Some templates write the results of tools as JSON.
-        return _STAND_IN in self._text(_with_content(messages, number, _STAND_IN), tools=tools)
+        return STAND_IN in self._text(_with_content(messages, number, STAND_IN), tools=tools)
 
     def _refused_role(self, messages: Messages, tools: Any) -> str | None:
         """The role without whose messages the template would render the conversation."""

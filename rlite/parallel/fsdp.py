@@ -40,10 +40,8 @@ def shard(
 
 def shard_group(module: nn.Module) -> dist.ProcessGroup | None:
     """The ranks that gather parameters together, which run every forward pass together; None if this one is alone."""
-    for submodule in module.modules():
-        if isinstance(submodule, FSDPModule):
-            for group in submodule._get_fsdp_state()._fsdp_param_groups:
-                return group.mesh_info.shard_process_group  # type: ignore[attr-defined]
+    for group in _parameter_groups(module):
+        return group.mesh_info.shard_process_group
     return None
 
 
@@ -103,16 +101,23 @@ def forget_gradients(module: nn.Module) -> None:
     would count them, too.
     """
     set_gradient_sync(module, is_last=True)
-    for submodule in module.modules():
-        if isinstance(submodule, FSDPModule):
-            for group in submodule._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):  # made by the first forward
-                        parameter.unsharded_param.grad = None
+    for group in _parameter_groups(module):
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # made by the first forward
+                parameter.unsharded_param.grad = None
     if isinstance(module, FSDPModule):
         module.reset_iter_state()
     module.zero_grad(set_to_none=True)
+
+
+def _parameter_groups(module: nn.Module) -> Iterator[Any]:
+    """FSDP's own, one for each unit: `shard` asks for no more. torch 2.11 has no name for several."""
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            group = submodule._get_fsdp_state()._fsdp_param_group
+            if group is not None:  # all parameters are its units'
+                yield group
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import inspect
 import math
 import pickle
-import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -18,6 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from rlite.errors import ConfigError
+from rlite.rollout.env_file import identify, import_file
 from rlite.rollout.reward_process import Passed, as_number
 
 STEP_KEYS = ("next_state", "reward", "score", "done", "extra_info")
@@ -59,30 +57,6 @@ class EnvironmentFunction:
                 raise ConfigError(f"reset() in {self.path} returned {type(first).__name__}; expected a text")
             return Passed(pickle.dumps((first, pickle.dumps(info))))
         return Passed(pickle.dumps(checked_step(await module.step(state, action, info), self.path)))
-
-
-def identify(path: str | Path) -> tuple[str, str]:
-    """The absolute path of an environment file, and a digest: a file that was edited is another one.
-
-    Raises: ConfigError if it is not there.
-    """
-    absolute = Path(path).absolute()
-    if not absolute.is_file():
-        raise ConfigError(f"rollout.env_path={str(path)!r}: no such file")
-    return str(absolute), hashlib.blake2b(absolute.read_bytes(), digest_size=8).hexdigest()
-
-
-@cache
-def import_file(path: str, digest: str) -> ModuleType:
-    """Import a user's file, once. Raises: ConfigError if it is no Python file."""
-    name = f"rlite_environment_{digest}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"rollout.env_path={path!r}: expected a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclasses and what it pickles look it up there
-    spec.loader.exec_module(module)
-    return module
 
 
 @cache

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from rlite.rollout.env import Environment, EnvironmentWorkflow
+from rlite.rollout.env_file import is_gym_file
 from rlite.rollout.gym import GymEnvironment, GymWorkflow
-from rlite.rollout.gym_process import has_make
 from rlite.rollout.workflow import RolloutWorkflow
 
 
@@ -23,7 +23,7 @@ def environment_workflow(
     Raises: ConfigError if there is no such file, or it is no Python; RewardError with the reason if it cannot be
         loaded, or has neither.
     """
-    if has_make(path):
+    if is_gym_file(path):
         gym = GymEnvironment(path, timeout, num_processes)
         gym.check()
         return partial(GymWorkflow, gym)

@@ -7,7 +7,6 @@ with them, so that an episode depends on its seed alone.
 
 from __future__ import annotations
 
-import ast
 import math
 import pickle
 import random
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from rlite.errors import ConfigError
-from rlite.rollout.env_process import identify, import_file
+from rlite.rollout.env_file import identify, import_file
 from rlite.rollout.reward_process import Passed, as_number
 
 
@@ -109,23 +108,6 @@ class TextArenaGame:
             return "\n".join(text for sender, text, _ in seen if sender != player)
         new, self._seen = seen.removeprefix(self._seen), seen
         return new
-
-
-def has_make(path: str | Path) -> bool:
-    """Whether a file names a `make` and no `step`: it is read, not run. Raises: ConfigError if it is no Python."""
-    try:
-        tree = ast.parse(Path(identify(path)[0]).read_bytes())
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"rollout.env_path={str(path)!r} is no Python file: {error}") from error
-    names: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return "make" in names and "step" not in names
 
 
 def start(make: Callable[..., Any], seed: int, options: Mapping[str, Any]) -> tuple[Any, Turn]:

@@ -8,10 +8,9 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from rlite.data.chat import STAND_IN
 from rlite.errors import RliteError
 from rlite.rollout.workflow import Tokenizer
-
-STAND_IN = "\ue00d\uf3a7\ue9b1"  # private characters: in no text, and no template changes them
 
 Message = Mapping[str, Any]
 

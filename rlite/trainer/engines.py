@@ -40,11 +40,11 @@ class Engines:
         self.actor = RliteTrainEngine(policy_module(actor.model_name, actor.optimizer(num_updates), actor.lora))
         self.critic: RliteTrainEngine | None = None
         self.reference: RliteTrainEngine | None = None
-        if options.adv.estimator == "gae":
+        if options.has_critic:
             critic = options.critic.as_model(actor)
             optimizer = critic.optimizer(trainer.total_steps * actor.update_per_rollout)
             self.critic = RliteTrainEngine(critic_module(critic.model_name, optimizer, critic.lora))
-        if options.kl.type is not None:
+        if options.has_reference:
             self.reference = RliteTrainEngine(policy_module(options.ref_actor.as_model(actor).model_name))
 
     def build(self) -> None:
@@ -52,11 +52,12 @@ class Engines:
         session, options = rlite.current_session(), self._options
         rollout, actor = options.rollout, options.actor
         num_training, num_generating = divide_devices(len(session.devices), rollout)
-        train_engines: list[tuple[RliteTrainEngine | None, ModelOptions, bool | None]] = [
-            (self.actor, actor, actor.offload_model),
-            (self.critic, options.critic.as_model(actor), options.critic.offload_model),
-            (self.reference, options.ref_actor.as_model(actor), options.ref_actor.offload_model),
+        train_engines: list[tuple[RliteTrainEngine, ModelOptions, bool | None]] = [
+            (self.actor, actor, actor.offload_model)
         ]
+        for engine, others in ((self.critic, options.critic), (self.reference, options.ref_actor)):
+            if engine is not None:
+                train_engines.append((engine, others.as_model(actor), others.offload_model))
         build_options = [model.build_options(num_training, options.trainer.seed) for _, model, _ in train_engines]
         own_options: dict[str, Any] = {"deterministic": True} if rollout.deterministic else {}
         self.rollout.build(
@@ -81,11 +82,10 @@ class Engines:
         self._takes_turns = {self.rollout: default and not self._is_apart}
         self._resident = self.rollout if self._takes_turns[self.rollout] else None
         for (engine, _, offload), keywords in zip(train_engines, build_options, strict=True):
-            if engine is not None:
-                own = untrained(keywords, session.device) if engine is self.reference else keywords
-                shared = None if self._is_apart and engine is self.actor else self._sharing()
-                engine.build(**own, colocate_with=shared)
-                self._takes_turns[engine] = default if offload is None else offload
+            own = untrained(keywords, session.device) if engine is self.reference else keywords
+            shared = None if self._is_apart and engine is self.actor else self._sharing()
+            engine.build(**own, colocate_with=shared)
+            self._takes_turns[engine] = default if offload is None else offload
 
     def _sharing(self) -> Engine:
         """Whose devices a model beside the actor is on."""

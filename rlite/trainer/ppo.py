@@ -236,6 +236,7 @@ def batch_plan(options: PpoConfig, engines: Engines) -> dict[str, str]:
     ranks = dims.num_data_ranks
     sequences = data.prompts_per_rollout * data.responses_per_prompt
     per_update = sequences // actor.update_per_rollout
+    unread = options.without_effect()
     return {
         "model": f"{actor.model_name}, {engines.actor.num_parameters / 1e6:.2f} M parameters",
         "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims.copies} "
@@ -248,6 +249,7 @@ def batch_plan(options: PpoConfig, engines: Engines) -> dict[str, str]:
         f"{rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each, {_pace(options)}",
         "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, {credit_plan(options)}",
         "run": f"{trainer.total_steps} steps, checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
+        **({"without effect": unread} if unread else {}),
     }
 
 

@@ -355,11 +355,34 @@ class PpoConfig(LaunchOptions):
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
 
     def __post_init__(self) -> None:
-        if self.actor.freeze_steps and self.adv.estimator != "gae":
+        if self.actor.freeze_steps and not self.has_critic:
             raise ConfigError(
                 f"actor.freeze_steps={self.actor.freeze_steps}: in these steps the critic alone learns, and "
                 f"adv.estimator={self.adv.estimator} has none"
             )
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether advantages need values."""
+        return self.adv.estimator == "gae"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether leaving the reference policy costs something."""
+        return self.kl.type is not None
+
+    def without_effect(self) -> str:
+        """The options that were set and that nothing reads, with the reason; "" if there are none."""
+        critic, reference, kl = (
+            [f"{name}.{field}" for field in _changed(group)]
+            for name, group in (("critic", self.critic), ("ref_actor", self.ref_actor), ("kl", self.kl))
+        )
+        unread = []
+        if critic and not self.has_critic:
+            unread.append(f"{', '.join(critic)} (adv.estimator={self.adv.estimator} has no critic)")
+        if (reference or kl) and not self.has_reference:
+            unread.append(f"{', '.join(reference + kl)} (kl.type=null has no reference)")
+        return "; ".join(unread)
 
     @property
     def temperature(self) -> float:
@@ -375,6 +398,14 @@ class PpoConfig(LaunchOptions):
     @property
     def max_length(self) -> int:
         """The longest sequence that every model which is trained or asked can take."""
-        models = [self.actor, self.critic.as_model(self.actor), self.ref_actor.as_model(self.actor)]
+        models: list[ModelOptions] = [self.actor]
+        models += [self.critic.as_model(self.actor)] if self.has_critic else []
+        models += [self.ref_actor.as_model(self.actor)] if self.has_reference else []
         limits = [model.max_length_per_device * model.tp_size * model.sp_size for model in models]
         return min([*limits, *([self.rollout.max_model_len] if self.rollout.max_model_len else [])])
+
+
+def _changed(group: Any) -> list[str]:
+    """Fields of an options group that are not as they are by default."""
+    default = type(group)()
+    return [f.name for f in dataclasses.fields(group) if getattr(group, f.name) != getattr(default, f.name)]

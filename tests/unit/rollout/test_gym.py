@@ -24,7 +24,6 @@ from rlite.rollout import (
     RolloutCollector,
     ScriptedEngine,
 )
-from rlite.rollout.gym_process import has_make
 from rlite.rollout.reward_pool import close_shared_pool
 
 TOKENIZER = byte_tokenizer()
@@ -200,17 +199,17 @@ def test_a_file_with_make_is_an_environment(tmp_path: Path) -> None:
         "    def step(self, action):\n        return '', len(action) + self.seed, True, False, {}\n"
         "def make(**options):\n    return Echo(**options)\n"
     )
-    assert has_make(path)
+    assert is_gym_file(path)
     environment = GymEnvironment(path, num_processes=1)
     environment.check()
     assert run([ids("abc")], make=path, in_process=False)["rewards"].item() == 8.0
     path.write_text("async def step(state, action, extra_info): ...\ndef make(): ...")
-    assert not has_make(path), "a file with a step is an environment of its own"
+    assert not is_gym_file(path), "a file with a step is an environment of its own"
     path.write_text("from elsewhere import make")
-    assert has_make(path)
+    assert is_gym_file(path)
     path.write_text("def make(")
     with pytest.raises(ConfigError, match="is no Python file"):
-        has_make(path)
+        is_gym_file(path)
     path.write_text("make = 3")
     with pytest.raises(RewardRaised, match="expected `def make"):
         GymEnvironment(path).check()

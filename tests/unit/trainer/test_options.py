@@ -44,6 +44,20 @@ def test_a_policy_that_answers_without_dropout_is_not_trained_with_it():
         load(PpoConfig, ["actor.model_name=a", "actor.lora.dropout=0.1"])
 
 
+def test_options_of_models_that_a_run_does_without_are_named_and_limit_nothing():
+    unread = ["critic.lr=1e-5", "critic.max_length_per_device=8", "ref_actor.tp_size=2", "kl.coef=0.1"]
+    config = load(PpoConfig, [*PPO, *unread])
+    assert config.without_effect() == (
+        "critic.max_length_per_device, critic.lr (adv.estimator=reinforce has no critic); "
+        "ref_actor.tp_size, kl.coef (kl.type=null has no reference)"
+    )
+    assert config.max_length == config.actor.max_length_per_device
+    config = load(PpoConfig, [*PPO, *unread, "adv.estimator=gae", "kl.type=loss"])
+    assert config.without_effect() == ""
+    assert config.max_length == 8
+    assert load(PpoConfig, PPO).without_effect() == ""
+
+
 def test_kernels_whose_package_is_absent_are_refused_with_the_remedy():
     if find_spec("liger_kernel") is not None:
         pytest.skip("the package is here")
