@@ -22,7 +22,8 @@ from rlite.errors import ConfigError, DataError
 
 Messages = Sequence[Mapping[str, Any]]
 
-STAND_IN = "\ue00d\uf3a7\ue9b1"  # private characters: in no text, and no template changes them
+STAND_IN = "\ue00d\uf3a7\ue9b1"
+"""what shows where a template puts a content: private characters, in no text, and no template changes them"""
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from rlite.data.chat import STAND_IN
 from rlite.data.raw import raw_tokens
 from rlite.errors import ConfigError
-from rlite.rollout.template import STAND_IN, Message, TemplateRefusal, render
+from rlite.rollout.template import Message, TemplateRefusal, render
 from rlite.rollout.transcript import Transcript, continuation
 from rlite.rollout.workflow import RolloutError, Tokenizer, prompt_ids, prompt_text
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse

@@ -8,7 +8,6 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from rlite.data.chat import STAND_IN
 from rlite.errors import RliteError
 from rlite.rollout.workflow import Tokenizer
 

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from rlite.data.chat import STAND_IN
 from rlite.data.raw import raw_prompts, raw_tokens
 from rlite.errors import DataError
 from rlite.rollout.openai.recording import Turn
-from rlite.rollout.template import STAND_IN, Message, TemplateRefusal, render
+from rlite.rollout.template import Message, TemplateRefusal, render
 from rlite.rollout.workflow import Tokenizer
 
 

@@ -24,6 +24,7 @@ from rlite.rollout import (
     RolloutCollector,
     ScriptedEngine,
 )
+from rlite.rollout.env_file import is_gym_file
 from rlite.rollout.reward_pool import close_shared_pool
 
 TOKENIZER = byte_tokenizer()
