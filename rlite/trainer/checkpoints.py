@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlite.checkpoint.atomic import is_sound, verify
+from rlite.checkpoint.atomic import MANIFEST, is_sound, verify
 from rlite.engine.train import RliteTrainEngine, StateWriting
 from rlite.errors import CheckpointError, DamagedCheckpointError
 
@@ -42,7 +42,7 @@ class Checkpoints:
         if wanted is None:
             return None
         if wanted in ("latest", "latest_good"):
-            steps = self._steps()
+            steps = _steps(self._folder)
             if not steps:
                 return None
             if wanted == "latest":
@@ -50,16 +50,19 @@ class Checkpoints:
             if (good := self._last_good(steps)) is None:
                 raise DamagedCheckpointError(f"trainer.load_ckpt_from=latest_good: all in {self._folder} are damaged")
             return good
-        if not Path(wanted).is_dir():
+        path = Path(wanted)
+        if not path.is_dir():
             raise CheckpointError(
                 f"trainer.load_ckpt_from={wanted}: no such folder; expected one, latest, latest_good or null"
             )
-        return Path(wanted)
-
-    def _steps(self) -> dict[int, Path]:
-        """Complete checkpoints by step."""
-        matches = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in self._folder.glob("step-*")]
-        return {int(match[1]): path for match, path in matches if match}
+        if not (path / MANIFEST).exists():
+            for folder in (path / "state", path, path.parent / "state"):
+                if steps := _steps(folder):
+                    raise CheckpointError(
+                        f"trainer.load_ckpt_from={wanted}: no checkpoint; the newest of that run is "
+                        f"{steps[max(steps)]} (with trainer.save_dir={folder.parent}: latest)"
+                    )
+        return path
 
     def _last_good(self, steps: Mapping[int, Path], names: Iterable[str] = ()) -> Path | None:
         """The newest that is not damaged, with all that belongs to it, and with `names` beside it."""
@@ -81,7 +84,7 @@ class Checkpoints:
                 other.load_state(_beside(path, name))
             return engine.load_state(path)
         except DamagedCheckpointError as error:
-            good = self._last_good(self._steps(), beside) if self._wanted == "latest" else None
+            good = self._last_good(_steps(self._folder), beside) if self._wanted == "latest" else None
             if good is not None:
                 remedy = f"the last good one is {good}: trainer.load_ckpt_from=latest_good goes on from there"
             elif self._wanted == "latest":
@@ -147,7 +150,7 @@ class Checkpoints:
 
     def _clear(self) -> None:
         """Delete what is too much; nothing is as long as the newest is not there."""
-        steps = self._steps()
+        steps = _steps(self._folder)
         if self._newest not in steps:
             return
         own = sorted(step for step in steps if step <= self._newest)
@@ -164,6 +167,12 @@ class Checkpoints:
         for folder in [path, *self._folder.glob(f"{path.name}-*")]:  # without the first the others do not count
             if folder.exists():
                 _remove(folder)
+
+
+def _steps(folder: Path) -> dict[int, Path]:
+    """Complete checkpoints by step."""
+    matches = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in folder.glob("step-*")]
+    return {int(match[1]): path for match, path in matches if match}
 
 
 def _beside(path: Path, name: str) -> Path:
