@@ -1,0 +1,54 @@
+"""What the documents say is there: links, names that their programs import, algorithms with their options."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlite.algorithms import ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES
+from rlite.algorithms.estimators import GIVEN as GIVEN_TO_ADVANTAGES
+from rlite.algorithms.policy_losses import GIVEN as GIVEN_TO_LOSSES
+from rlite.algorithms.registry import keyword_parameters
+
+ROOT = Path(__file__).parents[2]
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOT_IN_TRAINERS = {"gdpo", "remax"}
+
+
+def programs(path: Path) -> list[ast.Module]:
+    """Its Python blocks, without those that only show the form of a call."""
+    blocks = re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+    return [ast.parse(block) for block in blocks if " -> (" not in block]
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text())
+    assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_programs_import_from_here_exists(path: Path) -> None:
+    for program in programs(path):
+        for node in ast.walk(program):
+            if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("rlite"):
+                module = importlib.import_module(node.module)
+                assert [name.name for name in node.names if not hasattr(module, name.name)] == []
+
+
+@pytest.mark.parametrize(
+    ("table", "given"),
+    [(POLICY_LOSSES, GIVEN_TO_LOSSES), (ADVANTAGES, GIVEN_TO_ADVANTAGES), (PREFERENCE_LOSSES, ("beta",))],
+)
+def test_every_algorithm_is_documented_with_its_options(table: Mapping[str, Any], given: Collection[str]) -> None:
+    paragraphs = re.split(r"\n(?=\||\n)", (ROOT / "docs" / "algorithms.md").read_text())
+    for name in table.keys() - NOT_IN_TRAINERS:
+        told = next(paragraph for paragraph in paragraphs if f"`{name}`" in paragraph)
+        options = keyword_parameters(table[name]).keys() - set(given)
+        assert [option for option in options if f"`{option}" not in told] == [], name
