@@ -12,9 +12,7 @@ def test_the_folder_of_a_run_in_place_of_a_checkpoint_is_refused_with_the_newest
     run = tmp_path / "run"
     for folder in ("state/step-9", "state/step-10", "state/step-10-critic", "latest"):
         (run / folder).mkdir(parents=True)
-    with pytest.raises(
-        CheckpointError, match=f"no checkpoint; the newest of that run is {run}/state/step-10, .*={run} "
-    ):
+    with pytest.raises(CheckpointError, match=f"no checkpoint; the newest of that run is {run}/state/step-10 .*latest"):
         Checkpoints(tmp_path / "other" / "state", 2, str(run / given), is_asynchronous=False)
 
 
