@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlite.errors import ConfigError
 from rlite.rollout.reward_process import Unusable, as_number
-
-Columns = Mapping[str, list[Any]]
 
 
 def from_trl(

@@ -40,7 +40,7 @@ class ScriptedEngine:
         self._lock = threading.Lock()
         self._paused_at: float | None = None
         self._offset = 0.0
-        self._resumed: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         self._versions = [version]
         self._set_at = [float("-inf")]
         self.num_requests = 0
@@ -127,7 +127,7 @@ class ScriptedEngine:
             if self._paused_at is not None:
                 self._offset = time.monotonic() - self._paused_at
                 self._paused_at = None
-            sleepers, self._resumed = self._resumed, []
+            sleepers, self._sleepers = self._sleepers, []
         for loop, event in sleepers:
             loop.call_soon_threadsafe(event.set)
 
@@ -142,7 +142,7 @@ class ScriptedEngine:
                 event = None
                 if self._paused_at is not None:
                     event = asyncio.Event()
-                    self._resumed.append((asyncio.get_running_loop(), event))
+                    self._sleepers.append((asyncio.get_running_loop(), event))
             if event is not None:
                 await event.wait()
             remaining = moment - self._clock()

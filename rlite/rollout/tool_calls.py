@@ -47,20 +47,17 @@ def tool_call_format(form: str | ToolCallFormat | None, tokenizer: Any) -> ToolC
     """A format, one by its name, or (None) that which the tokenizer's chat template teaches. Raises: ConfigError."""
     if form is None:
         return find_format(str(getattr(tokenizer, "chat_template", None)))
-    return format_named(form) if isinstance(form, str) else form
+    if not isinstance(form, str):
+        return form
+    if form not in FORMATS:
+        raise ConfigError(f"tool call format {form!r}: {did_you_mean(form, FORMATS)}")
+    return FORMATS[form]
 
 
 def find_format(template: str) -> ToolCallFormat:
     """The format that a chat template teaches; hermes if it teaches none."""
     marks = {"[TOOL_CALLS]": "mistral", "<tool_call>": "hermes", "ipython": "llama3_json"}
     return next((FORMATS[name] for mark, name in marks.items() if mark in template), FORMATS["hermes"])
-
-
-def format_named(name: str) -> ToolCallFormat:
-    """Raises: ConfigError for a name that is not among FORMATS."""
-    if name not in FORMATS:
-        raise ConfigError(f"tool call format {name!r}: {did_you_mean(name, FORMATS)}")
-    return FORMATS[name]
 
 
 def numbered(calls: Sequence[ToolCall], numbers: Iterator[int]) -> list[dict[str, Any]]:

@@ -11,8 +11,9 @@ from typing import Any
 from tensordict import TensorDict
 
 from rlite.errors import ConfigError, DataError
-from rlite.rollout.conversation import Conversation, History, Message, check_history
+from rlite.rollout.conversation import Conversation, History, check_history
 from rlite.rollout.rewards import RewardFunction
+from rlite.rollout.template import Message
 from rlite.rollout.tool_calls import ToolCallFormat, numbered, tool_call_format
 from rlite.rollout.tools import Toolbox
 from rlite.rollout.transcript import check_turns

@@ -17,6 +17,9 @@ from rlite.rollout.reward_process import Passed
 from rlite.rollout.rewards import RewardError, RewardFunction, RewardTimeout, limited
 from rlite.rollout.tool_calls import ToolCall
 
+MAX_LENGTH = 8192
+"""characters of a result; the rest is left out, and that is said"""
+
 
 @dataclass(frozen=True)
 class Tool:
@@ -76,22 +79,17 @@ class Toolbox:
     Args:
         tools: as `Tool.of` takes them.
         timeout: seconds for one call.
-        num_processes: synchronous calls that run at the same time; default: the cores, at most 8.
-        max_length: characters of a result; the rest is left out, and that is said.
 
     Raises: ConfigError for a tool that is none, or a name that occurs twice.
     """
 
-    def __init__(
-        self, tools: Iterable[Any], timeout: float = 30.0, num_processes: int | None = None, max_length: int = 8192
-    ) -> None:
+    def __init__(self, tools: Iterable[Any], timeout: float = 30.0) -> None:
         self._tools = [Tool.of(tool) for tool in tools]
         names = [tool.name for tool in self._tools]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice or not names:
             raise ConfigError(f"tools: {', '.join(twice)} more than once" if twice else "tools: expected at least one")
-        self._max_length = max_length
-        self._call = {tool.name: _runner(tool, timeout, num_processes) for tool in self._tools}
+        self._call = {tool.name: _runner(tool, timeout) for tool in self._tools}
 
     @property
     def names(self) -> list[str]:
@@ -113,25 +111,23 @@ class Toolbox:
             return ToolResult(f"Error: {call.name} took too long", is_error=True)
         except RewardError as error:  # the last line of a traceback names the exception
             return ToolResult(f"Error: {str(error).strip().splitlines()[-1]}", is_error=True)
-        if len(text) > self._max_length:
-            text = f"{text[: self._max_length]} ... ({len(text) - self._max_length} characters left out)"
+        if len(text) > MAX_LENGTH:
+            text = f"{text[:MAX_LENGTH]} ... ({len(text) - MAX_LENGTH} characters left out)"
         return ToolResult(text)
 
 
 Runner = Callable[[Mapping[str, Any]], Awaitable[str]]
 
 
-def _runner(tool: Tool, timeout: float, num_processes: int | None) -> Runner:
+def _runner(tool: Tool, timeout: float) -> Runner:
     """The tool as a function of its arguments that returns a text, and raises RewardError."""
     if inspect.iscoroutinefunction(tool.function):
         return partial(_in_loop, tool, timeout)
-    function = RewardFunction(
-        _Elsewhere(tool.function), timeout, num_processes=num_processes, what=f"the tool {tool.name}"
-    )
-    return partial(_in_process, function)
+    function = RewardFunction(_ToolFunction(tool.function), timeout, what=f"the tool {tool.name}")
+    return partial(_in_reward_process, function)
 
 
-async def _in_process(function: RewardFunction, arguments: Mapping[str, Any]) -> str:
+async def _in_reward_process(function: RewardFunction, arguments: Mapping[str, Any]) -> str:
     return (await function.run(arguments=dict(arguments))).decode()
 
 
@@ -141,7 +137,7 @@ async def _in_loop(tool: Tool, timeout: float, arguments: Mapping[str, Any]) -> 
 
 
 @dataclass(frozen=True)
-class _Elsewhere:
+class _ToolFunction:
     """A tool as it is run in a reward process."""
 
     function: Callable[..., Any]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -48,8 +49,6 @@ class ChatPrompts:
     def __init__(self, tokenizer: Tokenizer, chat_template_options: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
         self._options = dict(chat_template_options or {})
-        self._ending: _Ending | None = None
-        self._is_learnt = False
 
     def chat(self, messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -> Prompt:
         """The prompt for the answer to `messages`, continuing one of `turns` if it does.
@@ -85,13 +84,12 @@ class ChatPrompts:
     def _rest(self, turn: Turn, messages: Sequence[Message], text: str) -> str | None:
         """What follows the answer of `turn` in the rendered `text`, from the end of what the model says; None if the
         text before it is not what the model has read and written, white space apart."""
-        ending = self._learn_ending()
-        if ending is None:
+        if self._ending is None:
             return None
-        end = _end_of(turn.prompt_text + turn.text + ending.closing, text)
+        end = _end_of(turn.prompt_text + turn.text + self._ending.closing, text)
         if end is not None:
-            return ending.closing.rstrip() + text[end:]
-        return self._rest_after_calls(turn, messages, text, ending)
+            return self._ending.closing.rstrip() + text[end:]
+        return self._rest_after_calls(turn, messages, text, self._ending)
 
     def _rest_after_calls(self, turn: Turn, messages: Sequence[Message], text: str, ending: _Ending) -> str | None:
         """The same for an answer with calls, which a template may write in other words than the model."""
@@ -116,22 +114,21 @@ class ChatPrompts:
             return tokens
         return tokens[1:] if tokens[:1] == last else None
 
-    def _learn_ending(self) -> _Ending | None:
+    @cached_property
+    def _ending(self) -> _Ending | None:
         """What the template puts after an answer; None if it cannot be told."""
-        if not self._is_learnt:
-            self._is_learnt = True
-            question = {"role": "user", "content": "question"}
-            exchange = [question, {"role": "assistant", "content": STAND_IN}]
-            try:
-                last = self._render(exchange, None, add_generation_prompt=False).split(STAND_IN)
-                inner = self._render([*exchange, question], None, add_generation_prompt=True).split(STAND_IN)
-            except DataError:
-                return None
-            if len(last) == len(inner) == 2:
-                shared = takewhile(lambda pair: pair[0] == pair[1], zip(last[1], inner[1], strict=False))
-                size = sum(1 for _ in shared)
-                self._ending = _Ending(last[1][:size], last[1][size:])
-        return self._ending
+        question = {"role": "user", "content": "question"}
+        exchange = [question, {"role": "assistant", "content": STAND_IN}]
+        try:
+            last = self._render(exchange, None, add_generation_prompt=False).split(STAND_IN)
+            inner = self._render([*exchange, question], None, add_generation_prompt=True).split(STAND_IN)
+        except DataError:
+            return None
+        if len(last) != 2 or len(inner) != 2:
+            return None
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(last[1], inner[1], strict=False))
+        size = sum(1 for _ in shared)
+        return _Ending(last[1][:size], last[1][size:])
 
     def _check_shown(self, messages: Sequence[Message], tools: Any, text: str) -> None:
         for number, message in enumerate(messages):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlite.errors import ConfigError
-from rlite.rollout.tool_calls import FORMATS, ToolCall, find_format, format_named
+from rlite.rollout.tool_calls import FORMATS, ToolCall, find_format, tool_call_format
 
 ADD = ToolCall("add", {"a": 1, "b": [2, {"c": None}]})
 ASK = ToolCall("web.search", {"query": 'what "is" </this>; \\d?'})
@@ -139,4 +139,4 @@ def test_a_template_says_which_format_it_teaches():
     assert find_format("<|start_header_id|>ipython<|end_header_id|>").name == "llama3_json"
     assert find_format("{{ message }}").name == "hermes"
     with pytest.raises(ConfigError, match="did you mean 'hermes'"):
-        format_named("herms")
+        tool_call_format("herms", None)
