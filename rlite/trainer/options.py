@@ -35,7 +35,8 @@ class ModelOptions:
     offload_optimizer: bool = True
     """keep AdamW's state in host memory between optimizer steps"""
     avg_level: AvgLevel = "token"
-    """mean of the loss over: all tokens; sequences' means; tokens divided by a constant length (Dr. GRPO's paper)"""
+    """mean of the loss over: all tokens; sequences' means; tokens divided by a constant length (Dr. GRPO's paper). A
+    sequence is a row: a trajectory of several rows counts as often in the last two"""
     lr: float = 5e-6
     """peak learning rate of AdamW"""
     weight_decay: float = 1e-2
