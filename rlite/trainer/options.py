@@ -36,7 +36,7 @@ class ModelOptions:
     """keep AdamW's state in host memory between optimizer steps"""
     avg_level: AvgLevel = "token"
     """mean of the loss over: all tokens; sequences' means; tokens divided by a constant length (Dr. GRPO's paper). A
-    sequence is a row: a trajectory of several rows counts as often in the last two"""
+    sequence is a row: a trajectory of several rows has as many means, not one"""
     lr: float = 5e-6
     """peak learning rate of AdamW"""
     weight_decay: float = 1e-2
