@@ -182,7 +182,8 @@ class RolloutCollector:
 
         Args:
             loader: yields items or lists of items; begun again at its end. Its place is kept from call to call,
-                until a call gives another loader: that one is begun at its beginning.
+                until a call gives another loader: that one is begun at its beginning. What should alternate is one
+                loader that draws from several; two given in turn begin anew each time, and one gets the other's groups.
             should_accept: called with a group's padded TensorDict, in the collector's thread, which it holds up; a
                 group that it refuses is replaced.
 
