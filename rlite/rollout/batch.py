@@ -23,6 +23,30 @@ PER_TOKEN = ("attention_mask", "loss_mask", "logprobs", "versions", "token_rewar
 INTEGER = ("input_ids", "versions")
 
 
+def sequence_row(
+    tokens: Sequence[int],
+    loss_mask: Sequence[bool],
+    logprobs: Sequence[float],
+    versions: Sequence[int],
+    *,
+    is_truncated: bool,
+) -> TensorDict:
+    """One sequence as a trajectory of batch size [1], from lists with one value per token.
+
+    `input_ids` and `versions` int64, `attention_mask` and `loss_mask` bool, `logprobs` float32, all [1, L];
+    `truncated` bool [1].
+    """
+    columns = {
+        "input_ids": torch.tensor([tokens], dtype=torch.int64),
+        "attention_mask": torch.ones(1, len(tokens), dtype=torch.bool),
+        "loss_mask": torch.tensor([loss_mask], dtype=torch.bool),
+        "logprobs": torch.tensor([logprobs], dtype=torch.float32),
+        "versions": torch.tensor([versions], dtype=torch.int64),
+        "truncated": torch.tensor([is_truncated]),
+    }
+    return TensorDict(columns, batch_size=[1])
+
+
 def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
     """Raise DataError, naming the key, unless this is a TensorDict that can be trained on.
 

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from rlite.data.raw import raw_tokens
 from rlite.errors import ConfigError, DataError
-from rlite.rollout.batch import pad_trajectories
+from rlite.rollout.batch import pad_trajectories, sequence_row
 from rlite.rollout.workflow import RolloutError, Tokenizer
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse
 
@@ -40,16 +40,9 @@ class _Sequence:
                 values.pop()
 
     def row(self) -> TensorDict:
-        columns = {
-            "input_ids": torch.tensor([self.tokens]),
-            "attention_mask": torch.ones(1, len(self.tokens), dtype=torch.bool),
-            "loss_mask": torch.tensor([self.loss_mask]),
-            "logprobs": torch.tensor([self.logprobs], dtype=torch.float32),
-            "versions": torch.tensor([self.versions]),
-            "token_rewards": torch.tensor([self.rewards], dtype=torch.float32),
-            "truncated": torch.tensor([self.is_truncated]),
-        }
-        return TensorDict(columns, batch_size=[1])
+        row = sequence_row(self.tokens, self.loss_mask, self.logprobs, self.versions, is_truncated=self.is_truncated)
+        row["token_rewards"] = torch.tensor([self.rewards], dtype=torch.float32)
+        return row
 
 
 class Transcript:

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from rlite.data.raw import TextTokenizer, raw_prompts
 from rlite.errors import DataError, RliteError
+from rlite.rollout.batch import sequence_row
 from rlite.rollout.rewards import RewardFunction
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse
 
@@ -57,20 +58,17 @@ def trajectory(response: LLMResponse, reward: float | None = None) -> TensorDict
     prompt), `versions` int64 (-1 on the prompt), all [1, L]; `truncated` bool [1], and with a reward `rewards`
     float32 [1].
     """
-    num_prompt, num_output = response.input_len, response.output_len
-    loss_mask = torch.ones(1, num_prompt + num_output, dtype=torch.bool)
-    loss_mask[:, :num_prompt] = False
-    columns = {
-        "input_ids": torch.tensor([response.input_tokens + response.output_tokens]),
-        "attention_mask": torch.ones(1, num_prompt + num_output, dtype=torch.bool),
-        "loss_mask": loss_mask,
-        "logprobs": torch.tensor([[0.0] * num_prompt + response.output_logprobs]),
-        "versions": torch.tensor([[-1] * num_prompt + response.output_versions]),
-        "truncated": torch.tensor([response.stop_reason == "length"]),
-    }
+    num_prompt = response.input_len
+    row = sequence_row(
+        response.input_tokens + response.output_tokens,
+        [False] * num_prompt + [True] * response.output_len,
+        [0.0] * num_prompt + response.output_logprobs,
+        [-1] * num_prompt + response.output_versions,
+        is_truncated=response.stop_reason == "length",
+    )
     if reward is not None:
-        columns["rewards"] = torch.tensor([reward], dtype=torch.float32)
-    return TensorDict(columns, batch_size=[1])
+        row["rewards"] = torch.tensor([reward], dtype=torch.float32)
+    return row
 
 
 class SingleTurnWorkflow(RolloutWorkflow):

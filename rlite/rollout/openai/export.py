@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from rlite.errors import ConfigError
-from rlite.rollout.batch import pad_trajectories
+from rlite.rollout.batch import pad_trajectories, sequence_row
 from rlite.rollout.openai.recording import Recording, Turn, leaves, path
 from rlite.rollout.workflow import RolloutError
 
@@ -35,8 +35,7 @@ def export(recording: Recording, style: Style = "concat", include_aborted: bool 
         raise RolloutError("the agent has no completed interaction: there is nothing to train on")
     if style == "individual":
         worths = recording.worths()
-        rows = [_row([turn], [turn]) for turn in turns]
-        batch = pad_trajectories([TensorDict(row, batch_size=[1]) for row in rows]).exclude("group_ids")
+        batch = pad_trajectories([_row(turn, [turn]) for turn in turns]).exclude("group_ids")
         batch["rewards"] = torch.tensor([worths.get(turn, 0.0) for turn in turns], dtype=torch.float32)
         return batch
     return _lines(recording, turns)
@@ -52,14 +51,13 @@ def _lines(recording: Recording, turns: Sequence[Turn]) -> TensorDict:
     shares = recording.shares()
     rows, trained = [], set[Turn]()
     for leaf in leaves(turns):
-        line = path(leaf)
-        learnt = [turn for turn in line if turn not in trained]
+        learnt = [turn for turn in path(leaf) if turn not in trained]
         trained.update(learnt)
-        row = _row(line, learnt)
+        row = _row(leaf, learnt)
         row["token_rewards"] = torch.zeros(1, len(leaf.sequence))
         for turn in learnt:
             row["token_rewards"][0, len(turn.sequence) - 1] = shares.get(turn, 0.0)
-        rows.append(TensorDict(row, batch_size=[1]))
+        rows.append(row)
     batch = pad_trajectories(rows).exclude("group_ids")
     count = len(rows)
     batch["sequence_index"] = torch.arange(count)
@@ -68,22 +66,14 @@ def _lines(recording: Recording, turns: Sequence[Turn]) -> TensorDict:
     return batch
 
 
-def _row(line: Sequence[Turn], learnt: Sequence[Turn]) -> dict[str, torch.Tensor]:
-    """The tokens of the last turn of a line, of which the outputs of `learnt` are trained on."""
-    tokens = line[-1].sequence
-    loss_mask = torch.zeros(1, len(tokens), dtype=torch.bool)
-    logprobs = torch.zeros(1, len(tokens))
-    versions = torch.full((1, len(tokens)), -1)
+def _row(leaf: Turn, learnt: Sequence[Turn]) -> TensorDict:
+    """The tokens of a line of conversation up to its last turn; the outputs of `learnt` are trained on."""
+    tokens = leaf.sequence
+    loss_mask, logprobs, versions = [False] * len(tokens), [0.0] * len(tokens), [-1] * len(tokens)
     for turn in learnt:
         written = slice(len(turn.prompt_ids), len(turn.sequence))
-        loss_mask[0, written] = True
-        logprobs[0, written] = torch.tensor(turn.logprobs)
-        versions[0, written] = torch.tensor(turn.versions)
-    return {
-        "input_ids": torch.tensor([tokens]),
-        "attention_mask": torch.ones(1, len(tokens), dtype=torch.bool),
-        "loss_mask": loss_mask,
-        "logprobs": logprobs,
-        "versions": versions,
-        "truncated": torch.tensor([any(turn.finish_reason == "length" for turn in learnt)]),
-    }
+        loss_mask[written] = [True] * len(turn.output_ids)
+        logprobs[written] = turn.logprobs
+        versions[written] = turn.versions
+    is_truncated = any(turn.finish_reason == "length" for turn in learnt)
+    return sequence_row(tokens, loss_mask, logprobs, versions, is_truncated=is_truncated)
