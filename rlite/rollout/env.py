@@ -34,13 +34,25 @@ class Environment:
         path: of the file.
         timeout: seconds for one call.
         num_processes: calls that run at the same time; default: the cores, at most 8.
+        memory_limit_gib: resident memory that its process may have, in GiB; None leaves it to the machine.
 
-    Raises: ConfigError if the file is not there.
+    Raises: ConfigError if the file is not there, or an option is out of range.
     """
 
-    def __init__(self, path: str | Path, timeout: float = 60.0, num_processes: int | None = None) -> None:
-        function = EnvironmentFunction(path)
-        self._run = RewardFunction(function, timeout, num_processes=num_processes, what=f"the environment {path}").run
+    def __init__(
+        self,
+        path: str | Path,
+        timeout: float = 60.0,
+        num_processes: int | None = None,
+        memory_limit_gib: float | None = None,
+    ) -> None:
+        self._run = RewardFunction(
+            EnvironmentFunction(path),
+            timeout,
+            num_processes=num_processes,
+            memory_limit_gib=memory_limit_gib,
+            what=f"the environment {path}",
+        ).run
         self._has_reset: bool | None = None
 
     @property

@@ -13,7 +13,7 @@ from rlite.rollout.workflow import RolloutWorkflow
 
 
 def environment_workflow(
-    path: str | Path, timeout: float = 60.0, num_processes: int | None = None
+    path: str | Path, timeout: float = 60.0, num_processes: int | None = None, memory_limit_gib: float | None = None
 ) -> Callable[..., RolloutWorkflow]:
     """What makes workflows of (gconfig, tokenizer, max_turns, max_length) in the environment of a file.
 
@@ -24,9 +24,9 @@ def environment_workflow(
         loaded, or has neither.
     """
     if is_gym_file(path):
-        gym = GymEnvironment(path, timeout, num_processes)
+        gym = GymEnvironment(path, timeout, num_processes, memory_limit_gib=memory_limit_gib)
         gym.check()
         return partial(GymWorkflow, gym)
-    environment = Environment(path, timeout, num_processes)
+    environment = Environment(path, timeout, num_processes, memory_limit_gib)
     environment.check()
     return partial(EnvironmentWorkflow, environment)

@@ -49,8 +49,9 @@ class GymEnvironment:
         num_processes: calls that run at the same time; default: the cores, at most 8.
         in_process: run environments in threads of this process instead. A call that is late ends its episode, but its
             thread goes on; and the random numbers of `random` and NumPy are those of the program.
+        memory_limit_gib: resident memory that its process may have, in GiB; None leaves it to the machine.
 
-    Raises: ConfigError if the file is not there, or `make` cannot be pickled.
+    Raises: ConfigError if the file is not there, `make` cannot be pickled, or an option is out of range.
     """
 
     def __init__(
@@ -59,14 +60,19 @@ class GymEnvironment:
         timeout: float = 60.0,
         num_processes: int | None = None,
         in_process: bool = False,
+        memory_limit_gib: float | None = None,
     ) -> None:
         self.make = MakeFromFile(make) if isinstance(make, str | Path) else make
         self.timeout = timeout
         self.in_process = in_process
         self.name = f"the environment {make if isinstance(make, str | Path) else getattr(make, '__name__', make)}"
-        function = GymFunction(self.make)
         self._function = RewardFunction(
-            function, timeout, num_processes=num_processes, in_process=in_process, what=self.name
+            GymFunction(self.make),
+            timeout,
+            num_processes=num_processes,
+            in_process=in_process,
+            memory_limit_gib=memory_limit_gib,
+            what=self.name,
         )
 
     def check(self) -> None:

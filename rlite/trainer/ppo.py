@@ -317,7 +317,9 @@ def main(argv: Sequence[str]) -> None:
     train_rows = read_rows(data_path, key="train_data.path")
     test_rows = read_rows(options.test_data.path, key="test_data.path") if options.test_data.path else []
     rollout = options.rollout
-    make_workflow = environment_workflow(env_path, rollout.env_timeout, rollout.env_processes)
+    make_workflow = environment_workflow(
+        env_path, rollout.env_timeout, rollout.env_processes, rollout.env_memory_limit_gib
+    )
     tokenizer = load_tokenizer(options.actor.model_name)
     init_devices(options.launcher, options.num_devices)
 

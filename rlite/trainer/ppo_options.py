@@ -282,6 +282,8 @@ class RolloutOptions:
     """seconds for one step of the environment"""
     env_processes: int | None = None
     """steps of environments that run at the same time; default: the cores, at most 8"""
+    env_memory_limit_gib: float | None = None
+    """resident memory that an environment's process may have; a step that takes more fails, alone; null: no limit"""
     max_turns: int = 1
     """turns of the model in one episode"""
     dynamic_filtering: bool = True

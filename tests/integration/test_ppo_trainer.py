@@ -192,6 +192,7 @@ def test_a_trainer_without_a_session_says_what_to_call(model, tmp_path):
         ("train_data.path=missing.json", "missing.json"),
         ("trainer.total_steps=abc", "trainer.total_steps"),
         ("rollout.env_path=missing.py", "missing.py"),
+        ("rollout.env_memory_limit_gib=0.001", "memory_limit_gib=0.001"),
         ("rollout.executor=vlm", "unknown inference executor 'vlm'"),
     ],
 )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,18 @@ import pytest
 from rlite.errors import ConfigError, DataError
 from rlite.nn.tiny import byte_tokenizer
 from rlite.rollout import (
+    CollectorOptions,
     Environment,
     EnvironmentWorkflow,
     GenerationHyperparameters,
     LLMRequest,
     RewardRaised,
     RewardTimeout,
+    RolloutCollector,
     ScriptedEngine,
 )
 from rlite.rollout.batch import first_rows, join_batches, pad_trajectories, trajectory_index
+from rlite.rollout.environments import environment_workflow
 from rlite.rollout.reward_pool import close_shared_pool
 from tests.tiny import tokenizer_with_bos
 
@@ -50,6 +54,30 @@ async def step(state, action, extra_info):
     return {"next_state": None if done else "anew:", "reward": 1.0 if done else 0.25, "score": float(done),
             "done": done, "extra_info": extra_info}
 """
+
+EATING_STEP = """
+async def step(state, action, extra_info):
+    while extra_info.get("hunger"):
+        extra_info["hunger"].append(bytearray(b"x" * (4 << 20)))
+    return {"next_state": None, "reward": 1.0, "score": 1.0, "done": True, "extra_info": extra_info}
+"""
+EATING_GAME = """
+class Game:
+    def __init__(self, hunger=None):
+        self.hunger = hunger
+
+    def reset(self, seed):
+        return "go", {}
+
+    def step(self, action):
+        while self.hunger:
+            self.hunger.append(bytearray(b"x" * (4 << 20)))
+        return "", 1.0, True, False, {}
+
+def make(**options):
+    return Game(**options)
+"""
+HUNGRY = {"hunger": [1]}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -152,6 +180,22 @@ def test_an_environment_that_hangs_is_killed(tmp_path: Path) -> None:
     code = "import time\nasync def step(state, action, extra_info):\n    time.sleep(3600)\n"
     with pytest.raises(RewardTimeout, match=r"env\.py ran for more than 0\.5 s"):
         run(tmp_path, code, [ids("a")], {"prompt": "q"}, timeout=0.5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit on memory is a Linux kernel's")
+@pytest.mark.parametrize("code", [EATING_STEP, EATING_GAME])
+def test_an_environment_that_eats_memory_costs_its_episode_with_that_reason(tmp_path: Path, code: str) -> None:
+    (tmp_path / "env.py").write_text(code)
+    workflow = environment_workflow(tmp_path / "env.py", num_processes=1, memory_limit_gib=0.125)
+    collector = RolloutCollector(ScriptedEngine([ids("a")]), CollectorOptions(request_retries=1))
+    items = [{"prompt": "q", "seed": 0, **what} for what in ({}, {"extra_info": HUNGRY, "env_options": HUNGRY}, {})]
+    batch = collector.rollout_batch(items, workflow(GenerationHyperparameters(), TOKENIZER, 1, None))
+    collector.close()
+    assert batch["group_ids"].tolist() == [0, 2]
+    assert collector.failed_attempts == {"memory": 2}
+    (reason,) = collector.lost
+    assert reason.startswith("RewardMemory: the environment")
+    assert "of at most 0.125 GiB" in reason
 
 
 @pytest.mark.parametrize(
