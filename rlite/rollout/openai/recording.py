@@ -101,8 +101,7 @@ class Recording:
 
         Raises: ConfigError unless 0 <= turn_discount <= 1; RolloutError the second time.
         """
-        if not 0 <= turn_discount <= 1:
-            raise ConfigError(f"turn_discount={turn_discount!r}: expected a number in [0, 1]")
+        check_turn_discount(turn_discount)
         self._check_open("apply_reward_discount")
         self.turn_discount = turn_discount
 
@@ -125,6 +124,12 @@ class Recording:
     def _check_open(self, what: str) -> None:
         if self.turn_discount is not None:
             raise RolloutError(f"{what}: the rewards of this session were discounted before, which is final")
+
+
+def check_turn_discount(turn_discount: float) -> None:
+    """Raise ConfigError unless 0 <= turn_discount <= 1."""
+    if not 0 <= turn_discount <= 1:
+        raise ConfigError(f"turn_discount={turn_discount!r}: expected a number in [0, 1]")
 
 
 def path(turn: Turn) -> list[Turn]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from tensordict import TensorDict
 
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.openai.export import Style, check_style
+from rlite.rollout.openai.recording import check_turn_discount
 from rlite.rollout.openai.session import AgentSession
 from rlite.rollout.reward_process import as_number
 from rlite.rollout.tool_calls import ToolCallFormat, tool_call_format
@@ -65,6 +67,10 @@ class AgentWorkflow(RolloutWorkflow):
     ) -> None:
         if interface not in ("client", "http"):
             raise ConfigError(f"interface={interface!r}: expected 'client' or 'http'")
+        if not callable(agent):
+            raise ConfigError(f"AgentWorkflow({agent!r}): expected an async function of the model and the item")
+        if turn_discount is not None:
+            check_turn_discount(turn_discount)
         check_style(style)
         self.agent = agent
         self.gconfig = gconfig
@@ -88,7 +94,7 @@ class AgentWorkflow(RolloutWorkflow):
         try:
             async with self._serve(session) as model:
                 try:
-                    worth = await self.agent(model, data)
+                    worth = await _running(self.agent(model, data))
                 finally:  # what it has left running does not count
                     await session.close()
         except Exception as error:
@@ -114,6 +120,15 @@ class AgentWorkflow(RolloutWorkflow):
         if self.turn_discount is not None and session.recording.turn_discount is None:
             session.apply_reward_discount(self.turn_discount)
         return session.export(self.style)
+
+
+def _running(answer: Awaitable[Worth]) -> Awaitable[Worth]:
+    if not inspect.isawaitable(answer):
+        raise ConfigError(
+            f"the agent returned {answer!r} and nothing to await: expected an async function; synchronous code belongs "
+            "into asyncio.to_thread"
+        )
+    return answer
 
 
 Serve = Callable[[AgentSession], contextlib.AbstractAsyncContextManager[Any]]

@@ -88,6 +88,12 @@ def test_an_agent_that_returns_nonsense_is_told_so() -> None:
         run(idle)
     with pytest.raises(ConfigError, match="interface='grpc'"):
         run(idle, interface="grpc")
+    with pytest.raises(ConfigError, match=r"turn_discount=2: expected a number in \[0, 1\]"):
+        run(idle, turn_discount=2)
+    with pytest.raises(ConfigError, match=r"AgentWorkflow\('me'\): expected an async function"):
+        run("me")
+    with pytest.raises(ConfigError, match=r"returned 0\.5 and nothing to await: expected an async function"):
+        run(lambda client, data: 0.5)
     with pytest.raises(ConfigError, match="tool call format 'hermse': did you mean 'hermes'"):
         AgentWorkflow(idle, GenerationHyperparameters(), TOKENIZER, tool_format="hermse")
 
