@@ -208,7 +208,7 @@ _READERS = {
 
 def _dataset(path: Path, split: str | None, where: str) -> list[Row]:
     """What only the `datasets` library reads: its folders, folders of data files, and the hub."""
-    name = path.as_posix()
+    name = (path.resolve() if path.is_dir() else path).as_posix()  # `datasets` reads "." as no name
     if not path.is_dir() and not _HUB_NAME.fullmatch(name):
         raise ConfigError(f"{where}: no such file or folder")
     try:
@@ -226,7 +226,7 @@ def _dataset(path: Path, split: str | None, where: str) -> list[Row]:
         found = {"train": found}
     split = split or (next(iter(found)) if len(found) == 1 else "train")
     if split not in found:
-        raise ConfigError(f"{where}: no split {split!r}; {did_you_mean(split, found)}; write SPLIT@{name}")
+        raise ConfigError(f"{where}: no split {split!r}; {did_you_mean(split, found)}; write SPLIT@{path}")
     return _rows_of(found[split].with_format("arrow")[:])
 
 

@@ -96,6 +96,16 @@ def test_a_split_and_parts_of_it_are_chosen_by_name(tmp_path: Path) -> None:
         read_rows(f"tset@{tmp_path}/both")
 
 
+def test_the_folder_that_one_is_in_is_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets.Dataset.from_list([{"prompt": "a"}]).save_to_disk(str(tmp_path / "saved"))
+    monkeypatch.chdir(tmp_path / "saved")
+    assert read_rows(".") == [{"prompt": "a"}]
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "train.jsonl").write_text('{"prompt": "b"}\n')
+    monkeypatch.chdir(tmp_path / "files")
+    assert read_rows(".") == [{"prompt": "b"}]
+
+
 def test_a_folder_of_files_is_a_dataset(tmp_path: Path) -> None:
     folder = tmp_path / "files"
     folder.mkdir()
