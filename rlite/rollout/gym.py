@@ -84,7 +84,7 @@ class GymEnvironment:
     async def episode(self, seed: int, options: Mapping[str, Any] | None = None) -> AsyncIterator[GymEpisode]:
         """A new environment. It, and its steps, raise RewardError that says what became of the call."""
         if not self.in_process:
-            yield await _Elsewhere.begin(self._function, seed, options or {})
+            yield await _InRewardProcess.begin(self._function, seed, options or {})
             return
         episode = await _InThread.begin(self, seed, options or {})
         try:
@@ -95,14 +95,14 @@ class GymEnvironment:
                     await episode.close()
 
 
-class _Elsewhere:
+class _InRewardProcess:
     """The environment is bytes here, and is run in reward processes."""
 
     def __init__(self, function: RewardFunction, state: bytes, observation: str) -> None:
         self._function, self._state, self.observation = function, state, observation
 
     @classmethod
-    async def begin(cls, function: RewardFunction, seed: int, options: Mapping[str, Any]) -> _Elsewhere:
+    async def begin(cls, function: RewardFunction, seed: int, options: Mapping[str, Any]) -> _InRewardProcess:
         state, turn = pickle.loads(await function.run(method="reset", seed=seed, options=dict(options)))
         return cls(function, state, turn.observation)
 

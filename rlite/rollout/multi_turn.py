@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from rlite.errors import ConfigError
 from rlite.rollout.conversation import Conversation, History, check_history
 from rlite.rollout.rewards import RewardFunction
-from rlite.rollout.transcript import check_turns
+from rlite.rollout.transcript import check_turn_discount, check_turns
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, reward_arguments
 from rlite.types import AsyncInference, GenerationHyperparameters
 
@@ -62,8 +62,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
     ) -> None:
         check_turns(max_turns)
         check_history(history)
-        if not 0 <= turn_discount <= 1:
-            raise ConfigError(f"turn_discount={turn_discount}: expected a number in [0, 1]")
+        check_turn_discount(turn_discount)
         self.reward_fn = reward_fn if isinstance(reward_fn, RewardFunction) else RewardFunction(reward_fn)
         self.gconfig = gconfig
         self.tokenizer = tokenizer

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from rlite.errors import ConfigError, DataError
+from rlite.errors import DataError
 from rlite.rollout.reward_process import as_number
 from rlite.rollout.template import Message
+from rlite.rollout.transcript import check_turn_discount
 from rlite.rollout.workflow import RolloutError
 from rlite.types import StopReason
 
@@ -124,12 +125,6 @@ class Recording:
     def _check_open(self, what: str) -> None:
         if self.turn_discount is not None:
             raise RolloutError(f"{what}: the rewards of this session were discounted before, which is final")
-
-
-def check_turn_discount(turn_discount: float) -> None:
-    """Raise ConfigError unless 0 <= turn_discount <= 1."""
-    if not 0 <= turn_discount <= 1:
-        raise ConfigError(f"turn_discount={turn_discount!r}: expected a number in [0, 1]")
 
 
 def path(turn: Turn) -> list[Turn]:

@@ -12,10 +12,10 @@ from tensordict import TensorDict
 
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.openai.export import Style, check_style
-from rlite.rollout.openai.recording import check_turn_discount
 from rlite.rollout.openai.session import AgentSession
 from rlite.rollout.reward_process import as_number
 from rlite.rollout.tool_calls import ToolCallFormat, tool_call_format
+from rlite.rollout.transcript import check_turn_discount
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
 from rlite.types import AsyncInference, GenerationHyperparameters
 
