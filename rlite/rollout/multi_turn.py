@@ -12,7 +12,7 @@ from rlite.errors import ConfigError
 from rlite.rollout.conversation import Conversation, History, check_history
 from rlite.rollout.rewards import RewardFunction
 from rlite.rollout.transcript import check_turn_discount, check_turns
-from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, reward_arguments
+from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, prompt_ids, reward_arguments
 from rlite.types import AsyncInference, GenerationHyperparameters
 
 Feedback = str | Callable[[Mapping[str, Any], str, float], str]
@@ -70,9 +70,17 @@ class MultiTurnWorkflow(RolloutWorkflow):
         self.turn_discount = turn_discount
         self.feedback = feedback
         self.solved = solved
+        self.chat_template_options = dict(chat_template_options or {})
         self._begin = partial(
-            Conversation, tokenizer, chat_template_options=chat_template_options, history=history, max_length=max_length
+            Conversation,
+            tokenizer,
+            chat_template_options=self.chat_template_options,
+            history=history,
+            max_length=max_length,
         )
+
+    def opening(self, data: Mapping[str, Any]) -> list[int]:
+        return prompt_ids(data, self.tokenizer, self.chat_template_options)
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
         conversation = self._begin(data)

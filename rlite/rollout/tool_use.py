@@ -17,7 +17,7 @@ from rlite.rollout.template import Message
 from rlite.rollout.tool_calls import ToolCallFormat, numbered, tool_call_format
 from rlite.rollout.tools import Toolbox
 from rlite.rollout.transcript import check_turns
-from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, reward_arguments
+from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, prompt_ids, reward_arguments
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 
 
@@ -72,18 +72,22 @@ class ToolUseWorkflow(RolloutWorkflow):
         self.tokenizer = tokenizer
         self.max_turns = max_turns
         self.tool_format = tool_call_format(tool_format, tokenizer)
+        self.chat_template_options = {**(chat_template_options or {}), "tools": self.toolbox.schemas}
         self._begin = partial(
             Conversation,
             tokenizer,
-            chat_template_options={**(chat_template_options or {}), "tools": self.toolbox.schemas},
+            chat_template_options=self.chat_template_options,
             history=history,
             max_length=max_length,
         )
 
+    def opening(self, data: Mapping[str, Any]) -> list[int]:
+        return prompt_ids(data, self.tokenizer, self.chat_template_options)
+
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
         conversation = self._begin(data)
         self._check_shown(conversation)
-        transcript, prompt_ids = conversation.transcript, conversation.transcript.tokens
+        transcript, first_prompt = conversation.transcript, conversation.transcript.tokens
         num_calls = num_errors = 0
         answer: Message = {}
         last: LLMResponse | None = None
@@ -104,7 +108,7 @@ class ToolUseWorkflow(RolloutWorkflow):
             ]
             conversation.reply(*said, answer=answer)
         assert last is not None  # the first turn has room, or the prompt is refused
-        arguments = reward_arguments(data, conversation.prompt, answer["content"], prompt_ids, last.output_tokens)
+        arguments = reward_arguments(data, conversation.prompt, answer["content"], first_prompt, last.output_tokens)
         arguments["conversation"] = [*conversation.messages, *([answer] if conversation.is_answered else [])]
         reward = await self.reward_fn(**arguments)
         return transcript.trajectory(reward, num_tool_calls=num_calls, num_tool_errors=num_errors)

@@ -72,6 +72,12 @@ def test_a_wrong_answer_is_told_so_and_goes_on_from_its_own_tokens() -> None:
     assert "token_rewards" not in row, "the discount is in the reward alone"
 
 
+def test_the_tokens_that_an_episode_begins_with_are_known_before() -> None:
+    workflow = MultiTurnWorkflow(is_right, GenerationHyperparameters(), TOKENIZER)
+    row = run([ids("4")])
+    assert workflow.opening(ITEM) == row["input_ids"][~row["loss_mask"]].tolist()
+
+
 def test_the_first_right_answer_is_worth_its_whole_reward() -> None:
     row = run([ids("4")], turn_discount=0.5)
     assert (row["rewards"].item(), row["num_turns"].item()) == (1.0, 1)

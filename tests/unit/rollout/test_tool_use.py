@@ -122,6 +122,13 @@ def test_calls_are_made_and_their_results_appended_token_by_token() -> None:
     assert seen["conversation"][1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}
 
 
+def test_the_tokens_that_an_episode_begins_with_are_known_before_and_show_the_tools() -> None:
+    workflow = ToolUseWorkflow([add], is_right, GenerationHyperparameters(), TOKENIZER)
+    row = run([ids("5")])
+    assert workflow.opening(ITEM) == row["input_ids"][~row["loss_mask"]].tolist()
+    assert "add" in TOKENIZER.decode(workflow.opening(ITEM))
+
+
 def test_what_goes_wrong_with_a_call_is_said_to_the_model() -> None:
     calls = [call("sub"), call("add", '{"a": 1}'), call("add", '{"a": 1, "b": "x"}'), call("sleep"), call("doze")]
     calls += [call("fall")]
