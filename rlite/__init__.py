@@ -46,6 +46,6 @@ __all__, __getattr__, __dir__ = lazy.exports(
         "rlite.observability": "stats_tracker",
     },
     aliases={"RLiteInferenceEngine": "RliteInferenceEngine", "RLiteTrainEngine": "RliteTrainEngine"},
-    subpackages=("algorithms", "data", "engine", "errors", "nn", "rollout", "types"),
+    submodules=("algorithms", "data", "engine", "errors", "nn", "rollout", "types"),
 )
 __all__ += ["__version__"]

@@ -13,7 +13,7 @@ def exports(
     homes: Mapping[str, str],
     *,
     aliases: Mapping[str, str] | None = None,
-    subpackages: Sequence[str] = (),
+    submodules: Sequence[str] = (),
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """What a package's `__init__` assigns to `__all__`, `__getattr__` and `__dir__`.
 
@@ -23,14 +23,14 @@ def exports(
         package: its `__name__`.
         homes: module -> the names that it has, with spaces between: "a b" for `from module import a, b`.
         aliases: other spellings of names.
-        subpackages: modules of the package that are attributes of it though nobody has imported them.
+        submodules: modules of the package that are its attributes though nobody has imported them.
     """
     home_of = {name: module for module, names in homes.items() for name in names.split()}
     aliases = aliases or {}
     public = sorted([*home_of, *aliases])
 
     def load(name: str) -> Any:
-        if name in subpackages:
+        if name in submodules:
             return importlib.import_module(f"{package}.{name}")
         target = aliases.get(name, name)
         if target not in home_of:
@@ -39,4 +39,4 @@ def exports(
         setattr(sys.modules[package], name, value)  # the next time it is found there
         return value
 
-    return public, load, lambda: sorted([*public, *subpackages])
+    return public, load, lambda: sorted([*public, *submodules])
