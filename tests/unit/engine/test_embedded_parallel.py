@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,7 @@ import torch.multiprocessing as mp
 
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, WeightSyncError
 from rlite.types import GenerationHyperparameters, SequenceRequest
 from tests.tiny import Kind, build_model_dir
 
@@ -67,8 +69,30 @@ def serve_on_rank(rank: int, paths: dict[str, str], folder: str) -> None:
         EmbeddedWorker(paths["indivisible"], OPTIONS, CPU, dist.group.WORLD)
     except ConfigError as error:
         made["refusal"] = str(error)
+    made |= overflow(EmbeddedWorker(paths["qwen3"], OPTIONS, CPU, dist.group.WORLD), rank)
     torch.save(made, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
+
+
+def overflow(worker: EmbeddedWorker, rank: int) -> dict:
+    """What becomes of requests when one of their tokens is too much for the model, and then of all when a weight is."""
+    shards, token = worker.parameter_shards(), 253  # in no prompt
+    for name, shard in shards.items():
+        if name.endswith("embed_tokens.weight"):
+            rows = shard.offset[0] + torch.arange(len(shard.tensor))
+            shard.tensor[:, 0] = rows == token
+        elif "layers.0.self_attn.v_proj" in name:
+            shard.tensor[:, 0] = torch.finfo(torch.float32).max
+    first, second = requests()[:2]
+    chunks = worker.advance([replace(first, input_ids=[1, token]), second], [], 64)
+    ends = {chunk.request_id: chunk.error or chunk.finish_reason for chunk in chunks}
+    if rank == 1:
+        next(shard.tensor for name, shard in shards.items() if "layers.1.mlp.up_proj" in name).fill_(float("nan"))
+    try:
+        worker.advance([second], [], 8)
+    except WeightSyncError as error:
+        return {"ends": ends, "weights": str(error)}
+    return {"ends": ends}
 
 
 @pytest.mark.parametrize("kind", [kind for kind, _ in MODELS])
@@ -94,3 +118,10 @@ def test_two_ranks_generate_what_one_does_with_little_more_than_half_the_memory_
 def test_key_heads_that_do_not_divide_are_refused_by_every_rank(served: dict) -> None:
     for rank in served["ranks"]:
         assert "num_key_value_heads=3" in rank["refusal"]
+
+
+def test_what_is_not_finite_on_one_rank_ends_the_same_on_all(served: dict) -> None:
+    for rank in served["ranks"]:
+        assert "not finite, though the weights are" in rank["ends"][0]
+        assert rank["ends"][1] in ("stop", "length")
+        assert "they hold NaN or infinity" in rank["weights"]
