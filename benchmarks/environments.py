@@ -7,14 +7,15 @@
 
     spell     reasoning-gym's spell_backward
     sort      reasoning-gym's number_sorting: three or four numbers below 100, in ascending or descending order
-    guess     GEM's game:GuessTheNumber-v0-easy, up to four turns, through the adapter for Gym-like environments
+    guess     GEM's game:GuessTheNumber-v0-hard, a number up to 50, in four turns instead of seven, through the adapter
+              for Gym-like environments
 
 Questions and games are as the packages have them, and so is what they are worth: a puzzle 1 if its `score_answer` is
 full, a game the sum of what its `step` says. Each run starts from a Qwen3 of 0.4 million parameters that has imitated,
 from random weights, somebody who knows how to answer, and often does not: one who cuts long words short, one who
 copies numbers unsorted, one who says the same number again. `rlite.trainer.ppo` (Dr. GRPO) learns the rest from
 rewards. Every run is a command line of `rlite.trainer`, printed before it starts. Tokens are bytes, and each longer
-text between two numbers that the environment says again and again.
+text between two numbers that the environment says again and again; in games numbers and roles are tokens, too.
 
 The figure is the mean reward of greedy answers to held-out puzzles, or in games with other seeds.
 `docs/environments-learning/` gets a picture of each run and a table; the exit status says whether all was reached.
@@ -31,7 +32,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,8 @@ try:
 except ModuleNotFoundError:
     make_game = None
 
-STEPS, TEST_FREQ, NUM_TRIED = 40, 4, 256
-"""steps of reinforcement learning, steps between two evaluations, puzzles or games that are tried in each"""
+TEST_FREQ, NUM_TRIED = 4, 256
+"""steps of reinforcement learning between two evaluations, puzzles or games that are tried in each"""
 NUM_SHOWN, NUM_PROMPTS = 12_000, 2_000
 """puzzles or games that are shown before, and others to train on"""
 
@@ -61,6 +62,8 @@ class Data:
     demonstrations: list[Row]
     train: list[Row]
     test: list[Row]
+    words: Sequence[str] = ()
+    """texts that are tokens, besides bytes and what the environment says again and again"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +75,10 @@ class Task:
     env_path: str
     settings: Sequence[str]
     sft_epochs: int
+    steps: int = 40
+    """of reinforcement learning"""
     lowest_reward: float = 0.0
     """what an episode is worth at least; at most 1"""
-    sft_settings: Sequence[str] = field(default=())
 
 
 def puzzles(name: str, teach: Callable[[Sequence[Row]], Sequence[str]], **options: Any) -> Data:
@@ -117,17 +121,18 @@ def games() -> Data:
         demonstrations=[stubborn_game(seed) for seed in range(2 * 10**6, 2 * 10**6 + 8_000)],
         train=[{"seed": seed} for seed in train],
         test=[{"seed": seed} for seed in test],
+        words=[*map(str, range(10, 51)), "user\n", "assistant\n"],
     )
 
 
 def stubborn_game(seed: int) -> Row:
-    """A game of one who mostly says the last number again, and else any number that the hints leave, as messages."""
+    """A game of one who says the lowest number again and again, and in 3 of 10 turns the middle of what hints leave."""
     rng, game = random.Random(f"player {seed}"), make_game()  # the game draws from `seed` itself
     observation, _ = game.reset(seed=seed)
     low, high = game.min_number, game.max_number
-    guess, messages, is_done = None, [], False
+    guess, messages, is_done = low, [], False
     while not is_done:
-        guess = rng.randint(low, high) if guess is None or rng.random() < 0.4 else guess
+        guess = (low + high) // 2 if rng.random() < 0.3 else guess
         action = f"\\boxed{{{guess}}}"
         messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": action}]
         observation, _, terminated, truncated, _ = game.step(action)
@@ -158,15 +163,17 @@ def tasks() -> dict[str, Task]:
             sft_epochs=2,
         ),
         "guess": Task(
-            title="GEM: GuessTheNumber-v0-easy, up to four turns",
+            title="GEM: GuessTheNumber-v0-hard, in four turns",
             data=games,
             env_path=gem,
             settings=[
                 "rollout.train_sampling_params.max_new_tokens=6",
                 "rollout.max_turns=4",
-                "actor.lr=2e-4",
+                "actor.lr=3e-4",
+                "actor.warmup_ratio=0.33",
             ],
-            sft_epochs=1,
+            sft_epochs=2,
+            steps=60,
             lowest_reward=-0.1,
         ),
     }
@@ -186,7 +193,6 @@ def sft_settings(task: Task, folder: Path) -> list[str]:
         f"trainer.n_epochs={task.sft_epochs}",
         "trainer.save_freq=1000",
         f"trainer.save_dir={folder}/sft",
-        *task.sft_settings,
     ]
 
 
@@ -202,7 +208,7 @@ def ppo_settings(task: Task, folder: Path) -> list[str]:
         "train_data.responses_per_prompt=8",
         f"rollout.env_path={task.env_path}",
         "rollout.max_model_len=384",
-        f"trainer.total_steps={STEPS}",
+        f"trainer.total_steps={task.steps}",
         f"trainer.test_freq={TEST_FREQ}",
         "trainer.save_freq=1000",
         f"trainer.save_dir={folder}/ppo",
@@ -242,7 +248,7 @@ def prepare(task: Task, folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     for message in data.demonstrations[0]["messages"]:
         print(f"{message['role']}: {message['content']}")
-    build_blank(folder / "blank", common_texts(data.demonstrations))
+    build_blank(folder / "blank", [*common_texts(data.demonstrations), *data.words])
 
 
 def train(trainer: str, settings: Sequence[str]) -> None:
@@ -274,8 +280,9 @@ def rise(metrics: Sequence[Mapping[str, float]], lowest_reward: float) -> Rise:
     which is counted; and the two looks count as independent, though they share their items.
     """
     looks = [(row["step"], row["accuracy"]) for row in metrics if "accuracy" in row]
-    first = [value for step, value in looks if step <= STEPS / 10]
-    last = [value for step, value in looks if step >= STEPS * 9 / 10]
+    steps = metrics[-1]["step"]
+    first = [value for step, value in looks if step <= steps / 10]
+    last = [value for step, value in looks if step >= steps * 9 / 10]
     means = [sum(values) / len(values) for values in (first, last)]
     variance = sum((1 - mean) * (mean - lowest_reward) for mean in means)
     return Rise(before=means[0], after=means[1], error=(variance / NUM_TRIED) ** 0.5)
@@ -302,19 +309,23 @@ def on_hints(path: Path) -> list[str]:
     if not path.exists():
         return []
     rollouts = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    first = heeded([rollout for rollout in rollouts if rollout["step"] <= STEPS / 4])
-    last = heeded([rollout for rollout in rollouts if rollout["step"] > STEPS * 3 / 4])
+    steps = rollouts[-1]["step"]
+    first = heeded([rollout for rollout in rollouts if rollout["step"] <= steps / 4])
+    last = heeded([rollout for rollout in rollouts if rollout["step"] > steps * 3 / 4])
     return [
-        "The reward alone does not say that hints are heeded: whoever says 5 four times gets 0.72, and the best",
-        "that can be had without them is 0.87. Of the later guesses in the sampled games that the run writes down,",
-        f"hints left open {first:.0%} in the first quarter of the steps and {last:.0%} in the last one.",
+        "Whoever says 1 four times gets 0.50, whoever says 25 four times 0.74, and the best that can be had without",
+        "heeding hints is 0.77. Of the later guesses in the sampled games that the run writes down, hints left open",
+        f"{first:.0%} in the first quarter of the steps and {last:.0%} in the last one.",
         "",
     ]
 
 
 def report(folder: Path, out: Path) -> bool:
     """Write pictures and table of the runs that are there; returns whether they reached what is asked."""
-    lines = ["| run | environment | before | after | standard error of the rise | |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| run | environment | steps | before | after | standard error of the rise | |",
+        "|---|---|---|---|---|---|---|",
+    ]
     pictures, is_reached = [], True
     for name, task in tasks().items():
         path = folder / name / "ppo" / "metrics.jsonl"
@@ -323,7 +334,8 @@ def report(folder: Path, out: Path) -> bool:
         found = rise([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()], task.lowest_reward)
         is_reached &= found.is_reached
         mark = "reached" if found.is_reached else "**missed**"
-        lines.append(f"| {name} | {task.title} | {found.before:.3f} | {found.after:.3f} | {found.error:.3f} | {mark} |")
+        figures = f"{found.before:.3f} | {found.after:.3f} | {found.error:.3f} | {mark}"
+        lines.append(f"| {name} | {task.title} | {task.steps} | {figures} |")
         plot_learning_curve(path, out / f"{name}.png", metrics=("accuracy", "reward"), title=task.title)
         pictures.append(f"![{task.title}]({name}.png)")
     text = "\n".join(
@@ -333,7 +345,7 @@ def report(folder: Path, out: Path) -> bool:
             "`python -m benchmarks.environments` writes this page: reinforcement learning (Dr. GRPO) in two tasks of",
             "reasoning-gym and a game of GEM, by their own rewards, from a Qwen3 of 0.4 million parameters that has",
             "imitated an unreliable teacher: one who cuts long words short, one who copies lists unsorted, one who",
-            f"mostly says the same number again. {STEPS} steps of 16 prompts x 8 responses, on a CPU.",
+            "mostly says the same number again. Each step has 16 prompts x 8 responses, on a CPU.",
             "",
             f"The figure is the mean reward of greedy answers to {NUM_TRIED} puzzles that no training saw, or in games",
             f'with other seeds, tried every {TEST_FREQ} steps (`accuracy` in the pictures). "Before" is the mean of',
@@ -342,7 +354,7 @@ def report(folder: Path, out: Path) -> bool:
             "rewards in the pictures are those of sampled answers, in groups whose rewards are not all equal.",
             "",
             "A puzzle is worth 1 if `score_answer` is full, else 0. A game is worth 1 for the number, and if the last",
-            "turn misses it, the less the farther it is off. It has ten numbers: other seeds are other draws of them.",
+            "turn misses it, the less the farther it is off. It has 50 numbers: other seeds are other draws of them.",
             "",
             *on_hints(folder / "guess" / "ppo" / "rollouts.jsonl"),
             *lines,

@@ -24,12 +24,12 @@ def test_the_trainers_take_the_settings(name: str, tmp_path: Path) -> None:
     assert Path(learning.rollout.env_path or "").is_file()
 
 
-def test_tokens_are_bytes_and_the_texts_between_numbers(tmp_path: Path) -> None:
+def test_tokens_are_bytes_the_texts_between_numbers_and_words(tmp_path: Path) -> None:
     texts = [f"You have {turns} turns. Guess a number up to {turns * 7}" for turns in range(3)]
     rows = [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "no"}]} for text in texts]
     assert common_texts(rows, least=3) == [" turns. Guess a number up to ", "You have "]
     assert common_texts(rows, least=4) == []
-    data = Data(demonstrations=rows * 100, train=[{"seed": 1}], test=[{"seed": 2}])
+    data = Data(demonstrations=rows * 100, train=[{"seed": 1}], test=[{"seed": 2}], words=["14"])
     task = Task(title="", data=lambda: data, env_path="", settings=[], sft_epochs=1)
     prepare(task, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "blank")
@@ -38,14 +38,13 @@ def test_tokens_are_bytes_and_the_texts_between_numbers(tmp_path: Path) -> None:
         "You have ",
         "2",
         " turns. Guess a number up to ",
-        "1",
-        "4",
+        "14",
     ]
     assert json.loads((tmp_path / "test.jsonl").read_text()) == {"seed": 2}
 
 
 def test_a_rise_is_of_the_items_however_often_they_are_looked_at() -> None:
-    metrics = [{"step": step, "accuracy": 0.25 if step < 20 else 0.75} for step in range(environments.STEPS + 1)]
+    metrics = [{"step": step, "accuracy": 0.25 if step < 20 else 0.75} for step in range(41)]
     found = rise(metrics, lowest_reward=0.0)
     assert (found.before, found.after) == (0.25, 0.75)
     assert found.error == pytest.approx((2 * 0.25 * 0.75 / environments.NUM_TRIED) ** 0.5)
