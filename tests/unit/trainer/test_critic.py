@@ -31,7 +31,7 @@ def test_the_value_loss_reads_the_scores_that_the_values_came_from():
 
 def test_the_critic_is_as_the_actor_where_it_does_not_say():
     argv = ["actor.model_name=a", "actor.sp_size=2", "actor.lr=1.0", "actor.max_length_per_device=100"]
-    config = load(PpoConfig, [*argv, "critic.tp_size=2", "ref_actor.max_length_per_device=50"])
+    config = load(PpoConfig, [*argv, "critic.tp_size=2", "ref_actor.max_length_per_device=50", "kl.type=loss"])
     critic = config.critic.as_model(config.actor)
     assert (critic.model_name, critic.sp_size, critic.tp_size, critic.lr) == ("a", 2, 2, 5e-6)
     assert critic.scheduler == "constant"
