@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -107,7 +108,10 @@ def forget_gradients(module: nn.Module) -> None:
             if hasattr(parameter, "_unsharded_param"):  # made by the first forward
                 parameter.unsharded_param.grad = None
     if isinstance(module, FSDPModule):
-        module.reset_iter_state()
+        if hasattr(module, "reset_iter_state"):
+            module.reset_iter_state()
+        else:
+            _reset_iteration(module)
     module.zero_grad(set_to_none=True)
 
 
@@ -118,6 +122,24 @@ def _parameter_groups(module: nn.Module) -> Iterator[Any]:
             group = submodule._get_fsdp_state()._fsdp_param_group
             if group is not None:  # all parameters are its units'
                 yield group
+
+
+def _reset_iteration(module: FSDPModule) -> None:
+    """What `reset_iter_state` does, for torch 2.11, which does not have it."""
+    root = module._get_fsdp_state()
+    root._device_handle.synchronize()  # what is in flight may end, before its memory goes
+    root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None  # type: ignore[attr-defined]
+    root._comm_ctx.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        if (group := state._fsdp_param_group) is not None:
+            group.finalize_backward()
+            group._partial_reduce_output = None
+            group._training_state = TrainingState.IDLE
+            group.reshard()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
