@@ -37,8 +37,8 @@ class RunOptions:
     """checkpoints to keep"""
     best_metric: str | None = None
     """metric of the evaluation (test_loss; ppo: accuracy) whose best model so far is kept in best/ (Hugging Face)"""
-    best_is_highest: bool = False
-    """whether the best value of best_metric is the highest or the lowest"""
+    best_is_highest: bool | None = None
+    """whether the best value of best_metric is the highest or the lowest; null: of losses the lowest, else the highest"""
     test_freq: int = 20
     """steps between two evaluations on test_data, if there is some"""
     load_ckpt_from: str | None = None
@@ -224,9 +224,10 @@ class TrainingRun:
                     ", ".join(sorted(metrics)),
                 )
             return
-        value = metrics[name]
-        is_better = self._best is None or (value > self._best if self._options.best_is_highest else value < self._best)
-        if is_better:
+        value, is_highest = metrics[name], self._options.best_is_highest
+        if is_highest is None:
+            is_highest = not name.endswith("loss")
+        if self._best is None or (value > self._best if is_highest else value < self._best):
             self._best = value
             engine.save(self.folder / "best")
 

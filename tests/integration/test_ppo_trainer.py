@@ -166,18 +166,20 @@ class GradedTrainer(PpoTrainer):
     evaluated = ("accuracy", "grade")
 
     def evaluate(self):
-        return {**super().evaluate(), **({"grade": float(self.run.step)} if self.run.step > 2 else {})}
+        grades = {3: 2.0, 4: 1.0}
+        return {**super().evaluate(), **({"grade": grades[self.run.step]} if self.run.step in grades else {})}
 
 
 def test_an_evaluation_without_the_metric_of_the_best_costs_one_warning_and_not_the_run(
     model, tmp_path, session, caplog
 ):
-    changes = {"best_metric": "grade", "best_is_highest": True, "test_freq": 1, "actor": {"offload_model": True}}
-    learner = trainer(model, tmp_path, total_steps=3, test_rows=ROWS[:2], kind=GradedTrainer, **changes)
+    changes = {"best_metric": "grade", "test_freq": 1, "actor": {"offload_model": True}}
+    learner = trainer(model, tmp_path, total_steps=4, test_rows=ROWS[:2], kind=GradedTrainer, **changes)
     learner.fit()
     (warning,) = [record.getMessage() for record in caplog.records if "best_metric" in record.getMessage()]
     assert "the evaluation at step 1 has no such metric (accuracy)" in warning
     assert (tmp_path / "best").is_dir()
+    assert learner.run._best == 2.0, "the highest, of what is no loss"
 
 
 def test_a_trainer_without_a_session_says_what_to_call(model, tmp_path):
