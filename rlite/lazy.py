@@ -35,7 +35,7 @@ def exports(
         target = aliases.get(name, name)
         if target not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(__import__(home_of[target], fromlist=[target]), target)
+        value = getattr(importlib.import_module(home_of[target]), target)
         setattr(sys.modules[package], name, value)  # the next time it is found there
         return value
 
