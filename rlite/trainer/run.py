@@ -38,7 +38,7 @@ class RunOptions:
     best_metric: str | None = None
     """metric of the evaluation (test_loss; ppo: accuracy) whose best model so far is kept in best/ (Hugging Face)"""
     best_is_highest: bool | None = None
-    """whether the best value of best_metric is the highest or the lowest; null: of losses the lowest, else the highest"""
+    """whether the best value of best_metric is the highest or the lowest; null: the lowest if it is a loss"""
     test_freq: int = 20
     """steps between two evaluations on test_data, if there is some"""
     load_ckpt_from: str | None = None
