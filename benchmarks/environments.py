@@ -313,7 +313,7 @@ def on_hints(path: Path) -> list[str]:
     first = heeded([rollout for rollout in rollouts if rollout["step"] <= steps / 4])
     last = heeded([rollout for rollout in rollouts if rollout["step"] > steps * 3 / 4])
     return [
-        "Whoever says 1 four times gets 0.50, whoever says 25 four times 0.74, and the best that can be had without",
+        "On average, 1 said four times is worth 0.50, 25 said four times 0.74, and the best that can be had without",
         "heeding hints is 0.77. Of the later guesses in the sampled games that the run writes down, hints left open",
         f"{first:.0%} in the first quarter of the steps and {last:.0%} in the last one.",
         "",
