@@ -153,8 +153,14 @@ class StatsTracker:
                 recording.spans.append((key, started - recording.began, ended - recording.began))
 
     def denominator(self, **masks: Any) -> None:
-        """Announce bool masks by name for the `stat` calls that follow here; exports how many elements they select."""
+        """Announce bool masks by name for the `stat` calls that follow here; exports how many elements they select.
+
+        Raises: ConfigError for what is no tensor.
+        """
         frame = self._frame.get()
+        for key, mask in masks.items():
+            if not hasattr(mask, "detach"):
+                raise ConfigError(f"denominator {frame.prefix}{key} is {type(mask).__name__}; expected a bool tensor")
         detached = {key: mask.detach().bool() for key, mask in masks.items()}
         self._frame.set(replace(frame, masks={**frame.masks, **detached}))
         for key, mask in detached.items():
@@ -167,7 +173,8 @@ class StatsTracker:
         """
         frame = self._frame.get()
         if denominator not in frame.masks:
-            raise UnknownOptionError(f"no denominator {denominator!r} here; {did_you_mean(denominator, frame.masks)}")
+            remedy = did_you_mean(denominator, frame.masks) if frame.masks else "announce it first, by denominator(...)"
+            raise UnknownOptionError(f"no denominator {denominator!r} here; {remedy}")
         mask = frame.masks[denominator]
         for key, value in values.items():
             if value.shape != mask.shape:

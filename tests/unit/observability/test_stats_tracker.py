@@ -102,6 +102,10 @@ def test_tasks_and_threads_have_scopes_and_masks_of_their_own() -> None:
 
 def test_misuse_is_named() -> None:
     tracker = StatsTracker()
+    with pytest.raises(UnknownOptionError, match=r"no denominator 'token' here; announce it first"):
+        tracker.stat(denominator="token", x=torch.ones(3))
+    with pytest.raises(ConfigError, match="denominator tokens is list; expected a bool tensor"):
+        tracker.denominator(tokens=[True])
     tracker.denominator(tokens=torch.ones(3))
     with pytest.raises(UnknownOptionError, match=r"'token' here; did you mean 'tokens'"):
         tracker.stat(denominator="token", x=torch.ones(3))
