@@ -27,9 +27,14 @@ class LoopThread:
     """
 
     def __init__(
-        self, name: str, on_end: Callable[[BaseException | None], None], look_interval: float = LOOK_INTERVAL
+        self,
+        name: str,
+        on_end: Callable[[BaseException | None], None],
+        look_interval: float = LOOK_INTERVAL,
+        close_timeout: float = CLOSE_TIMEOUT,
     ) -> None:
         self._look_interval = look_interval
+        self._close_timeout = close_timeout
         self._loop = asyncio.new_event_loop()
         self._on_end = on_end
         self._death: BaseException | None = None
@@ -56,7 +61,7 @@ class LoopThread:
 
     def join(self) -> None:
         """Wait for the thread's end."""
-        self._thread.join(timeout=2 * CLOSE_TIMEOUT)
+        self._thread.join(timeout=2 * self._close_timeout)
 
     def wait(self, changed: threading.Condition, seconds: float | None) -> None:
         """Wait on a condition, held, but no longer than the look interval.
@@ -83,11 +88,30 @@ class LoopThread:
         except BaseException as error:  # belongs to the owner, who would wait for ever
             self._death = self._death or error
         self._on_end(self._death)
-        deadline = time.monotonic() + CLOSE_TIMEOUT
+        deadline = time.monotonic() + self._close_timeout
         while (tasks := asyncio.all_tasks(self._loop)) and time.monotonic() < deadline:
             for task in tasks:
                 task.cancel()
             with contextlib.suppress(SystemExit, KeyboardInterrupt):  # these leave the loop, other tasks are left
-                self._loop.run_until_complete(asyncio.wait(tasks, timeout=1))
+                self._loop.run_until_complete(asyncio.wait(tasks, timeout=self._close_timeout / 10))
+        if tasks:
+            logger.warning(
+                "%d task(s) did not end in %g s, though cancelled; a workflow must let asyncio.CancelledError "
+                "pass, at:\n%s",
+                len(tasks),
+                self._close_timeout,
+                "\n".join(sorted({_stack(task) for task in tasks})),
+            )
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
+
+
+def _stack(task: asyncio.Task[Any]) -> str:
+    """The lines where a task rests, the innermost last; `Task.get_stack` knows the outermost alone."""
+    lines: list[str] = []
+    awaited: Any = task.get_coro()
+    while isinstance(awaited, Coroutine):
+        if (frame := getattr(awaited, "cr_frame", None)) is not None:
+            lines.append(f"  {frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}")
+        awaited = getattr(awaited, "cr_await", None)
+    return "\n".join(lines)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import logging
 import sys
 import threading
 import time
@@ -26,7 +25,6 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
-from rlite.rollout import loop as loop_module
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=64)
 
@@ -289,26 +287,6 @@ def test_what_a_cancelled_workflow_makes_of_that_is_not_attempted_again(collect:
         collector.rollout_batch(items(1), Answer(turn_into_another_error), timeout=0.1)
     assert numbers(collector.rollout_batch(items(2), Answer())) == [2]
     assert (len(attempts), collector.failed_attempts.total(), dict(collector.lost)) == (1, 0, {"cancelled": 1})
-
-
-def test_a_workflow_that_blocks_the_loop_is_pointed_at(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # libraries that other tests import switch existing loggers off
-    monkeypatch.setattr(loop_module, "logger", logging.getLogger(f"{__name__}.fresh"))
-
-    def compute_instead_of_await() -> None:
-        time.sleep(1)
-
-    loop = loop_module.LoopThread("blocked", lambda death: None, look_interval=0.1)
-    changed = threading.Condition()
-    loop.call(compute_instead_of_await)
-    with caplog.at_level(logging.WARNING), changed:
-        loop.wait(changed, None)
-    loop.stop()
-    loop.join()
-    assert "blocked the rollouts' event loop" in caplog.text
-    assert "compute_instead_of_await" in caplog.text
 
 
 # -- running ahead ---------------------------------------------------------------------------------------------------
