@@ -35,10 +35,8 @@ def exports(
         target = aliases.get(name, name)
         if target not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        home = importlib.import_module(home_of[target])
-        if not hasattr(home, target):  # a module of its own, which nobody has imported
-            importlib.import_module(f"{home.__name__}.{target}")
-        value = getattr(home, target)
+        # as `from home import target` does it: that finds a module of a package, too
+        value = getattr(__import__(home_of[target], fromlist=[target]), target)
         setattr(sys.modules[package], name, value)  # the next time it is found there
         return value
 
