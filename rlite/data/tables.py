@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ def read_rows(source: str | Path, key: str = "data.path") -> list[Row]:
     """
     where = f"{key}={source}"
     split, path = _split_off(str(source), where)
+    if not path.exists() and path.suffix not in _READERS and get_close_matches(path.suffix, _READERS):
+        raise ConfigError(f"{where}: no such file; {did_you_mean(path.suffix, _READERS)}")
     if path.is_dir() or not (path.suffix in _READERS or path.exists()):
         rows = _dataset(path, split["name"] if split else None, where)
     elif path.suffix not in _READERS:

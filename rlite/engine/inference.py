@@ -104,8 +104,7 @@ class RliteInferenceEngine(Engine):
         self._has_cache = False
         self._ids = itertools.count()
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self.rollout_options = CollectorOptions()
-        """read when the first rollout is asked for"""
+        self._rollout_options = CollectorOptions()
         self._collector: RolloutCollector | None = None
 
     # -- generating ----------------------------------------------------------------------------------------------
@@ -231,6 +230,17 @@ class RliteInferenceEngine(Engine):
         return self._tokenizer
 
     # -- rollouts ------------------------------------------------------------------------------------------------
+
+    @property
+    def rollout_options(self) -> CollectorOptions:
+        """How rollouts are collected; to be set before the first one is asked for. Raises: ConfigError afterwards."""
+        return self._rollout_options
+
+    @rollout_options.setter
+    def rollout_options(self, options: CollectorOptions) -> None:
+        if self._collector is not None:
+            raise ConfigError("rollout_options: the engine has already begun with others; set them before its rollouts")
+        self._rollout_options = options
 
     @property
     def collector(self) -> RolloutCollector:

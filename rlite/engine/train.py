@@ -16,7 +16,7 @@ from rlite.checkpoint.atomic import staging, verify
 from rlite.checkpoint.randomness import random_state, set_random_state
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.session import current_session
-from rlite.data.packing import plan_microbatches
+from rlite.data.packing import plan_microbatches, sequence_flops
 from rlite.data.packs import check_batch, companions, sequence_lengths
 from rlite.dispatch import cuts_sequences, gather, gather_of, plan_shares, scatter
 from rlite.engine.base import Engine, Weights
@@ -251,6 +251,7 @@ class RliteTrainEngine(Engine):
             dims.num_data_ranks,
             (max_tokens or self.options.max_tokens_per_microbatch) * dims.num_peers,
             batch["pair_ids"].tolist() if "pair_ids" in batch else None,
+            costs=self._costs(lengths),
         )
         rows_of, calls = [], []
         for microbatches in plan:
@@ -266,6 +267,16 @@ class RliteTrainEngine(Engine):
             rows_of.append(rows)
             calls.append((part, [[local[row] for row in microbatch] for microbatch in microbatches]))
         return rows_of, calls
+
+    def _costs(self, lengths: Sequence[int]) -> list[float] | None:
+        """What the rows' work is balanced by; None is their lengths."""
+        if self.options.balance_by == "tokens":
+            return None
+        config = getattr(self.module, "config", None)
+        if config is None:
+            raise ConfigError("balance_by=flops: the module has no config that says how wide and deep it is")
+        text = config.get_text_config()
+        return [sequence_flops(length, text.hidden_size, text.num_hidden_layers) for length in lengths]
 
     # -- weights -------------------------------------------------------------------------------------------------
 

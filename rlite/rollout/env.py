@@ -104,7 +104,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
     def __init__(
         self,
         environment: Environment,
-        gconfig: GenerationHyperparameters,
+        gconfig: GenerationHyperparameters | Mapping[str, Any],
         tokenizer: Tokenizer,
         max_turns: int = 1,
         max_length: int | None = None,
@@ -112,7 +112,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
     ) -> None:
         check_turns(max_turns)
         self.environment = environment
-        self.gconfig = gconfig
+        self.gconfig = GenerationHyperparameters.from_mapping(gconfig)
         self.tokenizer = tokenizer
         self.max_turns = max_turns
         self.max_length = max_length

@@ -26,8 +26,9 @@ def identify(path: str | Path) -> tuple[str, str]:
 
 def is_gym_file(path: str | Path) -> bool:
     """Whether it names a `make` and no `step`: it is read, not run. Raises: ConfigError if it is no Python."""
+    source = Path(identify(path)[0]).read_bytes()
     try:
-        tree = ast.parse(Path(identify(path)[0]).read_bytes())
+        tree = ast.parse(source)
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"rollout.env_path={str(path)!r} is no Python file: {error}") from error
     names: set[str] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -80,7 +81,10 @@ async def _until_it_succeeds(
         limit = asyncio.timeout(timeout)
         try:
             async with limit:
-                result = await attempt()
+                episode = attempt()
+                if not inspect.isawaitable(episode):
+                    raise ConfigError(f"{name}.arun_episode returned {episode!r:.100}: write `async def arun_episode`")
+                result = await episode
             if result is not None:
                 check_trajectory(result, f"the trajectory of {name}")
             return result

@@ -19,6 +19,9 @@ from rlite.rollout.episodes import EpisodeFailed
 from rlite.rollout.staleness import RolloutLedger
 from rlite.rollout.workflow import RolloutWorkflow
 
+MAX_REASON = 900
+"""characters of an error's text; the error itself is the cause of what is raised"""
+
 Item = Mapping[str, Any]
 ShouldAccept = Callable[[TensorDict], bool]
 
@@ -118,7 +121,10 @@ def misfits(groups: Sequence[Group]) -> list[tuple[Group, str]]:
 
 def reason_of(error: BaseException) -> str:
     """Why a group is lost."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = str(error)
+    if len(text) > MAX_REASON:  # a traceback names the exception at its end
+        text = f"{text[: MAX_REASON // 3]} ... {text[-2 * MAX_REASON // 3 :]}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def oldest_version(trajectories: Sequence[TensorDict]) -> int | None:

@@ -167,7 +167,7 @@ class GymWorkflow(RolloutWorkflow):
     def __init__(
         self,
         environment: GymEnvironment,
-        gconfig: GenerationHyperparameters,
+        gconfig: GenerationHyperparameters | Mapping[str, Any],
         tokenizer: Tokenizer,
         max_turns: int = 16,
         max_length: int | None = None,
@@ -182,7 +182,7 @@ class GymWorkflow(RolloutWorkflow):
         if is_chat and not has_template:
             raise ConfigError("is_chat=True: the tokenizer has no chat template")
         self.environment = environment
-        self.gconfig = gconfig
+        self.gconfig = GenerationHyperparameters.from_mapping(gconfig)
         self.tokenizer = tokenizer
         self.max_turns = max_turns
         self.system_prompt = system_prompt
@@ -216,5 +216,7 @@ def _seed(data: Mapping[str, Any]) -> int:
     except TypeError:
         seed = -1
     if seed < 0:
-        raise DataError(f"the item has the keys {sorted(data)}: expected a seed, a whole number from 0")
+        raise DataError(
+            f"the item has seed={data.get('seed')!r} (keys: {sorted(data)}): expected a seed, a whole number from 0"
+        )
     return seed

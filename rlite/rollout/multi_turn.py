@@ -50,7 +50,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
     def __init__(
         self,
         reward_fn: RewardFunction | Callable[..., Any],
-        gconfig: GenerationHyperparameters,
+        gconfig: GenerationHyperparameters | Mapping[str, Any],
         tokenizer: Tokenizer,
         max_turns: int = 3,
         turn_discount: float = 1.0,
@@ -64,7 +64,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         check_history(history)
         check_turn_discount(turn_discount)
         self.reward_fn = reward_fn if isinstance(reward_fn, RewardFunction) else RewardFunction(reward_fn)
-        self.gconfig = gconfig
+        self.gconfig = GenerationHyperparameters.from_mapping(gconfig)
         self.tokenizer = tokenizer
         self.max_turns = max_turns
         self.turn_discount = turn_discount

@@ -79,7 +79,7 @@ class RewardMemory(RewardError, MemoryError):
 
 
 class RewardRaised(RewardError, RuntimeError):
-    """The function raised an exception; the message has its traceback."""
+    """The function raised an exception; the message begins with it and has its traceback."""
 
     outcome = "raised"
 
@@ -339,7 +339,7 @@ class RewardPool:
         elif kind == MEMORY:
             self._too_large(process, call, result)
         else:
-            _settle(call, error=RewardRaised(f"{call.code.what} raised:\n{result}"))
+            _settle(call, error=RewardRaised(f"{call.code.what} raised {result}"))
 
     def _end_late_ones(self) -> None:
         now = time.monotonic()

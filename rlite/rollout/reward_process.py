@@ -125,7 +125,13 @@ def _failure(error: BaseException, number: int, seconds: float) -> tuple[str, in
     _brake(None)  # else there may be no memory for the answer
     if isinstance(error, MemoryError):
         return MEMORY, number, seconds, "an allocation failed"
-    return RAISED, number, seconds, "".join(traceback.format_exception(error))[-MAX_TEXT:]
+    return RAISED, number, seconds, told(error)
+
+
+def told(error: BaseException) -> str:
+    """What was raised, in a line, and below it the traceback."""
+    (*_, what), lines = traceback.format_exception_only(error), traceback.format_exception(error)
+    return f"{what.strip()[:MAX_TEXT]}\n{''.join(lines)[-MAX_TEXT:]}"
 
 
 class BatchFunction:

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import inspect
 import os
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from rlite.rollout.reward_pool import (
     RewardTimeout,
     shared_pool,
 )
-from rlite.rollout.reward_process import INVALID, BatchFunction, checked_result, read_batch
+from rlite.rollout.reward_process import INVALID, BatchFunction, checked_result, read_batch, told
 
 MIN_MEMORY_GIB = 0.0625
 """a process that has loaded nothing takes a fourth of it"""
@@ -222,7 +221,7 @@ class RewardFunction:
         except Expired as error:
             raise RewardTimeout(f"{self.what} ran for more than {self.timeout:g} s") from error
         except (Exception, SystemExit) as error:
-            raise RewardRaised(f"{self.what} raised:\n{traceback.format_exc()}") from error
+            raise RewardRaised(f"{self.what} raised {told(error)}") from error
         return self._value(checked_result(value))
 
     def _value(self, result: tuple[str, Any]) -> Any:
@@ -303,7 +302,7 @@ async def limited(what: str, timeout: float) -> AsyncIterator[None]:
     except Exception as error:
         if isinstance(error, TimeoutError) and limit.expired():
             raise RewardTimeout(f"{what} ran for more than {timeout:g} s") from error
-        raise RewardRaised(f"{what} raised:\n{traceback.format_exc()}") from error
+        raise RewardRaised(f"{what} raised {told(error)}") from error
 
 
 __all__ = [

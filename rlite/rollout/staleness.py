@@ -26,6 +26,10 @@ from typing import Any, Literal
 
 from rlite.errors import RliteError
 
+MAX_REASONS = 100
+OTHER_REASONS = "other reasons"
+"""what the groups are counted as that are lost for further ones"""
+
 OnStale = Literal["wait", "drop"]
 
 
@@ -153,7 +157,9 @@ class RolloutLedger:
             self._leave(self._running, self._running_at, group)
         else:
             self._leave(self._ready, self._ready_at, group)
-        self.lost[reason] += 1
+        # reasons hold what the data say: a long run has room for some of them, and counts them all
+        is_known = reason in self.lost or len(self.lost) < MAX_REASONS
+        self.lost[reason if is_known else OTHER_REASONS] += 1
 
     def consume(self, groups: Iterable[int], version: int) -> None:
         """Ready groups went into a batch."""

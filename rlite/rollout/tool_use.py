@@ -55,7 +55,7 @@ class ToolUseWorkflow(RolloutWorkflow):
         self,
         tools: Iterable[Any],
         reward_fn: RewardFunction | Callable[..., Any],
-        gconfig: GenerationHyperparameters,
+        gconfig: GenerationHyperparameters | Mapping[str, Any],
         tokenizer: Tokenizer,
         max_turns: int = 8,
         tool_timeout: float = 30.0,
@@ -68,7 +68,7 @@ class ToolUseWorkflow(RolloutWorkflow):
         check_history(history)
         self.toolbox = Toolbox(tools, tool_timeout)
         self.reward_fn = reward_fn if isinstance(reward_fn, RewardFunction) else RewardFunction(reward_fn)
-        self.gconfig = gconfig
+        self.gconfig = GenerationHyperparameters.from_mapping(gconfig)
         self.tokenizer = tokenizer
         self.max_turns = max_turns
         self.tool_format = tool_call_format(tool_format, tokenizer)

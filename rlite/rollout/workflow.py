@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from jinja2.exceptions import TemplateError
 from tensordict import TensorDict
 
 from rlite.data.raw import TextTokenizer, raw_prompts
@@ -88,12 +89,12 @@ class SingleTurnWorkflow(RolloutWorkflow):
     def __init__(
         self,
         reward_fn: RewardFunction | Callable[..., Any],
-        gconfig: GenerationHyperparameters,
+        gconfig: GenerationHyperparameters | Mapping[str, Any],
         tokenizer: Tokenizer,
         chat_template_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.reward_fn = reward_fn if isinstance(reward_fn, RewardFunction) else RewardFunction(reward_fn)
-        self.gconfig = gconfig
+        self.gconfig = GenerationHyperparameters.from_mapping(gconfig)
         self.tokenizer = tokenizer
         self.chat_template_options = dict(chat_template_options or {})
 
@@ -127,15 +128,16 @@ def reward_arguments(
 def prompt_ids(
     data: Mapping[str, Any], tokenizer: Tokenizer, chat_template_options: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """An item's prompt as tokens: its `input_ids`, `messages` or `prompt`. Raises: DataError if it has none."""
+    """An item's prompt as tokens: its `input_ids`, `messages` or `prompt`.
+
+    Raises: DataError if it has none, or if the chat template refuses its messages.
+    """
     if "input_ids" in data:
         return [int(token) for token in data["input_ids"]]
     prompt = _prompt(data)
     if isinstance(prompt, str):
         return raw_prompts(tokenizer, [prompt])[0]
-    return tokenizer.apply_chat_template(
-        prompt, tokenize=True, add_generation_prompt=True, return_dict=False, **(chat_template_options or {})
-    )
+    return _rendered(tokenizer, prompt, {**(chat_template_options or {}), "tokenize": True, "return_dict": False})
 
 
 def prompt_text(
@@ -147,9 +149,17 @@ def prompt_text(
     prompt = _prompt(data)
     if isinstance(prompt, str):
         return prompt
-    return tokenizer.apply_chat_template(
-        prompt, tokenize=False, add_generation_prompt=True, **(chat_template_options or {})
-    )
+    return _rendered(tokenizer, prompt, {**(chat_template_options or {}), "tokenize": False})
+
+
+def _rendered(tokenizer: Tokenizer, messages: list[Any], options: Mapping[str, Any]) -> Any:
+    """What the chat template makes of messages that the model answers. Raises: DataError if it refuses them."""
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+    # a template without {% raise_exception %} fails in any way that Jinja's expressions can
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise DataError(f"the model's chat template refuses a conversation of the roles {roles}: {error}") from error
 
 
 def _prompt(data: Mapping[str, Any]) -> str | list[Any]:

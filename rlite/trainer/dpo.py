@@ -16,10 +16,11 @@ from tensordict import TensorDict
 
 import rlite
 from rlite import config
+from rlite.algorithms import check_preference_loss
 from rlite.data.preferences import preference_rows
 from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, UnknownOptionError
 from rlite.observability import stats_tracker
 from rlite.trainer.command import run
 from rlite.trainer.engines import init_devices, untrained
@@ -41,6 +42,12 @@ class PreferenceLossOptions:
     """of that loss, such as {label_smoothing: 0.1}"""
     length_normalised: bool = False
     """log-probabilities are means over the answer's tokens instead of sums"""
+
+    def __post_init__(self) -> None:
+        try:
+            check_preference_loss(self.name, self.options)
+        except UnknownOptionError as error:
+            raise ConfigError(str(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True)

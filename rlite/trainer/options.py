@@ -28,6 +28,8 @@ class ModelOptions:
     """devices that share the tokens of a sequence (context parallel)"""
     max_length_per_device: int = 16384
     """tokens of one microbatch on a device; the longest sequence is tp_size x sp_size times as long"""
+    balance_by: Literal["tokens", "flops"] = "tokens"
+    """what devices share evenly: tokens, or estimated operations, in which long sequences count for more"""
     use_liger_kernel: bool = False
     """RMSNorm, rotary embedding and SwiGLU as Triton kernels (package liger-kernel); GPUs only"""
     gradient_checkpointing: bool = True
@@ -75,6 +77,7 @@ class ModelOptions:
             "tp_size": self.tp_size,
             "sp_size": self.sp_size,
             "max_tokens_per_microbatch": self.max_length_per_device,
+            "balance_by": self.balance_by,
             "max_grad_norm": self.max_grad_norm,
             "gradient_checkpointing": self.gradient_checkpointing,
             "use_liger_kernel": self.use_liger_kernel,

@@ -144,13 +144,17 @@ class _Batches:
 
 
 def check_openings(rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, max_length: int, where: str) -> None:
-    """Raise DataError, naming the row, if the prompt of one leaves no room for an answer in `max_length` tokens."""
+    """Raise DataError, naming the row, if the chat template refuses the prompt of one, or it leaves no room for an
+    answer in `max_length` tokens."""
     console = Console(file=sys.stderr)
     is_quiet = len(rows) < MANY_ROWS or not console.is_terminal
     for number, row in enumerate(
         track(rows, f"looking at the prompts of {where}", console=console, transient=True, disable=is_quiet)
     ):
-        opening = workflow.opening(row)
+        try:
+            opening = workflow.opening(row)
+        except DataError as error:
+            raise DataError(f"{where}, row {number}: {error}") from error
         if opening is not None and len(opening) >= max_length:
             raise DataError(
                 f"{where}, row {number}: its prompt has {len(opening)} tokens, which leaves no room for an answer in "

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rlite
 from rlite import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, ResidencyError, UnknownOptionError
+from rlite.rollout import CollectorOptions
 from rlite.types import GenerationHyperparameters, LLMRequest
 
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
@@ -217,6 +218,13 @@ def test_every_residency_state_says_what_it_needs(engine, path):
         engine.generate(["Hello"], GREEDY)
     engine.load(path)
     assert engine.generate(["Hello"], GREEDY)[0].outputs[0].token_ids == before
+
+
+def test_options_of_rollouts_that_come_too_late_are_refused(engine):
+    engine.rollout_options = options = CollectorOptions(request_retries=1)
+    assert engine.collector.options is options
+    with pytest.raises(ConfigError, match="set them before its rollouts"):
+        engine.rollout_options = CollectorOptions()
 
 
 def test_wrong_engines_are_refused_before_anything_starts(path, tmp_path):

@@ -289,7 +289,7 @@ def stepped(engine: RliteTrainEngine, batches: list[dict[str, Tensor]], losses: 
     return engine.state_dict()
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
 def test_value_reward_and_dpo_losses_do_not_see_how_the_work_is_divided(models: dict[str, Path], kind: str) -> None:
     rm, dpo = RewardModelLoss(), DpoLoss(beta=0.5)
     batches = [make_batch(LENGTHS), pairs_batch(1), pairs_batch(2)]

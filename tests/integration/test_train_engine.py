@@ -13,7 +13,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
-from rlite import NeedParallel, RliteTrainEngine
+from rlite import NeedParallel, RliteTrainEngine, stats_tracker
 from rlite.data.packs import pack
 from rlite.errors import CheckpointError, ConfigError, DataError, PlacementError, ResidencyError, RliteError
 from rlite.nn import BaseTrainModule, HuggingFaceFsdp2TrainModule
@@ -278,6 +278,31 @@ def loss_that_fails_in_the_second_microbatch(logits: Tensor, data: dict[str, Any
     if data["is_second"].any():
         raise LookupError("second")
     return token_loss(logits, data)
+
+
+def counted_rows(logits: Tensor, data: dict[str, Any]) -> Tensor:
+    num_rows = torch.tensor([len(data["cu_seqlens"]) - 1])
+    stats_tracker.denominator(packs=torch.ones(1, dtype=torch.bool))
+    stats_tracker.stat(denominator="packs", num_rows=num_rows)
+    return token_loss(logits, data)
+
+
+@pytest.mark.parametrize(("balance_by", "most"), [("tokens", 3), ("flops", 4)])
+def test_ranks_share_tokens_or_operations(build: Build, balance_by: str, most: int) -> None:
+    """Two of 1,024 tokens take less than one of 2,048, though there are as many."""
+    engine = build(size=2, max_tokens_per_microbatch=8192, balance_by=balance_by)
+    stats_tracker.export()
+    engine.train_batch(make_batch([2048, 1024, 1024, 1024, 1024]), counted_rows, num_counted)
+    assert stats_tracker.export()["num_rows/max"] == most
+
+
+def each_token(logits: Tensor, data: dict[str, Any]) -> Tensor:
+    return logits.sum(-1)
+
+
+def test_a_loss_that_is_no_mean_is_named_with_its_shape(build: Build) -> None:
+    with pytest.raises(ConfigError, match=r"loss_fn returned a tensor of shape \[\d+\]; expected a mean"):
+        build(size=1).train_batch(make_batch([9, 9]), each_token, num_counted)
 
 
 @pytest.mark.parametrize("options", [{}, {"compute_dtype": "bfloat16"}])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from rlite.errors import ConfigError, did_you_mean
 
+BalanceBy = Literal["tokens", "flops"]
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -16,6 +18,9 @@ class Fsdp2Options:
     max_tokens_per_microbatch: int = 16384
     """most tokens in one forward for each worker: those that share a microbatch (tp_size x sp_size) take so many times
     as much, and the longest sequence must fit"""
+    balance_by: BalanceBy = "tokens"
+    """what ranks share evenly: tokens, or estimated operations (`sequence_flops`), of which attention takes the square
+    of a sequence's length: worth it where some are longer than 12 times the model's width"""
     param_dtype: str = "float32"
     """master weights and optimizer state"""
     compute_dtype: str | None = None
@@ -40,6 +45,8 @@ class Fsdp2Options:
             value = getattr(self, name)
             if value is not None and value not in DTYPES:
                 raise ConfigError(f"{name}={value!r}: {did_you_mean(str(value), DTYPES)}")
+        if self.balance_by not in get_args(BalanceBy):
+            raise ConfigError(f"balance_by={self.balance_by!r}: expected one of {', '.join(get_args(BalanceBy))}")
         for name in ("max_tokens_per_microbatch", "tp_size", "sp_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at least 1")

@@ -462,7 +462,13 @@ def _bytes(tensor: Tensor) -> int:
 
 def _loss(loss_fn: Loss, outputs: Tensor | TokenLogprobs, data: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     result = loss_fn(outputs, data)
-    return result if isinstance(result, tuple) else (result, {})
+    loss, report = result if isinstance(result, tuple) else (result, {})
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise ConfigError(
+            f"loss_fn returned {found}; expected a mean, one number in a tensor, or (mean, dict of means)"
+        )
+    return loss, report
 
 
 def _counting(rows: list[int]) -> AbstractContextManager[Any]:

@@ -58,7 +58,7 @@ class AgentSession:
         self,
         engine: AsyncInference,
         tokenizer: Tokenizer,
-        gconfig: GenerationHyperparameters | None = None,
+        gconfig: GenerationHyperparameters | Mapping[str, Any] | None = None,
         *,
         model: str = "policy",
         tool_format: str | ToolCallFormat | None = None,
@@ -71,7 +71,7 @@ class AgentSession:
         self.recording = Recording()
         self.failure: RliteError | None = None
         """the engine's own, which no agent can help"""
-        self._gconfig = gconfig or GenerationHyperparameters()
+        self._gconfig = GenerationHyperparameters.from_mapping(gconfig)
         self._prompts = ChatPrompts(tokenizer, chat_template_options)
         self._tool_format = tool_call_format(tool_format, tokenizer)
         self._max_length = max_length

@@ -53,7 +53,7 @@ class AgentWorkflow(RolloutWorkflow):
     def __init__(
         self,
         agent: Agent,
-        gconfig: GenerationHyperparameters,
+        gconfig: GenerationHyperparameters | Mapping[str, Any],
         tokenizer: Tokenizer,
         *,
         interface: Interface = "client",
@@ -73,7 +73,7 @@ class AgentWorkflow(RolloutWorkflow):
             check_turn_discount(turn_discount)
         check_style(style)
         self.agent = agent
-        self.gconfig = gconfig
+        self.gconfig = GenerationHyperparameters.from_mapping(gconfig)
         self.tokenizer = tokenizer
         self.style: Style = style
         self.turn_discount = turn_discount

@@ -136,6 +136,7 @@ def test_a_path_with_an_at_sign_is_a_path(tmp_path: Path) -> None:
     ("source", "text", "error", "message"),
     [
         ("missing.json", None, ConfigError, "no such file"),
+        ("missing.josnl", None, ConfigError, "no such file; did you mean '.jsonl'"),
         ("./no/such/folder", None, ConfigError, "no such file or folder"),
         ("rows.txt", "a", ConfigError, r"\.txt is no kind of table; known: \.json, \.jsonl, \.csv"),
         ("test@rows.json", "[]", ConfigError, "a file has the one split train"),

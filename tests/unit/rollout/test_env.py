@@ -22,6 +22,7 @@ from rlite.rollout import (
     ScriptedEngine,
 )
 from rlite.rollout.batch import first_rows, join_batches, pad_trajectories, trajectory_index
+from rlite.rollout.env_file import is_gym_file
 from rlite.rollout.environments import environment_workflow
 from rlite.rollout.reward_pool import close_shared_pool
 from tests.tiny import tokenizer_with_bos
@@ -219,6 +220,8 @@ async def step(state, action, extra_info):
 def test_a_file_that_is_no_environment_is_refused_before_any_rollout(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         Environment(tmp_path / "missing.py")
+    with pytest.raises(ConfigError, match=r"^rollout.env_path='missing.py': no such file$"):
+        is_gym_file("missing.py")
     (tmp_path / "env.py").write_text("def step(state, action, extra_info): ...")
     with pytest.raises(RewardRaised, match="expected `async def step"):
         Environment(tmp_path / "env.py").check()

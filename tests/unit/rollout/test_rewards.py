@@ -78,7 +78,7 @@ async def attempt(reward: RewardFunction, mood: str) -> float | RewardError:
         ("hang", RewardTimeout, r"ran for more than 0\.3 s"),
         ("crash", RewardCrash, r"ended by signal 11 \(Segmentation fault"),
         ("exit", RewardCrash, "ended with exit code 3"),
-        ("raise", RewardRaised, "KeyError: 'no such answer'"),
+        ("raise", RewardRaised, "^the reward function raised KeyError: 'no such answer'"),
         ("nan", RewardInvalid, "returned nan; expected a finite number"),
         ("text", RewardInvalid, "returned '1.0'"),
         ("none", RewardInvalid, "returned None"),

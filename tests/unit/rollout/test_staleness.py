@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rlite.errors import RliteError
 from rlite.rollout import RolloutLedger, capacity
+from rlite.rollout.staleness import MAX_REASONS
 
 ORACLE = json.loads((Path(__file__).parents[2] / "oracles" / "08_staleness_capacity.json").read_text())
 CASES = {case["id"]: case for case in ORACLE["cases"]}
@@ -67,6 +68,16 @@ def test_the_counts_follow_the_oracle_traces(name: str) -> None:
 def test_a_transition_that_cannot_be_is_refused(step: Any) -> None:
     with pytest.raises(RliteError):
         step(RolloutLedger())
+
+
+def test_a_long_run_keeps_some_reasons_and_counts_them_all() -> None:
+    ledger = RolloutLedger()
+    for group in range(300):
+        ledger.submit(group)
+        ledger.drop(group, f"row {group}")
+    assert len(ledger.lost) <= MAX_REASONS + 1
+    assert ledger.lost["row 0"] == 1
+    assert ledger.lost.total() == ledger.counters.rejected == 300
 
 
 def test_a_batch_waits_for_the_group_that_it_would_leave_too_old() -> None:

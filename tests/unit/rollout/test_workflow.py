@@ -13,7 +13,9 @@ from rlite.rollout import (
     LLMRequest,
     LLMResponse,
     RewardFunction,
+    RolloutCollector,
     RolloutError,
+    RolloutWorkflow,
     ScriptedEngine,
     SingleTurnWorkflow,
     trajectory,
@@ -105,6 +107,17 @@ def test_an_item_without_a_prompt_is_refused_with_its_keys() -> None:
         asyncio.run(workflow().arun_episode(ScriptedEngine(echo), {"question": "2+2=", "answer": 4}))
 
 
+def test_a_conversation_that_the_chat_template_refuses_is_an_error_of_the_item() -> None:
+    asking = workflow()
+    asking.tokenizer = byte_tokenizer()
+    asking.tokenizer.chat_template = "{% for m in messages %}{{ raise_exception('no ' + m.role) }}{% endfor %}"
+    item = {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}
+    refused = "the model's chat template refuses a conversation of the roles system, user: no system"
+    for ask in (lambda: asyncio.run(asking.arun_episode(ScriptedEngine(echo), item)), lambda: asking.opening(item)):
+        with pytest.raises(DataError, match=refused):
+            ask()
+
+
 def test_an_aborted_completion_is_not_trained_on() -> None:
     class AbortingEngine(ScriptedEngine):
         async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
@@ -113,3 +126,21 @@ def test_an_aborted_completion_is_not_trained_on() -> None:
 
     with pytest.raises(RolloutError, match="aborted the completion after 2 tokens"):
         asyncio.run(workflow().arun_episode(AbortingEngine(echo), {"prompt": "2+2="}))
+
+
+def test_sampling_parameters_may_be_a_mapping_in_either_spelling() -> None:
+    asking = SingleTurnWorkflow(RewardFunction(echo, in_process=True), {"max_tokens": 3}, TOKENIZER)
+    assert asking.gconfig == GenerationHyperparameters(max_new_tokens=3)
+
+
+def test_a_workflow_that_is_no_async_function_is_told_what_to_write() -> None:
+    class Plain(RolloutWorkflow):
+        def arun_episode(self, engine: Any, data: Any) -> Any:
+            return None
+
+    collector = RolloutCollector(ScriptedEngine(echo))
+    try:
+        with pytest.raises(RolloutError, match=r"Plain.arun_episode returned None: write `async def arun_episode`"):
+            collector.rollout_batch([{"input_ids": [1]}], Plain())
+    finally:
+        collector.close()
