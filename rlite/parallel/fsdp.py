@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -104,7 +104,8 @@ def forget_gradients(module: nn.Module) -> None:
     set_gradient_sync(module, is_last=True)
     for group in _parameter_groups(module):
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            with suppress(AttributeError):  # in torch 2.15 it is no more than the unsharded parameter's
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):  # made by the first forward
                 parameter.unsharded_param.grad = None
     if isinstance(module, FSDPModule):
