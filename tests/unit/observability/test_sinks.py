@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -71,7 +70,6 @@ def test_an_absent_package_is_an_error_that_names_its_extra(name: str, tmp_path:
     assert not (tmp_path / "metrics.jsonl").exists(), "nothing is opened when one cannot be"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs rlite[tensorboard]")
 def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -83,7 +81,6 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events] == [(1, 0.5), (2, 1.0)]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs rlite[wandb]")
 def test_wandb_goes_on_with_the_run_that_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,7 +94,6 @@ def test_wandb_goes_on_with_the_run_that_is_resumed(
     assert len(runs) == 1, "both attempts belong to one run"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="needs rlite[trackio]")
 def test_trackio_goes_on_with_the_run_that_is_resumed(tmp_path: Path) -> None:
     program = (
         "import pathlib, trackio\n"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -27,6 +28,7 @@ from rlite.rollout import (
 from rlite.rollout.env_file import is_gym_file
 from rlite.rollout.reward_pool import close_shared_pool
 
+PEERS = Path(sys.prefix) / "peers"
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.eos_token_id
 
@@ -274,6 +276,7 @@ def test_a_textarena_game_is_played_by_the_same_workflow() -> None:
 
 
 def gem_game() -> Any:
+    sys.path.append(str(PEERS))  # in the reward process
     return __import__("gem").make("game:GuessTheNumber-v0-easy")
 
 
@@ -281,11 +284,10 @@ def textarena_game() -> Any:
     return __import__("textarena").make("GuessTheNumber-v0-raw")
 
 
-@pytest.mark.parametrize(
-    ("library", "make", "form"), [("gem", gem_game, r"\boxed{%d}"), ("textarena", textarena_game, "[%d]")]
-)
-def test_games_that_others_wrote_are_played_to_their_end(library: str, make: Any, form: str) -> None:
-    pytest.importorskip(library)
+@pytest.mark.parametrize(("make", "form"), [(gem_game, r"\boxed{%d}"), (textarena_game, "[%d]")])
+def test_games_that_others_wrote_are_played_to_their_end(make: Any, form: str) -> None:
+    if make is gem_game and not (PEERS / "gem").is_dir():
+        pytest.skip(f"gem is not in {PEERS}: `make test` installs it")
 
     def answer(request: LLMRequest) -> list[int]:
         return [*ids(form % (TOKENIZER.decode(request.input_ids).count("assistant\n"))), END]
