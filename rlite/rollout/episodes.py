@@ -12,6 +12,7 @@ from tensordict import TensorDict
 
 from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError, WorkerError
 from rlite.rollout.batch import check_trajectory
+from rlite.rollout.reward_process import text_of
 from rlite.rollout.rewards import RewardError
 from rlite.rollout.seeds import SampleInference
 from rlite.rollout.workflow import RolloutWorkflow
@@ -27,7 +28,7 @@ class EpisodeFailed(Exception):
     """An episode's last error, when it is not attempted again."""
 
     def __init__(self, error: BaseException) -> None:
-        super().__init__(str(error))
+        super().__init__(text_of(error))
         self.error = error
 
 

@@ -16,6 +16,7 @@ from rlite.errors import DataError
 from rlite.observability import stats_tracker
 from rlite.rollout.batch import check_alike, layout
 from rlite.rollout.episodes import EpisodeFailed
+from rlite.rollout.reward_process import text_of
 from rlite.rollout.staleness import RolloutLedger
 from rlite.rollout.workflow import RolloutWorkflow
 
@@ -121,7 +122,7 @@ def misfits(groups: Sequence[Group]) -> list[tuple[Group, str]]:
 
 def reason_of(error: BaseException) -> str:
     """Why a group is lost."""
-    text = str(error)
+    text = text_of(error)
     if len(text) > MAX_REASON:  # a traceback names the exception at its end
         text = f"{text[: MAX_REASON // 3]} ... {text[-2 * MAX_REASON // 3 :]}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -130,8 +130,17 @@ def _failure(error: BaseException, number: int, seconds: float) -> tuple[str, in
 
 def told(error: BaseException) -> str:
     """What was raised, in a line, and below it the traceback."""
-    (*_, what), lines = traceback.format_exception_only(error), traceback.format_exception(error)
-    return f"{what.strip()[:MAX_TEXT]}\n{''.join(lines)[-MAX_TEXT:]}"
+    line, _, _ = text_of(error).strip().partition("\n")
+    what = f"{type(error).__name__}: {line[:MAX_TEXT]}" if line else type(error).__name__
+    return f"{what}\n{''.join(traceback.format_exception(error))[-MAX_TEXT:]}"
+
+
+def text_of(error: BaseException) -> str:
+    """What an exception says, which a class of the user's own may fail to."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"<its text cannot be made: {type(failure).__name__}>"
 
 
 class BatchFunction:

@@ -299,7 +299,7 @@ async def limited(what: str, timeout: float) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(timeout) as limit:
             yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, TimeoutError) and limit.expired():
             raise RewardTimeout(f"{what} ran for more than {timeout:g} s") from error
         raise RewardRaised(f"{what} raised {told(error)}") from error

@@ -109,8 +109,9 @@ class Toolbox:
             text = await self._call[call.name](call.arguments)
         except RewardTimeout:
             return ToolResult(f"Error: {call.name} took too long", is_error=True)
-        except RewardError as error:  # the last line of a traceback names the exception
-            return ToolResult(f"Error: {str(error).strip().splitlines()[-1]}", is_error=True)
+        except RewardError as error:
+            what, _, _ = str(error).partition("\n")  # below it is the traceback
+            return ToolResult(f"Error: {what.removeprefix(f'the tool {call.name} raised ')}", is_error=True)
         if len(text) > MAX_LENGTH:
             text = f"{text[:MAX_LENGTH]} ... ({len(text) - MAX_LENGTH} characters left out)"
         return ToolResult(text)

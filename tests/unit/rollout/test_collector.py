@@ -158,6 +158,22 @@ def test_a_group_whose_retries_are_spent_is_dropped_whole_with_a_reason(collect:
     assert collector.lost == {"ValueError: no such tool": 1}
 
 
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("status")
+
+
+def test_an_exception_that_cannot_be_printed_costs_its_group_and_not_the_run(collect: Collect) -> None:
+    def fail(item: dict[str, Any]) -> None:
+        if item["number"] == 1:
+            raise Speechless
+
+    collector = collect(request_retries=0)
+    for group_size in (1, 2):
+        assert set(numbers(collector.rollout_batch(items(0, 1, 2), Answer(fail), group_size))) == {0, 2}
+    assert collector.lost == {"Speechless: <its text cannot be made: AttributeError>": 2}
+
+
 @pytest.mark.parametrize(
     ("early", "reason"),
     [

@@ -49,6 +49,8 @@ class Dice:
         self.said += action
         if self.fault == "raise":
             raise ValueError("no such move")
+        if self.fault == "exit":
+            sys.exit("game over")
         if self.fault == "hang":
             threading.Event().wait()
         if self.fault == "four":
@@ -161,6 +163,7 @@ def test_max_turns_and_max_length_end_an_episode() -> None:
     ("fault", "message"),
     [
         ("raise", "ValueError: no such move"),
+        ("exit", "raised SystemExit: game over"),
         ("reset", r"reset\(\) returned \(3, \{\}\); expected \(observation, info\)"),
         ("four", r"step\(\) returned \('x', 1.0, False, \{\}\); expected \(observation, reward, terminated"),
         ("nan", "returned the reward nan; expected a finite number"),

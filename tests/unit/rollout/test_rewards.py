@@ -22,6 +22,7 @@ import tenacity
 from benchmarks import reward_faults
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.reward_pool import RewardCode, RewardPool, close_shared_pool
+from rlite.rollout.reward_process import told
 from rlite.rollout.rewards import (
     RewardCrash,
     RewardError,
@@ -330,6 +331,23 @@ def test_options_and_functions_that_cannot_work_are_refused_at_once() -> None:
             make()
     with pytest.raises(DataError, match="cannot be sent to the reward process"):
         asyncio.run(RewardFunction(by_mood)(**CALL, mood="fine", handle=lock))
+
+
+def test_what_was_raised_is_one_line_above_its_traceback_whatever_it_says() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    noted = ValueError("first\nsecond")
+    noted.add_note("a note")
+    for error, line in (
+        (noted, "ValueError: first"),
+        (KeyError(), "KeyError"),
+        (SyntaxError("oops", ("f.py", 1, 1, "a b", 1, 2)), "SyntaxError: oops (f.py, line 1)"),
+        (Mute(), "Mute: <its text cannot be made: RuntimeError>"),
+    ):
+        assert told(error).partition("\n")[0] == line
+    assert "second\na note" in told(noted)
 
 
 def test_in_process_functions_have_the_same_outcomes() -> None:

@@ -66,6 +66,13 @@ async def fall() -> str:
     raise ValueError("too high")
 
 
+async def tumble() -> str:
+    """Raises several, with a note."""
+    error = ExceptionGroup("too steep", [ValueError("left"), ValueError("right")])
+    error.add_note("look at the map")
+    raise error
+
+
 async def flood() -> str:
     """Says much."""
     return "x" * 20000
@@ -131,19 +138,20 @@ def test_the_tokens_that_an_episode_begins_with_are_known_before_and_show_the_to
 
 def test_what_goes_wrong_with_a_call_is_said_to_the_model() -> None:
     calls = [call("sub"), call("add", '{"a": 1}'), call("add", '{"a": 1, "b": "x"}'), call("sleep"), call("doze")]
-    calls += [call("fall")]
-    row = run([ids("".join(calls)), ids("ok")], tools=[add, sleep, doze, fall], tool_timeout=1.5)
+    calls += [call("fall"), call("tumble")]
+    row = run([ids("".join(calls)), ids("ok")], tools=[add, sleep, doze, fall, tumble], tool_timeout=1.5)
     text = TOKENIZER.decode(row["input_ids"][0])
     for result in (
-        "Error: there is no tool sub; there are: add, sleep, doze, fall",
+        "Error: there is no tool sub; there are: add, sleep, doze, fall, tumble",
         "Error: TypeError: add() missing 1 required positional argument: 'b'",
         "Error: TypeError: unsupported operand type(s) for +: 'int' and 'str'",
         "Error: sleep took too long",
         "Error: doze took too long",
         "Error: ValueError: too high",
+        "Error: ExceptionGroup: too steep (2 sub-exceptions)",
     ):
         assert f"<tool_response>{result}</tool_response>" in text
-    assert (row["num_tool_calls"].item(), row["num_tool_errors"].item()) == (6.0, 6.0)
+    assert (row["num_tool_calls"].item(), row["num_tool_errors"].item()) == (7.0, 7.0)
 
 
 def test_max_turns_ends_an_episode_with_its_calls_unanswered() -> None:
