@@ -48,10 +48,10 @@ class GenerationHyperparameters:
     """makes this request reproducible; None draws from the engine's seed"""
 
     def __post_init__(self) -> None:
-        if self.stop is None or isinstance(self.stop, str):
+        if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,) if self.stop else ())
-        for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+        object.__setattr__(self, "stop", _plain("stop", self.stop, _as_tuple, "non-empty strings"))
+        object.__setattr__(self, "stop_token_ids", _plain("stop_token_ids", self.stop_token_ids, _as_ids, "token ids"))
         for name in ("n_samples", "max_new_tokens", "min_new_tokens", "top_k"):
             object.__setattr__(self, name, _plain(name, getattr(self, name), operator.index, "a whole number"))
         for name in ("temperature", "top_p"):
@@ -74,10 +74,7 @@ class GenerationHyperparameters:
             "top_p": (SMALLEST <= self.top_p <= 1, f"in [{SMALLEST:g}, 1]"),
             "top_k": (self.top_k >= -1, "at least 1, or 0 or -1 for off"),
             "stop": (all(isinstance(s, str) and s and _is_text(s) for s in self.stop), "non-empty strings"),
-            "stop_token_ids": (
-                all(isinstance(token, int) and 0 <= token < 2**31 for token in self.stop_token_ids),
-                "token ids",
-            ),
+            "stop_token_ids": (all(0 <= token < 2**31 for token in self.stop_token_ids), "token ids"),
         }
         for name, (holds, expected) in rules.items():
             if not holds:
@@ -115,15 +112,23 @@ class GenerationHyperparameters:
 
 
 def _plain(name: str, value: Any, as_plain: Callable[[Any], Any], expected: str) -> Any:
-    """A sampling parameter as Python's own bool, int or float: others fail only where all requests are computed."""
+    """A sampling parameter as Python's own values: others fail only where all requests are computed."""
     try:
         return as_plain(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # the last of tensors of several elements
         raise ConfigError(f"sampling parameter {name}={value!r}: expected {expected}") from error
 
 
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return () if value is None else tuple(value)
+
+
+def _as_ids(value: Any) -> tuple[int, ...]:
+    return tuple(operator.index(token) for token in _as_tuple(value))
+
+
 def _as_float(value: Any) -> float:
-    if isinstance(value, str):
+    if isinstance(value, str | bytes):
         raise TypeError("a text is no number")
     try:
         return float(value)
@@ -197,7 +202,7 @@ class TokenChunk:
     """policy version that made all tokens of this chunk"""
     finish_reason: StopReason | None = None
     error: str | None = None
-    """why this request alone was refused, e.g. a prompt longer than max_model_len"""
+    """why this request alone was refused, e.g. a prompt longer than max_model_len, or failed"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,8 @@ def outcome_advantages(
 
 
 def check_advantage(estimator: str | AdvantageFunction, options: Mapping[str, Any]) -> AdvantageFunction:
-    """The function of that name. Raises: ConfigError for an unknown name, UnknownOptionError for an unknown option."""
+    """The function of that name. Raises: ConfigError for an unknown name, or an option's value of another kind than
+    annotated; UnknownOptionError for an unknown option."""
     function = find(ADVANTAGES, estimator, "advantage")
     check_options(function, options, f"advantage {name_of(ADVANTAGES, function)}", reserved=GIVEN)
     return function

@@ -72,7 +72,8 @@ def policy_loss(
 
 
 def check_policy_loss(loss: str | PolicyLossFunction, options: Mapping[str, Any]) -> PolicyLossFunction:
-    """The function of that name. Raises: ConfigError for an unknown name, UnknownOptionError for an unknown option."""
+    """The function of that name. Raises: ConfigError for an unknown name, or an option's value of another kind than
+    annotated; UnknownOptionError for an unknown option."""
     function = find(POLICY_LOSSES, loss, "policy loss")
     check_options(function, options, f"policy loss {name_of(POLICY_LOSSES, function)}", reserved=GIVEN)
     return function

@@ -82,7 +82,8 @@ def preference_loss(
 
 
 def check_preference_loss(loss: str | PreferenceLossFunction, options: Mapping[str, Any]) -> PreferenceLossFunction:
-    """The function of that name. Raises: ConfigError for an unknown name, UnknownOptionError for an unknown option."""
+    """The function of that name. Raises: ConfigError for an unknown name, or an option's value of another kind than
+    annotated; UnknownOptionError for an unknown option."""
     function = find(PREFERENCE_LOSSES, loss, "preference loss")
     check_options(function, options, f"preference loss {name_of(PREFERENCE_LOSSES, function)}", reserved=("beta",))
     return function

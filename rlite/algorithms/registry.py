@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import numbers
 import types
-from collections.abc import Callable, Collection, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Collection, Hashable, Mapping
+from functools import partial
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
@@ -62,20 +62,21 @@ def check_options(
     parameters = keyword_parameters(function)
     known = [k for k, p in parameters.items() if k not in reserved and p.kind is p.KEYWORD_ONLY]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    annotations = _annotations(function) if options else {}
     for option, value in options.items():
         if option in reserved or (option not in known and not takes_any):
             hint = did_you_mean(option, known) if known else "it has none"
             raise UnknownOptionError(f"{what} has no option {option!r}; {hint}")
-        kind = _annotations(function).get(option, Any)
+        kind = annotations.get(option, Any)
         if not _is_of(value, kind):
             raise ConfigError(f"{what}: {option}={value!r}; expected {_in_words(kind)}")
 
 
-@lru_cache(maxsize=256)
 def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    function = function.func if isinstance(function, partial) else function
     try:
-        return get_type_hints(getattr(function, "func", function))
-    except (NameError, TypeError):  # names that only a type checker sees; no function but an object
+        return get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
+    except Exception:  # names that only a type checker sees, or texts that are no types
         return {}
 
 
@@ -91,7 +92,7 @@ _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
 def _is_of(value: Any, kind: Any) -> bool:
     """Whether it fits an annotation; one that is none of the simple kinds fits everything."""
     if get_origin(kind) is Literal:
-        return value in get_args(kind)
+        return isinstance(value, Hashable) and value in get_args(kind)
     if get_origin(kind) in (Union, types.UnionType):
         return any(_is_of(value, one) for one in get_args(kind))
     if kind not in _KINDS:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -133,6 +135,20 @@ def test_an_option_of_the_wrong_kind_is_named_before_anything_is_computed(
 )
 def test_options_of_the_right_kind_are_taken(name: str, options: dict[str, object]) -> None:
     assert check_policy_loss(name, options) is POLICY_LOSSES[name]
+
+
+@dataclass
+class Halved:
+    """A loss that is an object: not hashable, and its fields are no options."""
+
+    strength: str = "half"
+
+    def __call__(self, ratio: torch.Tensor, *, strength: float = 0.5, width: "of the band" = 1) -> None: ...
+
+
+def test_a_loss_of_ones_own_may_be_an_object_and_annotated_as_one_likes() -> None:
+    check_policy_loss(Halved(), {"strength": 0.25, "width": 3})
+    check_policy_loss(partial(Halved(), width=2), {"strength": 0.25})
 
 
 def test_a_loss_that_lacks_what_it_needs_says_so() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import Qwen2ForCausalLM
 
 import rlite
@@ -138,6 +139,11 @@ def test_calls_on_an_engine_that_was_not_built(train: RliteTrainEngine, serve: R
         ({"temperature": float("nan")}, "0, or a number"),
         ({"top_k": float("inf")}, "top_k=inf: expected a whole number"),
         ({"max_tokens": 2.5}, "max_new_tokens=2.5: expected a whole number"),
+        ({"temperature": b"0.5"}, "temperature=b'0.5': expected a number"),
+        ({"greedy": torch.tensor([True, False])}, r"greedy=tensor\(.*: expected true or false"),
+        ({"stop_token_ids": 5}, "stop_token_ids=5: expected token ids"),
+        ({"stop_token_ids": [2.0]}, r"stop_token_ids=\[2.0\]: expected token ids"),
+        ({"stop": 5}, "stop=5: expected non-empty strings"),
     ],
 )
 def test_sampling_parameters_that_would_end_the_worker(parameters: dict[str, Any], words: str) -> None:
@@ -152,3 +158,6 @@ def test_numbers_of_other_kinds_reach_the_worker_as_pythons_own() -> None:
     assert given == GenerationHyperparameters(temperature=0.5, top_p=0.5, top_k=3, seed=7, greedy=True)
     numbers = (given.temperature, given.top_p, given.top_k, given.seed, given.greedy)
     assert [type(value) for value in numbers] == [float, float, int, int, bool]
+    for ids in (np.array([1, 2]), torch.tensor([1, 2]), [np.int64(1), 2]):
+        stops = GenerationHyperparameters(stop_token_ids=ids).stop_token_ids
+        assert [(type(token), token) for token in stops] == [(int, 1), (int, 2)]
