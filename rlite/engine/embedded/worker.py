@@ -32,7 +32,7 @@ from rlite.engine.embedded.tiles import (
 )
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
 from rlite.parallel.shards import ParameterShard
-from rlite.types import SequenceRequest, TokenChunk
+from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
 
 STOP_STRING_STEPS = 4
 """decode steps between two looks at the text of requests with stop strings; what lies behind the stop is thrown away"""
@@ -178,9 +178,12 @@ class EmbeddedWorker:
                 num_reported=len(tokens),
                 max_tokens=min(len(prompt) + gconfig.max_new_tokens, self.max_model_len),
                 min_tokens=len(prompt) + gconfig.min_new_tokens,
-                stop_ids=frozenset(gconfig.stop_token_ids) | (frozenset() if gconfig.ignore_eos else self._end_ids),
+                stop_ids=self._stop_ids(gconfig),
             )
         )
+
+    def _stop_ids(self, gconfig: GenerationHyperparameters) -> frozenset[int]:
+        return frozenset(gconfig.stop_token_ids) | (frozenset() if gconfig.ignore_eos else self._end_ids)
 
     def _objection(self, request: SequenceRequest) -> str | None:
         ids = [*request.input_ids, *request.output_ids]
@@ -192,6 +195,8 @@ class EmbeddedWorker:
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
             return f"token id {wrong} is not in the vocabulary of {self.vocab_size}"
+        if request.gconfig.min_new_tokens and self._stop_ids(request.gconfig).issuperset(range(self.vocab_size)):
+            return f"min_new_tokens={request.gconfig.min_new_tokens}, and every token is a stop token: none may be made"
         if request.gconfig.stop and isinstance(self._tokenizer, str):
             return f"stop strings need a tokenizer; {self.path} has none ({self._tokenizer}). Use stop_token_ids"
         return None
@@ -243,11 +248,13 @@ class EmbeddedWorker:
                 break
         # [row][step] each: tokens and the two kinds of log-probabilities
         ids, logprobs, sampling_logprobs = (torch.stack(c, dim=1).tolist() for c in zip(*made, strict=True))
-        are_finite = self._agreed([math.isfinite(sum(values)) for values in logprobs])
+        # NaN among the logits is NaN here, and so is a choice of nothing
+        are_finite = self._agreed([math.isfinite(sum(values)) for values in sampling_logprobs])
         if not all(are_finite):
             self._give_up(cache, [s for s, is_finite in zip(sequences, are_finite, strict=True) if not is_finite])
         cache.apply(self._scheduler.record(ids, logprobs, sampling_logprobs, self._find_stop))
-        cache.apply(self._scheduler.abort(self._failed))
+        if self._failed:
+            cache.apply(self._scheduler.abort(self._failed))
         return len(made)
 
     def _agreed(self, flags: list[bool]) -> list[bool]:
@@ -317,11 +324,14 @@ class EmbeddedWorker:
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase | str:
-        """Or why there is none."""
+        """Or why there is none. All ranks look at the same time, and have one if all could read it."""
+        tokenizer: PreTrainedTokenizerBase | str
         try:
-            return AutoTokenizer.from_pretrained(self.path)
+            tokenizer = AutoTokenizer.from_pretrained(self.path)
         except Exception as error:  # of any kind, by the files' own parsers: only stop strings cannot do without
-            return f"{type(error).__name__}: {error}"
+            tokenizer = f"{type(error).__name__}: {error}"
+        (is_everywhere,) = self._agreed([not isinstance(tokenizer, str)])
+        return tokenizer if is_everywhere or isinstance(tokenizer, str) else "another rank could not read it"
 
     # --- residency --------------------------------------------------------------------------------------------------
 

@@ -84,6 +84,10 @@ def overflow(worker: EmbeddedWorker, rank: int) -> dict:
         elif "layers.0.self_attn.v_proj" in name:
             shard.tensor[:, 0] = torch.finfo(torch.float32).max
     first, second = requests()[:2]
+    if rank == 1:
+        worker.path += "/nowhere"
+    chunks = worker.advance([replace(first, gconfig=replace(first.gconfig, stop=("x",)))], [], 64)
+    refused = [chunk.error for chunk in chunks]
     chunks = worker.advance([replace(first, input_ids=[1, token]), second], [], 64)
     ends = {chunk.request_id: chunk.error or chunk.finish_reason for chunk in chunks}
     if rank == 1:
@@ -91,7 +95,7 @@ def overflow(worker: EmbeddedWorker, rank: int) -> dict:
     try:
         worker.advance([second], [], 8)
     except WeightSyncError as error:
-        return {"ends": ends, "weights": str(error)}
+        return {"ends": ends, "refused": refused, "weights": str(error)}
     return {"ends": ends}
 
 
@@ -125,3 +129,5 @@ def test_what_is_not_finite_on_one_rank_ends_the_same_on_all(served: dict) -> No
         assert "not finite, though the weights are" in rank["ends"][0]
         assert rank["ends"][1] in ("stop", "length")
         assert "they hold NaN or infinity" in rank["weights"]
+        (refused,) = rank["refused"]
+        assert "stop strings need a tokenizer" in refused, "though rank 0 has one"

@@ -4,6 +4,7 @@ import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -280,6 +281,32 @@ def test_a_prompt_that_overflows_the_model_fails_alone_and_leaves_nothing_in_its
     assert made[2].finish_reason is None
     assert made[0] == expected[0]
     assert run(worker, [good, other]) == expected, "the slot holds nothing of it"
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True, "max_num_seqs": 16}])
+def test_a_request_that_may_make_no_token_is_refused_or_fails_alone(model_dir, options: dict) -> None:
+    worker = worker_of(model_dir("qwen3"), **options)
+    (good,) = requests_of(prompts_of(7))
+    stops = list(range(worker.vocab_size))
+    all_banned, greedy, rest_masked = (
+        replace(good, request_id=i, gconfig=GenerationHyperparameters(max_new_tokens=8, min_new_tokens=3, **more))
+        for i, more in enumerate(
+            ({"stop_token_ids": stops}, {"stop_token_ids": stops, "greedy": True}, {"stop_token_ids": stops[1:]}), 1
+        )
+    )
+    expected = run(worker, [good])[0].token_ids
+    logits_of = worker._weights.logits
+
+    def without_token_0(*args: Any) -> torch.Tensor:
+        logits = logits_of(*args).clone()
+        logits[1:, 0] = float("-inf")
+        return logits
+
+    worker._weights.logits = without_token_0
+    made = run(worker, [good, all_banned, greedy, rest_masked])
+    assert made[1].error == made[2].error == "min_new_tokens=3, and every token is a stop token: none may be made"
+    assert made[3].error is not None
+    assert (made[0].token_ids, made[0].error) == (expected, None)
 
 
 def test_a_tokenizer_that_fails_costs_the_requests_that_need_it(model_dir, tmp_path: Path) -> None:
