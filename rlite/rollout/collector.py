@@ -100,7 +100,7 @@ class RolloutCollector:
 
     @property
     def lost(self) -> Counter[str]:
-        """Groups that were dropped, by reason."""
+        """Groups that were dropped, by reason; after a hundred reasons the others are one."""
         with self._changed:
             return self._now.ledger.lost + self._ahead.ledger.lost
 
@@ -445,7 +445,9 @@ class RolloutCollector:
         counters = lane.ledger.counters
         found = f"{count} groups were asked for, {counters.ready} are ready"
         if len(lane.groups) < count:
-            lost = f"; dropped so far: {dict(self.lost)}" if self.lost else ""
+            reasons = self.lost
+            rest = ", and others" if len(reasons) > NUM_NAMED else ""
+            lost = f"; dropped so far: {dict(reasons.most_common(NUM_NAMED))}{rest}" if reasons else ""
             return f"{found} and {counters.running + counters.waiting} under way{lost}; submit more"
         return (
             f"{found} and no more may start: at policy version {self.engine.get_version()} with "

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -227,6 +228,8 @@ class TrainingRun:
         value, is_highest = metrics[name], self._options.best_is_highest
         if is_highest is None:
             is_highest = not name.endswith("loss")
+        if math.isnan(value):  # neither better than another, nor one to be beaten
+            return
         if self._best is None or (value > self._best if is_highest else value < self._best):
             self._best = value
             engine.save(self.folder / "best")

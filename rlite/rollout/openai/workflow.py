@@ -79,8 +79,6 @@ class AgentWorkflow(RolloutWorkflow):
         self.turn_discount = turn_discount
         self._session = partial(
             AgentSession,
-            tokenizer=tokenizer,
-            gconfig=gconfig,
             model=model,
             tool_format=tool_call_format(tool_format, tokenizer),
             chat_template_options=chat_template_options,
@@ -90,7 +88,7 @@ class AgentWorkflow(RolloutWorkflow):
         self._serve = _in_process() if interface == "client" else _over_http()
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict | None:
-        session = self._session(engine)
+        session = self._session(engine, self.tokenizer, self.gconfig)
         try:
             async with self._serve(session) as model:
                 try:

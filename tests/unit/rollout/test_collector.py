@@ -352,6 +352,19 @@ def test_waiting_for_more_than_was_submitted_is_an_error_and_not_a_hang(collect:
     assert numbers(collector.wait(2)) == [0, 2]
 
 
+def test_the_most_common_reasons_are_told_and_not_all(collect: Collect) -> None:
+    def fail(item: dict[str, Any]) -> None:
+        raise ValueError(max(item["number"], 5))
+
+    collector = collect(consumer_batch_size=20, request_retries=0, max_consecutive_failures=99)
+    for item in items(*range(20)):
+        collector.submit(item, Answer(fail))
+    with pytest.raises(RolloutError, match=r"dropped so far: \{'ValueError: 5': 6, .*\}, and others; submit") as error:
+        collector.wait(1)
+    assert str(error.value).count("ValueError") == 5
+    assert collector.lost.total() == 20
+
+
 def test_a_collector_made_late_counts_what_was_consumed_before(collect: Collect, engine: ScriptedEngine) -> None:
     engine.set_version(5)
     collector = collect(consumer_batch_size=2, max_concurrent_rollouts=100)

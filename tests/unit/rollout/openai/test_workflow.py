@@ -55,6 +55,18 @@ def test_an_agent_may_return_a_reward_or_rewards_by_interaction_or_set_them() ->
     assert run(one, style="individual", turn_discount=None)["rewards"].tolist() == [0.0, 1.0]
 
 
+def test_how_to_sample_is_what_the_workflow_says_when_an_episode_begins() -> None:
+    async def once(client: Any, data: dict[str, Any]) -> float:
+        await twice(client, data)
+        return 1.0
+
+    speaker = Speaker(["yes"], TOKENIZER)
+    workflow = AgentWorkflow(once, {"max_tokens": 3}, TOKENIZER)
+    workflow.gconfig = workflow.gconfig.new(max_new_tokens=2)
+    asyncio.run(workflow.arun_episode(speaker, {"question": "?"}))
+    assert [len(answer) for _, answer in speaker.asked] == [2, 2]
+
+
 @pytest.mark.parametrize("worth", [np.float32(0.5), np.array([0.5]), torch.tensor(0.5)])
 def test_a_reward_may_be_an_array_or_a_tensor_of_one_element_as_that_of_a_reward_function_may(worth: Any) -> None:
     async def of_the_whole(client: Any, data: dict[str, Any]) -> Any:
