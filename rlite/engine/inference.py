@@ -123,9 +123,9 @@ class RliteInferenceEngine(Engine):
             sampling_params: in AReaL's or vLLM's names; one for all prompts.
             timeout: seconds for the whole call.
 
-        Raises: DataError for a prompt that cannot be used (a prompt longer than `max_model_len` is found by the worker,
-            and the other prompts are then cancelled); ConfigError and UnknownOptionError for the sampling parameters;
-            ResidencyError; WorkerDied.
+        Raises: DataError for a prompt that cannot be used (one longer than `max_model_len`, or that is too much for the
+            model's dtype, is found by the worker, and the other prompts are then cancelled); ConfigError and
+            UnknownOptionError for the sampling parameters; ResidencyError; WorkerDied.
         """
         gconfig = GenerationHyperparameters.from_mapping(sampling_params)
         if isinstance(prompts, str | Mapping):

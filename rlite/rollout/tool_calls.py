@@ -47,10 +47,10 @@ def tool_call_format(form: str | ToolCallFormat | None, tokenizer: Any) -> ToolC
     """A format, one by its name, or (None) that which the tokenizer's chat template teaches. Raises: ConfigError."""
     if form is None:
         return find_format(str(getattr(tokenizer, "chat_template", None)))
-    if not isinstance(form, str):
+    if isinstance(form, ToolCallFormat):
         return form
-    if form not in FORMATS:
-        raise ConfigError(f"tool call format {form!r}: {did_you_mean(form, FORMATS)}")
+    if not isinstance(form, str) or form not in FORMATS:
+        raise ConfigError(f"tool call format {form!r}: {did_you_mean(str(form), FORMATS)}")
     return FORMATS[form]
 
 

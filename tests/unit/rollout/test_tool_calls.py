@@ -140,3 +140,6 @@ def test_a_template_says_which_format_it_teaches():
     assert find_format("{{ message }}").name == "hermes"
     with pytest.raises(ConfigError, match="did you mean 'hermes'"):
         tool_call_format("herms", None)
+    with pytest.raises(ConfigError, match="tool call format 5: known: hermes"):
+        tool_call_format(5, None)
+    assert tool_call_format(FORMATS["mistral"], None) is FORMATS["mistral"]
