@@ -305,6 +305,15 @@ def test_a_loss_that_is_no_mean_is_named_with_its_shape(build: Build) -> None:
         build(size=1).train_batch(make_batch([9, 9]), each_token, num_counted)
 
 
+def three_things(logits: Tensor, data: dict[str, Any]) -> Any:
+    return logits.mean(), {}, 1.0
+
+
+def test_a_loss_that_returns_something_else_than_a_mean_and_a_dict_is_named_with_it(build: Build) -> None:
+    with pytest.raises(ConfigError, match=r"loss_fn returned \(tensor\(.*; expected a mean, one number"):
+        build(size=1).train_batch(make_batch([9, 9]), three_things, num_counted)
+
+
 @pytest.mark.parametrize("options", [{}, {"compute_dtype": "bfloat16"}])
 def test_a_loss_that_raises_leaves_nothing_to_the_next_step(build: Build, options: dict[str, Any]) -> None:
     batch = make_batch([9, 9, 8, 8])

@@ -462,7 +462,8 @@ def _bytes(tensor: Tensor) -> int:
 
 def _loss(loss_fn: Loss, outputs: Tensor | TokenLogprobs, data: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     result = loss_fn(outputs, data)
-    loss, report = result if isinstance(result, tuple) else (result, {})
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+    loss, report = result if is_pair else (result, {})
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise ConfigError(
