@@ -513,8 +513,8 @@ class RolloutCollector:
     def _check_task(self, lane: Lane, group: Group, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # before its first step, so that it could not see it
             self._lose(lane, group, CANCELLED)
-        elif isinstance(error := task.exception(), Exception):  # not a workflow's: _run_group catches those
-            self._loop.die(error)
+        elif (error := task.exception()) is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
+            self._loop.die(error)  # those two have ended it; of a workflow's own, _run_group lets no Exception through
 
     async def _run_group(self, lane: Lane, group: Group) -> None:
         try:

@@ -251,14 +251,20 @@ def test_an_engine_that_cannot_serve_stops_the_run_at_once(collect: Collect) -> 
     assert collector.failed_attempts == {}
 
 
-def test_the_death_of_the_loop_is_raised_in_its_owner(collect: Collect) -> None:
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize(
+    "death",
+    [SystemExit(1), GeneratorExit("left"), BaseExceptionGroup("some", [GeneratorExit(), ValueError()])],
+    ids=repr,
+)
+def test_the_death_of_the_loop_is_raised_in_its_owner(collect: Collect, death: BaseException, group_size: int) -> None:
     def leave(item: dict[str, Any]) -> None:
-        raise SystemExit(1)
+        raise death
 
     collector = collect()
     for _ in range(2):
-        with pytest.raises(RolloutError, match=r"event loop died: SystemExit\(1\)"):
-            collector.rollout_batch(items(1, 2), Answer(leave))
+        with pytest.raises(RolloutError, match=rf"event loop died: .*{type(death).__name__}\("):
+            collector.rollout_batch(items(1, 2), Answer(leave), group_size, timeout=20)
 
 
 def test_an_episode_that_takes_too_long_is_an_attempt_that_failed(collect: Collect) -> None:
