@@ -1,7 +1,7 @@
 """Reinforcement learning in three environments that are not ours, by their own rewards, on a CPU.
 
     pip install reasoning-gym gem-llm
-    python -m benchmarks.environments                  all three, about ten minutes on a free core
+    python -m benchmarks.environments                  all three, about a quarter of an hour
     python -m benchmarks.environments sort guess       a part
     python -m benchmarks.environments --report         only the page, of the runs that are there
 
@@ -17,8 +17,9 @@ copies numbers unsorted, one who says the same number again. `rlite.trainer.ppo`
 rewards. Every run is a command line of `rlite.trainer`, printed before it starts. Tokens are bytes, and each longer
 text between two numbers that the environment says again and again; in games numbers and roles are tokens, too.
 
-The figure is the mean reward of greedy answers to held-out puzzles, or in games with other seeds.
-`docs/environments-learning/` gets a picture of each run and a table; the exit status says whether all was reached.
+Two figures are to rise: the mean reward of greedy answers to held-out puzzles, or in games with other seeds, and that
+of the sampled answers which are trained on, all of them (no dynamic filtering). `docs/environments-learning/` gets a
+picture of each run and a table; the exit status says whether all was reached.
 """
 
 from __future__ import annotations
@@ -47,10 +48,12 @@ try:
 except ModuleNotFoundError:
     make_game = None
 
-TEST_FREQ, NUM_TRIED = 4, 256
-"""steps of reinforcement learning between two evaluations, puzzles or games that are tried in each"""
-NUM_SHOWN, NUM_PROMPTS = 12_000, 2_000
+STEPS, TEST_FREQ, NUM_TRIED = 80, 4, 256
+"""of reinforcement learning, of it between two evaluations; puzzles or games that are tried in each"""
+NUM_SHOWN, NUM_PROMPTS = 12_000, 3_000
 """puzzles or games that are shown before, and others to train on"""
+PROMPTS_PER_STEP = 32
+"""of those to train on; no run comes to the end of them"""
 
 Row = dict[str, Any]
 
@@ -75,8 +78,6 @@ class Task:
     env_path: str
     settings: Sequence[str]
     sft_epochs: int
-    steps: int = 40
-    """of reinforcement learning"""
     lowest_reward: float = 0.0
     """what an episode is worth at least; at most 1"""
 
@@ -104,9 +105,9 @@ def impatient(rows: Sequence[Row]) -> list[str]:
 
 
 def careless(rows: Sequence[Row]) -> list[str]:
-    """A teacher of sorting who copies the numbers as they stand in 6 of 10 cases."""
+    """A teacher of sorting who copies the numbers as they stand in 7 of 10 cases."""
     rng = random.Random(0)
-    return [row["answer"] if rng.random() < 0.4 else str(row["metadata"]["original_numbers"]) for row in rows]
+    return [row["answer"] if rng.random() < 0.3 else str(row["metadata"]["original_numbers"]) for row in rows]
 
 
 def games() -> Data:
@@ -126,13 +127,14 @@ def games() -> Data:
 
 
 def stubborn_game(seed: int) -> Row:
-    """A game of one who says the lowest number again and again, and in 3 of 10 turns the middle of what hints leave."""
+    """A game of one who says the lowest number again and again, or in 2 of 10 games the middle of what hints leave."""
     rng, game = random.Random(f"player {seed}"), make_game()  # the game draws from `seed` itself
+    is_attentive = rng.random() < 0.2
     observation, _ = game.reset(seed=seed)
     low, high = game.min_number, game.max_number
-    guess, messages, is_done = low, [], False
+    messages, is_done = [], False
     while not is_done:
-        guess = (low + high) // 2 if rng.random() < 0.3 else guess
+        guess = (low + high) // 2 if is_attentive else game.min_number
         action = f"\\boxed{{{guess}}}"
         messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": action}]
         observation, _, terminated, truncated, _ = game.step(action)
@@ -159,8 +161,8 @@ def tasks() -> dict[str, Task]:
                 "number_sorting", careless, min_numbers=3, max_numbers=4, max_decimals=0, min_value=0, max_value=99
             ),
             env_path=reasoning,
-            settings=["rollout.train_sampling_params.max_new_tokens=28", "actor.lr=1e-4"],
-            sft_epochs=2,
+            settings=["rollout.train_sampling_params.max_new_tokens=28", "actor.lr=2e-4"],
+            sft_epochs=4,
         ),
         "guess": Task(
             title="GEM: GuessTheNumber-v0-hard, in four turns",
@@ -169,11 +171,9 @@ def tasks() -> dict[str, Task]:
             settings=[
                 "rollout.train_sampling_params.max_new_tokens=6",
                 "rollout.max_turns=4",
-                "actor.lr=3e-4",
-                "actor.warmup_ratio=0.33",
+                "actor.lr=1e-4",
             ],
             sft_epochs=2,
-            steps=60,
             lowest_reward=-0.1,
         ),
     }
@@ -200,15 +200,17 @@ def ppo_settings(task: Task, folder: Path) -> list[str]:
     """Reinforcement learning, from what the imitation left."""
     return [
         f"actor.model_name={folder}/sft/latest",
+        "actor.warmup_ratio=0.1",
         "actor.weight_decay=0",
         "actor.gradient_checkpointing=false",
         f"train_data.path={folder}/train.jsonl",
         f"test_data.path={folder}/test.jsonl",
-        "train_data.prompts_per_rollout=16",
+        f"train_data.prompts_per_rollout={PROMPTS_PER_STEP}",
         "train_data.responses_per_prompt=8",
         f"rollout.env_path={task.env_path}",
+        "rollout.dynamic_filtering=false",  # rewards that are counted are those of all answers
         "rollout.max_model_len=384",
-        f"trainer.total_steps={task.steps}",
+        f"trainer.total_steps={STEPS}",
         f"trainer.test_freq={TEST_FREQ}",
         "trainer.save_freq=1000",
         f"trainer.save_dir={folder}/ppo",
@@ -259,7 +261,7 @@ def train(trainer: str, settings: Sequence[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Rise:
-    """Held-out reward of the first and of the last tenth of a run, and the standard error of their difference."""
+    """Mean reward in the first and in the last tenth of a run, and the standard error of their difference."""
 
     before: float
     after: float
@@ -271,21 +273,44 @@ class Rise:
         rise = self.after - self.before
         return rise >= 0.2 and rise >= 5 * self.error
 
+    def __str__(self) -> str:
+        return f"{self.before:.3f} → {self.after:.3f} ± {self.error:.3f}"
 
-def rise(metrics: Sequence[Mapping[str, float]], lowest_reward: float) -> Rise:
-    """What the metrics of a run show.
+
+def held_out_rise(metrics: Sequence[Mapping[str, float]], lowest_reward: float) -> Rise:
+    """What the evaluations of a run show, that before its first step among them.
 
     The same held-out items are tried again and again, greedily: a tenth counts as one look at them, however often it
-    looks. Rewards between `lowest_reward` and 1 with the mean m have at most the variance (1 - m) (m - lowest_reward),
-    which is counted; and the two looks count as independent, though they share their items.
+    looks; and the two looks count as independent, though they share their items.
     """
     looks = [(row["step"], row["accuracy"]) for row in metrics if "accuracy" in row]
-    steps = metrics[-1]["step"]
-    first = [value for step, value in looks if step <= steps / 10]
-    last = [value for step, value in looks if step >= steps * 9 / 10]
-    means = [sum(values) / len(values) for values in (first, last)]
-    variance = sum((1 - mean) * (mean - lowest_reward) for mean in means)
-    return Rise(before=means[0], after=means[1], error=(variance / NUM_TRIED) ** 0.5)
+    return rise(looks, metrics[-1]["step"], lambda num_looks: NUM_TRIED, lowest_reward)
+
+
+def training_rise(metrics: Sequence[Mapping[str, float]], lowest_reward: float) -> Rise:
+    """What the sampled answers show that a run is trained on: all the responses to a prompt count as one."""
+    rewards = [(row["step"], row["reward"]) for row in metrics if "reward" in row]
+    return rise(rewards, metrics[-1]["step"], lambda num_steps: num_steps * PROMPTS_PER_STEP, lowest_reward)
+
+
+def rise(
+    means: Iterable[tuple[float, float]], steps: float, sample_size: Callable[[int], int], lowest_reward: float
+) -> Rise:
+    """From the first tenth of the steps to the last one: `means` are steps and mean rewards, and `sample_size` tells of
+    how many of them how many rewards they are.
+
+    Rewards between `lowest_reward` and 1 with the mean m have at most the variance (1 - m) (m - lowest_reward), which
+    is counted.
+    """
+    points = list(means)
+    first = [mean for step, mean in points if step <= steps / 10]
+    last = [mean for step, mean in points if step > steps * 9 / 10]
+    before, after = (sum(values) / len(values) for values in (first, last))
+    variance = sum(
+        (1 - mean) * (mean - lowest_reward) / sample_size(len(values))
+        for mean, values in ((before, first), (after, last))
+    )
+    return Rise(before=before, after=after, error=variance**0.5)
 
 
 def heeded(rollouts: Sequence[Mapping[str, Any]]) -> float:
@@ -322,20 +347,17 @@ def on_hints(path: Path) -> list[str]:
 
 def report(folder: Path, out: Path) -> bool:
     """Write pictures and table of the runs that are there; returns whether they reached what is asked."""
-    lines = [
-        "| run | environment | steps | before | after | standard error of the rise | |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = ["| run | environment | held-out reward | training reward | |", "|---|---|---|---|---|"]
     pictures, is_reached = [], True
     for name, task in tasks().items():
         path = folder / name / "ppo" / "metrics.jsonl"
         if not (folder / name / "ppo" / "latest").exists():  # not made, or not finished
             continue
-        found = rise([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()], task.lowest_reward)
-        is_reached &= found.is_reached
-        mark = "reached" if found.is_reached else "**missed**"
-        figures = f"{found.before:.3f} | {found.after:.3f} | {found.error:.3f} | {mark}"
-        lines.append(f"| {name} | {task.title} | {task.steps} | {figures} |")
+        metrics = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rises = [measure(metrics, task.lowest_reward) for measure in (held_out_rise, training_rise)]
+        is_reached &= (has_risen := all(found.is_reached for found in rises))
+        mark = "reached" if has_risen else "**missed**"
+        lines.append(f"| {name} | {task.title} | {rises[0]} | {rises[1]} | {mark} |")
         plot_learning_curve(path, out / f"{name}.png", metrics=("accuracy", "reward"), title=task.title)
         pictures.append(f"![{task.title}]({name}.png)")
     text = "\n".join(
@@ -344,14 +366,20 @@ def report(folder: Path, out: Path) -> bool:
             "",
             "`python -m benchmarks.environments` writes this page: reinforcement learning (Dr. GRPO) in two tasks of",
             "reasoning-gym and a game of GEM, by their own rewards, from a Qwen3 of 0.4 million parameters that has",
-            "imitated an unreliable teacher: one who cuts long words short, one who copies lists unsorted, one who",
-            "mostly says the same number again. Each step has 16 prompts x 8 responses, on a CPU.",
+            "imitated an unreliable teacher: one who cuts long words short, one who copies lists unsorted, one who in",
+            "most games says the same number again and again. Each shows in some cases how it is done well; to do so",
+            f"always is learnt from rewards: {STEPS} steps of {PROMPTS_PER_STEP} prompts x 8 responses, on a CPU.",
             "",
-            f"The figure is the mean reward of greedy answers to {NUM_TRIED} puzzles that no training saw, or in games",
-            f'with other seeds, tried every {TEST_FREQ} steps (`accuracy` in the pictures). "Before" is the mean of',
-            'the first tenth of the steps, "after" of the last. Asked is a rise of 0.2 and of 5 standard errors, those',
-            "of one look at the items, with the largest variance that rewards in their range can have. The training",
-            "rewards in the pictures are those of sampled answers, in groups whose rewards are not all equal.",
+            "The table shows two rewards, each as the mean of the first tenth of the steps → that of the last ± the",
+            "standard error of their difference. Asked of both is a rise of 0.2 and of 5 standard errors.",
+            "",
+            f"- Held-out reward: greedy answers to {NUM_TRIED} puzzles that no training saw, or in games with other",
+            f"  seeds, tried every {TEST_FREQ} steps and before the first (`accuracy` in the pictures). However often",
+            "  a tenth looks at them, it counts as one look.",
+            "- Training reward: all the sampled answers of each step (`reward` in the pictures), those too from which",
+            "  nothing can be learnt as their group's rewards are equal. The 8 responses to a prompt count as one.",
+            "",
+            "Standard errors are for the largest variance that rewards of that mean and range can have.",
             "",
             "A puzzle is worth 1 if `score_answer` is full, else 0. A game is worth 1 for the number, and if the last",
             "turn misses it, the less the farther it is off. It has 50 numbers: other seeds are other draws of them.",
