@@ -79,10 +79,10 @@ def misbehave(fault: str, tag: str, **call: Any) -> Any:
             time.sleep(3600)
         os._exit(4)
     if fault == "closed":
-        os.closerange(3, 256)
+        os.closerange(3, 4096)
         time.sleep(3600)
     if fault == "garbage":
-        for descriptor in range(3, 64):
+        for descriptor in range(3, 4096):
             _write_garbage(descriptor)
         time.sleep(3600)
     if fault in ("segfault", "kill", "abort"):

@@ -38,7 +38,13 @@ def test_an_error_of_others_keeps_its_traceback() -> None:
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_it_with_a_word_on_how_to_go_on(number: int, status: int) -> None:
-    process = subprocess.Popen([sys.executable, "-c", SLEEP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLEEP],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a shell's background jobs ignore SIGINT
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.1)
