@@ -2,11 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.tiny import build_model_dir
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +35,15 @@ def test_the_tutorial_runs_under_torchrun_and_its_loss_falls(tmp_path):
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert "version 1:" in out
+
+
+def test_the_program_in_the_readme_runs_as_printed_but_for_its_model(tmp_path):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    model = build_model_dir(tmp_path / "model", "qwen3")
+    program = block.replace("path/to/qwen3", str(model)) + "print(len(losses), inference.get_version())\n"
+    (tmp_path / "program.py").write_text(program)
+    out = run("-m", "torch.distributed.run", "--nproc_per_node=1", "--standalone", "program.py", cwd=tmp_path)
+    assert out.split() == ["1", "1"]
 
 
 def test_the_quickstart_goes_on_where_it_was_stopped_and_ends_with_a_model_and_a_picture(tmp_path):
