@@ -16,7 +16,7 @@ from rlite.algorithms import (
     kl_penalty,
     last_action_rewards,
     masked_mean,
-    masked_whiten,
+    masked_variance,
     normalize_rewards,
     outcome_advantages,
 )
@@ -70,14 +70,23 @@ class Credit:
         advantages, returns = gae(
             rewards[real], batch["values"][real], mask, self.adv.gamma, self.adv.lamda, cu_seqlens=cu_seqlens
         )
-        if self.adv.norm_var:
-            advantages = masked_whiten(advantages, mask, shift_mean=self.adv.global_norm)
-        elif self.adv.global_norm:
-            advantages = torch.where(mask, advantages - masked_mean(advantages, mask), 0.0)
+        advantages = self._normalized(advantages, mask)
         for key, value in (("advantages", advantages), ("returns", returns)):
             batch[key] = torch.zeros(real.shape)
-            batch[key][real] = value
+            batch[key][real] = value.float()
         return batch
+
+    def _normalized(self, advantages: Tensor, mask: Tensor) -> Tensor:
+        """(A - mean) / std over the action tokens of the batch; the options say which of the two apply.
+
+        Advantages that are all equal have no deviation to be divided by, and stay as they are.
+        """
+        wide = advantages.double()
+        if self.adv.norm_var and len(advantages[mask].unique()) > 1:
+            wide = wide * (masked_variance(wide, mask) + 1e-8).rsqrt()
+        if self.adv.global_norm:
+            wide = wide - masked_mean(wide, mask)
+        return torch.where(mask, wide, 0.0)
 
     def _with_outcomes(self, batch: TensorDict, rewards: Tensor) -> TensorDict:
         """One advantage for all action tokens of a trajectory."""

@@ -181,7 +181,8 @@ class AdvantageOptions:
     global_norm: bool = False
     """the mean is that of the whole batch (gae: advantages are centred)"""
     norm_var: bool = False
-    """divide by the standard deviation, of the group (GRPO), or with global_norm or gae of the whole batch"""
+    """divide by the standard deviation, of the group (GRPO), or with global_norm or gae of the whole batch. With gae it
+    centres nothing: that is global_norm"""
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lamda"):

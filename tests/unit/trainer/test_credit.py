@@ -85,6 +85,14 @@ def test_gae_is_whitened_over_the_tokens_of_the_batch_where_asked():
     torch.testing.assert_close(centred, plain - plain.mean())
     white = credit(data.clone(), estimator="gae", global_norm=True, norm_var=True)["advantages"][mask]
     torch.testing.assert_close(white, (plain - plain.mean()) / plain.std())
+    scaled = credit(data.clone(), estimator="gae", norm_var=True)["advantages"][mask]
+    torch.testing.assert_close(scaled, plain / plain.std())
+
+
+def test_equal_advantages_have_no_deviation_to_be_divided_by():
+    data = batch(values=torch.zeros(5, 4), loss_mask=batch()["loss_mask"] * torch.tensor([1, 0, 0, 0, 0])[:, None])
+    assert credit(data.clone(), estimator="gae", norm_var=True)["advantages"].unique().tolist() == [0.0, 1.0]
+    assert credit(data, estimator="gae", norm_var=True, global_norm=True)["advantages"].unique().tolist() == [0.0]
 
 
 def test_the_kl_is_paid_of_rewards_or_of_advantages():
