@@ -159,11 +159,12 @@ def trajectory_index(batch: TensorDict) -> Tensor:
 
 
 def last_rows(batch: TensorDict) -> Tensor:
-    """The last row of each trajectory with something to learn in it, where an outcome lies: at most [M]."""
-    index = trajectory_index(batch)
-    rows = torch.arange(len(batch)).where(batch["loss_mask"].any(1), -1)
-    last = torch.full((int(index[-1]) + 1,), -1).scatter_reduce(0, index, rows, "amax")
-    return last[last >= 0]
+    """The row [M] of each trajectory with its outcome: the last one with an action, or the last if none has."""
+    index, rows = trajectory_index(batch), torch.arange(len(batch))
+    has_action = batch["loss_mask"].any(1)
+    # any row with an action comes after all rows without
+    order = torch.where(has_action, rows + len(batch), rows)
+    return torch.zeros(int(index[-1]) + 1, dtype=torch.int64).scatter_reduce(0, index, order, "amax") % len(batch)
 
 
 def first_rows(batch: TensorDict) -> Tensor:

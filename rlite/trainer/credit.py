@@ -93,9 +93,12 @@ class Credit:
         real, cu_seqlens = _end_to_end(batch)
         actions = ActionTokens.of(batch["loss_mask"][real].bool(), cu_seqlens)
         table = actions.table(rewards[real])
-        outcomes = (table * self.adv.gamma ** torch.arange(table.shape[1])).sum(1)
+        discounted = (table * self.adv.gamma ** torch.arange(table.shape[1])).sum(1)
         groups = batch["group_ids"][first_rows(batch)]
-        lengths = torch.bincount(actions.rows, minlength=len(outcomes))
+        lengths = torch.bincount(actions.rows, minlength=len(discounted))
+        # a trajectory without an action learns nothing, but its reward is one of its group
+        totals = torch.zeros_like(discounted).index_add(0, trajectory_index(batch), rewards.double().sum(1))
+        outcomes = torch.where(lengths > 0, discounted, totals)
         advantages = outcome_advantages(
             self._estimator(),
             outcomes,
@@ -114,7 +117,10 @@ class Credit:
 
 
 def token_rewards(batch: TensorDict) -> Tensor:
-    """The reward [N, L] of each token; workflows that give one for the whole trajectory mean its last action."""
+    """The reward [N, L] of each token.
+
+    A workflow that gives one reward for the whole trajectory means its last action, or its last token if it has none.
+    """
     if "token_rewards" in batch:
         return batch["token_rewards"].float()
     if batch["rewards"].dim() != 1:
@@ -122,7 +128,8 @@ def token_rewards(batch: TensorDict) -> Tensor:
         raise DataError(f"rewards has shape {shape}; expected [{len(batch)}], one for each row, or token_rewards")
     last = last_rows(batch)
     outcomes = torch.zeros(len(batch)).scatter(0, last, batch["rewards"].float()[last])
-    return last_action_rewards(outcomes, batch["loss_mask"])
+    has_action = batch["loss_mask"].any(1, keepdim=True)
+    return last_action_rewards(outcomes, torch.where(has_action, batch["loss_mask"], batch["attention_mask"]))
 
 
 def _end_to_end(batch: TensorDict) -> tuple[Tensor, Tensor]:

@@ -50,6 +50,25 @@ def test_an_outcome_counts_once_however_many_sequences_a_trajectory_has():
     assert token_rewards(data).nonzero().tolist() == [[0, 2], [1, 1], [3, 2], [4, 3]], "where something was written"
 
 
+@pytest.mark.parametrize("has_token_rewards", [False, True])
+def test_reward_of_a_trajectory_without_actions_counts_in_its_group(has_token_rewards):
+    data = TensorDict(
+        {
+            "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 0], [1, 0, 0]]),
+            "loss_mask": torch.tensor([[0, 1, 1], [0, 1, 0], [0, 0, 0], [0, 0, 0]]),
+            "rewards": torch.tensor([1.0, 0.0, 1.0, 1.0]),
+            "group_ids": torch.zeros(4, dtype=torch.int64),
+            "sequence_index": torch.tensor([0, 0, 0, 1]),
+        },
+        batch_size=[4],
+    )
+    if has_token_rewards:
+        data["token_rewards"] = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.25, 0.0], [0.75, 0.0, 0.0]])
+    torch.testing.assert_close(
+        credit(data)["advantages"], torch.tensor([[0, 1 / 3, 1 / 3], [0, -2 / 3, 0], [0, 0, 0], [0, 0, 0]])
+    )
+
+
 def test_a_single_response_to_each_prompt_has_the_batch_as_its_group():
     advantages = credit(batch(), is_single=True)["advantages"]
     mean = (1.0 + 0.25 + 0.7 + 0.7) / 4

@@ -20,11 +20,12 @@ from rlite.trainer.policy import PolicyLoss
 from rlite.trainer.ppo_options import AdvantageOptions, KlOptions
 
 GAMMA, LAMBDA, COEF, WIDTH = 0.9, 0.8, 0.3, 8
-# (group, rows): the mask of each row, whose first token is never an action
+# (group, rows): the mask of each row, whose first token is never an action; the fourth trajectory has no action at all
 TRAJECTORIES = [
     (7, ["011"]),
     (7, ["0110", "00101"]),
     (2, ["01"]),
+    (2, ["000"]),
     (2, ["0100", "0111101"]),
     (5, ["011011"]),
 ]
@@ -63,7 +64,7 @@ class Token:
 
 
 def draw_batch(seed=0):
-    """Each trajectory's (group, action tokens), and the same as a batch."""
+    """Each trajectory's (group, action tokens, reward if it has none), and the same as a batch."""
     draw, trajectories, masks, index = random.Random(seed), [], [], []
     for group, rows in TRAJECTORIES:
         actions = [
@@ -72,20 +73,22 @@ def draw_batch(seed=0):
             for j, action in enumerate(row)
             if action == "1"
         ]
-        trajectories.append((group, actions))
+        trajectories.append((group, actions, draw.uniform(-1, 1)))
         masks += rows
         index += range(len(rows))
     data = {
         key: torch.zeros(len(masks), WIDTH, dtype=torch.float64)
         for key in ("token_rewards", "values", "old_logprobs", "ref_logprobs", "logprobs", "new")
     }
-    for _, actions in trajectories:
+    for _, actions, _ in trajectories:
         for token in actions:
             cells = (token.reward, token.value, token.old, token.ref, token.behaviour, token.new)
             for key, value in zip(data, cells, strict=True):
                 data[key][token.row, token.column] = value
     counts = [len(rows) for _, rows in TRAJECTORIES]
     groups = [group for (group, _), count in zip(TRAJECTORIES, counts, strict=True) for _ in range(count)]
+    lonely = next(i for i, (_, actions, _) in enumerate(trajectories) if not actions)
+    data["token_rewards"][sum(counts[:lonely]), 1] = trajectories[lonely][2]
     shape = [len(mask) for mask in masks]
     data["attention_mask"] = torch.tensor([[int(j < n) for j in range(WIDTH)] for n in shape])
     data["loss_mask"] = torch.tensor([[int(c) for c in mask.ljust(WIDTH, "0")] for mask in masks])
@@ -166,7 +169,7 @@ def outcome_advantages(estimator, adv, rewards, lengths, groups):
 def gae_advantages(adv, trajectories, rewards):
     """By token, in the order of the trajectories; backwards through each."""
     result = []
-    for (_, actions), own in zip(trajectories, rewards, strict=True):
+    for (_, actions, _), own in zip(trajectories, rewards, strict=True):
         following, value, reversed_advantages = 0.0, 0.0, []
         for token, reward in zip(reversed(actions), reversed(own), strict=True):
             following = reward + GAMMA * value - token.value + GAMMA * LAMBDA * following
@@ -180,17 +183,20 @@ def gae_advantages(adv, trajectories, rewards):
 
 def expected_advantages(estimator, adv, kl, is_single, trajectories):
     kind, kl_estimator = kl
-    penalty = [[COEF * estimate(kl_estimator, t.old - t.ref) for t in actions] for _, actions in trajectories]
+    penalty = [[COEF * estimate(kl_estimator, t.old - t.ref) for t in actions] for _, actions, _ in trajectories]
     rewards = [
         [t.reward - (p if kind == "reward" else 0.0) for t, p in zip(actions, own, strict=True)]
-        for (_, actions), own in zip(trajectories, penalty, strict=True)
+        for (_, actions, _), own in zip(trajectories, penalty, strict=True)
     ]
     if estimator == "gae":
         flat = gae_advantages(adv, trajectories, rewards)
     else:
-        outcomes = [sum(GAMMA**i * r for i, r in enumerate(own)) for own in rewards]
+        outcomes = [
+            sum(GAMMA**i * r for i, r in enumerate(own)) if own else alone
+            for own, (_, _, alone) in zip(rewards, trajectories, strict=True)
+        ]
         lengths = [len(own) for own in rewards]
-        groups = [0 if is_single else group for group, _ in trajectories]
+        groups = [0 if is_single else group for group, _, _ in trajectories]
         each = outcome_advantages(estimator, adv, outcomes, lengths, groups)
         flat = [a for a, own in zip(each, rewards, strict=True) for _ in own]
     costs = [p if kind == "advantage" else 0.0 for own in penalty for p in own]
@@ -247,7 +253,7 @@ def found_loss(batch, kl, avg_level):
 @pytest.mark.parametrize(("estimator", "adv"), ESTIMATORS)
 def test_advantages_and_loss_are_those_of_the_formulas(estimator, adv, is_single):
     trajectories, batch = draw_batch()
-    tokens = [token for _, actions in trajectories for token in actions]
+    tokens = [token for _, actions, _ in trajectories for token in actions]
     for kl in KL:
         kind, kl_estimator = kl
         options = AdvantageOptions(estimator=estimator, gamma=GAMMA, lamda=LAMBDA, **adv)
