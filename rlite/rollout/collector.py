@@ -23,11 +23,14 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from rlite.errors import CallTimeout, CheckpointError, ConfigError, DataError
-from rlite.observability import stats_tracker, trace
+from rlite.errors import CheckpointError, ConfigError
+from rlite.observability import trace
 from rlite.rollout.batch import pad_trajectories
+from rlite.rollout.collected import TOO_OLD, Collected, Losses, joined, late_error, stopping_error, too_few_error
 from rlite.rollout.episodes import ENGINE_FAILURES, EpisodeFailed, run_episodes
-from rlite.rollout.group import Group, Item, Lane, ShouldAccept, check_siblings, misfits, reason_of, report_age
+from rlite.rollout.failures import FailureRuns
+from rlite.rollout.group import Group, Item, Lane, ShouldAccept, check_siblings, misfits, reason_of
+from rlite.rollout.items import check_items, endless
 from rlite.rollout.loop import LoopThread
 from rlite.rollout.options import CollectorOptions
 from rlite.rollout.reward_pool import close_shared_pool
@@ -36,10 +39,6 @@ from rlite.rollout.staleness import RolloutCounters, RolloutLedger
 from rlite.rollout.workflow import RolloutError, RolloutWorkflow
 from rlite.types import AsyncInference
 
-NUM_NAMED = 5
-"""groups that a message lists by name"""
-TOO_OLD = "too old"
-"""the reason of groups that max_head_offpolicyness forbids to train on"""
 CANCELLED = "cancelled"
 STOPPED = "the run was stopped"
 
@@ -64,8 +63,9 @@ class RolloutCollector:
         self.failed_attempts: Counter[str] = Counter()
         """episodes that raised, by the exception's name or the reward's outcome"""
         limit = self.options.max_concurrent_rollouts
-        # rollout_batch: nobody trains meanwhile, so nothing gets old
+        # rollout_batch and evaluate: nobody trains meanwhile, so nothing gets old
         self._now = Lane(RolloutLedger(max_concurrent=limit))
+        self._tests = Lane(RolloutLedger(max_concurrent=limit))
         self._ahead = Lane(
             RolloutLedger(
                 max_concurrent=limit,
@@ -75,11 +75,12 @@ class RolloutCollector:
                 version=engine.get_version(),
             )
         )
+        self._lanes = (self._now, self._tests, self._ahead)
         self._ids = itertools.count()
-        self._num_failures = 0
+        self._places = itertools.count()
+        self._failures = FailureRuns()
         self._num_rejections = 0
-        self._reported = (0, 0)
-        self._dropped_tokens: list[Counter[int]] = []
+        self._losses = Losses()
         self._is_paused = False
         self._is_closed = False
         self._stopped: BaseException | None = None
@@ -100,7 +101,7 @@ class RolloutCollector:
 
     @property
     def lost(self) -> Counter[str]:
-        """Groups that were dropped, by reason; after a hundred reasons the others are one."""
+        """Groups to train on that were dropped, by reason; after a hundred reasons the others are one."""
         with self._changed:
             return self._now.ledger.lost + self._ahead.ledger.lost
 
@@ -128,7 +129,7 @@ class RolloutCollector:
             self._sleep_until(lambda: self._is_ready(count) or is_hopeless(), timeout, lane.unfinished, count)
             with self._changed:
                 if len(lane.groups) < count or not (self._can_progress(lane) or self._is_ready(count)):
-                    raise RolloutError(self._why_not(lane, count))
+                    raise self._too_few(lane, count)
         return batch
 
     def rollout_batch(
@@ -148,7 +149,46 @@ class RolloutCollector:
         Raises: RolloutError if no group is left, or the run was stopped; CallTimeout, which names the groups that are
             late, and then all of them are cancelled.
         """
+        found = self.collect(data, workflow, group_size, timeout, first_place)
+        if found.batch is None:
+            raise RolloutError(f"none of {found.num_groups} groups was finished: {found.reason}") from found.error
+        return found.batch
+
+    def collect(
+        self,
+        data: Sequence[Item],
+        workflow: RolloutWorkflow,
+        group_size: int = 1,
+        timeout: float | None = None,
+        first_place: int = 0,
+    ) -> Collected:
+        """Do as `rollout_batch` does, and return which groups were lost beside the batch, if any is left.
+
+        Raises: RolloutError if the run was stopped; CallTimeout.
+        """
         groups = self._submit(self._now, data, workflow, group_size, None, first_place)
+        whole = self._finish(self._now, groups, timeout)
+        return Collected.of(groups, self._batch(whole) if whole else None)
+
+    def evaluate(
+        self, data: Sequence[Item], workflow: RolloutWorkflow, group_size: int = 1, timeout: float | None = None
+    ) -> Collected:
+        """Run every item now, `group_size` times each, to measure and not to train.
+
+        Every episode counts alone: one that fails costs no sibling, is counted in what is returned and nowhere else,
+        and however many fail, they do not stop the run. `group_ids` are the items' numbers.
+
+        Raises: WorkerError or ResidencyError if the engine cannot serve; RolloutError if the groups to train on that
+            run meanwhile stop the run; CallTimeout.
+        """
+        check_items(data, workflow, group_size)
+        groups = self._submit(self._tests, [item for item in data for _ in range(group_size)], workflow, 1, None)
+        whole = self._finish(self._tests, groups, timeout)
+        items = {group.id: number // group_size for number, group in enumerate(groups)}
+        return Collected.of(groups, joined(whole, items) if whole else None)
+
+    def _finish(self, lane: Lane, groups: Sequence[Group], timeout: float | None) -> list[Group]:
+        """Wait until these have ended; returns those that were not lost."""
         unfinished = list(groups)
 
         def is_settled() -> bool:
@@ -159,16 +199,13 @@ class RolloutCollector:
         try:
             self._sleep_until(is_settled, timeout, lambda: [group for group in groups if not group.has_ended])
         except BaseException:
-            self._cancel(groups)
+            self._cancel(lane, groups)
             raise
         with self._changed:
-            self._drop_misfits(self._now, [group for group in groups if group.trajectories is not None])
+            self._drop_misfits(lane, [group for group in groups if group.trajectories is not None])
             whole = [group for group in groups if group.trajectories is not None]
-            self._consume(self._now, whole)
-        if not whole:
-            failed = next((group for group in groups if group.error is not None), groups[0])
-            raise RolloutError(f"none of {len(groups)} groups was finished: {failed.reason}") from failed.error
-        return self._batch(whole)
+            self._consume(lane, whole)
+        return whole
 
     def prepare_batch(
         self,
@@ -192,7 +229,7 @@ class RolloutCollector:
         """
         lane = self._ahead
         if self._source is None or self._source[0] is not loader:
-            self._source = (loader, self._endless(loader))
+            self._source = (loader, endless(loader))
         while True:
             while (size := lane.ledger.batch_size) is None or lane.ledger.counters.waiting < size:
                 self._submit(lane, self._next_items(), workflow, group_size, should_accept)
@@ -206,7 +243,7 @@ class RolloutCollector:
             with self._changed:
                 is_full = lane.ledger.counters.waiting >= size  # else the next round submits more
                 if is_full and not (self._can_progress(lane) or self._is_ready(size)):
-                    raise RolloutError(self._why_not(lane, size))
+                    raise self._too_few(lane, size)
 
     def pause(self) -> None:
         """Start no more groups, and let generation rest at a token boundary."""
@@ -260,6 +297,7 @@ class RolloutCollector:
             lane.ledger.batch_size = state["batch_size"]
             lane.ledger.load_state_dict(state["ledger"])
             self.failed_attempts = Counter(state["failed_attempts"])
+            self._losses = Losses(self.failed_attempts.total())
             self._ids = itertools.count(state["num_ids"])
             for kept in state["groups"]:
                 group = lane.groups[kept["id"]] = Group.from_state(kept, workflow, should_accept)
@@ -292,15 +330,7 @@ class RolloutCollector:
         should_accept: ShouldAccept | None,
         first_place: int = 0,
     ) -> list[Group]:
-        if not isinstance(workflow, RolloutWorkflow):
-            raise ConfigError(f"workflow={workflow!r}: expected an instance of a RolloutWorkflow")
-        if group_size < 1:
-            raise ConfigError(f"group_size={group_size}: expected at least 1")
-        if not len(items):
-            raise DataError("the batch of data items is empty; expected at least one")
-        for index, item in enumerate(items):
-            if not isinstance(item, Mapping):
-                raise DataError(f"data item {index} is {type(item).__name__}: expected a mapping")
+        check_items(items, workflow, group_size)
         self._raise_if_stopped()
         groups = [
             Group(next(self._ids), item, workflow, group_size, should_accept, self._seed(lane, place))
@@ -318,7 +348,7 @@ class RolloutCollector:
         """Of an item's group: a resumed run gives the same to the same place of the same `rollout_batch`."""
         if self.options.seed is None:
             return None
-        number = place if lane is self._now else lane.ledger.counters.submitted + place
+        number = lane.ledger.counters.submitted + place if lane is self._ahead else place
         return mix(mix(self.options.seed, self.engine.get_version()), number)
 
     def _num_ids(self) -> int:
@@ -364,15 +394,9 @@ class RolloutCollector:
                 del lane.groups[group.id]
 
     def _batch(self, groups: Sequence[Group]) -> TensorDict:
-        rows = [row for group in groups for row in group.trajectories or ()]
-        batch = pad_trajectories(rows, [group.id for group in groups for _ in group.trajectories or ()])
-        with self._changed, stats_tracker.scope("rollout"):
-            losses = self.lost.total(), self.failed_attempts.total()
-            num_lost, num_failed = (now - then for now, then in zip(losses, self._reported, strict=True))
-            self._reported = losses
-            stats_tracker.scalar(num_groups=len(groups), num_lost=num_lost, num_failed_attempts=num_failed)
-            report_age(batch, self.engine.get_version(), self._dropped_tokens)
-            self._dropped_tokens = []
+        batch = joined(groups)
+        with self._changed:
+            self._losses.report(batch, len(groups), self.engine.get_version(), self.failed_attempts.total())
         return batch
 
     def _next_items(self) -> Sequence[Item]:
@@ -384,15 +408,6 @@ class RolloutCollector:
         if self._ahead.ledger.batch_size is None:
             raise ConfigError("the loader yields single items: set consumer_batch_size, or let it yield lists of items")
         return [items]
-
-    def _endless(self, loader: Iterable[Any]) -> Iterator[Any]:
-        while True:
-            is_empty = True
-            for items in loader:
-                is_empty = False
-                yield items
-            if is_empty:
-                raise DataError("the loader has nothing (more) to yield; give one that can be iterated again")
 
     def _sleep_until(
         self, is_settled: Callable[[], bool], timeout: float | None, late: Callable[[], list[Group]], count: int = 0
@@ -413,18 +428,11 @@ class RolloutCollector:
                 while not is_over() and not (count and self._held_too_long(count)):
                     left = self.options.stale_timeout if deadline is None else deadline - time.monotonic()
                     if left <= 0:
-                        self._raise_late(timeout, late())
+                        raise late_error(late(), timeout)
                     self._loop.wait(self._changed, min(left, self.options.stale_timeout))
             finally:
                 self._wishes.remove(is_over)
         self._raise_if_stopped()
-
-    def _raise_late(self, timeout: float | None, late: list[Group]) -> None:
-        names = ", ".join(map(str, late[:NUM_NAMED])) + (", ..." if len(late) > NUM_NAMED else "")
-        raise CallTimeout(
-            f"{len(late)} groups had not ended after {timeout:g} s: {names}",
-            tuple(f"group {group.id}" for group in late),
-        )
 
     def _raise_if_stopped(self) -> None:
         with self._changed:
@@ -441,26 +449,14 @@ class RolloutCollector:
         can_start = counters.waiting > 0 and lane.ledger.room(self.engine.get_version()) > 0
         return counters.running > 0 or self._is_paused or can_start
 
-    def _why_not(self, lane: Lane, count: int) -> str:
-        counters = lane.ledger.counters
-        found = f"{count} groups were asked for, {counters.ready} are ready"
-        if len(lane.groups) < count:
-            reasons = self.lost
-            rest = ", and others" if len(reasons) > NUM_NAMED else ""
-            lost = f"; dropped so far: {dict(reasons.most_common(NUM_NAMED))}{rest}" if reasons else ""
-            return f"{found} and {counters.running + counters.waiting} under way{lost}; submit more"
-        return (
-            f"{found} and no more may start: at policy version {self.engine.get_version()} with "
-            f"max_head_offpolicyness={self.options.max_head_offpolicyness} and batches of {lane.ledger.batch_size}, "
-            f"{counters.accepted} groups are as many as may have been generated. Sync weights after each batch "
-            "(the version counts the updates), or raise max_head_offpolicyness"
-        )
+    def _too_few(self, lane: Lane, count: int) -> RolloutError:
+        return too_few_error(lane, count, self.lost, self.engine.get_version(), self.options.max_head_offpolicyness)
 
-    def _cancel(self, groups: Sequence[Group]) -> None:
+    def _cancel(self, lane: Lane, groups: Sequence[Group]) -> None:
         with self._changed:
             for group in groups:
-                if group.id in self._now.groups:
-                    self._drop(self._now, group, CANCELLED)
+                if group.id in lane.groups:
+                    self._drop(lane, group, CANCELLED)
 
     # -- in either thread, with the lock -------------------------------------------------------------------------
 
@@ -476,8 +472,8 @@ class RolloutCollector:
 
     def _drop(self, lane: Lane, group: Group, reason: str, error: BaseException | None = None) -> None:
         """The group is lost, wherever it is; what runs of it is cancelled."""
-        if reason.startswith(TOO_OLD):
-            self._dropped_tokens.append(group.tokens)  # what is cancelled may report a few more
+        if lane is not self._tests:
+            self._losses.add(group, reason)
         trace.finish("group", group.id, reason)
         lane.ledger.drop(group.id, reason)
         del lane.groups[group.id]
@@ -498,7 +494,7 @@ class RolloutCollector:
             self._drop_too_old()
             if not self._is_paused and not self._is_closed:
                 version = self.engine.get_version()
-                for lane in (self._now, self._ahead):
+                for lane in self._lanes:
                     for _ in range(min(lane.ledger.room(version), lane.ledger.counters.waiting)):
                         self._start(lane, lane.groups[lane.ledger.start(version)], version)
             if any(is_over() for is_over in self._wishes):
@@ -507,6 +503,7 @@ class RolloutCollector:
     def _start(self, lane: Lane, group: Group, version: int) -> None:
         trace.stage("group", group.id, "running")
         group.started, group.version = time.monotonic(), version
+        group.place = None if lane is self._tests else next(self._places)
         group.task = self._loop.start_task(self._run_group(lane, group))
         group.task.add_done_callback(partial(self._check_task, lane, group))
 
@@ -544,27 +541,28 @@ class RolloutCollector:
                 self._stop(error)
         except EpisodeFailed as failed:
             reason = reason_of(failed.error)
-            if not self._lose(lane, group, reason, failed.error):
+            if not self._lose(lane, group, reason, failed.error) or group.place is None:
                 return
-            self._num_failures += 1
-            if self._num_failures >= self.options.max_consecutive_failures:
-                why = f"{self._num_failures} groups in a row failed, the last with {reason}"
-                self._stop(_stopping(why, failed.error))
+            num_failures = self._failures.add(group.place)
+            if num_failures >= self.options.max_consecutive_failures:
+                why = f"{num_failures} groups in a row failed, the last with {reason}"
+                self._stop(stopping_error(why, failed.error))
         except Exception as error:  # only should_accept is left: it is the caller's own, and would fail again
             if self._lose(lane, group, reason_of(error), error):
-                self._stop(_stopping(f"should_accept raised {reason_of(error)}", error))
+                self._stop(stopping_error(f"should_accept raised {reason_of(error)}", error))
         else:
             if reason is None:
                 self._accept(lane, group, whole)
                 return
-            if not self._lose(lane, group, reason):
+            if not self._lose(lane, group, reason) or group.place is None:
                 return
             self._num_rejections += 1
             if self._num_rejections >= self.options.max_consecutive_rejections:
-                self._stop(_stopping(f"{self._num_rejections} groups in a row were dropped: {reason}"))
+                self._stop(stopping_error(f"{self._num_rejections} groups in a row were dropped: {reason}"))
 
     def _accept(self, lane: Lane, group: Group, trajectories: list[TensorDict]) -> None:
-        self._num_failures = self._num_rejections = 0
+        if group.place is not None:
+            self._num_rejections = 0
         with self._changed:
             group.task = None
             if not group.has_ended:  # else it was dropped just now
@@ -587,14 +585,9 @@ class RolloutCollector:
         """Drop everything that runs or waits, and tell whoever calls next why."""
         with self._changed:
             self._stopped = error
-            self._num_failures = self._num_rejections = 0
-            for lane in (self._now, self._ahead):
+            self._failures.clear()
+            self._num_rejections = 0
+            for lane in self._lanes:
                 for group in lane.unfinished():
                     self._drop(lane, group, STOPPED)
             self._changed.notify_all()
-
-
-def _stopping(why: str, cause: BaseException | None = None) -> RolloutError:
-    error = RolloutError(f"the rollouts were stopped: {why}")
-    error.__cause__ = cause
-    return error

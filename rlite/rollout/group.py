@@ -13,7 +13,6 @@ import torch
 from tensordict import TensorDict
 
 from rlite.errors import DataError
-from rlite.observability import stats_tracker
 from rlite.rollout.batch import check_alike, layout
 from rlite.rollout.episodes import EpisodeFailed
 from rlite.rollout.reward_process import text_of
@@ -39,6 +38,8 @@ class Group:
     seed: int | None = None
     version: int | None = None
     """at its start"""
+    place: int | None = None
+    """in the order of the starts; None if it only measures, and failures do not stop the run"""
     started: float | None = None
     task: asyncio.Task[None] | None = None
     trajectories: list[TensorDict] | None = None
@@ -138,21 +139,6 @@ def oldest_version(trajectories: Sequence[TensorDict]) -> int | None:
 def response_lengths(trajectories: Sequence[TensorDict]) -> list[int]:
     """Tokens that were generated, of each row."""
     return [int(length) for row in trajectories if "loss_mask" in row for length in row["loss_mask"].sum(-1)]
-
-
-def report_age(batch: TensorDict, version: int, dropped: Sequence[Counter[int]]) -> None:
-    """Record how many updates late a batch is consumed, and at which lengths too old groups were dropped."""
-    if "versions" in batch:
-        # a sequence is as old as its oldest token
-        made = batch["versions"].masked_fill(batch["versions"] < 0, torch.iinfo(torch.int64).max).amin(1)
-        stats_tracker.scalar(staleness=(version - made.clamp(max=version)).double().mean())
-    if dropped:
-        lengths, kept = [tokens for group in dropped for tokens in group.values()], response_lengths([batch])
-        stats_tracker.scalar(
-            num_dropped_too_old=len(dropped),
-            length_dropped=sum(lengths) / max(1, len(lengths)),
-            length_kept=sum(kept) / max(1, len(kept)),
-        )
 
 
 def plain(value: Any, where: str) -> Any:

@@ -29,7 +29,7 @@ class CollectorOptions:
     request_retries: int = 3
     """further attempts at an episode that raised; data and config errors are final"""
     max_consecutive_failures: int = 16
-    """groups lost to exceptions, with none accepted between them, that stop the run"""
+    """groups lost to exceptions, next to each other in the order of their start, that stop the run"""
     max_consecutive_rejections: int = 1024
     """groups dropped by the workflow or by should_accept, with none accepted between them, that stop the run"""
     seed: int | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -31,6 +32,7 @@ from rlite.trainer.command import run
 from rlite.trainer.credit import Credit
 from rlite.trainer.critic import find_critic
 from rlite.trainer.engines import Engines, init_devices
+from rlite.trainer.evaluation import ErrorLimit, evaluation_metrics
 from rlite.trainer.policy import OwnLogprobs, PolicyLoss
 from rlite.trainer.ppo_options import PpoConfig, SamplingOptions
 from rlite.trainer.reference import find_reference
@@ -78,7 +80,7 @@ class PpoTrainer:
         test_workflow: as `workflow`, for evaluation.
     """
 
-    evaluated: ClassVar[Sequence[str]] = ("accuracy",)
+    evaluated: ClassVar[Sequence[str]] = ("accuracy", "accuracy_finished")
     """metrics of `evaluate`; a trainer of your own that has others names them here, for trainer.best_metric"""
 
     def __init__(
@@ -101,6 +103,9 @@ class PpoTrainer:
                 check_prompts(rows, where)
                 check_openings(rows, own, options.max_length, where)
         self.test_rows = list(test_rows)
+        self.test_errors: Counter[str] = Counter()
+        """episodes that failed in the last evaluation, by reason"""
+        self._error_limit = ErrorLimit(options.test_data.max_error_share, len(self.test_rows))
         self.prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, options.trainer.seed)
         self.loss = _loss(options)
         self.credit = Credit(options.adv, options.kl, is_single=options.train_data.responses_per_prompt == 1)
@@ -143,7 +148,8 @@ class PpoTrainer:
         self.run.open()
         self.run.console.report("rlite ppo", batch_plan(self.options, self.engines))
         if self.run.step == 0 and self.test_rows:
-            self.run.log(self.evaluate())
+            self.run.log(evaluation := self.evaluate())
+            self._is_kept(evaluation)
 
     def with_old_logprobs(self, batch: TensorDict) -> TensorDict:
         """Add `old_logprobs` [N, L], each token's before this batch's updates, where something is measured from it."""
@@ -179,11 +185,11 @@ class PpoTrainer:
         stats_tracker.scalar(sync_bytes=report.num_bytes, sync_seconds=report.seconds)
 
     def evaluate(self) -> dict[str, float]:
-        """The mean score on the test rows; where the workflow has none, the mean reward."""
+        """The mean score on the test rows, failed episodes counted as wrong; see `evaluation_metrics`."""
         with stats_tracker.record_timing("evaluate"):
-            batch = self.engines.rollout.rollout_batch(self.test_rows, self.test_workflow)
-        metrics = batch_metrics(batch)
-        return {"accuracy": metrics.get("score", metrics["reward"])}
+            found = self.engines.rollout.collector.evaluate(self.test_rows, self.test_workflow)
+        self.test_errors = found.lost
+        return evaluation_metrics(found)
 
     def finish_step(self, batch: TensorDict) -> dict[str, float]:
         """Count the step, evaluate and save where due, log."""
@@ -196,7 +202,7 @@ class PpoTrainer:
         self._sample_rollouts(batch)
         if self.test_rows and self.run.is_due(self.options.trainer.test_freq):
             metrics |= (evaluation := self.evaluate())
-            if self.options.trainer.best_metric is not None:
+            if self._is_kept(evaluation) and self.options.trainer.best_metric is not None:
                 with self.engines.trained_on_device():
                     self.run.save_best(self.engines.actor, evaluation)
         self.run.log(metrics)
@@ -212,6 +218,9 @@ class PpoTrainer:
                 kept = {"rollouts": self.rollouts.state_dict()}
                 self.run.save(self.engines.actor, self.engines.beside, kept, prompts=self.prompts.state_dict())
         return metrics
+
+    def _is_kept(self, evaluation: Mapping[str, float]) -> bool:
+        return self._error_limit.is_kept(evaluation, self.test_errors, self.run.step, self.run.console)
 
     def _sample_rollouts(self, batch: TensorDict, count: int = 4) -> None:
         """Append a few of the step's rollouts to rollouts.jsonl."""

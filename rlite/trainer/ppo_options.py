@@ -341,6 +341,12 @@ class TestOptions:
 
     path: str | None = None
     """as train_data.path; null evaluates nothing"""
+    max_error_share: float = 0.1
+    """share of episodes that may fail in an evaluation; with more it is invalid, and chooses no best model"""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_error_share <= 1:
+            raise ConfigError(f"test_data.max_error_share={self.max_error_share}: expected a number between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)

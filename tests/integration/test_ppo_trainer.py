@@ -11,7 +11,7 @@ from rlite import cli
 from rlite.errors import CheckpointError, ConfigError, DataError, RliteError
 from rlite.nn.tiny import byte_tokenizer
 from rlite.observability import trace
-from rlite.rollout import SingleTurnWorkflow
+from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.ppo_options import (
     ActorOptions,
@@ -177,9 +177,35 @@ def test_an_evaluation_without_the_metric_of_the_best_costs_one_warning_and_not_
     learner = trainer(model, tmp_path, total_steps=4, test_rows=ROWS[:2], kind=GradedTrainer, **changes)
     learner.fit()
     (warning,) = [record.getMessage() for record in caplog.records if "best_metric" in record.getMessage()]
-    assert "the evaluation at step 1 has no such metric (accuracy)" in warning
+    assert "the evaluation at step 1 has no such metric (accuracy, accuracy_finished, num_errors)" in warning
     assert (tmp_path / "best").is_dir()
     assert learner.run._best == 2.0, "the highest, of what is no loss, and a number"
+
+
+def test_an_evaluation_whose_grader_fails_is_wrong_and_chooses_no_best_model(model, tmp_path, session, capsys):
+    learner = trainer(model, tmp_path, total_steps=2, test_rows=ROWS[:8], best_metric="accuracy", test_freq=1)
+    broken = []
+
+    def grade(prompt, completions, prompt_ids, completion_ids, **row):
+        if broken and (learner.run.step == 2 or "1+" in prompt):
+            raise OSError("the judge is down")
+        return 1.0
+
+    learner.test_workflow = SingleTurnWorkflow(
+        RewardFunction(grade, in_process=True), learner.workflow.gconfig, byte_tokenizer()
+    )
+    learner.start()
+    broken.append(True)
+    for _ in range(2):
+        learner.finish_step(learner.with_advantages(learner.rollouts.next_batch()))
+    learner.run.close()
+    before, some, none = logged(tmp_path)
+    assert (before["accuracy"], before["num_errors"]) == (1.0, 0)
+    assert (some["accuracy"], some["num_errors"], some["accuracy_finished"]) == (0.75, 2, 1.0)
+    assert (none["accuracy"], none["num_errors"], none["errors/RewardRaised"]) == (0.0, 8, 8)
+    assert "accuracy_finished" not in none
+    assert not (tmp_path / "best").exists()
+    assert capsys.readouterr().out.count("the evaluation is invalid") == 1
 
 
 def test_a_trainer_without_a_session_says_what_to_call(model, tmp_path):

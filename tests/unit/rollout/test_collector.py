@@ -622,6 +622,19 @@ def test_a_restart_with_another_batch_size_is_refused(collect: Collect) -> None:
         collector.state_dict()
 
 
+def test_failures_that_end_first_do_not_stop_a_batch_in_which_others_run(collect: Collect) -> None:
+    """One row in four fails at once, and all answers take a while: the first to end are failures alone."""
+
+    def fail(item: dict[str, Any]) -> None:
+        if item["number"] % 4 == 0:
+            raise ValueError("no such row")
+
+    collector = collect(request_retries=0, max_consecutive_failures=4)
+    batch = collector.rollout_batch(items(*range(40)), Answer(fail))
+    assert numbers(batch) == [number for number in range(40) if number % 4]
+    assert collector.lost == {"ValueError: no such row": 10}
+
+
 # -- the rest --------------------------------------------------------------------------------------------------------
 
 
