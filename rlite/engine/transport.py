@@ -5,11 +5,13 @@ These functions run in worker processes, on a source worker, a target worker, or
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from rlite.engine.base import SourceWorker, Worker
 from rlite.parallel.arena import ArenaReader, SharedArena, SharedBlock, aligned_bytes, host_identity
-from rlite.parallel.processes import close_store, connect_store
+from rlite.parallel.processes import close_store, connect_store, process_identity
 from rlite.parallel.shards import Box, ParameterShard
 
 
@@ -46,6 +48,8 @@ class Layout:
     """other names of tied tensors, to the name in `places`"""
     handles: dict[str, Any] | None = field(default=None, compare=False)
     """how a process on `host` reads each place where it lies, if it was asked for"""
+    process: str = field(default="", compare=False)
+    """`process_identity` of the worker's process"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ class Piece:
 def describe(worker: SourceWorker | Worker, is_source: bool, is_shared: bool) -> Layout:
     """The places that a source offers or a target wants written; a source's with handles if `is_shared`."""
     if not is_source:
-        return Layout({name: _place(s) for name, s in worker.parameter_shards().items()}, host_identity())
+        places = {name: _place(shard) for name, shard in worker.parameter_shards().items()}
+        return Layout(places, host_identity(), process=process_identity())
     source = cast(SourceWorker, worker)
     served = source.served_shards(has_values=is_shared)
     return Layout(
@@ -71,6 +76,7 @@ def describe(worker: SourceWorker | Worker, is_source: bool, is_shared: bool) ->
         host=host_identity(),
         aliases=source.aliases(),
         handles=_handles(source, {name: shard.tensor for name, shard in served.items()}) if is_shared else None,
+        process=process_identity(),
     )
 
 
@@ -81,20 +87,45 @@ def _place(shard: ParameterShard) -> Place:
 # -- shared memory ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class OwnTensor:
+    """A tensor for a reader in the process that holds it: CUDA cannot open a handle of its own process."""
+
+    process: str
+    """`process_identity` of the process that holds the tensor"""
+    number: int
+
+
+_own_tensors: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+"""by `OwnTensor.number`; a source worker's `staged` keeps them alive"""
+_numbers = itertools.count()
+
+
 @torch.no_grad()
-def share(worker: SourceWorker, names: Sequence[str] | None, is_gathered: bool) -> dict[str, Any]:
-    """Handles by which another process of this machine reads this worker's tensors where they lie.
+def share(
+    worker: SourceWorker, names: Sequence[str] | None, is_gathered: bool, readers: Collection[str]
+) -> dict[str, Any]:
+    """Return handles by which the readers, processes of this machine, read this worker's tensors where they lie.
 
     Args:
         names: tensors to share; None is all.
         is_gathered: first gather each whole tensor from all ranks of the source (a collective): CUDA workers see only
             their own device, so a target there cannot read another one's shard.
+        readers: `process_identity` of each process that reads the tensors.
     """
     shards = worker.served_shards(has_values=not is_gathered)
     wanted = shards if names is None else names
     # what is gathered may be a tensor that another rank serves
     chosen = {name: worker.full_tensor(name) if is_gathered else shards[name].tensor for name in wanted}
-    return _handles(worker, chosen)
+    return _own(worker, chosen) if set(readers) == {process_identity()} else _handles(worker, chosen)
+
+
+def _own(worker: SourceWorker, chosen: dict[str, Tensor]) -> dict[str, Any]:
+    """Return handles that lead to the tensors themselves, for a reader in this process."""
+    worker.staged = chosen  # held until the next call
+    handles = {name: OwnTensor(process_identity(), next(_numbers)) for name in chosen}
+    _own_tensors.update((handle.number, chosen[name]) for name, handle in handles.items())
+    return handles
 
 
 def _handles(worker: SourceWorker, chosen: dict[str, Tensor]) -> dict[str, Any]:
@@ -131,16 +162,21 @@ def read(worker: Worker, pieces: Sequence[Piece], handles: Sequence[dict[str, An
     written = 0
     for piece in pieces:
         target = shards[piece.name].tensor[piece.target_box]
-        target.copy_(_open(handles[piece.source][piece.source_name])[piece.source_box])
+        target.copy_(open_handle(handles[piece.source][piece.source_name])[piece.source_box])
         written += target.numel() * target.element_size()
     if any(shard.tensor.is_cuda for shard in shards.values()):
         torch.cuda.synchronize()
     return written
 
 
-def _open(handle: Any) -> Tensor:
+def open_handle(handle: Any) -> Tensor:
+    """Return the tensor that a handle of `share` leads to, to be read only."""
     if isinstance(handle, SharedBlock):
         return _reader.view(handle)
+    if isinstance(handle, OwnTensor):
+        if handle.process != process_identity():
+            raise RuntimeError(f"a tensor of process {handle.process} was offered to readers in that process alone")
+        return _own_tensors[handle.number]
     rebuild, args = handle
     return rebuild(*args)
 

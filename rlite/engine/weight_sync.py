@@ -184,6 +184,8 @@ def _nearest_copy(source: Engine, sources: Sequence[Layout], targets: Sequence[L
 def _transport(
     source: Engine, target: Engine, copy: Executor, offered: Sequence[Layout], targets: Sequence[Layout]
 ) -> Transport:
+    if len({layout.process for layout in [*offered, *targets]}) == 1:
+        return "shared"
     one_host = len({layout.host for layout in [*offered, *targets]}) == 1
     devices = [source.group.devices[rank] for rank in copy.ranks]
     if devices[0].kind == "cpu":
@@ -201,7 +203,8 @@ def _read_shared(
 ) -> int:
     handles = [layout.handles for layout in offered]
     if any(handle is None for handle in handles):
-        handles = _apply(source.group, share, "share weights", copy.ranks, lambda rank: (None, False))
+        readers = {layout.process for layout in targets}
+        handles = _apply(source.group, share, "share weights", copy.ranks, lambda rank: (None, False, readers))
     return sum(_apply(target.group, read, "read weights", None, lambda rank: (plan[rank], handles)))
 
 
@@ -211,6 +214,7 @@ def _read_gathered(
     """Bucket by bucket: the source gathers whole tensors on every device, the target reads them on its own."""
     ranks = {source.group.devices[rank]: rank for rank in range(len(source.group))}
     local = [ranks[device] for device in target.group.devices]
+    readers = {rank: {layout.process} for rank, layout in zip(local, targets, strict=True)}
     whole: dict[str, Place] = {
         name: Place(place.dtype, (0,) * len(place.shape), place.global_shape, place.global_shape)
         for layout in offered
@@ -221,7 +225,9 @@ def _read_gathered(
     written = 0
     for bucket in make_buckets([everything]):
         names = set(bucket.names)
-        shared = _apply(source.group, share, "gather weights", None, lambda rank, b=bucket: (b.names, True))
+        shared = _apply(
+            source.group, share, "gather weights", None, lambda rank, b=bucket: (b.names, True, readers.get(rank, ()))
+        )
         written += sum(
             _apply(
                 target.group,
@@ -296,8 +302,12 @@ def _verify(source: Engine, target: Engine, copy: Executor, targets: Sequence[La
 
 
 def _describe(source: Engine, target: Engine, may_share: bool) -> tuple[list[Layout], list[Layout]]:
-    """The layouts of all workers of both, asked for at once; a source on CPU says at once where its memory is."""
-    is_shared = may_share and can_share_memory() and source.group.devices[0].kind == "cpu"
+    """The layouts of all workers of both, asked for at once; a source on CPU says at once where its memory is.
+
+    If one process holds all of them, its tensors need no handles that another process can open.
+    """
+    processes = {handle.process for engine in (source, target) for handle in engine.group.handles}
+    is_shared = may_share and len(processes) > 1 and can_share_memory() and source.group.devices[0].kind == "cpu"
     calls = [
         (engine.group, rank, (engine.group.key(rank),), (engine is source, is_shared))
         for engine in (source, target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Sequence
@@ -15,9 +16,18 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
+_START = secrets.token_hex(8)
 
 _subgroups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 _open_stores: dict[int, dist.Store] = {}  # by port; a TCPStore serves as long as somebody holds it
+
+
+def process_identity() -> str:
+    """Return a text that no other process has, on any node.
+
+    A process id alone is used again by later processes, and a forked process inherits what its parent drew.
+    """
+    return f"{os.getpid()}-{_START}"
 
 
 def backend_for(device_kind: str) -> str:
