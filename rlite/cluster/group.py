@@ -189,6 +189,10 @@ class WorkerGroup:
         if self._stopped:
             raise WorkerError(f"{self.name} was released; build the engine again")
 
+    def is_serving(self, rank: int) -> bool:
+        """Whether calls on this rank are accepted."""
+        return not self._stopped and self.failure is None and rank // self.replica_size not in self.losses
+
     def stop(self) -> None:
         """End every worker; safe to call again."""
         if self._stopped:

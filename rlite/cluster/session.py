@@ -69,6 +69,17 @@ class Session:
         self._groups.setdefault(owner, []).append(group)
         return group
 
+    def neighbours(self, owner: str) -> list[tuple[WorkerGroup, int]]:
+        """Return the workers of other owners on this owner's devices, as (group, rank); only those that serve."""
+        held = set(self._ledger.devices_of(owner))
+        others = [group for name, groups in self._groups.items() if name != owner for group in groups]
+        return [
+            (group, rank)
+            for group in others
+            for rank, device in enumerate(group.devices)
+            if device in held and group.is_serving(rank)
+        ]
+
     def before_release(self, owner: str, act: Callable[[], None]) -> None:
         """Have `act` called once before the owner's workers end, at shutdown too: engines end their threads here."""
         self._closing[owner] = act

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor
 
-from rlite.cluster.group import WorkerGroup
+from rlite.cluster.group import WorkerGroup, apply_on_processes
 from rlite.cluster.host import WorkerContext
 from rlite.cluster.placement import PlacementRequest
 from rlite.cluster.session import Session, current_session
@@ -28,6 +28,7 @@ from rlite.errors import ConfigError, ResidencyError, RliteError, UnknownOptionE
 from rlite.parallel.arena import SharedArena
 from rlite.parallel.processes import set_up_device
 from rlite.parallel.shards import ParameterShard
+from rlite.parallel.usage import give_back_cached_memory
 
 Part = Literal["all", "weights", "kv_cache"]
 
@@ -209,6 +210,7 @@ class Engine:
             make_worker, self._backend.worker, self._source(), self.options, tensor_parallel_size, session.device
         )
         try:
+            make_room(session, owner)
             group = session.start(owner, [device for devices in executors for device in devices], factory)
         except BaseException:
             session.release(owner)
@@ -266,6 +268,7 @@ class Engine:
                 'cuda("weights") and p2p_weight_sync into it, then cuda("kv_cache").'
             )
         with self._moving():
+            make_room(self._session, self.name)
             group.broadcast("to_device", what)
             if what != "kv_cache":
                 self.weights = {Weights.HOST: Weights.DEVICE, Weights.RELEASED: Weights.EMPTY}.get(
@@ -357,6 +360,18 @@ def make_worker(
     """Runs in the worker process: set the process up, then make the backend's worker."""
     set_up_device(context.torch_device, context.num_threads)
     return worker(context, source, options, size)
+
+
+def make_room(session: Session | None, owner: str) -> None:
+    """Let the processes on this owner's GPUs give back what they only cache: the owner is about to allocate there."""
+    if session is None or session.device != "cuda":
+        return
+    processes = {group.handles[rank].process: (group, rank) for group, rank in session.neighbours(owner)}
+    calls = [(group, rank, (), ()) for group, rank in processes.values()]
+    if calls:
+        groups = list(dict.fromkeys(group for group, _ in processes.values()))
+        timeout = groups[0].call_timeout
+        apply_on_processes(calls, give_back_cached_memory, groups, "give back cached memory", timeout)
 
 
 def _names(engines: Engine | Sequence[Engine] | None) -> tuple[str, ...]:

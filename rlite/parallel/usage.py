@@ -25,3 +25,9 @@ def device_usage(device: torch.device) -> DeviceUsage:
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     return DeviceUsage(torch.cuda.get_device_name(device), peak)
+
+
+def give_back_cached_memory() -> None:
+    """Return the GPU memory that torch only caches in this process to the driver, for other processes to take."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -32,6 +32,7 @@ from rlite.engine.embedded.tiles import (
 )
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
 from rlite.parallel.shards import ParameterShard
+from rlite.parallel.usage import give_back_cached_memory
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
 
 STOP_STRING_STEPS = 4
@@ -381,6 +382,7 @@ class EmbeddedWorker:
         if self._graphs is not None:
             self._graphs.clear()
         self._scheduler.forget_cache()
+        give_back_cached_memory()
 
     def _cache_shape(self) -> tuple[int, int, int, int, int, int]:
         config = self._weights.config.get_text_config()
@@ -398,6 +400,7 @@ class EmbeddedWorker:
         self._num_slots = 1
         layers, spare, _, heads, length, dim = self._cache_shape()
         per_slot = 2 * layers * heads * length * dim * self._weights.dtype.itemsize
+        give_back_cached_memory()  # the driver counts it as taken
         free, total = torch.cuda.mem_get_info(self.device)
         budget = total * self.options.gpu_memory_utilization - (total - free) - (spare - 1) * per_slot
         slots = torch.tensor(min(self.options.max_num_seqs, int(budget // per_slot)), device=self.device)

@@ -46,7 +46,7 @@ from rlite.parallel.mesh import ParallelDims, make_mesh
 from rlite.parallel.offload import keep_on_host_between_steps, move_state
 from rlite.parallel.processes import subgroup
 from rlite.parallel.shards import CheckpointReader, ParameterShard
-from rlite.parallel.usage import DeviceUsage, device_usage
+from rlite.parallel.usage import DeviceUsage, device_usage, give_back_cached_memory
 
 Loss = Callable[[Any, dict[str, Any]], Any]
 """loss_fn(logits [T, V], data) -> mean loss, or (mean loss, dict of means to report); OnLogprobs gets those instead"""
@@ -392,8 +392,7 @@ class Fsdp2Worker:
                     arena.discard()
             self.arena = self.staged = self._rested = None
             gc.collect()  # a module and its FSDP state refer to each other
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_back_cached_memory()
 
     def _move(self, device: torch.device) -> None:
         """Move parameters, gradients and optimizer state; on a CPU slot they are there already."""
@@ -407,7 +406,7 @@ class Fsdp2Worker:
             move_state(self.module.optimizer, device)
         torch.cuda.synchronize()
         if device.type == "cpu":
-            torch.cuda.empty_cache()
+            give_back_cached_memory()
 
     def _rest_optimizer(self) -> None:
         """With offload_optimizer: its state goes to the host, where every step from now on leaves it."""

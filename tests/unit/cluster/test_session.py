@@ -8,7 +8,7 @@ from rlite.cluster import session as session_module
 from rlite.cluster.host import default_cpu_slots
 from rlite.cluster.placement import PlacementRequest
 from rlite.cluster.session import current_session, init, shutdown
-from rlite.errors import ConfigError, RliteError
+from rlite.errors import ConfigError, RliteError, WorkerError
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +82,16 @@ def test_shutdown_releases_everything_though_an_owner_fails() -> None:
         shutdown()
     assert order == ["first"]
     init(device="cpu", num_devices=1)
+
+
+def test_neighbours_are_the_serving_workers_of_others_on_the_same_devices() -> None:
+    session = init(device="cpu", num_devices=1)
+    groups = {}
+    for name in ("first", "second", "third"):
+        placed = session.place(PlacementRequest(owner=name, executor_size=1, colocate_with=tuple(groups)[:1]))
+        groups[name] = session.start(name, placed[0], lambda context: object())
+    assert session.neighbours("first") == [(groups["second"], 0), (groups["third"], 0)]
+    groups["second"].lose([0], WorkerError("it is gone"))
+    session.release("third")
+    assert session.neighbours("first") == []
+    assert session.neighbours("second") == [(groups["first"], 0)]

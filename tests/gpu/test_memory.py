@@ -1,0 +1,59 @@
+"""Memory that an engine gives up returns to the driver, where other processes can take it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import rlite
+from rlite import RliteInferenceEngine, RliteTrainEngine
+from rlite.trainer.policy import OptimizerOptions, policy_module
+from tests.integration.modules import make_batch, num_counted, token_loss
+from tests.tiny import build_model_dir
+
+pytestmark = pytest.mark.gpu
+OPTIMIZER = OptimizerOptions(lr=1e-3, weight_decay=0.1, scheduler="constant", warmup_steps=0, total_steps=8)
+SLACK = 64 * 2**20
+"""bytes that libraries keep"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    rlite.init(device="cuda", num_devices=1, launcher="inprocess")
+    yield build_model_dir(tmp_path / "model", "qwen3", hidden=512, layers=8, vocab_size=32768)
+    rlite.shutdown()
+
+
+def taken() -> int:
+    """Bytes of the GPU that the driver has given out."""
+    gc.collect()
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+@pytest.mark.parametrize("move", ["meta", "cpu"])
+def test_an_inference_engine_that_leaves_frees_the_gpu(path: Path, move: str) -> None:
+    served = RliteInferenceEngine(path)
+    served.build(max_model_len=1024, max_num_seqs=64, dtype="bfloat16", gpu_memory_utilization=0.5)
+    served.generate([[1, 2, 3]] * 8, {"max_tokens": 16, "ignore_eos": True})
+    held, before = sum(served.memory_bytes()[0].values()), taken()
+    getattr(served, move)()
+    assert taken() <= before - held + SLACK
+
+
+def test_memory_that_training_only_caches_is_given_back_before_others_allocate(path: Path) -> None:
+    served, trained = RliteInferenceEngine(path), RliteTrainEngine(policy_module(path, OPTIMIZER))
+    served.build(max_model_len=256, max_num_seqs=4, dtype="bfloat16", gpu_memory_utilization=0.5)
+    served.meta()
+    trained.build(colocate_with=served)
+    trained.train()
+    trained.train_batch(make_batch([900] * 8, 0), token_loss, num_counted)
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    assert cached > SLACK, "the step's activations are cached"
+    served.cuda("weights")
+    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < SLACK
