@@ -89,6 +89,7 @@ if TYPE_CHECKING:
         reward_model_loss,
     )
     from rlite.algorithms.reduce import (
+        Mean,
         aggregate,
         aggregation_weight,
         masked_mean,
@@ -142,7 +143,7 @@ __all__, __getattr__, __dir__ = lazy.exports(
             "reward_model_loss"
         ),
         "rlite.algorithms.reduce": (
-            "aggregate aggregation_weight masked_mean masked_variance sequence_means sequence_sums to_tokens"
+            "Mean aggregate aggregation_weight masked_mean masked_variance sequence_means sequence_sums to_tokens"
         ),
         "rlite.algorithms.rewards": "adaptive_kl_coef kl_shaped_rewards last_action_rewards",
         "rlite.algorithms.schedules": "Schedule lr_factor",

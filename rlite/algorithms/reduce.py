@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -11,6 +12,27 @@ from torch import Tensor
 from rlite.errors import ConfigError
 
 Aggregation = Literal["token", "sequence", "constant"]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over elements, as their sum and their number.
+
+    A loss that reports it gives an engine what the mean of the whole batch needs, however the batch is split and
+    whatever the loss itself is averaged over.
+    """
+
+    total: Float[Tensor, ""]
+    count: Int[Tensor, ""]
+
+    @classmethod
+    def of(cls, x: Float[Tensor, "*tokens"], mask: Shaped[Tensor, "*tokens"]) -> Mean:
+        """Return the mean of `x` where the mask is 1, without its gradient."""
+        return cls(_masked(x.detach(), mask).sum(), mask.bool().count_nonzero())
+
+    def item(self) -> float:
+        """Return the mean of these elements alone; 0 if there are none."""
+        return float(self.total) / max(int(self.count), 1)
 
 
 def aggregate(

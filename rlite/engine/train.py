@@ -178,8 +178,9 @@ class RliteTrainEngine(Engine):
         Args:
             batch: right-padded TensorDict or dict: `input_ids`, `attention_mask` [N, L]; other keys [N, L, ...] or [N].
                 Rows of equal `pair_ids` [N], if it has them, come into one microbatch, in the batch's order.
-            loss_fn: (logits [T, V], data) -> a mean, or (mean, dict of means to report). `data` holds the batch's keys
-                packed ([T, ...] and [n]) and `cu_seqlens` [n + 1], `position_ids` [T], `max_seqlen`. One marked with
+            loss_fn: (logits [T, V], data) -> a mean, or (mean, dict of means to report). A reported number counts as
+                much as the loss does, an `rlite.algorithms.Mean` its own elements. `data` holds the batch's keys packed
+                ([T, ...] and [n]) and `cu_seqlens` [n + 1], `position_ids` [T], `max_seqlen`. One marked with
                 `rlite.algorithms.on_logprobs` gets log-probabilities and entropies [T], and no logits are kept.
             loss_weight_fn: data -> what the microbatch's mean counts, e.g. its number of action tokens.
 

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlite.algorithms import aggregate, aggregation_weight, masked_mean, next_token, previous_token, value_loss
+from rlite.algorithms import Mean, aggregate, aggregation_weight, next_token, previous_token, value_loss
 from rlite.engine.train import RliteTrainEngine
 from rlite.observability import stats_tracker
 from rlite.trainer.engines import Engines
@@ -32,13 +32,13 @@ class ValueLoss:
     max_new_tokens: int | None = None
     """divisor of avg_level "constant" """
 
-    def __call__(self, values: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, values: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Mean]]:
         cu_seqlens, mask = data["cu_seqlens"], predicts_counted(data)
         returns, old = (next_token(data[key], cu_seqlens) for key in ("returns", "values"))
         token_loss = value_loss(values, returns, old, clip=self.clip)
         loss = aggregate(token_loss.loss, mask, self.avg_level, cu_seqlens=cu_seqlens, length=self.max_new_tokens)
         report = {**token_loss.metrics, "value": old, "return": returns}
-        return loss, {key: masked_mean(value, mask) for key, value in report.items()}
+        return loss, {key: Mean.of(value, mask) for key, value in report.items()}
 
     def weight(self, data: Mapping[str, Any]) -> Tensor:
         """What a microbatch's mean counts."""

@@ -13,6 +13,7 @@ from accelerate import init_empty_weights
 from torch import Tensor
 
 from rlite.algorithms import (
+    Mean,
     OnLogprobs,
     PolicyLossFunction,
     Schedule,
@@ -23,7 +24,6 @@ from rlite.algorithms import (
     importance_weights,
     kl_penalty,
     lr_factor,
-    masked_mean,
     next_token,
     policy_loss,
     ppo_clip,
@@ -148,7 +148,7 @@ class PolicyLoss(OnLogprobs):
         """Of the tokens that count."""
         return predicts_counted(data)
 
-    def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Mean]]:
         cu_seqlens, mask = data["cu_seqlens"], predicts_counted(data)
         logprobs, entropy = tokens
         behaviour = next_token(data["logprobs"], cu_seqlens)
@@ -171,10 +171,10 @@ class PolicyLoss(OnLogprobs):
         per_token = token_loss.loss - self.entropy_coef * entropy + self.kl_coef * kl
         loss = aggregate(per_token, mask, self.avg_level, cu_seqlens=cu_seqlens, length=self.max_new_tokens)
         drift = (old - behaviour).abs()
-        report = {**token_loss.metrics, "entropy": entropy.detach(), "logprob_drift": drift}
+        report = {**token_loss.metrics, "entropy": entropy, "logprob_drift": drift}
         if self.kl_coef:
-            report["kl"] = kl.detach()
-        return loss, {key: masked_mean(value, mask) for key, value in report.items()}
+            report["kl"] = kl
+        return loss, {key: Mean.of(value, mask) for key, value in report.items()}
 
     def _kl(self, logprobs: Tensor, data: Mapping[str, Any]) -> Tensor:
         """To the reference, of each token."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from rlite.algorithms.reduce import Mean
 from rlite.algorithms.token_logprobs import OnLogprobs, TokenLogprobs
 from rlite.checkpoint import huggingface, sharded
 from rlite.cluster.host import WorkerContext
@@ -49,8 +50,11 @@ from rlite.parallel.shards import CheckpointReader, ParameterShard
 from rlite.parallel.usage import DeviceUsage, device_usage, give_back_cached_memory
 
 Loss = Callable[[Any, dict[str, Any]], Any]
-"""loss_fn(logits [T, V], data) -> mean loss, or (mean loss, dict of means to report); OnLogprobs gets those instead"""
+"""loss_fn(logits [T, V], data) -> mean loss, or (mean loss, dict of means to report, numbers or `Mean`); OnLogprobs
+gets those instead"""
 Weight = Callable[[dict[str, Any]], Any]
+Sums = dict[str, tuple[Any, Any]]
+"""total and count of each reported mean, so far"""
 
 
 class Fsdp2Worker:
@@ -151,7 +155,7 @@ class Fsdp2Worker:
         if total == 0:
             return {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "weight": 0.0, "is_skipped": 1.0}
         try:
-            means = self._accumulate(batch, microbatches, [weight / total for weight in weights], loss_fn)
+            sums = self._accumulate(batch, microbatches, [weight / total for weight in weights], loss_fn)
         except Exception:  # a loss that raises must not leave its first microbatches to the next step
             forget_gradients(self.module)
             raise
@@ -162,13 +166,13 @@ class Fsdp2Worker:
         else:
             optimizer.step()
         step = {"grad_norm": grad_norm, "lr": lr, "weight": total, "is_skipped": float(is_skipped)}
-        return {**self._sum_named(means), **step}
+        return {**self._means(sums), **step}
 
     def _accumulate(
         self, batch: Mapping[str, Tensor], microbatches: list[list[int]], shares: list[float], loss_fn: Loss
-    ) -> dict[str, Any]:
+    ) -> Sums:
         """Add up the gradients of this rank's microbatches, each counting its share of the whole batch."""
-        means: dict[str, Any] = {}
+        sums: Sums = {}
         for index, (rows, share) in enumerate(zip(microbatches, shares, strict=True)):
             data = pack(batch, rows or companions(batch), self._device)
             set_gradient_sync(self.module, is_last=index == len(microbatches) - 1)
@@ -180,8 +184,8 @@ class Fsdp2Worker:
                 loss = values.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
             # FSDP averages gradients over ranks; the shares already divide by the whole batch
             (loss * (share * self._mesh.num_averaged)).backward()
-            _add(means, {"loss": loss, **report}, share)
-        return means
+            _add(sums, {"loss": loss, **report}, share)
+        return sums
 
     @torch.no_grad()
     def eval_batch(
@@ -190,15 +194,15 @@ class Fsdp2Worker:
         """As train_batch, without gradients and without a step."""
         weights = [float(loss_weight_fn(pack(batch, rows, self._device))) if rows else 0.0 for rows in microbatches]
         total = self._sum([sum(weights)])[0]
-        means: dict[str, Any] = {}
+        sums: Sums = {}
         with resharded(self.module):
             for rows, weight in zip(microbatches, weights, strict=True):
                 data = pack(batch, rows or companions(batch), self._device)
                 outputs = self._outputs(loss_fn, data)
                 with _counting(rows):
                     loss, report = _loss(loss_fn, outputs, data)
-                _add(means, {"loss": loss, **report}, weight / total if total else 0.0)
-        return {**self._sum_named(means), "weight": total}
+                _add(sums, {"loss": loss, **report}, weight / total if total else 0.0)
+        return {**self._means(sums), "weight": total}
 
     @torch.no_grad()
     def forward(
@@ -238,16 +242,20 @@ class Fsdp2Worker:
     def _clip(self) -> float:
         return clip_gradients(self.module.parameters(), self._options.max_grad_norm, self._mesh, self._everyone)
 
-    def _sum_named(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """Sums by name. Raises: ConfigError on every rank if the ranks have different names."""
-        names = sorted(values)
+    def _means(self, sums: Sums) -> dict[str, float]:
+        """Return the batch's means by name. Raises: ConfigError on every rank if the ranks have different names."""
+        names = sorted(sums)
         own = float(zlib.crc32("\n".join(names).encode()))
         if self._sum([own])[0] != own * self._mesh.dims.num_data_ranks:
             raise ConfigError(
                 f"this rank's loss reports {names}, another rank's something else: a loss has to report the same "
                 "metrics for every pack"
             )
-        return dict(zip(names, self._sum([float(values[name]) for name in names]), strict=True))
+        summed = self._sum([float(part) for name in names for part in sums[name]])
+        return {
+            name: total / count if count else 0.0
+            for name, total, count in zip(names, summed[::2], summed[1::2], strict=True)
+        }
 
     def _sum(self, values: list[float]) -> list[float]:
         """Sums over the ranks with different data, in float64."""
@@ -432,7 +440,7 @@ class Fsdp2Worker:
 
 
 def _number(value: Any) -> Tensor | float:
-    """In float64, and where it is: a GPU goes on with its work until `_sum_named` asks for the batch's means."""
+    """In float64, and where it is: a GPU goes on with its work until `_means` asks for the batch's means."""
     return value.detach().double().reshape(()) if isinstance(value, Tensor) else float(value)
 
 
@@ -476,10 +484,14 @@ def _counting(rows: list[int]) -> AbstractContextManager[Any]:
     return nullcontext() if rows else stats_tracker.apart()
 
 
-def _add(means: dict[str, Any], values: Mapping[str, Any], weight: float) -> None:
-    """Add a microbatch's means, each counting `weight`; what has no weight may be NaN."""
-    for key, value in values.items():
-        means[key] = means.get(key, 0.0) + (_number(value) * weight if weight else 0.0)
+def _add(sums: Sums, means: Mapping[str, Any], weight: float) -> None:
+    """Add a microbatch's means: a `Mean` counts its elements, a number `weight`. Without weight it may be NaN."""
+    for key, mean in means.items():
+        total, count = sums.get(key, (0.0, 0.0))
+        if weight:
+            own = (mean.total, mean.count) if isinstance(mean, Mean) else (_number(mean) * weight, weight)
+            total, count = total + _number(own[0]), count + _number(own[1])
+        sums[key] = total, count
 
 
 BACKEND = Backend(options=Fsdp2Options, worker=Fsdp2Worker)

@@ -1,0 +1,85 @@
+"""What a train step reports and chooses does not depend on how its batch is split: two CPU slots over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlite import RliteTrainEngine
+from rlite.trainer.critic import ValueLoss
+from rlite.trainer.policy import OptimizerOptions, PolicyLoss, critic_module, policy_module
+from tests.integration.modules import make_batch
+from tests.integration.worlds import world
+
+LENGTHS = [9, 4, 17, 3, 30, 12, 5]
+LAYOUTS = [(1, 1000), (1, 30), (2, 1000), (2, 30)]
+"""ranks and tokens of a microbatch"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    with world(2):
+        yield
+
+
+@pytest.fixture
+def engines(models: dict[str, Path]) -> Iterator[Callable[..., Iterator[RliteTrainEngine]]]:
+    """engines(make_module): the same model in every layout, one after the other."""
+
+    built: list[RliteTrainEngine] = []
+
+    def build_each(make_module: Callable[..., Any]) -> Iterator[RliteTrainEngine]:
+        options = OptimizerOptions(lr=1e-3, weight_decay=0.0, scheduler="constant", warmup_steps=0, total_steps=1)
+        for size, max_tokens in LAYOUTS:
+            built.append(engine := RliteTrainEngine(make_module(models["qwen2"], options)))
+            engine.build(tensor_parallel_size=size, param_dtype="float64", max_tokens_per_microbatch=max_tokens)
+            yield engine
+            built.pop().release()
+
+    yield build_each
+    for engine in built:
+        engine.release()
+
+
+def rollouts() -> TensorDict:
+    """Rows whose drift grows with their length, so that means over rows and over tokens differ."""
+    batch = make_batch(LENGTHS)
+    generator = torch.Generator().manual_seed(1)
+    batch["loss_mask"] = batch["attention_mask"].clone()
+    batch["loss_mask"][:, :2] = 0
+    scale = torch.tensor(LENGTHS)[:, None] / 10
+    shape = batch["loss_mask"].shape
+    for key in ("old_logprobs", "logprobs", "ref_logprobs", "advantages", "values", "returns"):
+        batch[key] = torch.randn(shape, generator=generator, dtype=torch.float64) * scale * batch["loss_mask"]
+    return TensorDict(batch, batch_size=[len(LENGTHS)])
+
+
+@pytest.mark.parametrize("kind", ["actor", "critic"])
+def test_metrics_are_means_over_tokens_whatever_the_split_and_the_average(engines: Any, kind: str) -> None:
+    batch = rollouts()
+    mask = batch["loss_mask"].bool()
+    losses: list[Any] = [
+        PolicyLoss(kl_coef=0.1, avg_level=level, max_new_tokens=8)
+        if kind == "actor"
+        else ValueLoss(avg_level=level, max_new_tokens=8)
+        for level in ("token", "sequence", "constant")
+    ]
+    token_means = {"logprob_drift": (batch["old_logprobs"] - batch["logprobs"])[mask].abs().mean().item()}
+    if kind == "critic":
+        token_means = {key: batch[f"{key}s"][mask].mean().item() for key in ("value", "return")}
+    found = []
+    for engine in engines(policy_module if kind == "actor" else critic_module):
+        stats = [engine.eval_batch(batch, loss, loss.weight) for loss in losses]
+        stats.append(engine.train_batch(batch, losses[1], losses[1].weight))
+        for own in stats:
+            del own["num_microbatches"]
+            assert {key: own[key] for key in token_means} == pytest.approx(token_means)
+        found.append(stats)
+    for stats in found[1:]:
+        for own, expected in zip(stats, found[0], strict=True):
+            assert own == pytest.approx(expected, rel=1e-9, abs=1e-12)
