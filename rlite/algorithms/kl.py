@@ -36,6 +36,7 @@ def kl_penalty(
     `weights`, importance weights of the policy over the one that sampled, multiply the straight-through gradient but
     not the value: tokens of an older policy then give the gradient of this one's KL. To weigh both, as DeepSeek-V3.2
     (arXiv:2512.02556) does with a ratio that carries its gradient, multiply the result.
+    As a loss, k1 needs `straight_through`: its own gradient, that of log pi, is 0 in expectation.
     `max_log_ratio` and `max_value` guard the exponential of k3 alone (no gradient where they are active); None turns
     a guard off.
     """

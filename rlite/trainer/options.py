@@ -49,6 +49,10 @@ class ModelOptions:
     """after the warm-up"""
     warmup_ratio: float = 0.1
     """share of all optimizer steps in which the rate rises"""
+    lr_end: float = 0.0
+    """rate at the last step, to which linear, cosine and polynomial fall"""
+    power: float = 1.0
+    """of scheduler=polynomial: the rate falls as (share of steps left)^power"""
     lora: LoraOptions | None = None
     """train adapters beside the weights, which stay as they are; null trains the weights"""
 
@@ -63,6 +67,8 @@ class ModelOptions:
             scheduler=self.scheduler,
             warmup_steps=round(self.warmup_ratio * total_steps),
             total_steps=total_steps,
+            lr_end=self.lr_end,
+            power=self.power,
         )
 
     def build_options(self, world_size: int, seed: int) -> dict[str, Any]:
@@ -90,13 +96,26 @@ def check_model_options(options: Any) -> None:
     """Raise ConfigError for what no model can be trained with. Options may be missing, or None."""
     if getattr(options, "use_liger_kernel", None):
         check_liger_installed()
-    for name, most in (("lr", math.inf), ("weight_decay", math.inf), ("warmup_ratio", 1.0)):
+    for name, most in (("lr", math.inf), ("weight_decay", math.inf), ("lr_end", math.inf), ("warmup_ratio", 1.0)):
         value = getattr(options, name, None)
         if value is not None and not (0 <= value <= most and math.isfinite(value)):
             between = "a finite number of at least 0" if most == math.inf else "a number between 0 and 1"
             raise ConfigError(f"{name}={value}: expected {between}")
+    _check_schedule(options)
     if (longest := getattr(options, "max_length_per_device", None)) is not None and longest < 1:
         raise ConfigError(f"max_length_per_device={longest}: expected at least 1")
+
+
+def _check_schedule(options: Any) -> None:
+    lr, lr_end, power, scheduler = (getattr(options, name, None) for name in ("lr", "lr_end", "power", "scheduler"))
+    if power is not None and not (power > 0 and math.isfinite(power)):
+        raise ConfigError(f"power={power}: expected a finite number above 0")
+    if scheduler is not None and power not in (None, 1.0) and scheduler != "polynomial":
+        raise ConfigError(f"power={power} is of scheduler=polynomial; scheduler={scheduler} has none")
+    if lr_end and scheduler == "constant":
+        raise ConfigError(f"lr_end={lr_end}: scheduler=constant never falls; use linear, cosine or polynomial")
+    if lr_end and lr is not None and lr_end >= lr:
+        raise ConfigError(f"lr_end={lr_end}: expected less than lr={lr}, the peak from which the rate falls")
 
 
 @dataclass(frozen=True, kw_only=True)

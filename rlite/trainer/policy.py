@@ -47,6 +47,10 @@ class OptimizerOptions:
     scheduler: Schedule
     warmup_steps: int
     total_steps: int
+    lr_end: float = 0.0
+    """rate at the last step"""
+    power: float = 1.0
+    """of the schedule "polynomial" """
 
 
 class _Optimized(LoraTrainModule):
@@ -73,8 +77,15 @@ class CriticModule(_Optimized, HuggingFaceFsdp2ScoreModule):
 
 
 def schedule(step: int, options: OptimizerOptions) -> float:
-    """The factor of the peak rate at a step: linear warm-up to 1, then constant, linear or half a cosine down to 0."""
-    return lr_factor(step, options.scheduler, total_steps=options.total_steps, warmup_steps=options.warmup_steps)
+    """The factor of the peak rate at a step: linear warm-up to 1, then by the schedule down to `lr_end`."""
+    return lr_factor(
+        step,
+        options.scheduler,
+        total_steps=options.total_steps,
+        warmup_steps=options.warmup_steps,
+        min_factor=options.lr_end / options.lr if options.lr else 0.0,
+        power=options.power,
+    )
 
 
 def policy_module(
@@ -132,6 +143,7 @@ class PolicyLoss(OnLogprobs):
     def __post_init__(self) -> None:
         if self.avg_level == "constant" and not self.max_new_tokens:
             raise ConfigError("avg_level=constant divides by max_new_tokens: give rollout.train_sampling_params")
+        check_kl_loss(self.kl_estimator)
         # a worker may not know the name: it is looked up here, and the function travels
         function = check_policy_loss(self.policy_loss, self.options)
         clip = {"clip_low": self.clip_low, "clip_high": self.clip_high}
@@ -215,6 +227,15 @@ class OwnLogprobs(OnLogprobs):
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> Tensor:
         return previous_token(tokens.logprobs, data["cu_seqlens"])
+
+
+def check_kl_loss(estimator: KLEstimator) -> None:
+    """Raise ConfigError for an estimator that is no loss."""
+    if estimator == "k1":
+        raise ConfigError(
+            "kl.loss_estimator=k1: its gradient is that of log pi, which is 0 in expectation, so that it would add "
+            "noise and no penalty. Use k2, whose gradient is that of the KL, or kl.type=reward, where k1 is unbiased"
+        )
 
 
 def predicts_counted(data: Mapping[str, Any]) -> Tensor:

@@ -13,7 +13,7 @@ from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 from rlite.nn.lora import LoraOptions
 from rlite.rollout.staleness import OnStale
 from rlite.trainer.options import LaunchOptions, ModelOptions, check_model_options
-from rlite.trainer.policy import AvgLevel
+from rlite.trainer.policy import AvgLevel, check_kl_loss
 from rlite.trainer.run import TrainerOptions
 from rlite.types import GenerationHyperparameters
 
@@ -137,6 +137,10 @@ class CriticOptions(ReferenceOptions):
     """after the warm-up"""
     warmup_ratio: float | None = None
     """share of all optimizer steps in which the rate rises"""
+    lr_end: float = 0.0
+    """rate at the last step"""
+    power: float | None = None
+    """of scheduler=polynomial"""
     lora: LoraOptions | None = None
     """as actor.lora; its head is trained as a whole"""
     clip: float = 0.5
@@ -159,9 +163,10 @@ class KlOptions:
     reward_estimator: KLEstimator = "k1"
     """of the types reward and advantage"""
     loss_estimator: KLEstimator = "k2"
-    """of the type loss"""
+    """of the type loss: k2, k3 or abs"""
 
     def __post_init__(self) -> None:
+        check_kl_loss(self.loss_estimator)
         if not self.coef >= 0:
             raise ConfigError(f"kl.coef={self.coef}: expected at least 0")
 

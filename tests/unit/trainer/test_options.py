@@ -39,6 +39,13 @@ def test_a_critic_has_adapters_as_the_actor_has_and_a_reference_has_none():
     assert config.critic.as_model(config.actor).lora == config.actor.lora
 
 
+def test_the_critic_falls_by_the_schedule_of_the_actor_to_a_rate_of_its_own():
+    schedule = ["actor.scheduler=polynomial", "actor.power=2", "actor.lr=1e-4", "actor.lr_end=1e-5"]
+    config = load(PpoConfig, [*PPO, *schedule, "critic.lr_end=1e-7"])
+    critic = config.critic.as_model(config.actor).optimizer(10)
+    assert (critic.scheduler, critic.power, critic.lr, critic.lr_end) == ("polynomial", 2.0, 5e-6, 1e-7)
+
+
 def test_a_policy_that_answers_without_dropout_is_not_trained_with_it():
     with pytest.raises(ConfigError, match=r"actor\.lora\.dropout=0\.1"):
         load(PpoConfig, ["actor.model_name=a", "actor.lora.dropout=0.1"])
@@ -75,6 +82,11 @@ PPO = ["actor.model_name=a"]
     [
         (SftConfig, [*SFT, "actor.lr=-1"], r"^actor\.lr=-1\.0: expected"),
         (SftConfig, [*SFT, "actor.lr=nan"], r"^actor\.lr=nan: expected"),
+        (SftConfig, [*SFT, "actor.lr_end=1e-5"], r"^actor\.lr_end=1e-05: expected less than lr=5e-06"),
+        (SftConfig, [*SFT, "actor.scheduler=constant", "actor.lr_end=1e-7"], r"scheduler=constant never falls"),
+        (SftConfig, [*SFT, "actor.power=2"], r"^actor\.power=2\.0 is of scheduler=polynomial"),
+        (SftConfig, [*SFT, "actor.scheduler=polynomial", "actor.power=0"], r"^actor\.power=0\.0: expected"),
+        (PpoConfig, [*PPO, "critic.lr_end=1"], r"^critic\.lr_end=1\.0: expected less than lr=5e-06"),
         (SftConfig, [*SFT, "actor.weight_decay=-1"], r"^actor\.weight_decay=-1\.0: expected"),
         (SftConfig, [*SFT, "actor.warmup_ratio=2"], r"^actor\.warmup_ratio=2\.0: expected a number between 0 and 1"),
         (SftConfig, [*SFT, "actor.max_length_per_device=0"], r"^actor\.max_length_per_device=0: expected"),

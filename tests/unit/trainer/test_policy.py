@@ -7,7 +7,7 @@ from rlite.algorithms import POLICY_LOSSES, TokenLogprobs, TokenLoss, gather_log
 from rlite.config import load
 from rlite.errors import ConfigError
 from rlite.trainer.policy import OptimizerOptions, OwnLogprobs, PolicyLoss, SftLoss, schedule
-from rlite.trainer.ppo_options import ActorOptions
+from rlite.trainer.ppo_options import ActorOptions, PpoConfig
 
 
 def pack(lengths, prompt=2, vocab=11, seed=0):
@@ -41,6 +41,9 @@ def test_the_schedule_rises_in_the_warm_up_and_ends_at_zero():
     assert factors[12] == pytest.approx(0.0)
     assert schedule(10**6, options(scheduler="linear")) == 0.0
     assert schedule(10**6, options(scheduler="constant")) == 1.0
+    falling = options(scheduler="polynomial", lr=2.0, lr_end=0.5, power=2.0)
+    assert schedule(8, falling) == pytest.approx(0.25 + 0.75 * 0.5**2)
+    assert schedule(12, falling) == 0.25
 
 
 def test_without_old_logprobs_the_gradient_is_that_of_reinforce_with_the_advantage():
@@ -123,6 +126,10 @@ def test_a_policy_loss_that_cannot_work_is_refused_before_training():
     with pytest.raises(ConfigError, match="of ppo_clip alone, not of gspo"):
         PolicyLoss(policy_loss="gspo", clip_high=0.28)
     assert PolicyLoss().policy_loss is ppo_clip
+    with pytest.raises(ConfigError, match=r"kl\.loss_estimator=k1: its gradient .* is 0 in expectation"):
+        PolicyLoss(kl_coef=0.1, kl_estimator="k1")
+    with pytest.raises(ConfigError, match=r"kl\.loss_estimator=k1: .* Use k2"):
+        load(PpoConfig, ["actor.model_name=m", "kl.loss_estimator=k1"])
     with pytest.raises(ConfigError, match=r"policy_loss: unknown policy loss 'gpso'; did you mean 'gspo'"):
         load(ActorOptions, ["model_name=m", "policy_loss.name=gpso"])
     with pytest.raises(ConfigError, match=r"policy_loss: policy loss gspo has no option 'clip'; did you mean 'clip_"):
