@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
@@ -66,6 +67,30 @@ def check_advantage(estimator: str | AdvantageFunction, options: Mapping[str, An
     function = find(ADVANTAGES, estimator, "advantage")
     check_options(function, options, f"advantage {name_of(ADVANTAGES, function)}", reserved=GIVEN)
     return function
+
+
+def is_of_group_alone(estimator: str | AdvantageFunction, options: Mapping[str, Any], group_size: int) -> bool:
+    """Return whether a group's advantages depend on this group alone, and are 0 if its rewards are equal.
+
+    The estimator is tried out, so that the answer holds for functions of one's own, too.
+
+    Args:
+        estimator: a registered name or a function.
+        options: of the estimator.
+        group_size: sequences in a group, at least 2.
+    """
+    mixed = torch.arange(group_size) % 2
+    groups = torch.stack([torch.full_like(mixed, value) for value in (0, 1, -2)] + [mixed, 3 * mixed - 1]).double()
+    lengths = torch.arange(1, groups.numel() + 1).view(groups.shape)
+
+    def advantages(chosen: slice) -> Tensor:
+        ids = torch.arange(len(groups))[chosen].repeat_interleave(group_size)
+        rewards, counts = groups[chosen].flatten(), lengths[chosen].flatten()
+        return outcome_advantages(estimator, rewards, ids, lengths=counts, options=options)
+
+    together = advantages(slice(None))
+    alone = torch.cat([advantages(slice(number, number + 1)) for number in range(len(groups))])
+    return torch.allclose(together, alone) and not together[: 3 * group_size].any()
 
 
 def register_advantage(name: str) -> Callable[[AdvantageFunction], AdvantageFunction]:

@@ -254,6 +254,7 @@ def batch_plan(options: PpoConfig, engines: Engines) -> dict[str, str]:
         f"at most {rollout.train_sampling_params.max_new_tokens} new tokens in each of {rollout.max_turns} turn(s)",
         "update": f"{actor.update_per_rollout} optimizer step(s) of {per_update} sequences: {per_update // ranks} on "
         f"each of {ranks} data rank(s), in packs of at most {actor.max_length_per_device * dims.num_peers} tokens",
+        "filter": "groups of equal rewards are replaced" if options.has_dynamic_filtering else "every group is kept",
         "rollout": f"{len(engines.rollout.executors)} replica(s) of {rollout.tp_size} device(s), executor "
         f"{rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each, {_pace(options)}",
         "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, {credit_plan(options)}",

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from rlite import config
 from rlite.algorithms import ADVANTAGES, Schedule, check_advantage, check_policy_loss
+from rlite.algorithms.estimators import is_of_group_alone
 from rlite.algorithms.kl import KLEstimator
 from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 from rlite.nn.lora import LoraOptions
@@ -292,8 +293,9 @@ class RolloutOptions:
     """resident memory that an environment's process may have; a step that takes more fails, alone; null: no limit"""
     max_turns: int = 1
     """turns of the model in one episode"""
-    dynamic_filtering: bool = True
-    """replace groups whose rewards are all equal, from which nothing can be learnt, by further prompts"""
+    dynamic_filtering: bool | None = None
+    """replace groups whose rewards are all equal by further prompts; default: where such groups teach nothing, because
+    an advantage depends on the rewards of its group alone. Elsewhere it is refused"""
     max_refills: int = 4
     """further rounds of generation for that; what is missing then stays as it is"""
     train_sampling_params: SamplingOptions = field(default_factory=SamplingOptions)
@@ -374,6 +376,11 @@ class PpoConfig(LaunchOptions):
                 f"actor.freeze_steps={self.actor.freeze_steps}: in these steps the critic alone learns, and "
                 f"adv.estimator={self.adv.estimator} has none"
             )
+        if self.rollout.dynamic_filtering and (reason := self._why_equal_rewards_teach()):
+            raise ConfigError(
+                f"rollout.dynamic_filtering=true drops groups of equal rewards, from which this run learns: {reason}; "
+                "leave rollout.dynamic_filtering out"
+            )
 
     @property
     def has_critic(self) -> bool:
@@ -384,6 +391,29 @@ class PpoConfig(LaunchOptions):
     def has_reference(self) -> bool:
         """Whether leaving the reference policy costs something."""
         return self.kl.type is not None
+
+    @property
+    def has_dynamic_filtering(self) -> bool:
+        """Whether groups of equal rewards are replaced."""
+        asked = self.rollout.dynamic_filtering
+        return not self._why_equal_rewards_teach() if asked is None else asked
+
+    def _why_equal_rewards_teach(self) -> str:
+        """Why something is learnt from groups of equal rewards; "" if nothing is."""
+        adv, size = self.adv, self.train_data.responses_per_prompt
+        if size == 1:
+            return "with train_data.responses_per_prompt=1 the baseline is the mean of the batch"
+        if adv.estimator == "gae":
+            return "with adv.estimator=gae advantages depend on the critic"
+        if adv.global_norm:
+            return "with adv.global_norm=true the baseline is the mean of the batch"
+        if adv.gamma != 1:
+            return f"with adv.gamma={adv.gamma} advantages depend on lengths"
+        if self.kl.type in ("reward", "advantage"):
+            return f"with kl.type={self.kl.type} advantages depend on the KL"
+        if adv.estimator != "reinforce" and not is_of_group_alone(adv.estimator, adv.options, size):
+            return f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
+        return ""
 
     def without_effect(self) -> str:
         """The options that were set and that nothing reads, with the reason; "" if there are none."""

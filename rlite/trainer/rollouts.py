@@ -55,7 +55,7 @@ class SynchronousRollouts:
             )
 
         batch = generate(data.prompts_per_rollout)
-        if group_size == 1 or not rollout.dynamic_filtering:
+        if not self._options.has_dynamic_filtering:
             return batch
         return replace_uniform_groups(batch, data.prompts_per_rollout, generate, rollout.max_refills)
 
@@ -78,10 +78,8 @@ class RolloutsAhead:
     def __init__(self, options: PpoConfig, engines: Engines, workflow: RolloutWorkflow, prompts: PromptStream) -> None:
         self._options, self._engines, self._workflow = options, engines, workflow
         self._batches = _Batches(prompts)
-        group_size = options.train_data.responses_per_prompt
         budget = options.rollout.max_refills * options.train_data.prompts_per_rollout
-        has_filter = options.rollout.dynamic_filtering and group_size > 1
-        self._filter = VariedGroups(budget) if has_filter else None
+        self._filter = VariedGroups(budget) if options.has_dynamic_filtering else None
 
     @stats_tracker.record_timing("rollout")
     def next_batch(self) -> TensorDict:

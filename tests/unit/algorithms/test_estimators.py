@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from rlite.algorithms import ADVANTAGES, outcome_advantages, register_advantage
-from rlite.algorithms.estimators import check_advantage
+from rlite.algorithms.estimators import check_advantage, is_of_group_alone
 from rlite.errors import ConfigError, UnknownOptionError
 
 REWARDS, GROUPS = torch.tensor([1.0, 0.0, 0.0, 3.0]), torch.tensor([0, 0, 1, 1])
@@ -42,3 +44,22 @@ def test_a_function_of_ones_own_is_an_estimator_with_or_without_a_name(monkeypat
     assert torch.equal(outcome_advantages(own, REWARDS, GROUPS), REWARDS)
     with pytest.raises(ConfigError, match="'gpg' is taken"):
         register_advantage("gpg")(lambda rewards, group_ids: rewards)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "options", "expected"),
+    [
+        *((name, {}, True) for name in ("dr_grpo", "grpo", "rloo", "opo", "pass_at_k", "normalized")),
+        ("gpg", {}, False),
+        ("normalized", {"mean": "batch"}, False),
+        ("normalized", {"std": "batch"}, False),
+        ("normalized", {"mean": None}, False),
+        (lambda rewards, group_ids: rewards - rewards.median(), {}, False),
+        (lambda rewards, group_ids: rewards * 0, {}, True),
+        (lambda rewards, group_ids, *, lengths: -lengths.double(), {}, False),
+    ],
+)
+def test_whether_advantages_depend_on_the_group_alone_is_found_out(
+    estimator: Any, options: dict[str, Any], expected: bool
+) -> None:
+    assert all(is_of_group_alone(estimator, options, size) is expected for size in (2, 3, 8))

@@ -105,3 +105,31 @@ PPO = ["actor.model_name=a"]
 def test_numbers_that_no_run_can_mean_are_refused_by_their_whole_name_said_once(config, arguments, named):
     with pytest.raises(ConfigError, match=named):
         load(config, arguments)
+
+
+EQUAL_REWARDS_TEACH = [
+    (["adv.estimator=gae"], "depend on the critic"),
+    (["adv.global_norm=true"], "mean of the batch"),
+    (["adv.gamma=0.9"], "depend on lengths"),
+    (["kl.type=reward"], "depend on the KL"),
+    (["kl.type=advantage"], "depend on the KL"),
+    (["adv.estimator=gpg"], "more than the rewards of the group"),
+    (["adv.estimator=normalized", "adv.options.std=batch"], "more than the rewards of the group"),
+    (["train_data.responses_per_prompt=1"], "mean of the batch"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), EQUAL_REWARDS_TEACH)
+def test_groups_of_equal_rewards_that_teach_are_kept_and_filtering_them_is_refused(arguments, reason):
+    base = [*PPO, "train_data.responses_per_prompt=4"]
+    assert not load(PpoConfig, [*base, *arguments]).has_dynamic_filtering
+    with pytest.raises(ConfigError, match=rf"dynamic_filtering=true drops groups .*{reason}"):
+        load(PpoConfig, [*base, *arguments, "rollout.dynamic_filtering=true"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["adv.norm_var=true"], ["adv.estimator=rloo"], ["kl.type=loss"]])
+def test_groups_of_equal_rewards_that_teach_nothing_are_replaced_unless_that_is_not_wanted(arguments):
+    base = [*PPO, "train_data.responses_per_prompt=4", *arguments]
+    assert load(PpoConfig, base).has_dynamic_filtering
+    assert load(PpoConfig, [*base, "rollout.dynamic_filtering=true"]).has_dynamic_filtering
+    assert not load(PpoConfig, [*base, "rollout.dynamic_filtering=false"]).has_dynamic_filtering
