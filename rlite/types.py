@@ -245,7 +245,11 @@ OnChunk = Callable[[TokenChunk], object]
 
 
 class AsyncInference(Protocol):
-    """All that a rollout knows of an inference engine."""
+    """All that a rollout knows of an inference engine.
+
+    An engine may also have `context_length`, the most tokens of prompt and completion together: longer texts are then
+    refused before they are tokenised whole.
+    """
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse: ...
 

@@ -8,7 +8,14 @@ from typing import Any, Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, DataError
+
+CHARACTERS_PER_TOKEN = 16
+"""a text with more characters for each token that fits is tokenised piece by piece, until it is surely too long"""
+
+
+class TooManyTokens(DataError):
+    """A text is longer than the model's context."""
 
 
 class TextTokenizer(Protocol):
@@ -20,20 +27,44 @@ class TextTokenizer(Protocol):
     def __call__(self, text: Any, **options: Any) -> Any: ...
 
 
-def raw_prompts(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[list[int]]:
+def raw_prompts(tokenizer: TextTokenizer, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
     """Raw prompts as tokens, the same where a model learns from them and where it is asked with them.
 
-    Each begins, once, with what the tokenizer puts before every text (Llama's `<|begin_of_text|>`).
+    Each begins, once, with what the tokenizer puts before every text (Llama's `<|begin_of_text|>`). `limit` as for
+    `bounded_tokens`.
     """
     bos = tokenizer.bos_token_id
     begin = [bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else []
-    return [ids if begin and ids[:1] == begin else begin + ids for ids in raw_tokens(tokenizer, texts)]
+    tokens = raw_tokens(tokenizer, texts) if limit is None else [bounded_tokens(tokenizer, t, limit) for t in texts]
+    return [ids if begin and ids[:1] == begin else begin + ids for ids in tokens]
 
 
 def raw_tokens(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[list[int]]:
     """The tokens of texts that go on after others: nothing is put before or after them."""
     # `verbose` warns of texts longer than the model's context; what is too long is counted elsewhere.
     return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def bounded_tokens(tokenizer: TextTokenizer, text: str, limit: int | None) -> list[int]:
+    """Return the tokens of a text that goes on after another, at a cost that depends on `limit`, not on the text.
+
+    A long text is first tokenised in large pieces. A cut adds few tokens to a piece, so twice as many tokens as fit
+    prove that the text does not fit, whatever the tokenizer leaves out or merges.
+
+    Args:
+        tokenizer: of the model.
+        text: any text.
+        limit: tokens that fit into the model's context; None does not bound the text.
+
+    Raises: TooManyTokens for a text that is far longer than `limit`; a text that is a little longer is tokenised.
+    """
+    if limit is not None and len(text) > (size := CHARACTERS_PER_TOKEN * max(limit, 1024)):
+        count = 0
+        for start in range(0, len(text), size):
+            count += len(raw_tokens(tokenizer, [text[start : start + size]])[0])
+            if count > 2 * max(limit, 1024):
+                raise TooManyTokens(f"a text of {len(text)} characters has far more tokens than the {limit} that fit")
+    return raw_tokens(tokenizer, [text])[0]
 
 
 class RawEncoder:

@@ -218,6 +218,12 @@ class RliteInferenceEngine(Engine):
             self._let_run()
 
     @property
+    def context_length(self) -> int:
+        """The most tokens of prompt and completion together; workers may allow fewer. Raises: ConfigError unbuilt."""
+        self.group.check()
+        return self.options.max_model_len or self._config.max_position_embeddings
+
+    @property
     def num_in_flight(self) -> int:
         """Requests that have not ended."""
         return sum(pump.num_in_flight for pump in self._pumps)

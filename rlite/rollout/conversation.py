@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, get_args
 
 from rlite.data.chat import STAND_IN
-from rlite.data.raw import raw_tokens
+from rlite.data.raw import TooManyTokens, bounded_tokens
 from rlite.errors import ConfigError
+from rlite.rollout.background import beside_loop
 from rlite.rollout.template import Message, TemplateRefusal, render
 from rlite.rollout.transcript import Transcript, continuation
-from rlite.rollout.workflow import RolloutError, Tokenizer, prompt_ids, prompt_text
+from rlite.rollout.workflow import RolloutError, Tokenizer, context_length, prompt_ids, prompt_text
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 
 History = Literal["tokens", "template"]
@@ -37,7 +39,9 @@ class Conversation:
         history: "tokens" or "template".
         max_length: tokens of one sequence at which generation stops; None is as many as the engine takes.
 
-    Raises: ConfigError for another `history`; DataError for an item without a prompt, or one that leaves no room.
+    Texts become tokens when the model is asked, long ones in a thread, or before that when `transcript` is looked at.
+
+    Raises: ConfigError for another `history`; DataError for an item without a prompt.
     """
 
     def __init__(
@@ -55,7 +59,10 @@ class Conversation:
         self._is_rendered_anew = history == "template"
         self.prompt = prompt_text(item, tokenizer, self._options)
         """what the model was asked first, as text"""
-        self.transcript = Transcript(prompt_ids(item, tokenizer, self._options), max_length)
+        self._max_length = max_length
+        self._transcript: Transcript | None = None
+        self._unread: Callable[[int | None], None] | None = partial(self._begin, item)
+        self._num_unread = len(self.prompt)
         messages = None if "input_ids" in item else item.get("messages", item.get("prompt"))
         self.messages: list[Message] = list(messages) if isinstance(messages, list) else []
         """all of them so far; empty for a raw prompt"""
@@ -64,9 +71,37 @@ class Conversation:
         self._response: LLMResponse | None = None
 
     async def ask(self, engine: AsyncInference, gconfig: GenerationHyperparameters) -> LLMResponse | None:
-        """The model's next turn; None if there is no room for one. Raises: as `Transcript.generate`."""
+        """The model's next turn; None if there is no room for one.
+
+        Raises: as `Transcript.generate`; DataError for a prompt that leaves no room.
+        """
+        limit = context_length(engine, self._max_length)
+        try:
+            await beside_loop(self._num_unread, self._read, limit)
+        except TooManyTokens:
+            if self._transcript is None or self._max_length is None:
+                raise
+            self._unread = self._response = None
+            self._transcript.give_up()
+            return None
         self._response = await self.transcript.generate(engine, gconfig)
         return self._response
+
+    @property
+    def transcript(self) -> Transcript:
+        """What was read and written so far. Raises: DataError for a prompt that leaves no room."""
+        self._read(self._max_length)
+        assert self._transcript is not None
+        return self._transcript
+
+    def _read(self, limit: int | None) -> None:
+        """Make tokens of what has not been read yet."""
+        if self._unread is not None:
+            self._unread(limit)
+            self._unread, self._num_unread = None, 0
+
+    def _begin(self, item: Mapping[str, Any], limit: int | None) -> None:
+        self._transcript = Transcript(prompt_ids(item, self._tokenizer, self._options, limit), self._max_length)
 
     @property
     def is_answered(self) -> bool:
@@ -89,14 +124,24 @@ class Conversation:
         """
         answer = answer or {"role": "assistant", "content": self.answer}
         if not self.is_chat:
-            text = "".join(message["content"] for message in messages)
-            self.transcript.read(continuation(self._tokenizer, text, self._latest()))
+            self._read_later("".join(message["content"] for message in messages))
             return
         self.messages += [answer, *messages]
         if self._is_rendered_anew:
             self._read_rendered()
         else:
-            self.transcript.read(continuation(self._tokenizer, self._between(messages), self._latest()))
+            self._read_later(self._between(messages))
+
+    def _read_later(self, text: str) -> None:
+        """Let the text be appended to the tokens so far."""
+        transcript, response = self.transcript, self._latest()
+        self._num_unread = len(text)
+        self._unread = lambda limit: transcript.read(continuation(self._tokenizer, text, response, limit))
+
+    def _begin_later(self, text: str) -> None:
+        """Let another sequence begin with the text."""
+        transcript, self._num_unread = self.transcript, len(text)
+        self._unread = lambda limit: transcript.begin(bounded_tokens(self._tokenizer, text, limit))
 
     def _between(self, messages: tuple[Message, ...]) -> str:
         """What the template puts between the end of an answer and the beginning of the next."""
@@ -118,9 +163,9 @@ class Conversation:
         text = self._render(self.messages)
         said = self._text + self.answer
         if text.startswith(said):
-            self.transcript.read(continuation(self._tokenizer, text[len(said) :], self._latest()))
+            self._read_later(text[len(said) :])
         else:
-            self.transcript.begin(raw_tokens(self._tokenizer, [text])[0])
+            self._begin_later(text)
         self._text = text
 
     def _render(self, messages: list[Message]) -> str:

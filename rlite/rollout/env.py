@@ -11,12 +11,13 @@ from typing import Any
 import cloudpickle
 from tensordict import TensorDict
 
-from rlite.data.raw import raw_prompts
+from rlite.data.raw import TooManyTokens, raw_prompts
+from rlite.rollout.background import beside_loop
 from rlite.rollout.env_process import STEP_KEYS, EnvironmentFunction, Step
 from rlite.rollout.rewards import RewardFunction
 from rlite.rollout.transcript import Transcript, check_turns, continuation
-from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, prompt_ids, prompt_text
-from rlite.types import AsyncInference, GenerationHyperparameters
+from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, context_length, prompt_ids, prompt_text
+from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 
 
 class Environment:
@@ -124,7 +125,8 @@ class EnvironmentWorkflow(RolloutWorkflow):
         return prompt_ids(data, self.tokenizer, self.chat_template_options)
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
-        state, tokens, info = await self._start(data)
+        limit = context_length(engine, self.max_length)
+        state, tokens, info = await self._start(data, limit)
         transcript, score = Transcript(tokens, self.max_length), 0.0
         while (response := await transcript.generate(engine, self.gconfig)) is not None:
             action = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
@@ -133,23 +135,37 @@ class EnvironmentWorkflow(RolloutWorkflow):
             score, info = score + step.score, step.extra_info
             if step.is_done or step.next_state is None or transcript.num_turns == self.max_turns:
                 break
-            if step.next_state.startswith(state + action):
-                transcript.read(continuation(self.tokenizer, step.next_state[len(state + action) :], response))
-            else:
-                transcript.begin(self._prompt(step.next_state))
+            try:
+                await self._read(transcript, state + action, step.next_state, response, limit)
+            except TooManyTokens:
+                if self.max_length is None:
+                    raise
+                transcript.give_up()
+                break
             state = step.next_state
         return transcript.trajectory(scores=score)
 
-    async def _start(self, data: Mapping[str, Any]) -> tuple[str, list[int], bytes]:
+    async def _read(
+        self, transcript: Transcript, said: str, next_state: str, response: LLMResponse, limit: int | None
+    ) -> None:
+        """The next state, after what was said: the rest of it, or all of it as another sequence."""
+        if next_state.startswith(said):
+            rest = next_state[len(said) :]
+            transcript.read(await beside_loop(len(rest), continuation, self.tokenizer, rest, response, limit))
+        else:
+            transcript.begin(await self._prompt(next_state, limit))
+
+    async def _start(self, data: Mapping[str, Any], limit: int | None) -> tuple[str, list[int], bytes]:
         """The first state, as text and as tokens, and the pickled extra_info."""
         state, info = await self.environment.reset(cloudpickle.dumps(data.get("extra_info") or {}))
         if state is not None:
-            return state, self._prompt(state), info
+            return state, await self._prompt(state, limit), info
         state = prompt_text(data, self.tokenizer, self.chat_template_options)
-        return state, prompt_ids(data, self.tokenizer, self.chat_template_options), info
+        tokens = await beside_loop(len(state), prompt_ids, data, self.tokenizer, self.chat_template_options, limit)
+        return state, tokens, info
 
-    def _prompt(self, state: str) -> list[int]:
-        return raw_prompts(self.tokenizer, [state])[0]
+    async def _prompt(self, state: str, limit: int | None) -> list[int]:
+        return (await beside_loop(len(state), raw_prompts, self.tokenizer, [state], limit))[0]
 
 
 __all__ = ["STEP_KEYS", "Environment", "EnvironmentWorkflow", "Step"]

@@ -194,14 +194,14 @@ class GymWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
         async with self.environment.episode(_seed(data), data.get("env_options")) as episode:
             conversation = self._begin(self._prompt(episode.observation))
-            transcript = conversation.transcript
             while await conversation.ask(engine, self.gconfig) is not None:
+                transcript = conversation.transcript
                 turn = await episode.step(conversation.answer)
                 transcript.reward(turn.reward)
                 if turn.is_done or transcript.num_turns == self.max_turns:
                     break
                 conversation.reply({"role": "user", "content": turn.observation})
-            return transcript.trajectory()
+            return conversation.transcript.trajectory()
 
     def _prompt(self, observation: str) -> dict[str, Any]:
         if not self.is_chat:

@@ -83,15 +83,15 @@ class MultiTurnWorkflow(RolloutWorkflow):
         return prompt_ids(data, self.tokenizer, self.chat_template_options)
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
-        conversation = self._begin(data)
-        transcript, score = conversation.transcript, 0.0
+        conversation, score = self._begin(data), 0.0
         while (response := await conversation.ask(engine, self.gconfig)) is not None:
             answer = conversation.answer
             read, written = response.input_tokens, response.output_tokens
             score = await self.reward_fn(**reward_arguments(data, conversation.prompt, answer, read, written))
-            if score >= self.solved or transcript.num_turns == self.max_turns:
+            if score >= self.solved or conversation.transcript.num_turns == self.max_turns:
                 break
             conversation.reply({"role": "user", "content": self._feedback(data, answer, score)})
+        transcript = conversation.transcript
         return transcript.trajectory(score * self.turn_discount ** (transcript.num_turns - 1), scores=score)
 
     def _feedback(self, data: Mapping[str, Any], answer: str, reward: float) -> str:

@@ -22,6 +22,8 @@ class ScriptedEngine:
             completions that is gone through again and again. Cut at the request's `max_new_tokens`.
         latency: seconds that a completion takes, or a function of the request. Tokens are made evenly spread over it.
         logprob: log-probability of every token.
+        version: of the policy.
+        context_length: what the engine says that prompt and completion may have together, in tokens.
 
     Each token carries the version at the moment when it was made; `pause` stops the engine's clock.
     """
@@ -32,11 +34,13 @@ class ScriptedEngine:
         latency: float | Callable[[LLMRequest], float] = 0.0,
         logprob: float = -1.0,
         version: int = 0,
+        context_length: int | None = None,
     ) -> None:
         self._script = None if callable(answer) else itertools.cycle([list(tokens) for tokens in answer])
         self._answer = answer
         self._latency = latency
         self._logprob = logprob
+        self.context_length = context_length
         self._lock = threading.Lock()
         self._paused_at: float | None = None
         self._offset = 0.0

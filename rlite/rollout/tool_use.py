@@ -87,16 +87,15 @@ class ToolUseWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
         conversation = self._begin(data)
         self._check_shown(conversation)
-        transcript, first_prompt = conversation.transcript, conversation.transcript.tokens
         num_calls = num_errors = 0
         answer: Message = {}
-        last: LLMResponse | None = None
+        first: LLMResponse | None = None
         numbers = itertools.count(1)
         while (response := await conversation.ask(engine, self.gconfig)) is not None:
-            last = response
+            first, last = first or response, response
             content, calls = self.tool_format.parse(self._text(response))
             answer = {"role": "assistant", "content": content if calls else conversation.answer}
-            if not calls or transcript.num_turns == self.max_turns:
+            if not calls or conversation.transcript.num_turns == self.max_turns:
                 break
             asked = numbered(calls, numbers)
             answer = {**answer, "tool_calls": asked}
@@ -107,11 +106,12 @@ class ToolUseWorkflow(RolloutWorkflow):
                 for call, entry, result in zip(calls, asked, results, strict=True)
             ]
             conversation.reply(*said, answer=answer)
-        assert last is not None  # the first turn has room, or the prompt is refused
-        arguments = reward_arguments(data, conversation.prompt, answer["content"], first_prompt, last.output_tokens)
+        assert first is not None  # the first turn has room, or the prompt is refused
+        prompt, written = first.input_tokens, last.output_tokens
+        arguments = reward_arguments(data, conversation.prompt, answer["content"], prompt, written)
         arguments["conversation"] = [*conversation.messages, *([answer] if conversation.is_answered else [])]
         reward = await self.reward_fn(**arguments)
-        return transcript.trajectory(reward, num_tool_calls=num_calls, num_tool_errors=num_errors)
+        return conversation.transcript.trajectory(reward, num_tool_calls=num_calls, num_tool_errors=num_errors)
 
     def _check_shown(self, conversation: Conversation) -> None:
         if not conversation.is_chat:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from tensordict import TensorDict
 
-from rlite.data.raw import raw_tokens
+from rlite.data.raw import bounded_tokens
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.batch import pad_trajectories, sequence_row
 from rlite.rollout.workflow import RolloutError, Tokenizer
@@ -103,7 +103,7 @@ class Transcript:
         if self.max_length is not None:
             room = self.max_length - len(sequence.tokens)
             if room < 1:
-                self._give_up()
+                self.give_up()
                 return None
             if gconfig.max_new_tokens > room:
                 gconfig = gconfig.new(max_new_tokens=room, min_new_tokens=min(gconfig.min_new_tokens, room))
@@ -115,7 +115,8 @@ class Transcript:
         self.write(response)
         return response
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """End the current sequence as truncated; what the model cannot answer is dropped from it."""
         self._sequences[-1].drop_unanswered()
         if not self._sequences[-1].tokens:
             self._sequences.pop()
@@ -152,9 +153,12 @@ class Transcript:
         return rows
 
 
-def continuation(tokenizer: Tokenizer, text: str, response: LLMResponse) -> list[int]:
-    """The tokens of `text` after a turn, without the end token that it begins with if the model has written that."""
-    tokens = raw_tokens(tokenizer, [text])[0]
+def continuation(tokenizer: Tokenizer, text: str, response: LLMResponse, limit: int | None = None) -> list[int]:
+    """The tokens of `text` after a turn, without the end token that it begins with if the model has written that.
+
+    Raises: TooManyTokens for a text that is far longer than `limit` tokens.
+    """
+    tokens = bounded_tokens(tokenizer, text, limit)
     end = response.output_tokens[-1:]
     is_written = response.stop_reason == "stop" and tokens[:1] == end
     return tokens[1:] if is_written and not tokenizer.decode(end, skip_special_tokens=True) else tokens

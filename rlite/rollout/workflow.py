@@ -10,8 +10,9 @@ import torch
 from jinja2.exceptions import TemplateError
 from tensordict import TensorDict
 
-from rlite.data.raw import TextTokenizer, raw_prompts
+from rlite.data.raw import TextTokenizer, bounded_tokens, raw_prompts
 from rlite.errors import DataError, RliteError
+from rlite.rollout.background import beside_loop
 from rlite.rollout.batch import sequence_row
 from rlite.rollout.rewards import RewardFunction
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse
@@ -102,11 +103,12 @@ class SingleTurnWorkflow(RolloutWorkflow):
         return prompt_ids(data, self.tokenizer, self.chat_template_options)
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
-        input_ids = prompt_ids(data, self.tokenizer, self.chat_template_options)
+        prompt = prompt_text(data, self.tokenizer, self.chat_template_options)
+        limit = context_length(engine)
+        input_ids = await beside_loop(len(prompt), prompt_ids, data, self.tokenizer, self.chat_template_options, limit)
         response = await engine.agenerate(LLMRequest(input_ids=input_ids, gconfig=self.gconfig))
         if response.stop_reason == "abort":
             raise RolloutError(f"the engine aborted the completion after {response.output_len} tokens")
-        prompt = prompt_text(data, self.tokenizer, self.chat_template_options)
         completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
         arguments = reward_arguments(data, prompt, completion, response.input_tokens, response.output_tokens)
         return trajectory(response, reward=await self.reward_fn(**arguments))
@@ -125,19 +127,28 @@ def reward_arguments(
     }
 
 
+def context_length(engine: AsyncInference, max_length: int | None = None) -> int | None:
+    """Return the most tokens of one sequence: `max_length`, else what the engine takes; None if nobody says."""
+    return getattr(engine, "context_length", None) if max_length is None else max_length
+
+
 def prompt_ids(
-    data: Mapping[str, Any], tokenizer: Tokenizer, chat_template_options: Mapping[str, Any] | None = None
+    data: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    chat_template_options: Mapping[str, Any] | None = None,
+    limit: int | None = None,
 ) -> list[int]:
     """An item's prompt as tokens: its `input_ids`, `messages` or `prompt`.
 
-    Raises: DataError if it has none, or if the chat template refuses its messages.
+    Raises: DataError if it has none, or if the chat template refuses its messages; TooManyTokens for a text that is far
+        longer than `limit` tokens.
     """
     if "input_ids" in data:
         return [int(token) for token in data["input_ids"]]
     prompt = _prompt(data)
     if isinstance(prompt, str):
-        return raw_prompts(tokenizer, [prompt])[0]
-    return _rendered(tokenizer, prompt, {**(chat_template_options or {}), "tokenize": True, "return_dict": False})
+        return raw_prompts(tokenizer, [prompt], limit)[0]
+    return bounded_tokens(tokenizer, prompt_text(data, tokenizer, chat_template_options), limit)
 
 
 def prompt_text(

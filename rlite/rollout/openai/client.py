@@ -10,7 +10,6 @@ from typing import Any
 from rlite.errors import ConfigError
 from rlite.rollout.openai.errors import ApiError
 from rlite.rollout.openai.export import Style
-from rlite.rollout.openai.requests import parse_json
 from rlite.rollout.openai.responses import description, server_sent_events
 from rlite.rollout.openai.session import AgentSession
 
@@ -76,10 +75,8 @@ class _SessionTransport(_http.AsyncBaseTransport):
 
     async def _answer(self, method: str, path: str, body: bytes) -> Any:
         match method, path.removeprefix("/v1"):
-            case "POST", "/chat/completions":
-                reply = self._session.chat(parse_json(body))
-            case "POST", "/completions":
-                reply = self._session.completion(parse_json(body))
+            case "POST", "/chat/completions" | "/completions" as asked:
+                reply = await self._session.answer(asked, body)
             case "GET", "/models":
                 return _http.Response(200, json={"object": "list", "data": [description(self._session.model)]})
             case "GET", other if other == f"/models/{self._session.model}":

@@ -16,9 +16,8 @@ from weakref import WeakKeyDictionary
 
 from rlite.errors import ConfigError
 from rlite.rollout.openai.errors import ApiError, unknown_model
-from rlite.rollout.openai.requests import parse_json
 from rlite.rollout.openai.responses import description, server_sent_events
-from rlite.rollout.openai.session import AgentSession, Reply
+from rlite.rollout.openai.session import MAX_BODY_BYTES, AgentSession, Reply, too_large
 
 try:
     from aiohttp import web
@@ -27,7 +26,6 @@ except ModuleNotFoundError as error:
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 << 20
 BACKLOG = 4096
 """connections that may wait to be taken: as many agents as begin at once"""
 CLOSE_SECONDS = 1.0
@@ -117,8 +115,8 @@ class _Server:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
         app.add_routes(
             [
-                web.post("/v1/chat/completions", self._answering(AgentSession.chat)),
-                web.post("/v1/completions", self._answering(AgentSession.completion)),
+                web.post("/v1/chat/completions", self._answering("/chat/completions")),
+                web.post("/v1/completions", self._answering("/completions")),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{model:.+}", self._model),
             ]
@@ -133,14 +131,15 @@ class _Server:
         self.port = runner.addresses[0][1]
         self._runner = runner
 
-    def _answering(self, ask: Callable[[AgentSession, Any], Reply]) -> Handler:
+    def _answering(self, path: str) -> Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
             guest = self._guest(request)
             task = asyncio.current_task()
             assert task is not None
             guest.requests.add(task)
             try:
-                return await _send(request, ask(guest.session, parse_json(await request.read())))
+                body = await _body(request, guest.session.max_body_bytes)
+                return await _send(request, await guest.session.answer(path, body))
             finally:
                 guest.requests.discard(task)
 
@@ -163,6 +162,16 @@ class _Server:
         if scheme.lower() != "bearer" or guest is None or not hmac.compare_digest(_digest(guest.token), _digest(token)):
             raise ApiError("the API key is not that of a session under way", 401, code="invalid_api_key")
         return guest
+
+
+async def _body(request: web.Request, max_bytes: int) -> bytes:
+    """Read what the client sends. Raises: ApiError for more than `max_bytes`; if the length is told, before reading."""
+    if (request.content_length or 0) > max_bytes:
+        raise too_large(max_bytes)
+    try:
+        return await request.clone(client_max_size=max_bytes).read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise too_large(max_bytes) from error
 
 
 async def _send(request: web.Request, reply: Reply) -> web.StreamResponse:
@@ -195,8 +204,6 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except ApiError as error:
         return _refusal(error)
-    except web.HTTPRequestEntityTooLarge:
-        return _refusal(ApiError(f"the body is longer than {MAX_BODY_BYTES} bytes", 413))
     except web.HTTPException as error:
         return _refusal(ApiError(f"{request.method} {request.path}: {error.reason}", error.status))
     except ConnectionError:  # the client has gone, and its turn counts as aborted

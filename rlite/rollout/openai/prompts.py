@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from rlite.data.chat import STAND_IN
-from rlite.data.raw import raw_prompts, raw_tokens
+from rlite.data.raw import bounded_tokens, raw_prompts
 from rlite.errors import DataError
 from rlite.rollout.openai.recording import Turn
 from rlite.rollout.template import Message, TemplateRefusal, render
@@ -44,16 +44,23 @@ class ChatPrompts:
     Args:
         tokenizer: with a chat template, if there are conversations.
         chat_template_options: further keyword arguments for `apply_chat_template`.
+        limit: tokens that fit into the model's context; None does not bound texts.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat_template_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template_options: Mapping[str, Any] | None = None,
+        limit: int | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self._limit = limit
         self._options = dict(chat_template_options or {})
 
     def chat(self, messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -> Prompt:
         """The prompt for the answer to `messages`, continuing one of `turns` if it does.
 
-        Raises: DataError if the template refuses the conversation, or leaves out its tools or calls.
+        Raises: DataError if the template refuses the conversation, or leaves out its tools or calls; TooManyTokens.
         """
         text = self._render(messages, tools, add_generation_prompt=True)
         _check_text(text, "messages")
@@ -63,7 +70,7 @@ class ChatPrompts:
             tokens = None if rest is None else self._tokens_after(turn, rest)
             if tokens is not None:
                 return Prompt(turn.sequence + tokens, text, turn)
-        return Prompt(raw_tokens(self.tokenizer, [text])[0], text, None)
+        return Prompt(bounded_tokens(self.tokenizer, text, self._limit), text, None)
 
     def text(self, prompt: str | list[int], turns: Sequence[Turn]) -> Prompt:
         """A prompt without a template. It continues a turn whose text, or tokens, it begins with."""
@@ -73,9 +80,9 @@ class ChatPrompts:
             for turn in sorted(raw, key=lambda turn: -len(turn.prompt_text + turn.text)):
                 said = turn.prompt_text + turn.text
                 if turn.prompt_text and len(prompt) > len(said) and prompt.startswith(said):
-                    rest = raw_tokens(self.tokenizer, [prompt[len(said) :]])[0]
+                    rest = bounded_tokens(self.tokenizer, prompt[len(said) :], self._limit)
                     return Prompt(turn.sequence + rest, prompt, turn)
-            return Prompt(raw_prompts(self.tokenizer, [prompt])[0], prompt, None)
+            return Prompt(raw_prompts(self.tokenizer, [prompt], self._limit)[0], prompt, None)
         for turn in sorted(raw, key=lambda turn: -len(turn.sequence)):
             if prompt[: len(turn.sequence)] == turn.sequence:
                 return Prompt(prompt, "", turn)
@@ -108,7 +115,7 @@ class ChatPrompts:
     def _tokens_after(self, turn: Turn, text: str) -> list[int] | None:
         """The tokens of `text`, without the end token that it begins with if the model has written that itself; None if
         the model has ended its turn with another one than the template."""
-        tokens = raw_tokens(self.tokenizer, [text])[0]
+        tokens = bounded_tokens(self.tokenizer, text, self._limit)
         last = turn.output_ids[-1:]
         if turn.finish_reason != "stop" or self.tokenizer.decode(last, skip_special_tokens=True):
             return tokens

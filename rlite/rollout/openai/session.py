@@ -12,19 +12,28 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from rlite.data.raw import TooManyTokens
 from rlite.errors import ConfigError, DataError, RliteError
+from rlite.rollout.background import beside_loop
 from rlite.rollout.openai import responses
 from rlite.rollout.openai.errors import ApiError
 from rlite.rollout.openai.export import Style, export
 from rlite.rollout.openai.prompts import ChatPrompts, Prompt
 from rlite.rollout.openai.recording import Recording, Turn
-from rlite.rollout.openai.requests import ModelRequest, read_chat, read_completion
+from rlite.rollout.openai.requests import ModelRequest, parse_json, read_chat, read_completion
 from rlite.rollout.openai.responses import Choice, Delta, Envelope
 from rlite.rollout.openai.text import TextStream
 from rlite.rollout.seeds import mix
 from rlite.rollout.tool_calls import ToolCallFormat, tool_call_format
-from rlite.rollout.workflow import Tokenizer
+from rlite.rollout.workflow import Tokenizer, context_length
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest
+
+MAX_BODY_BYTES = 64 << 20
+"""of a request, whatever the context"""
+MIN_BODY_BYTES = 8 << 20
+"""of a request that is always read: templates may leave out most of a conversation"""
+BODY_BYTES_PER_TOKEN = 64
+"""of a request, for each token of the context"""
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,12 @@ class AgentSession:
         self.failure: RliteError | None = None
         """the engine's own, which no agent can help"""
         self._gconfig = GenerationHyperparameters.from_mapping(gconfig)
-        self._prompts = ChatPrompts(tokenizer, chat_template_options)
+        limit = context_length(engine, max_length)
+        self._prompts = ChatPrompts(tokenizer, chat_template_options, limit)
+        self.max_body_bytes = MAX_BODY_BYTES
+        """the longest request that is read"""
+        if limit is not None:
+            self.max_body_bytes = min(MAX_BODY_BYTES, max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * limit))
         self._tool_format = tool_call_format(tool_format, tokenizer)
         self._max_length = max_length
         self._is_sampling_fixed = is_sampling_fixed
@@ -112,8 +126,25 @@ class AgentSession:
 
     # -- serving -------------------------------------------------------------------------------------------------
 
+    async def answer(self, path: str, body: bytes) -> Reply:
+        """Answer a request as it travels; a long one is read and tokenised beside the event loop.
+
+        Args:
+            path: "/chat/completions" or "/completions".
+            body: JSON.
+
+        Raises: as `chat`.
+        """
+        if len(body) > self.max_body_bytes:
+            raise too_large(self.max_body_bytes)
+        ask = self.chat if path == "/chat/completions" else self.completion
+        return await beside_loop(len(body), lambda: ask(parse_json(body)))
+
     def chat(self, body: Any) -> Reply:
-        """Answer a body of /chat/completions. Raises: ApiError, here or before the first message."""
+        """Answer a body of /chat/completions. It is tokenised here: see `answer`.
+
+        Raises: ApiError, here or before the first message.
+        """
         request = read_chat(body, self.model, self._gconfig)
         assert request.messages is not None
         with _refused():
@@ -267,6 +298,12 @@ def _closed() -> ApiError:
     return ApiError("the session has ended", 409, code="session_closed")
 
 
+def too_large(num_bytes: int) -> ApiError:
+    """For a request with a longer body than the session reads."""
+    message = f"the body is longer than {num_bytes} bytes, which is far more than the model's context holds"
+    return ApiError(message, 413, code="context_length_exceeded")
+
+
 def _too_long(message: str) -> ApiError:
     return ApiError(message, param="messages", code="context_length_exceeded")
 
@@ -276,6 +313,8 @@ def _refused() -> Iterator[None]:
     """What is wrong with a conversation is the client's to read."""
     try:
         yield
+    except TooManyTokens as error:
+        raise _too_long(str(error)) from error
     except DataError as error:
         param = str(error).partition(":")[0]
         raise ApiError(str(error), param=param, code="invalid_value") from error
