@@ -47,6 +47,10 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint's file is missing, cut short or changed since it was written."""
 
 
+class DivergedError(RliteError, ArithmeticError):
+    """Training no longer learns: losses, gradients or weights are not finite."""
+
+
 class WorkerError(RliteError, RuntimeError):
     """A worker cannot serve calls any more; the engine has to be built again."""
 

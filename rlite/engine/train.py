@@ -185,8 +185,8 @@ class RliteTrainEngine(Engine):
             loss_weight_fn: data -> what the microbatch's mean counts, e.g. its number of action tokens.
 
         Returns: the batch's `loss`, what loss_fn reports, `grad_norm`, `lr`, `weight`, `num_tokens`,
-            `num_microbatches` per rank; `is_skipped` is 1 if no step was made, because the weight is 0 or a gradient
-            is not finite.
+            `num_microbatches` per rank; `is_skipped` is 1 if no step was made, because the weight is 0, or the loss
+            or a gradient is not finite.
         Raises: DataError for a batch of another form, or a sequence longer than a microbatch.
         """
         return self._atomic("train_batch", batch, loss_fn, loss_weight_fn)
@@ -216,6 +216,10 @@ class RliteTrainEngine(Engine):
             for local, value in values.items():
                 padded[rows[local], : len(value)] = value  # as wide as its rank's longest row
         return padded
+
+    def nonfinite_parameters(self) -> list[str]:
+        """Return the names of parameters that hold NaN or infinity, on any worker."""
+        return sorted({name for names in self.group.broadcast("nonfinite_parameters") for name in names})
 
     def device_usage(self) -> list[DeviceUsage]:
         """Each worker's device and the most memory that its process held there since the last call."""

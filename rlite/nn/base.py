@@ -43,6 +43,9 @@ class BaseTrainModule(nn.Module):
     def on_weights_materialized(self) -> None:
         """Called in every worker when its shard of the weights is on the device: make the optimizer here."""
 
+    def on_state_loaded(self) -> None:
+        """Called in every worker after a checkpoint to resume from was loaded."""
+
     def fsdp_units(self) -> list[nn.Module]:
         """The submodules whose parameters are gathered together; by default each entry of each `nn.ModuleList`."""
         return [child for module in self.modules() if isinstance(module, nn.ModuleList) for child in module]

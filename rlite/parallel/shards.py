@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ class ParameterShard:
     @property
     def box(self) -> Box:
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.tensor.shape, strict=True))
+
+
+def nonfinite_names(shards: Mapping[str, ParameterShard]) -> list[str]:
+    """Return the names of shards that hold NaN or infinity."""
+    return [name for name, shard in shards.items() if not torch.isfinite(shard.tensor).all()]
 
 
 class CheckpointReader:

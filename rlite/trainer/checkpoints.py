@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ class Checkpoints:
         self._is_asynchronous = is_asynchronous
         self._under_way: list[StateWriting] = []
         self._newest = -1
+        self._resumed = -1
+        self._good = -1
+        self._own: list[int] = []
         self.found = self._find(wanted)
 
     def _find(self, wanted: str | None) -> Path | None:
@@ -82,7 +86,9 @@ class Checkpoints:
                 raise DamagedCheckpointError(f"{path}: there is no {_beside(path, missing[0]).name} beside it")
             for name, other in beside.items():
                 other.load_state(_beside(path, name))
-            return engine.load_state(path)
+            facts = engine.load_state(path)
+            self._resumed = facts["step"]
+            return facts
         except DamagedCheckpointError as error:
             good = self._last_good(_steps(self._folder), beside) if self._wanted == "latest" else None
             if good is not None:
@@ -114,6 +120,7 @@ class Checkpoints:
         own = {"step": step, "beside": [*beside], **facts}
         self._write(engine, path, self._is_asynchronous, own, kept)
         self._newest = step
+        self._own.append(step)
         if not self._is_asynchronous:
             self.finish()
 
@@ -148,13 +155,40 @@ class Checkpoints:
             raise errors[0]
         self._clear()
 
+    def confirm(self) -> None:
+        """Take the newest for good: a step from its weights was finite. Those that are too many are then deleted."""
+        newest = max(self._newest, self._resumed)
+        if self._good < newest:
+            self._good = newest
+            if not self._under_way:
+                self._clear()
+
+    def set_aside(self) -> tuple[list[Path], Path | None]:
+        """Rename those of this run that nothing confirmed to `diverged-N`, which is never found as the latest.
+
+        Returns: where they are now; the newest that is left, if any.
+        """
+        with suppress(CheckpointError):  # a write that failed is not there
+            self.finish()
+        aside = []
+        for step, path in sorted(_steps(self._folder).items()):
+            if step > self._good and step in self._own:
+                for folder in [path, *self._folder.glob(f"{path.name}-*")]:
+                    renamed = folder.with_name(folder.name.replace("step-", "diverged-", 1))
+                    shutil.rmtree(renamed, ignore_errors=True)
+                    folder.rename(renamed)
+                aside.append(path.with_name(f"diverged-{step}"))
+        left = _steps(self._folder)
+        return aside, left[max(left)] if left else None
+
     def _clear(self) -> None:
-        """Delete what is too much; nothing is as long as the newest is not there."""
+        """Delete the good ones that are too many; nothing, as long as the newest is not there."""
         steps = _steps(self._folder)
         if self._newest not in steps:
             return
-        own = sorted(step for step in steps if step <= self._newest)
-        for step in steps.keys() - set(own[-self._keep :]):
+        good = sorted(step for step in steps if step <= self._good)
+        unconfirmed = {step for step in steps if self._good < step <= self._newest}
+        for step in steps.keys() - set(good[-self._keep :]) - unconfirmed:
             self._delete(steps[step])
         for path in self._folder.glob("step-*-*"):
             if not path.with_name(path.name.rpartition("-")[0]).exists():

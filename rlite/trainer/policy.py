@@ -67,6 +67,16 @@ class _Optimized(LoraTrainModule):
         self.optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=options.weight_decay, fused=True)
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(schedule, options=options))
 
+    def on_state_loaded(self) -> None:
+        """Take the peak rate and the weight decay of this run's options: those that were saved may be of others."""
+        options, scheduler = self.optimizer_options, self.lr_scheduler
+        if options is None or self.optimizer is None or scheduler is None:
+            return
+        lr = options.lr * schedule(scheduler.last_epoch, options)
+        scheduler.base_lrs = [options.lr for _ in scheduler.base_lrs]
+        for group in self.optimizer.param_groups:
+            group.update(initial_lr=options.lr, lr=lr, weight_decay=options.weight_decay)
+
 
 class PolicyModule(_Optimized, HuggingFaceFsdp2TrainModule):
     """A causal model."""

@@ -15,11 +15,12 @@ from typing import Any
 
 from rlite import config
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CheckpointError, ConfigError
+from rlite.errors import CheckpointError, ConfigError, DivergedError
 from rlite.observability import stats_tracker, trace
 from rlite.observability.console import ConsoleReporter
 from rlite.observability.sinks import Run, open_sinks
 from rlite.trainer.checkpoints import NO_ENGINES, Checkpoints
+from rlite.trainer.divergence import WATCHED, DivergenceWatch
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,10 @@ class RunOptions:
     save_async: bool = True
     """write checkpoints while training goes on, from a copy in host memory"""
     keep: int = 2
-    """checkpoints to keep"""
+    """checkpoints to keep; an old one is deleted once a step after a newer one was finite"""
+    max_skipped_steps: int = 5
+    """steps in a row without an update, because the loss or the gradients are not finite, after which the run stops; so
+    does one in which half of the last 4 times as many were skipped"""
     best_metric: str | None = None
     """metric of the evaluation (test_loss; ppo: accuracy) whose best model so far is kept in best/ (Hugging Face)"""
     best_is_highest: bool | None = None
@@ -61,7 +65,7 @@ class RunOptions:
     """first and last step of the trace; by default all"""
 
     def __post_init__(self) -> None:
-        for name in ("save_freq", "keep", "test_freq"):
+        for name in ("save_freq", "keep", "test_freq", "max_skipped_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}={getattr(self, name)}: expected at least 1")
         steps = self.trace_steps
@@ -99,6 +103,8 @@ class TrainingRun:
         self.step = 0
         self._best: float | None = None
         self._has_missed_best = False
+        self._watch = DivergenceWatch(options.max_skipped_steps)
+        self._engines: Mapping[str, RliteTrainEngine] = {}
         self._checkpoints = Checkpoints(
             self.folder / "state", options.keep, options.load_ckpt_from, is_asynchronous=options.save_async
         )
@@ -106,9 +112,13 @@ class TrainingRun:
     def restore(self, engine: RliteTrainEngine, beside: Mapping[str, RliteTrainEngine] = NO_ENGINES) -> dict[str, Any]:
         """Load the checkpoint to resume from into the engine, and into those `beside` it, by name.
 
-        Returns: its facts ({} for a new run). Raises: CheckpointError, if it is of another trainer too.
+        Returns: its facts ({} for a new run). Raises: CheckpointError, if it is of another trainer too, or its weights
+            are not finite.
         """
+        self._engines = {"model": engine, **beside}
         facts = self._checkpoints.restore(engine, beside)
+        if facts and (damage := self._nonfinite_weights()):
+            raise CheckpointError(f"{self._checkpoints.found}: {damage}; resume from an earlier one")
         if facts and facts.get("config", self._kind) != self._kind:
             raise CheckpointError(
                 f"{self._checkpoints.found}: saved by a run of {facts['config']}, and this one is of {self._kind}: "
@@ -180,12 +190,51 @@ class TrainingRun:
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of the step that has just ended.
 
-        Raises: CheckpointError if the last checkpoint, which is written meanwhile, could not be.
+        Raises: CheckpointError if the last checkpoint, which is written meanwhile, could not be; DivergedError.
         """
         self._sinks.log(self.step, metrics)
         self.console.log(self.step, metrics)
         self._checkpoints.look()
         self._follow_trace()
+        if self._watch.see(metrics):
+            self._checkpoints.confirm()
+        elif self._watch.num_skipped == 1 or self._watch.has_diverged:
+            self._alarm(metrics)
+
+    def _alarm(self, metrics: Mapping[str, float]) -> None:
+        """Report the first skipped update of several. Raises: DivergedError if there were too many."""
+        damage = self._nonfinite_weights()
+        cause = damage or "the loss or the gradients are not finite, the weights are"
+        if damage or self._watch.has_diverged:
+            raise self._diverged(cause)
+        values = ", ".join(f"{key} {metrics[key]}" for key in WATCHED if key in metrics)
+        self.console.report(
+            f"ALARM at step {self.step}: an update was skipped",
+            {
+                "cause": f"{cause} ({values}); a lower lr is the usual remedy",
+                "from here": f"no checkpoint is written until a step is finite, and the run stops after "
+                f"trainer.max_skipped_steps={self._options.max_skipped_steps} such steps in a row",
+            },
+        )
+
+    def _diverged(self, cause: str) -> DivergedError:
+        """What ends the run. Checkpoints after which no step was finite are set aside: `latest` passes them over."""
+        aside, good = self._checkpoints.set_aside()
+        way = f"Resume from {good}" if good else "Start anew"
+        moved = f" {aside[-1]} is set aside, because no step after it was finite." if aside else ""
+        return DivergedError(
+            f"training diverged at step {self.step}: {cause}. Updates were skipped in {self._watch.describe()}.{moved} "
+            f"{way} with a lower lr or max_grad_norm, or look at the data and the loss"
+        )
+
+    def _nonfinite_weights(self) -> str:
+        """Name the weights that are not finite; "" if all are."""
+        found = {key: engine.nonfinite_parameters() for key, engine in self._engines.items()}
+        return "; ".join(
+            f"weights hold NaN or infinity: {key} {', '.join(names[:3])}{', ...' if names[3:] else ''}"
+            for key, names in found.items()
+            if names
+        )
 
     def is_due(self, every: int) -> bool:
         """Whether something that happens every so many steps, and at the end, happens now."""
@@ -200,13 +249,18 @@ class TrainingRun:
     ) -> None:
         """Write latest/ for others (of those `beside` the engine NAME_latest/), and state/step-N to resume from.
 
-        `restore` returns the facts, which JSON can hold, and what is `kept` besides: plain values and tensors.
+        `restore` returns the facts, which JSON can hold, and what is `kept` besides: plain values and tensors. After a
+        skipped update nothing is written, but for the state at the very end, which displaces no other.
         """
+        is_suspect = self._watch.num_skipped > 0
+        if is_suspect and self.step != self.total_steps:
+            return
         # in this order: a run that is killed in between makes these steps again, and then both
         with trace.span("checkpoint", step=self.step):
-            for name, other in beside.items():
-                other.save(self.folder / f"{name}_latest")
-            engine.save(self.folder / "latest")
+            if not is_suspect:
+                for name, other in beside.items():
+                    other.save(self.folder / f"{name}_latest")
+                engine.save(self.folder / "latest")
             facts = {"config": self._kind, "best": self._best, **facts}
             self._checkpoints.save(self.step, engine, beside, facts, kept)
 
@@ -235,9 +289,15 @@ class TrainingRun:
             engine.save(self.folder / "best")
 
     def close(self) -> None:
-        """Wait for the last checkpoint; close the sinks and the progress bar. Raises: CheckpointError."""
+        """Wait for the last checkpoint; close the sinks and the progress bar.
+
+        Raises: CheckpointError; DivergedError if the last updates were skipped.
+        """
         try:
             self._checkpoints.finish()
+            if self._watch.num_skipped:
+                raise self._diverged("the last updates were skipped, for a loss or gradients that are not finite")
+            self._checkpoints.confirm()
         finally:
             if self._options.trace:
                 trace.stop()

@@ -327,6 +327,7 @@ def test_a_run_hears_of_a_failed_write_at_the_next_step_and_keeps_the_newest_goo
         checkpoints.look()
         assert names(tmp_path) == ["step-1", "step-1-critic"]
     checkpoints.finish()
+    checkpoints.confirm()
     assert names(tmp_path) == ["step-2", "step-2-critic"]
     for step, broken in ((3, "step-3-critic"), (4, "step-4")):
         with disk_full_for(monkeypatch, tmp_path / broken, "rank-1.pt"):
@@ -375,6 +376,8 @@ def test_a_run_keeps_the_newest_and_names_the_last_good_one(build: Build, tmp_pa
         weights[step] = learn(engine, range(step, step + 1)), learn(critic, range(step, step + 1))
         checkpoints.save(step, engine, beside, {"position": 10 * step})
     checkpoints.finish()
+    assert len(names(tmp_path)) == 6, "none is deleted before a newer one is known to be good"
+    checkpoints.confirm()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-2-critic", "step-30", "step-30-critic"]
 
     def resume(wanted: str) -> Checkpoints:
@@ -402,7 +405,8 @@ def test_a_run_keeps_the_newest_and_names_the_last_good_one(build: Build, tmp_pa
             shutil.rmtree(tmp_path / f"step-30{name}")
             (tmp_path / f"whole{name}").rename(tmp_path / f"step-30{name}")
     good.save(3, engine, beside, {})
-    good.finish()  # those of the future that was given up go with the oldest
+    good.finish()
+    good.confirm()  # those of the future that was given up go with the oldest
     assert {path.name for path in tmp_path.glob("step-*")} == {"step-2", "step-2-critic", "step-3", "step-3-critic"}
 
 

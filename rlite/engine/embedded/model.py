@@ -15,7 +15,7 @@ from rlite.engine.embedded.lean import LeanDecoder
 from rlite.errors import CheckpointError, ConfigError
 from rlite.nn.linear import speed_up_linear_layers
 from rlite.nn.meta import meta_parameters, real_tensors
-from rlite.parallel.shards import Box, CheckpointReader, ParameterShard
+from rlite.parallel.shards import Box, CheckpointReader, ParameterShard, nonfinite_names
 from rlite.parallel.tensor import TensorParallelPlan
 
 
@@ -130,6 +130,10 @@ class ShardedModel:
                 if (found := reader.shape(name)) != place.global_shape:
                     raise CheckpointError(f"{path}: {name!r} is {found}, the config says {place.global_shape}")
                 place.get().copy_(reader.read(name, place.box))
+        if names := nonfinite_names(self.parameter_shards()):
+            raise CheckpointError(
+                f"{path}: the weights are not finite in {self.dtype}: {names[0]} holds NaN or infinity"
+            )
 
     def allocate(self) -> None:
         """Bring the parameters to the device; those on meta get memory without a defined content."""

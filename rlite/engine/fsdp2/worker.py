@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -46,7 +47,7 @@ from rlite.parallel.fsdp import (
 from rlite.parallel.mesh import ParallelDims, make_mesh
 from rlite.parallel.offload import keep_on_host_between_steps, move_state
 from rlite.parallel.processes import subgroup
-from rlite.parallel.shards import CheckpointReader, ParameterShard
+from rlite.parallel.shards import CheckpointReader, ParameterShard, nonfinite_names
 from rlite.parallel.usage import DeviceUsage, device_usage, give_back_cached_memory
 
 Loss = Callable[[Any, dict[str, Any]], Any]
@@ -126,6 +127,13 @@ class Fsdp2Worker:
             if shape != box.global_shape:
                 raise CheckpointError(f"{stored}: the model needs shape {box.global_shape}, {source} has {shape}")
             box.tensor.copy_(self.module.preprocess_named_parameter(name, reader.read(stored, box.box)))
+        if names := self.nonfinite_parameters():
+            where = "materialization_source()" if isinstance(source, Mapping) else source
+            raise CheckpointError(f"{where}: the weights are not finite: {names[0]} holds NaN or infinity")
+
+    def nonfinite_parameters(self) -> list[str]:
+        """Names of the parameters of which this rank's part holds NaN or infinity."""
+        return nonfinite_names(self.parameter_shards())
 
     # -- the user's methods --------------------------------------------------------------------------------------
 
@@ -159,14 +167,14 @@ class Fsdp2Worker:
         except Exception:  # a loss that raises must not leave its first microbatches to the next step
             forget_gradients(self.module)
             raise
-        grad_norm = self._clip()
-        is_skipped = not torch.isfinite(torch.tensor(grad_norm))
+        reported, grad_norm = self._means(sums), self._clip()
+        is_skipped = not (math.isfinite(grad_norm) and math.isfinite(reported["loss"]))
         if is_skipped:
             optimizer.zero_grad(set_to_none=True)
         else:
             optimizer.step()
         step = {"grad_norm": grad_norm, "lr": lr, "weight": total, "is_skipped": float(is_skipped)}
-        return {**self._means(sums), **step}
+        return {**reported, **step}
 
     def _accumulate(
         self, batch: Mapping[str, Tensor], microbatches: list[list[int]], shares: list[float], loss_fn: Loss
@@ -377,6 +385,7 @@ class Fsdp2Worker:
         sharded.load(
             Path(path), self.module, self.module.optimizer, self.module.lr_scheduler, self._context.rank, self._everyone
         )
+        self.module.on_state_loaded()
         self._rest_optimizer()
 
     # -- residency -----------------------------------------------------------------------------------------------
