@@ -24,10 +24,9 @@ def lr_factor(
     """The factor of the peak rate at optimizer step `step`, counted from 0.
 
     Linear warm-up in `warmup_steps` steps from `warmup_from`, which itself is no step's factor, to 1, the factor of
-    step `warmup_steps` - 1. Then 1, then over the last `decay_steps` (by default all that are left) a line , half a
+    step `warmup_steps` - 1. Then 1, then over the last `decay_steps` (by default all that are left) a line, half a
     cosine (arXiv:1608.03983), or the share of steps that are left to the power of `power`, down to `min_factor`, which
-    step `total_steps` and all after it have. With `decay_steps`
-    it is warmup-stable-decay (arXiv:2404.06395).
+    step `total_steps` and all after it have. With `decay_steps` it is warmup-stable-decay (arXiv:2404.06395).
 
     Raises: ConfigError for an unknown schedule.
     """
