@@ -113,7 +113,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
     ) -> None:
         check_turns(max_turns)
         self.environment = environment
-        self.gconfig = GenerationHyperparameters.from_mapping(gconfig)
+        self.gconfig: GenerationHyperparameters = GenerationHyperparameters.from_mapping(gconfig)
         self.tokenizer = tokenizer
         self.max_turns = max_turns
         self.max_length = max_length

@@ -182,7 +182,7 @@ class GymWorkflow(RolloutWorkflow):
         if is_chat and not has_template:
             raise ConfigError("is_chat=True: the tokenizer has no chat template")
         self.environment = environment
-        self.gconfig = GenerationHyperparameters.from_mapping(gconfig)
+        self.gconfig: GenerationHyperparameters = GenerationHyperparameters.from_mapping(gconfig)
         self.tokenizer = tokenizer
         self.max_turns = max_turns
         self.system_prompt = system_prompt

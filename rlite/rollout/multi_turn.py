@@ -64,7 +64,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         check_history(history)
         check_turn_discount(turn_discount)
         self.reward_fn = reward_fn if isinstance(reward_fn, RewardFunction) else RewardFunction(reward_fn)
-        self.gconfig = GenerationHyperparameters.from_mapping(gconfig)
+        self.gconfig: GenerationHyperparameters = GenerationHyperparameters.from_mapping(gconfig)
         self.tokenizer = tokenizer
         self.max_turns = max_turns
         self.turn_discount = turn_discount

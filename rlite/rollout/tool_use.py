@@ -68,7 +68,7 @@ class ToolUseWorkflow(RolloutWorkflow):
         check_history(history)
         self.toolbox = Toolbox(tools, tool_timeout)
         self.reward_fn = reward_fn if isinstance(reward_fn, RewardFunction) else RewardFunction(reward_fn)
-        self.gconfig = GenerationHyperparameters.from_mapping(gconfig)
+        self.gconfig: GenerationHyperparameters = GenerationHyperparameters.from_mapping(gconfig)
         self.tokenizer = tokenizer
         self.max_turns = max_turns
         self.tool_format = tool_call_format(tool_format, tokenizer)

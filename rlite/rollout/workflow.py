@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from jinja2.exceptions import TemplateError
@@ -27,6 +28,9 @@ class RolloutWorkflow(ABC):
 
     needs_prompt: bool = True
     """whether a trainer checks beforehand that every row holds a prompt, in one of `rlite.data.prompts.PROMPT_KEYS`"""
+    gconfig: GenerationHyperparameters | None = None
+    """how it samples: a trainer computes the loss for that, and evaluates a greedy copy. None leaves a trainer to its
+    own options"""
 
     @abstractmethod
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict | None:
@@ -39,6 +43,12 @@ class RolloutWorkflow(ABC):
         Returns: a TensorDict of batch size [1] (or [k] for k rows that belong together) with `input_ids` and
             `attention_mask` [1, L], and mostly `loss_mask`, `logprobs`, `versions` [1, L] and `rewards` [1].
         """
+
+    def sampled_by(self, gconfig: GenerationHyperparameters) -> Self:
+        """Return a copy that samples otherwise, and shares everything else."""
+        other = copy.copy(self)
+        other.gconfig = gconfig
+        return other
 
     def opening(self, data: Mapping[str, Any]) -> list[int] | None:
         """The tokens that an item's episodes begin with, if they are known before: trainers check how many they are."""
@@ -95,7 +105,7 @@ class SingleTurnWorkflow(RolloutWorkflow):
         chat_template_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.reward_fn = reward_fn if isinstance(reward_fn, RewardFunction) else RewardFunction(reward_fn)
-        self.gconfig = GenerationHyperparameters.from_mapping(gconfig)
+        self.gconfig: GenerationHyperparameters = GenerationHyperparameters.from_mapping(gconfig)
         self.tokenizer = tokenizer
         self.chat_template_options = dict(chat_template_options or {})
 

@@ -74,10 +74,13 @@ class PpoTrainer:
 
     Args:
         options: the run's config.
-        workflow: turns one row into rewarded trajectories.
+        workflow: turns one row into rewarded trajectories. Its `gconfig` says how it samples, in the place of
+            `rollout.train_sampling_params`.
         train_rows: prompts to train on.
         test_rows: prompts to evaluate on; may be empty.
-        test_workflow: as `workflow`, for evaluation.
+        test_workflow: as `workflow`, for evaluation; default: `workflow` with `rollout.test_sampling_params`, greedy.
+
+    Raises: ConfigError if the options do not fit the workflow or each other; DataError for rows that cannot be used.
     """
 
     evaluated: ClassVar[Sequence[str]] = ("accuracy", "accuracy_finished")
@@ -92,9 +95,10 @@ class PpoTrainer:
         test_workflow: RolloutWorkflow | None = None,
     ) -> None:
         check_best_metric(options.trainer, bool(test_rows), self.evaluated)
+        options = options.sampled_by(workflow.gconfig, None if test_workflow is None else test_workflow.gconfig)
         self.options = options
         self.workflow = workflow
-        self.test_workflow = test_workflow or workflow
+        self.test_workflow = test_workflow or _for_evaluation(workflow, options)
         for own, rows, where in (
             (self.workflow, train_rows, "train_data"),
             (self.test_workflow, test_rows, "test_data"),
@@ -238,6 +242,13 @@ class PpoTrainer:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
+def _for_evaluation(workflow: RolloutWorkflow, options: PpoConfig) -> RolloutWorkflow:
+    """A workflow as it is evaluated; one that does not say how it samples stays as it is."""
+    if workflow.gconfig is None:
+        return workflow
+    return workflow.sampled_by(options.rollout.evaluation_sampling.gconfig(workflow.gconfig))
+
+
 def batch_plan(options: PpoConfig, engines: Engines) -> dict[str, str]:
     """How a step's work is divided, in words and numbers."""
     data, actor, rollout, trainer = options.train_data, options.actor, options.rollout, options.trainer
@@ -252,6 +263,7 @@ def batch_plan(options: PpoConfig, engines: Engines) -> dict[str, str]:
         f"copies x {dims.fsdp} shards x sp {dims.seq} x tp {dims.tensor}",
         "step": f"{data.prompts_per_rollout} prompts x {data.responses_per_prompt} responses = {sequences} sequences, "
         f"at most {rollout.train_sampling_params.max_new_tokens} new tokens in each of {rollout.max_turns} turn(s)",
+        "sampling": f"{_sampling(rollout.train_sampling_params)}; evaluation {_sampling(rollout.evaluation_sampling)}",
         "update": f"{actor.update_per_rollout} optimizer step(s) of {per_update} sequences: {per_update // ranks} on "
         f"each of {ranks} data rank(s), in packs of at most {actor.max_length_per_device * dims.num_peers} tokens",
         "filter": "groups of equal rewards are replaced" if options.has_dynamic_filtering else "every group is kept",
@@ -261,6 +273,10 @@ def batch_plan(options: PpoConfig, engines: Engines) -> dict[str, str]:
         "run": f"{trainer.total_steps} steps, checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
         **({"without effect": unread} if unread else {}),
     }
+
+
+def _sampling(sampling: SamplingOptions) -> str:
+    return f"at temperature {sampling.temperature:g}" if sampling.temperature else "greedy"
 
 
 def _pace(options: PpoConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from rlite.trainer.options import LaunchOptions, ModelOptions, check_model_optio
 from rlite.trainer.policy import AvgLevel, check_kl_loss
 from rlite.trainer.run import TrainerOptions
 from rlite.types import GenerationHyperparameters
+
+SamplingOf = GenerationHyperparameters | Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,9 +230,11 @@ class SamplingOptions:
     stop: list[str] = field(default_factory=list)
     """texts that end a response"""
 
-    def gconfig(self) -> GenerationHyperparameters:
-        return GenerationHyperparameters(
+    def gconfig(self, base: SamplingOf | None = None) -> GenerationHyperparameters:
+        """Return these as a request takes them; what they do not say is that of `base`."""
+        return GenerationHyperparameters.from_mapping(base).new(
             temperature=self.temperature,
+            greedy=self.temperature == 0,
             max_new_tokens=self.max_new_tokens,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -299,9 +304,9 @@ class RolloutOptions:
     max_refills: int = 4
     """further rounds of generation for that; what is missing then stays as it is"""
     train_sampling_params: SamplingOptions = field(default_factory=SamplingOptions)
-    """sampling for training"""
+    """sampling for training; a workflow that is given to the trainer brings its own"""
     test_sampling_params: EvaluationSamplingOptions = field(default_factory=EvaluationSamplingOptions)
-    """sampling for evaluation"""
+    """sampling for evaluation; a workflow for evaluation that is given to the trainer brings its own"""
 
     def __post_init__(self) -> None:
         for name in ("max_head_offpolicyness", "max_refills"):
@@ -382,6 +387,18 @@ class PpoConfig(LaunchOptions):
                 "leave rollout.dynamic_filtering out"
             )
 
+    def sampled_by(self, train: SamplingOf | None, test: SamplingOf | None) -> PpoConfig:
+        """Return the options of a run whose workflows sample so; None leaves that to the options.
+
+        Raises: ConfigError for an option that says otherwise.
+        """
+        rollout = self.rollout
+        if train is not None:
+            rollout = _sampled_by(rollout, "train_sampling_params", train)
+        if test is not None:
+            rollout = _sampled_by(rollout, "test_sampling_params", test)
+        return dataclasses.replace(self, rollout=rollout)
+
     @property
     def has_critic(self) -> bool:
         """Whether advantages need values."""
@@ -447,6 +464,25 @@ class PpoConfig(LaunchOptions):
         models += [self.ref_actor.as_model(self.actor)] if self.has_reference else []
         limits = [model.max_length_per_device * model.tp_size * model.sp_size for model in models]
         return min([*limits, *([self.rollout.max_model_len] if self.rollout.max_model_len else [])])
+
+
+def _sampled_by(rollout: RolloutOptions, name: str, sampling: SamplingOf) -> RolloutOptions:
+    """With what a workflow says in place of a group of sampling options."""
+    group, gconfig = getattr(rollout, name), GenerationHyperparameters.from_mapping(sampling)
+    said = {
+        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+        "max_new_tokens": gconfig.max_new_tokens,
+        "top_p": gconfig.top_p,
+        "top_k": max(gconfig.top_k, 0),
+        "stop": list(gconfig.stop),
+    }
+    for option in _changed(group):
+        if getattr(group, option) != said[option]:
+            raise ConfigError(
+                f"rollout.{name}.{option}={getattr(group, option)!r}, and the workflow samples with {option}="
+                f"{said[option]!r}: its gconfig is what counts; leave the option out, or make the gconfig of it"
+            )
+    return dataclasses.replace(rollout, **{name: type(group)(**said)})
 
 
 def _changed(group: Any) -> list[str]:

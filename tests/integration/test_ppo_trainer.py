@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import rlite
 from rlite import cli
+from rlite.config import load
 from rlite.errors import CheckpointError, ConfigError, DataError, RliteError
 from rlite.nn.tiny import byte_tokenizer
 from rlite.observability import trace
@@ -15,6 +16,7 @@ from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.ppo_options import (
     ActorOptions,
+    EvaluationSamplingOptions,
     PpoConfig,
     PromptOptions,
     RolloutOptions,
@@ -137,6 +139,48 @@ def test_the_old_policy_of_several_updates_has_the_temperature_of_sampling(model
     row = logged(tmp_path / "run")[0]
     assert row["logprob_drift"] < 1e-3, "the engine's log-probabilities are those of the old policy"
     assert row["ratio"] == pytest.approx(1.0, abs=0.1)
+
+
+def of_workflow(model, folder, gconfig, test_gconfig=None, test_rows=(), **rollout):
+    """A trainer whose workflow brings its own sampling parameters."""
+    options = PpoConfig(
+        actor=ActorOptions(model_name=model, avg_level="constant"),
+        train_data=PromptOptions(prompts_per_rollout=4, responses_per_prompt=4),
+        rollout=RolloutOptions(max_model_len=64, max_num_seqs=64, **rollout),
+        trainer=TrainerOptions(save_dir=str(folder), total_steps=1),
+    )
+    tests = None if test_gconfig is None else SingleTurnWorkflow(digits, test_gconfig, byte_tokenizer())
+    return PpoTrainer(options, SingleTurnWorkflow(digits, gconfig, byte_tokenizer()), ROWS, test_rows, tests)
+
+
+def test_the_loss_and_the_evaluation_go_by_how_the_workflow_samples(model, tmp_path, session):
+    learner = of_workflow(model, tmp_path, {"temperature": 0.6, "max_tokens": 6, "min_tokens": 2}, test_rows=ROWS[:4])
+    assert (learner.loss.temperature, learner.loss.max_new_tokens) == (0.6, 6)
+    test = learner.test_workflow.gconfig
+    assert (test.greedy, test.max_new_tokens, test.min_new_tokens) == (True, 6, 2)
+    assert learner.workflow.gconfig.temperature == 0.6
+    learner.fit()
+    row = logged(tmp_path)[-1]
+    assert row["logprob_drift"] < 1e-3, "the engine's log-probabilities are those of the loss"
+    assert learner.evaluate() == learner.evaluate(), "greedy"
+    assert load(PpoConfig, ["--config", str(tmp_path / "config.yaml")]).temperature == 0.6
+
+
+def test_an_option_that_contradicts_the_workflow_is_refused(model, tmp_path):
+    sampling, six = SamplingOptions(temperature=0.8), {"temperature": 0.6, "max_tokens": 6}
+    with pytest.raises(
+        ConfigError, match=r"train_sampling_params\.temperature=0\.8, and the workflow .*temperature=0\.6"
+    ):
+        of_workflow(model, tmp_path, six, train_sampling_params=sampling)
+    wanted = EvaluationSamplingOptions(temperature=0.3)
+    with pytest.raises(
+        ConfigError, match=r"test_sampling_params\.temperature=0\.3, and the workflow .*temperature=0\.9"
+    ):
+        of_workflow(model, tmp_path, six, {"temperature": 0.9}, test_sampling_params=wanted)
+    same = SamplingOptions(temperature=0.6)
+    asked = of_workflow(model, tmp_path, six, train_sampling_params=same, test_sampling_params=wanted)
+    assert asked.test_workflow.gconfig.temperature == 0.3
+    assert of_workflow(model, tmp_path, six, {"temperature": 0.9}).test_workflow.gconfig.temperature == 0.9
 
 
 def test_engines_that_take_turns_on_the_device_save_and_go_on(model, tmp_path, session):

@@ -73,7 +73,7 @@ class AgentWorkflow(RolloutWorkflow):
             check_turn_discount(turn_discount)
         check_style(style)
         self.agent = agent
-        self.gconfig = GenerationHyperparameters.from_mapping(gconfig)
+        self.gconfig: GenerationHyperparameters = GenerationHyperparameters.from_mapping(gconfig)
         self.tokenizer = tokenizer
         self.style: Style = style
         self.turn_discount = turn_discount
