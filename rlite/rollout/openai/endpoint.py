@@ -9,12 +9,14 @@ import hmac
 import json
 import logging
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from rlite.errors import ConfigError
+from rlite.rollout.openai.connections import Listener
 from rlite.rollout.openai.errors import ApiError, unknown_model
 from rlite.rollout.openai.responses import description, server_sent_events
 from rlite.rollout.openai.session import MAX_BODY_BYTES, AgentSession, Reply, too_large
@@ -26,8 +28,10 @@ except ModuleNotFoundError as error:
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 4096
-"""connections that may wait to be taken: as many agents as begin at once"""
+BODY_SECONDS = 60.0
+"""what a client is given to send the body of a request"""
+LINGER_SECONDS = 2.0
+"""for which the rest of a body that nobody reads is thrown away, so that the client reads why"""
 CLOSE_SECONDS = 1.0
 """what an open connection is given when the endpoint closes"""
 
@@ -59,14 +63,17 @@ class AgentEndpoint:
             client = AsyncOpenAI(base_url=access.base_url, api_key=access.api_key)
 
     It is open while anyone is inside `async with`, in each event loop that uses it. POST /v1/chat/completions,
-    POST /v1/completions, GET /v1/models. A client that leaves ends its generation.
+    POST /v1/completions, GET /v1/models. A client that leaves ends its generation. Connections beyond what file
+    descriptors allow wait; those that send no key of a session are dropped.
     """
 
     def __init__(self) -> None:
+        self.dropped: Counter[str] = Counter()
+        """connections that were dropped, by reason"""
         self._servers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Server] = WeakKeyDictionary()
 
     async def __aenter__(self) -> AgentEndpoint:
-        server = self._servers.setdefault(asyncio.get_running_loop(), _Server())
+        server = self._servers.setdefault(asyncio.get_running_loop(), _Server(self.dropped))
         await server.enter()
         return self
 
@@ -91,9 +98,11 @@ class AgentEndpoint:
 class _Server:
     """The server of one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropped: Counter[str]) -> None:
         self.guests: dict[bytes, _Guest] = {}
         self.port = 0
+        self._dropped = dropped
+        self._listener: Listener | None = None
         self._num_users = 0
         self._turn = asyncio.Lock()
         self._runner: web.AppRunner | None = None
@@ -109,6 +118,8 @@ class _Server:
             self._num_users -= 1
             if not self._num_users and self._runner is not None:
                 runner, self._runner = self._runner, None
+                assert self._listener is not None
+                await self._listener.close()
                 await runner.cleanup()
 
     async def _start(self) -> None:
@@ -121,14 +132,21 @@ class _Server:
                 web.get("/v1/models/{model:.+}", self._model),
             ]
         )
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_SECONDS)
+        runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=CLOSE_SECONDS,
+            lingering_time=LINGER_SECONDS,
+        )
         await runner.setup()
+        assert runner.server is not None
         try:
-            await web.TCPSite(runner, "127.0.0.1", 0, backlog=BACKLOG).start()
+            self._listener = Listener(runner.server, self._dropped)
         except BaseException:
             await runner.cleanup()
             raise
-        self.port = runner.addresses[0][1]
+        self.port = self._listener.port
         self._runner = runner
 
     def _answering(self, path: str) -> Handler:
@@ -136,10 +154,12 @@ class _Server:
             guest = self._guest(request)
             task = asyncio.current_task()
             assert task is not None
+            assert self._listener is not None
             guest.requests.add(task)
             try:
-                body = await _body(request, guest.session.max_body_bytes)
-                return await _send(request, await guest.session.answer(path, body))
+                with self._listener.busy(request.transport):
+                    body = await _body(request, guest.session.max_body_bytes)
+                    return await _send(request, await guest.session.answer(path, body), self._listener)
             finally:
                 guest.requests.discard(task)
 
@@ -161,6 +181,8 @@ class _Server:
         guest = self.guests.get(_digest(token))
         if scheme.lower() != "bearer" or guest is None or not hmac.compare_digest(_digest(guest.token), _digest(token)):
             raise ApiError("the API key is not that of a session under way", 401, code="invalid_api_key")
+        assert self._listener is not None
+        self._listener.trust(request.transport)
         return guest
 
 
@@ -169,14 +191,19 @@ async def _body(request: web.Request, max_bytes: int) -> bytes:
     if (request.content_length or 0) > max_bytes:
         raise too_large(max_bytes)
     try:
-        return await request.clone(client_max_size=max_bytes).read()
+        async with asyncio.timeout(BODY_SECONDS):
+            return await request.clone(client_max_size=max_bytes).read()
+    except TimeoutError as error:
+        raise ApiError(f"the body did not arrive in {BODY_SECONDS:g} s", 408) from error
     except web.HTTPRequestEntityTooLarge as error:
         raise too_large(max_bytes) from error
 
 
-async def _send(request: web.Request, reply: Reply) -> web.StreamResponse:
+async def _send(request: web.Request, reply: Reply, listener: Listener) -> web.StreamResponse:
     """Send a reply; read it to its end only when everything has been sent."""
     response = web.StreamResponse()
+    if listener.is_full:  # the client's next request waits for its turn, too
+        response.force_close()
     if reply.is_stream:
         response.content_type = "text/event-stream"
         response.headers["Cache-Control"] = "no-cache"
@@ -214,7 +241,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _refusal(error: ApiError) -> web.Response:
-    return web.json_response(error.body(), status=error.status)
+    response = web.json_response(error.body(), status=error.status)
+    if error.status == 401:  # it may not keep a connection that others wait for
+        response.force_close()
+    return response
 
 
 def _digest(token: str) -> bytes:

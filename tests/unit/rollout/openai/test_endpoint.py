@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import socket
+import subprocess
+import sys
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
 
-from rlite.rollout.openai import AgentClient, AgentEndpoint, AgentSession
+from rlite.rollout.openai import Access, AgentClient, AgentEndpoint, AgentSession
+from rlite.rollout.openai.connections import Listener, find_capacity
 from rlite.rollout.openai.errors import ApiError
 from tests.agents import Speaker, tokenizer_with
 
@@ -102,3 +110,137 @@ def test_a_body_whose_length_is_not_told_is_read_only_so_far() -> None:
             await session.answer("/completions", b" " * 20_000_000)
 
     asyncio.run(asyncio.wait_for(use(), 20))
+
+
+# -- connections -------------------------------------------------------------------------------------------------------
+
+DRIVER = """
+import asyncio, json, logging, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
+from rlite.rollout.openai import AgentEndpoint, AgentSession
+from tests.agents import Speaker, tokenizer_with
+
+async def main():
+    tokenizer = tokenizer_with()
+    session = AgentSession(Speaker(["yes"], tokenizer, latency=0.05), tokenizer)
+    async with AgentEndpoint() as endpoint, endpoint.serving(session) as access:
+        print(json.dumps([access.base_url, access.api_key]), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        open("/dev/null").close()
+        print(json.dumps([len(session.recording.completed()), endpoint.dropped]), flush=True)
+
+asyncio.run(main())
+"""
+
+
+@contextlib.asynccontextmanager
+async def driver(soft: int, hard: int) -> AsyncIterator[tuple[Any, Any]]:
+    """A program with an endpoint that may open so many files, and what it says last."""
+    root = str(Path(__file__).parents[4])
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", DRIVER, str(soft), str(hard)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": root},
+        cwd=root,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    async def last() -> Any:
+        process.stdin.close()
+        return json.loads(await process.stdout.read())
+
+    try:
+        base_url, api_key = json.loads(await process.stdout.readline())
+        yield Access(base_url, api_key, "policy"), last
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def test_connections_that_send_nothing_stop_nobody_and_are_counted() -> None:
+    async def use() -> Any:
+        async with driver(1024, 1024) as (access, last), contextlib.AsyncExitStack() as stack:
+            host, port = access.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+            for number in range(1500):
+                half_open = stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+                if number % 2:
+                    half_open.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n")
+            async with aiohttp.ClientSession() as client:
+                answers = await asyncio.gather(*(post(client, access, saying(3)) for _ in range(20)))
+            assert {status for status, _ in answers} == {200}
+            return await last()
+
+    num_completed, dropped = asyncio.run(asyncio.wait_for(use(), 60))
+    assert num_completed == 20
+    assert sum(dropped.values()) >= 500
+
+
+def test_a_thousand_agents_at_once_are_answered_with_1024_file_descriptors() -> None:
+    async def agent(client: aiohttp.ClientSession, access: Any) -> list[int]:
+        return [(await post(client, access, saying(3)))[0] for _ in range(2)]
+
+    async def use() -> Any:
+        find_capacity()  # this process needs a descriptor for each agent, too
+        async with (
+            driver(1024, 1024) as (access, last),
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client,
+        ):
+            answers = await asyncio.gather(*(agent(client, access) for _ in range(1000)))
+            assert answers == [[200, 200]] * 1000
+            return await last()
+
+    assert asyncio.run(asyncio.wait_for(use(), 100))[0] == 2000
+
+
+def test_too_few_file_descriptors_are_an_error_that_says_what_to_do() -> None:
+    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))\n"
+    code += "from rlite.rollout.openai.connections import find_capacity\nprint(find_capacity())"
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=60)
+    raised = run([sys.executable, "-c", code, "64", "1024"])
+    assert 400 < int(raised.stdout) < 512, "the soft limit is raised to the hard one"
+    refused = run([sys.executable, "-c", code, "64", "64"])
+    assert "needs at least 64 free file descriptors; this process may open 64" in refused.stderr
+    assert "ulimit -n 4096" in refused.stderr
+
+
+def test_who_sends_no_key_in_time_is_dropped_and_a_trusted_connection_stays() -> None:
+    async def use() -> None:
+        dropped: Counter[str] = Counter()
+        made: list[Any] = []
+
+        def protocol() -> asyncio.Protocol:
+            made.append(Remembering())
+            return made[-1]
+
+        listener = Listener(protocol, dropped, capacity=2, header_seconds=0.2)
+        try:
+            clients = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(2)]
+            (silent, _), (trusted, _) = clients
+            while len(made) < 2:
+                await asyncio.sleep(0.001)
+            listener.trust(made[1].transport)
+            with listener.busy(made[1].transport):
+                assert await silent.read() == b""
+                assert dict(dropped) == {"no request with a session's key in 0.2 s": 1}
+                others = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(3)]
+                for reader, _ in others:
+                    with contextlib.suppress(ConnectionResetError):
+                        assert await reader.read() == b""
+                assert dict(dropped) == {"no request with a session's key in 0.2 s": 4}
+                made[1].transport.write(b"still here")
+                assert await trusted.read(10) == b"still here"
+            made[1].transport.close()
+        finally:
+            await listener.close()
+
+    asyncio.run(asyncio.wait_for(use(), 30))
+
+
+class Remembering(asyncio.Protocol):
+    """Knows its transport."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport

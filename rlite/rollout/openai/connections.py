@@ -1,0 +1,242 @@
+"""Connections to the endpoint: as many as there are file descriptors for, and none for those who send nothing.
+
+            listening socket ──accept──> silent ──a request with a token──> busy <──> idle
+    (full: further ones wait there)        │                                           │
+                                           └──> dropped after HEADER_SECONDS,          └──> dropped if others wait,
+                                                or IDLE_SECONDS if others wait              after IDLE_SECONDS
+
+While the endpoint is full, connections are closed with their answers, so that waiting clients get their turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import math
+import os
+import resource
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from rlite.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 4096
+"""connections that may wait to be taken: as many agents as begin at once"""
+MAX_CONNECTIONS = 8192
+MIN_CONNECTIONS = 32
+HEADER_SECONDS = 10.0
+"""what a client is given until a request with a session's token has arrived"""
+IDLE_SECONDS = 5.0
+"""what a client may do nothing, before its first request or between two, while others wait"""
+WANTED_FILES = 65536
+"""the soft limit of file descriptors is raised to this, if the hard limit allows it"""
+_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection, of which `inner` speaks HTTP."""
+
+    def __init__(self, owner: Listener, inner: asyncio.Protocol) -> None:
+        self._owner, self._inner = owner, inner
+        self.is_trusted = False
+        """a request with a session's token has arrived"""
+        self.num_busy = 0
+        """requests under way"""
+        self.has_asked = False
+        """the head of a request has arrived that is not yet answered"""
+        self.since = 0.0
+        """when it began, or was last busy, by the loop's clock"""
+        self.transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._tail = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self._owner.began(self, transport)
+        loop = asyncio.get_running_loop()
+        self.since = loop.time()
+        self._timer = loop.call_later(self._owner.header_seconds, self._owner.time_out, self)
+        self._inner.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        assert self._timer is not None
+        self._timer.cancel()
+        self._owner.ended(self)
+        self._inner.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self.has_asked |= b"\r\n\r\n" in self._tail + data
+        self._tail = data[-3:]
+        self._inner.data_received(data)
+
+    def answered(self) -> None:
+        """Wait for the next request."""
+        self.has_asked, self._tail = False, b""
+        self.since = asyncio.get_running_loop().time()
+
+    @property
+    def useless_at(self) -> float:
+        """When it has done nothing for so long that another one may take its place."""
+        if self.num_busy or self.has_asked:
+            return math.inf
+        return self.since + IDLE_SECONDS
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+
+class Listener:
+    """A listening socket on a free port of 127.0.0.1 in the running event loop.
+
+    Args:
+        make_protocol: speaks HTTP on one connection.
+        dropped: counts the connections that were dropped, by reason.
+        capacity: connections at the same time; further ones wait in the socket's queue.
+        header_seconds: what a client is given until a request with a session's token has arrived.
+
+    Raises: ConfigError if there are not file descriptors enough.
+    """
+
+    def __init__(
+        self,
+        make_protocol: Callable[[], asyncio.Protocol],
+        dropped: Counter[str],
+        capacity: int | None = None,
+        header_seconds: float = HEADER_SECONDS,
+    ) -> None:
+        self.capacity = find_capacity() if capacity is None else capacity
+        self.header_seconds = header_seconds
+        self._make_protocol = make_protocol
+        self._dropped = dropped
+        self._open: dict[asyncio.BaseTransport, Connection] = {}
+        self._changed = asyncio.Event()
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
+        self._task = asyncio.create_task(self._accept())
+
+    async def close(self) -> None:
+        """Take no further connections; open ones stay."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._socket.close()
+
+    def trust(self, transport: asyncio.BaseTransport | None) -> None:
+        """Keep a connection on which a session's token has arrived; None is one that was lost."""
+        if transport is not None and (connection := self._open.get(transport)) is not None:
+            connection.is_trusted = True
+
+    @contextlib.contextmanager
+    def busy(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
+        """Answer a request on a connection inside; None is one that was lost."""
+        connection = None if transport is None else self._open.get(transport)
+        if connection is None:
+            yield
+            return
+        connection.num_busy += 1
+        try:
+            yield
+        finally:
+            connection.num_busy -= 1
+            connection.answered()
+            self._changed.set()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether further connections wait, or soon will."""
+        return len(self._open) >= self.capacity
+
+    def began(self, connection: Connection, transport: asyncio.Transport) -> None:
+        """Count a connection."""
+        self._open[transport] = connection
+
+    def time_out(self, connection: Connection) -> None:
+        """Drop a connection whose time is over, unless it is trusted."""
+        if not connection.is_trusted:
+            self._drop(connection, f"no request with a session's key in {self.header_seconds:g} s")
+
+    def ended(self, connection: Connection) -> None:
+        """Forget a connection."""
+        if connection.transport is not None:
+            self._open.pop(connection.transport, None)
+        self._changed.set()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(self._socket)
+            except OSError as error:
+                if error.errno in _OUT_OF_FILES:  # the process has opened others meanwhile
+                    await self._make_room(len(self._open))
+                continue
+            try:
+                await self._make_room(self.capacity)
+                await loop.connect_accepted_socket(lambda: Connection(self, self._make_protocol()), accepted)
+            except OSError:  # it has gone already
+                accepted.close()
+            except BaseException:
+                accepted.close()
+                raise
+
+    async def _make_room(self, capacity: int) -> None:
+        """Wait until fewer than `capacity` connections are open; drop whichever does nothing for too long."""
+        loop = asyncio.get_running_loop()
+        while len(self._open) >= max(capacity, 1):
+            oldest = min(self._open.values(), key=lambda connection: connection.useless_at)
+            seconds = oldest.useless_at - loop.time()
+            if seconds > 0:
+                self._changed.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), None if math.isinf(seconds) else seconds)
+                continue
+            what = "idle" if oldest.is_trusted else "without a request so far"
+            self._drop(oldest, f"{what}, while all {self.capacity} connections were taken")
+            await asyncio.sleep(0)  # its descriptor is closed by the loop
+
+    def _drop(self, connection: Connection, reason: str) -> None:
+        if not self._dropped[reason]:
+            logger.warning(
+                "the agent endpoint dropped a connection: %s; further ones are counted in AgentEndpoint.dropped. If "
+                "agents need more connections at once, raise the limit of open files (ulimit -n) before the start",
+                reason,
+            )
+        self._dropped[reason] += 1
+        self.ended(connection)
+        if connection.transport is not None:
+            connection.transport.abort()
+
+
+def find_capacity() -> int:
+    """Return how many connections there are file descriptors for, after raising the soft limit as far as is allowed.
+
+    Half of the free descriptors stay free: clients in this process need one for each connection, too.
+
+    Raises: ConfigError for too few.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # macOS has a further limit, which it does not tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    num_open = len(os.listdir("/dev/fd"))
+    free = MAX_CONNECTIONS * 2 if soft == resource.RLIM_INFINITY else soft - num_open
+    if free // 2 < MIN_CONNECTIONS:
+        raise ConfigError(
+            f"the agent endpoint needs at least {2 * MIN_CONNECTIONS} free file descriptors; this process may open "
+            f"{soft}, and {num_open} are open: raise the hard limit before the start, such as with `ulimit -n 4096`"
+        )
+    return min(MAX_CONNECTIONS, free // 2)
