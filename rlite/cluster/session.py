@@ -46,7 +46,7 @@ class Session:
         self._groups: dict[str, list[WorkerGroup]] = {}
         self._names: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._closing: dict[str, Callable[[], None]] = {}
+        self._closing: dict[str, list[Callable[[], None]]] = {}
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -81,13 +81,17 @@ class Session:
         ]
 
     def before_release(self, owner: str, act: Callable[[], None]) -> None:
-        """Have `act` called once before the owner's workers end, at shutdown too: engines end their threads here."""
-        self._closing[owner] = act
+        """Have `act` called once before the owner's workers end, at shutdown too: engines end their threads here.
+
+        Of several acts the latest comes first.
+        """
+        self._closing.setdefault(owner, []).append(act)
 
     def release(self, owner: str) -> None:
         """Stop the owner's workers and give its devices back; safe to call again."""
-        if act := self._closing.pop(owner, None):
-            act()
+        with ExitStack() as stack:  # all of them, even if one raises
+            for act in self._closing.pop(owner, []):
+                stack.callback(act)
         for group in self._groups.pop(owner, []):
             group.stop()
         with self._lock:

@@ -16,10 +16,17 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 
 from rlite.engine.base import SourceWorker, Worker
-from rlite.parallel.arena import ArenaReader, SharedArena, SharedBlock, aligned_bytes, host_identity
+from rlite.parallel.arena import (
+    ArenaReader,
+    DeviceArena,
+    DeviceReader,
+    SharedArena,
+    SharedBlock,
+    aligned_bytes,
+    host_identity,
+)
 from rlite.parallel.processes import close_store, connect_store, process_identity
 from rlite.parallel.shards import Box, ParameterShard
 
@@ -111,13 +118,24 @@ def share(
         names: tensors to share; None is all.
         is_gathered: first gather each whole tensor from all ranks of the source (a collective): CUDA workers see only
             their own device, so a target there cannot read another one's shard.
-        readers: `process_identity` of each process that reads the tensors.
+        readers: `process_identity` of each process that reads some of the tensors. Without any, nothing is shared. On
+            a GPU there is at most one: a CUDA IPC handle that nobody opens, or that is opened twice, is never freed.
     """
     shards = worker.served_shards(has_values=not is_gathered)
     wanted = shards if names is None else names
     # what is gathered may be a tensor that another rank serves
     chosen = {name: worker.full_tensor(name) if is_gathered else shards[name].tensor for name in wanted}
+    if not readers:
+        return {}
     return _own(worker, chosen) if set(readers) == {process_identity()} else _handles(worker, chosen)
+
+
+def unshare(worker: SourceWorker) -> None:
+    """Forget what `share` offered: every reader is done. On CPU, staging memory stays for the next sync."""
+    if not isinstance(worker.staged, SharedArena):
+        worker.staged = None
+    if torch.cuda.is_initialized():
+        torch.cuda.ipc_collect()
 
 
 def _own(worker: SourceWorker, chosen: dict[str, Tensor]) -> dict[str, Any]:
@@ -129,25 +147,27 @@ def _own(worker: SourceWorker, chosen: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _handles(worker: SourceWorker, chosen: dict[str, Tensor]) -> dict[str, Any]:
-    if any(tensor.is_cuda for tensor in chosen.values()):
-        worker.staged = chosen  # held until the next call: the target maps this memory
-        torch.cuda.synchronize()
-        return {name: reduce_tensor(tensor.contiguous()) for name, tensor in chosen.items()}
-    handles = {name: worker.arena.handle_of(tensor) if worker.arena else None for name, tensor in chosen.items()}
+    handles: dict[str, Any] = {
+        name: worker.arena.handle_of(tensor) if worker.arena else None for name, tensor in chosen.items()
+    }
     outside = {name: chosen[name] for name, handle in handles.items() if handle is None}
-    if outside:  # padded by FSDP, changed by the user's hook, or gathered: it needs a copy that others can read
+    if outside:  # on a GPU, padded by FSDP, changed by the user's hook, or gathered: others can read a copy
         staging = _staging(worker, outside)
         for name, tensor in outside.items():
             staged = staging.empty(tuple(tensor.shape), tensor.dtype)
             staged.copy_(tensor)
             handles[name] = staging.handle_of(staged)
+        if isinstance(staging, DeviceArena):
+            torch.cuda.synchronize()
     return handles
 
 
-def _staging(worker: SourceWorker, tensors: dict[str, Tensor]) -> SharedArena:
+def _staging(worker: SourceWorker, tensors: dict[str, Tensor]) -> SharedArena | DeviceArena:
     needed = sum(aligned_bytes(tuple(tensor.shape), tensor.dtype) for tensor in tensors.values())
-    if not isinstance(worker.staged, SharedArena) or worker.staged.nbytes < needed:
-        worker.staged = SharedArena(needed)
+    device = next(iter(tensors.values())).device
+    if not isinstance(worker.staged, SharedArena | DeviceArena) or worker.staged.nbytes < needed:
+        worker.staged = None  # before its successor is allocated
+        worker.staged = SharedArena(needed) if device.type == "cpu" else DeviceArena(needed, device)
     worker.staged.reset()
     return worker.staged
 
@@ -160,25 +180,25 @@ def read(worker: Worker, pieces: Sequence[Piece], handles: Sequence[dict[str, An
     """Copy pieces into the target's tensors from where they lie; returns bytes written."""
     shards = worker.parameter_shards()
     written = 0
+    devices = DeviceReader()
     for piece in pieces:
         target = shards[piece.name].tensor[piece.target_box]
-        target.copy_(open_handle(handles[piece.source][piece.source_name])[piece.source_box])
+        target.copy_(open_handle(handles[piece.source][piece.source_name], devices)[piece.source_box])
         written += target.numel() * target.element_size()
     if any(shard.tensor.is_cuda for shard in shards.values()):
         torch.cuda.synchronize()
     return written
 
 
-def open_handle(handle: Any) -> Tensor:
+def open_handle(handle: Any, devices: DeviceReader) -> Tensor:
     """Return the tensor that a handle of `share` leads to, to be read only."""
     if isinstance(handle, SharedBlock):
         return _reader.view(handle)
-    if isinstance(handle, OwnTensor):
-        if handle.process != process_identity():
-            raise RuntimeError(f"a tensor of process {handle.process} was offered to readers in that process alone")
-        return _own_tensors[handle.number]
-    rebuild, args = handle
-    return rebuild(*args)
+    if not isinstance(handle, OwnTensor):
+        return devices.view(handle)
+    if handle.process != process_identity():
+        raise RuntimeError(f"a tensor of process {handle.process} was offered to readers in that process alone")
+    return _own_tensors[handle.number]
 
 
 # -- broadcast --------------------------------------------------------------------------------------------------------
@@ -198,16 +218,27 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Broadcast:
-    """What every process of a broadcast sync knows: where to meet, and which bucket comes when, from whom."""
+class Meeting:
+    """Where the processes of two engines meet, once for all syncs between them."""
 
     ip: str
     port: int
     size: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """What every process of a broadcast sync knows: its process group, and which bucket comes when, from whom."""
+
+    meeting: Meeting
     buckets: tuple[Bucket, ...]
     roots: tuple[int, ...]
     """process rank of each source"""
-    timeout_s: float
+
+
+_groups: dict[Meeting, Any] = {}
+"""process groups that this process is in; making one anew for every sync would cost more than the sync"""
 
 
 @torch.no_grad()
@@ -220,24 +251,36 @@ def take_part(
     pieces: Sequence[Piece],
 ) -> int:
     """Send this process's buckets, receive the others', and copy what the target needs; returns bytes written."""
-    some = next(iter((source or target).parameter_shards().values())).tensor  # type: ignore[union-attr]
-    store = dist.PrefixStore("rlite-weight-sync", connect_store(plan.ip, plan.port, plan.timeout_s))
-    timeout = timedelta(seconds=plan.timeout_s)
-    if some.is_cuda:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        group: Any = dist.ProcessGroupNCCL(store, rank, plan.size, options)
-    else:
-        group = dist.ProcessGroupGloo(store, rank, plan.size, timeout)
+    device = next(iter((source or target).parameter_shards().values())).tensor.device  # type: ignore[union-attr]
     try:
-        written = _exchange(group, source, target, plan, source_index, pieces, some.device)
-        group.barrier().wait()  # nobody closes its end while another still sends
-    finally:
-        if source_index == 0:
-            close_store(plan.port)  # they met here
-    if some.is_cuda:
+        if plan.meeting not in _groups:
+            _groups[plan.meeting] = _meet(plan.meeting, rank, device)
+        written = _exchange(_groups[plan.meeting], source, target, plan, source_index, pieces, device)
+    except BaseException:
+        leave_meeting(plan.meeting)  # its peers must not wait for it
+        raise
+    if device.type == "cuda":
         torch.cuda.synchronize()
     return written
+
+
+def _meet(meeting: Meeting, rank: int, device: torch.device) -> Any:
+    store = connect_store(meeting.ip, meeting.port, meeting.timeout_s)
+    store = dist.PrefixStore("rlite-weight-sync", store)
+    timeout = timedelta(seconds=meeting.timeout_s)
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, rank, meeting.size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, meeting.size, options)
+
+
+def leave_meeting(meeting: Meeting) -> None:
+    """End this process's part in the process group, whatever state its peers are in."""
+    group = _groups.pop(meeting, None)
+    if group is not None and group.name() == "nccl":
+        group.abort()
+    close_store(meeting.port)  # if it was opened here
 
 
 def _exchange(

@@ -14,26 +14,32 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from rlite.cluster.group import WorkerGroup, apply_on_processes
+from rlite.cluster.session import current_session
 from rlite.engine.base import Engine, Executor, Weights
 from rlite.engine.transport import (
     Broadcast,
     Bucket,
     Layout,
+    Meeting,
     Piece,
     Place,
     describe,
     is_finite,
+    leave_meeting,
     read,
     share,
     source_checksums,
     take_part,
     target_checksums,
+    unshare,
 )
-from rlite.errors import ConfigError, ResidencyError, WeightSyncError
+from rlite.errors import ConfigError, ResidencyError, RliteError, WeightSyncError
 from rlite.observability import trace
 from rlite.parallel.arena import can_share_memory
 from rlite.parallel.processes import open_store
@@ -44,6 +50,8 @@ Transport = Literal["auto", "shared", "gathered", "broadcast"]
 Plans = list[list[Piece]]
 """[target rank][piece]"""
 BUCKET_BYTES = 256 * 2**20
+PART_S = 10.0
+"""how long a process may take to leave a process group"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +199,21 @@ def _transport(
     if devices[0].kind == "cpu":
         return "shared" if one_host and can_share_memory() else "broadcast"
     if set(target.group.devices) <= set(source.group.devices):  # whichever copy: NCCL refuses two processes on a GPU
-        return "shared" if len(source.group) == 1 else "gathered"
+        return "gathered"
+    _check_apart(source, target, copy)
     return "broadcast"
+
+
+def _check_apart(source: Engine, target: Engine, copy: Executor) -> None:
+    """Raise WeightSyncError if two processes that would broadcast share a GPU."""
+    senders = {source.group.devices[rank]: source.group.handles[rank].process for rank in copy.ranks}
+    for device, handle in zip(target.group.devices, target.group.handles, strict=True):
+        if senders.get(device, handle.process) != handle.process:
+            raise WeightSyncError(
+                f"{target.name} shares {device} with {source.name}, but has other GPUs besides, and NCCL refuses two "
+                "processes on one GPU. Build them on the same devices (colocate_with), or on none in common "
+                "(not_colocate_with)"
+            )
 
 
 # -- moving -----------------------------------------------------------------------------------------------------------
@@ -201,11 +222,14 @@ def _transport(
 def _read_shared(
     source: Engine, target: Engine, copy: Executor, offered: list[Layout], targets: list[Layout], plan: Plans
 ) -> int:
-    handles = [layout.handles for layout in offered]
+    handles = own = [layout.handles for layout in offered]
     if any(handle is None for handle in handles):
         readers = {layout.process for layout in targets}
         handles = _apply(source.group, share, "share weights", copy.ranks, lambda rank: (None, False, readers))
-    return sum(_apply(target.group, read, "read weights", None, lambda rank: (plan[rank], handles)))
+    written = sum(_apply(target.group, read, "read weights", None, lambda rank: (plan[rank], handles)))
+    if handles is not own:
+        _apply(source.group, unshare, "forget shared weights", copy.ranks)
+    return written
 
 
 def _read_gathered(
@@ -214,7 +238,6 @@ def _read_gathered(
     """Bucket by bucket: the source gathers whole tensors on every device, the target reads them on its own."""
     ranks = {source.group.devices[rank]: rank for rank in range(len(source.group))}
     local = [ranks[device] for device in target.group.devices]
-    readers = {rank: {layout.process} for rank, layout in zip(local, targets, strict=True)}
     whole: dict[str, Place] = {
         name: Place(place.dtype, (0,) * len(place.shape), place.global_shape, place.global_shape)
         for layout in offered
@@ -225,18 +248,13 @@ def _read_gathered(
     written = 0
     for bucket in make_buckets([everything]):
         names = set(bucket.names)
-        shared = _apply(
-            source.group, share, "gather weights", None, lambda rank, b=bucket: (b.names, True, readers.get(rank, ()))
-        )
-        written += sum(
-            _apply(
-                target.group,
-                read,
-                "read weights",
-                None,
-                lambda rank, n=names, s=shared: ([p for p in pieces[rank] if p.source_name in n], [s[local[rank]]]),
-            )
-        )
+        wanted = [[piece for piece in of_rank if piece.source_name in names] for of_rank in pieces]
+        readers = {local[rank]: [targets[rank].process] for rank, of_rank in enumerate(wanted) if of_rank}
+        offers = [(bucket.names, True, readers.get(rank, [])) for rank in range(len(source.group))]
+        shared = _apply(source.group, share, "gather weights", None, offers.__getitem__)
+        reads = [(of_rank, [shared[local[rank]]]) for rank, of_rank in enumerate(wanted)]
+        written += sum(_apply(target.group, read, "read weights", None, reads.__getitem__))
+    _apply(source.group, unshare, "forget shared weights")
     return written
 
 
@@ -247,17 +265,11 @@ def _broadcast(
     senders = {source.group.handles[rank].process: rank for rank in copy.ranks}
     receivers = {handle.process: rank for rank, handle in enumerate(target.group.handles)}
     processes = list(dict.fromkeys([*senders, *receivers]))
-    first, timeout = copy.ranks[0], source.group.call_timeout
-    ip = source.group.devices[first].ip
-    call = (source.group, first, (), (ip,))
-    (port,) = apply_on_processes([call], open_store, [source.group], "open a rendezvous", timeout)
+    first = copy.ranks[0]
     meeting = Broadcast(
-        ip=ip,
-        port=port,
-        size=len(processes),
+        meeting=_meet(source, target, copy, len(processes)),
         buckets=make_buckets(offered),
         roots=tuple(processes.index(source.group.handles[rank].process) for rank in copy.ranks),
-        timeout_s=timeout,
     )
     calls = []
     for number, process in enumerate(processes):
@@ -275,10 +287,42 @@ def _broadcast(
         )
         assert rank is not None  # every process hosts one or the other
         calls.append((group, rank, keys, args))
-    written = apply_on_processes(
-        calls, take_part, [source.group, target.group], "weight sync", source.group.call_timeout
-    )
-    return sum(written)
+    groups = [source.group, target.group]
+    try:
+        return sum(apply_on_processes(calls, take_part, groups, "weight sync", source.group.call_timeout))
+    except BaseException:  # whoever was left in the middle of a broadcast must not take part in the next sync
+        _part(source.group, target.group, copy.index)
+        raise
+
+
+_meetings: dict[tuple[WorkerGroup, WorkerGroup, int], Meeting] = {}
+"""the process group between two engines, by the source's copy; it lives until one of them is released"""
+
+
+def _meet(source: Engine, target: Engine, copy: Executor, size: int) -> Meeting:
+    key = (source.group, target.group, copy.index)
+    if key not in _meetings:
+        ip, timeout = source.group.devices[copy.ranks[0]].ip, source.group.call_timeout
+        call = (source.group, copy.ranks[0], (), (ip,))
+        (port,) = apply_on_processes([call], open_store, [source.group], "open a rendezvous", timeout)
+        _meetings[key] = Meeting(ip, port, size, timeout)
+        for engine in (source, target):
+            current_session().before_release(engine.name, partial(_part, *key))
+    return _meetings[key]
+
+
+def _part(source: WorkerGroup, target: WorkerGroup, copy: int) -> None:
+    """End the process group between two engines in every process that still serves."""
+    meeting = _meetings.pop((source, target, copy), None)
+    if meeting is None:
+        return
+    serving = {
+        g.handles[rank].process: (g, rank) for g in (source, target) for rank in range(len(g)) if g.is_serving(rank)
+    }
+    calls = [(group, rank, (), (meeting,)) for group, rank in serving.values()]
+    groups = list(dict.fromkeys(group for group, _ in serving.values()))
+    with suppress(RliteError):  # who died, or is stuck, takes the process group along
+        apply_on_processes(calls, leave_meeting, groups, "leave weight sync", PART_S)
 
 
 def _verify(source: Engine, target: Engine, copy: Executor, targets: Sequence[Layout], plan: Plans) -> None:

@@ -1,8 +1,11 @@
-"""CPU memory that another process of this machine can read where it lies.
+"""Memory that another process of this machine can read where it lies.
 
-An arena is one anonymous memory file (`memfd_create`): it has no name, needs no room in /dev/shm, and is gone when the
-last process that maps it ends, however it ends. Where the system has none (macOS), an arena is ordinary memory and
-`handle_of` says None; then weights travel by a process group.
+On CPU an arena is one anonymous memory file (`memfd_create`): it has no name, needs no room in /dev/shm, and is gone
+when the last process that maps it ends, however it ends. Where the system has none (macOS), an arena is ordinary memory
+and `handle_of` says None; then weights travel by a process group.
+
+On a GPU an arena is one allocation that is opened through one CUDA IPC handle. Every handle has to be opened exactly
+once: torch keeps memory whose handle nobody opened, and memory whose handle was opened twice.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ import socket
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 ALIGNMENT = 64
 
@@ -40,27 +45,80 @@ def aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
-class SharedArena:
-    """Hands out tensors from one shared mapping of `nbytes`; they keep the mapping alive."""
+@dataclass(frozen=True)
+class DeviceBlock:
+    """A tensor in another process's GPU memory."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = max(nbytes, ALIGNMENT)
-        self._fd = os.memfd_create("rlite-arena") if can_share_memory() else -1
-        if self._fd >= 0:
-            os.ftruncate(self._fd, self.nbytes)
-        self._inode = os.fstat(self._fd).st_ino if self._fd >= 0 else 0
-        self._map = mmap.mmap(self._fd, self.nbytes)
-        self._base = torch.frombuffer(self._map, dtype=torch.uint8)
+    arena: tuple[Any, tuple]
+    """function and arguments that open the whole arena; a reader calls it once for all blocks that share it"""
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Arena:
+    """Hands out tensors from one block of memory, given as bytes; they keep the memory alive."""
+
+    def __init__(self, base: Tensor) -> None:
+        self.nbytes = base.numel()
+        self._base = base
         self._used = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor with unspecified content."""
         start, self._used = self._used, self._used + aligned_bytes(shape, dtype)
-        return self._base[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        return _view(self._base, start, shape, dtype)
 
     def reset(self) -> None:
         """Forget what was handed out; the next tensors take the same memory."""
         self._used = 0
+
+
+class DeviceArena(Arena):
+    """An arena of `nbytes` on a GPU."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        super().__init__(torch.empty(max(nbytes, ALIGNMENT), dtype=torch.uint8, device=device))
+        self._opening: tuple[Any, tuple] | None = None
+
+    def reset(self) -> None:
+        super().reset()
+        self._opening = None
+
+    def handle_of(self, tensor: Tensor) -> DeviceBlock:
+        """How one other process reads `tensor`, which lies here. All handles between two resets open together."""
+        if self._opening is None:
+            self._opening = reduce_tensor(self._base)
+        offset = tensor.data_ptr() - self._base.data_ptr()
+        return DeviceBlock(self._opening, offset, tuple(tensor.shape), tensor.dtype)
+
+
+class DeviceReader:
+    """Opens other processes' arenas on a GPU, each once, until it is dropped itself."""
+
+    def __init__(self) -> None:
+        self._arenas: dict[int, tuple[Any, Tensor]] = {}
+
+    def view(self, block: DeviceBlock) -> Tensor:
+        """The tensor itself, to be read only."""
+        key = id(block.arena)
+        if key not in self._arenas:
+            rebuild, args = block.arena
+            self._arenas[key] = (block.arena, rebuild(*args))  # the first keeps its id from being used again
+        return _view(self._arenas[key][1], block.offset, block.shape, block.dtype)
+
+
+class SharedArena(Arena):
+    """An arena of `nbytes` in a shared mapping on CPU."""
+
+    def __init__(self, nbytes: int) -> None:
+        nbytes = max(nbytes, ALIGNMENT)
+        self._fd = os.memfd_create("rlite-arena") if can_share_memory() else -1
+        if self._fd >= 0:
+            os.ftruncate(self._fd, nbytes)
+        self._inode = os.fstat(self._fd).st_ino if self._fd >= 0 else 0
+        self._map = mmap.mmap(self._fd, nbytes)
+        super().__init__(torch.frombuffer(self._map, dtype=torch.uint8))
 
     def handle_of(self, tensor: Tensor) -> SharedBlock | None:
         """How another process finds `tensor`; None if it does not lie in this arena or cannot be shared."""
@@ -107,8 +165,11 @@ class ArenaReader:
                 self._maps[key] = torch.frombuffer(mmap.mmap(fd, block.arena_bytes), dtype=torch.uint8)
             finally:
                 os.close(fd)
-        flat = self._maps[key][block.offset : block.offset + prod(block.shape) * block.dtype.itemsize]
-        return flat.view(block.dtype).view(block.shape)
+        return _view(self._maps[key], block.offset, block.shape, block.dtype)
+
+
+def _view(base: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return base[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def _path(pid: int, fd: int) -> str:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
 from rlite.cluster.group import apply_on_processes
+from rlite.engine import transport as transport_module
 from rlite.engine.base import Engine, Worker
 from rlite.engine.weight_sync import Transport, sync_weights
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
@@ -155,6 +156,33 @@ def test_every_transport_brings_the_same_bits_to_any_sharding(
         report = sync_weights(train, serve, "continue", verify_checksums=True, transport=transport)
         assert report.transport == transport
         assert_holds(serve, train.state_dict())
+
+
+def meetings(engine: Engine) -> list[set]:
+    """The process groups between engines that each process is in."""
+    group = engine.group
+    calls = [(group, rank, (), ()) for rank in range(len(group))]
+    return apply_on_processes(calls, lambda: set(transport_module._groups), [group], "look", 60)
+
+
+def test_one_process_group_serves_all_syncs_of_two_engines_until_one_is_released(
+    engines: Engines, uneven: Path
+) -> None:
+    train, serve = engines.train(uneven, size=2), engines.serve(uneven, 2)
+    seen = []
+    for _ in range(3):
+        sync_weights(train, serve, "continue", verify_checksums=False, transport="broadcast")
+        seen.append(meetings(serve))
+    assert seen == [seen[0]] * 3
+    assert len(seen[0][0]) == 1
+    assert seen[0][0] == seen[0][1]
+    train.release()
+    assert meetings(serve) == [set(), set()]
+    again = engines.train(uneven, size=2, colocate_with=serve)
+    sync_weights(again, serve, "continue", verify_checksums=True, transport="broadcast")
+    assert meetings(serve) != seen[0]
+    serve.release()
+    assert meetings(again) == [set(), set()]
 
 
 class Renaming(Policy, Qwen2ForCausalLM):

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlite.parallel.arena import ArenaReader, SharedArena, SharedBlock, aligned_bytes, can_share_memory
+from rlite.parallel.arena import (
+    ArenaReader,
+    DeviceArena,
+    DeviceReader,
+    SharedArena,
+    SharedBlock,
+    aligned_bytes,
+    can_share_memory,
+)
 
 pytestmark = pytest.mark.skipif(not can_share_memory(), reason="this system shares no memory by file descriptor")
 
@@ -86,3 +94,21 @@ def test_an_arena_is_gone_with_its_last_tensor() -> None:
     assert block is not None
     del arena, tensor
     assert not os.path.exists(f"/proc/self/fd/{block.fd}") or os.stat(f"/proc/self/fd/{block.fd}").st_ino != block.inode
+
+
+def test_the_tensors_of_a_device_arena_are_opened_together_and_once() -> None:
+    arena = DeviceArena(1024, torch.device("cpu"))
+    openings = []
+    for number in range(2):
+        arena.reset()
+        tensors = [arena.empty((3,), torch.float32).fill_(number), arena.empty((2, 2), torch.bfloat16).fill_(7)]
+        blocks = [arena.handle_of(tensor) for tensor in tensors]
+        assert blocks[0].arena is blocks[1].arena
+        assert blocks[0].arena not in openings, "a handle opens once: each round needs another"
+        openings.append(blocks[0].arena)
+        opened = []
+        counted = (lambda *args, opened=opened: opened.append(args) or openings[-1][0](*args), blocks[0].arena[1])
+        reader = DeviceReader()
+        for block, tensor in [*zip(blocks, tensors, strict=True)] * 2:
+            assert torch.equal(reader.view(replace(block, arena=counted)), tensor)
+        assert len(opened) == 1
