@@ -68,10 +68,13 @@ if TYPE_CHECKING:
     )
     from rlite.algorithms.policy_losses import (
         POLICY_LOSSES,
+        SELECTIONS,
         PolicyLossFunction,
         check_policy_loss,
+        is_selective,
         policy_loss,
         register_policy_loss,
+        select_tokens,
     )
     from rlite.algorithms.preference import (
         PREFERENCE_LOSSES,
@@ -135,7 +138,8 @@ __all__, __getattr__, __dir__ = lazy.exports(
         ),
         "rlite.algorithms.off_policy": "off_policy_metrics rejection_mask weight_metrics",
         "rlite.algorithms.policy_losses": (
-            "POLICY_LOSSES PolicyLossFunction check_policy_loss policy_loss register_policy_loss"
+            "POLICY_LOSSES SELECTIONS PolicyLossFunction check_policy_loss is_selective policy_loss "
+            "register_policy_loss select_tokens"
         ),
         "rlite.algorithms.preference": (
             "PREFERENCE_LOSSES PairLoss PreferenceLossFunction ResponseLoss aot_loss check_preference_loss "

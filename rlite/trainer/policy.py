@@ -28,6 +28,7 @@ from rlite.algorithms import (
     policy_loss,
     ppo_clip,
     previous_token,
+    select_tokens,
 )
 from rlite.algorithms.kl import KLEstimator
 from rlite.errors import ConfigError
@@ -128,6 +129,7 @@ def _optimized(module: Any, optimizer_options: OptimizerOptions | None, lora: Lo
 class PolicyLoss(OnLogprobs):
     """A policy loss on a pack, Dr. GRPO's by default; `data` holds advantages, logprobs and loss_mask, each [T].
 
+    `selected` [T], if the loss is of `SELECTIONS`, is what `select` chose over the whole batch.
     Where `old_logprobs` [T] is absent, the policy of this very update is the old one: the ratio is 1 and carries the
     gradient alone. The rollout's own log-probabilities then only weigh tokens (truncated importance sampling).
     """
@@ -187,6 +189,7 @@ class PolicyLoss(OnLogprobs):
             cu_seqlens=cu_seqlens,
             weights=weights,
             behaviour_logprobs=behaviour,
+            selected=next_token(data["selected"], cu_seqlens).bool() if "selected" in data else None,
             options=self.options,
         )
         kl = self._kl(logprobs, data)
@@ -203,6 +206,23 @@ class PolicyLoss(OnLogprobs):
         if not self.kl_coef:
             return torch.zeros_like(logprobs)
         return kl_penalty(logprobs, next_token(data["ref_logprobs"], data["cu_seqlens"]), self.kl_estimator)
+
+    def select(self, batch: Mapping[str, Any], logprobs: Tensor) -> Tensor:
+        """Return the tokens of a whole batch that the loss treats apart; of the losses in `SELECTIONS` alone.
+
+        Args:
+            batch: as `data`, in any layout.
+            logprobs: each token's under the policy that is trained, at its own position.
+        """
+        return select_tokens(
+            self.policy_loss,
+            logprobs,
+            batch.get("old_logprobs", logprobs),
+            batch["advantages"],
+            mask=batch["loss_mask"],
+            behaviour_logprobs=batch["logprobs"],
+            options=self.options,
+        )
 
     def weight(self, data: Mapping[str, Any]) -> Tensor:
         """What a microbatch's mean counts."""

@@ -38,6 +38,7 @@ from rlite.trainer.ppo_options import PpoConfig, SamplingOptions
 from rlite.trainer.reference import find_reference
 from rlite.trainer.rollouts import check_openings, find_rollouts
 from rlite.trainer.run import TrainingRun, check_best_metric, step_metrics
+from rlite.trainer.selection import make_selection
 from rlite.trainer.supervised import load_tokenizer, serve_if_worker
 from rlite.trainer.usage import usage_metrics
 
@@ -117,6 +118,7 @@ class PpoTrainer:
         self.engines = Engines(options)
         self.critic = find_critic(options, self.engines)
         self.reference = find_reference(options, self.engines)
+        self.selection = make_selection(options, self.engines.actor, self.loss)
         self.rollouts = find_rollouts(options, self.engines, workflow, self.prompts)
 
     def fit(self) -> dict[str, float]:
@@ -178,7 +180,7 @@ class PpoTrainer:
         self.engines.bring(actor)
         actor.train()
         for rows in torch.arange(len(batch)).tensor_split(min(num_updates, len(batch))):
-            stats = actor.train_batch(batch[rows], self.loss, self.loss.weight)
+            stats = actor.train_batch(self.selection.with_selected(batch[rows]), self.loss, self.loss.weight)
             actor.step_lr_scheduler()
             stats_tracker.scalar(**stats)
 

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from rlite import RliteTrainEngine
 from rlite.trainer.critic import ValueLoss
 from rlite.trainer.policy import OptimizerOptions, PolicyLoss, critic_module, policy_module
+from rlite.trainer.selection import Selection
 from tests.integration.modules import make_batch
 from tests.integration.worlds import world
 
@@ -83,3 +84,30 @@ def test_metrics_are_means_over_tokens_whatever_the_split_and_the_average(engine
     for stats in found[1:]:
         for own, expected in zip(stats, found[0], strict=True):
             assert own == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("clip_cov", {"share": 0.1, "cov_low": 0.0, "clip_low": 0.99, "clip_high": 99.0}),
+        ("kl_cov", {"share": 0.1}),
+        ("m2po", {"threshold": 1.0}),
+    ],
+)
+def test_losses_that_choose_tokens_choose_among_the_whole_batch(
+    engines: Any, name: str, options: dict[str, float]
+) -> None:
+    loss = PolicyLoss(policy_loss=name, options=options, avg_level="sequence")
+    steps = []
+    for engine in engines(policy_module):
+        batch = rollouts()
+        if engine.dims.num_data_ranks > 1 or engine.options.max_tokens_per_microbatch < 1000:
+            batch = Selection(engine, loss).with_selected(batch)
+            assert 0 < batch["selected"].sum() < batch["loss_mask"].sum()
+        stats = engine.train_batch(batch, loss, loss.weight)
+        del stats["num_microbatches"]
+        steps.append((stats, engine.state_dict()))
+    for stats, weights in steps[1:]:
+        assert stats == pytest.approx(steps[0][0], rel=1e-6)
+        for key, tensor in steps[0][1].items():
+            torch.testing.assert_close(weights[key], tensor, atol=1e-8, rtol=0)

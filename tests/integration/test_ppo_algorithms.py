@@ -16,6 +16,7 @@ from rlite.trainer.ppo_options import (
     AdvantageOptions,
     CriticOptions,
     KlOptions,
+    PolicyLossOptions,
     PpoConfig,
     PromptOptions,
     RolloutOptions,
@@ -137,6 +138,16 @@ def test_a_kl_in_the_loss_holds_the_policy_where_it_was(model, tmp_path):
         rlite.shutdown()
         rlite.init(num_devices=1)
     assert moved[1] < 0.5 * moved[0]
+
+
+def test_a_loss_that_chooses_tokens_chooses_among_those_of_each_update(model, tmp_path):
+    loss = PolicyLossOptions(name="clip_cov", options={"share": 1e-6, "cov_low": -100.0, "cov_high": 100.0})
+    actor = {"policy_loss": loss, "update_per_rollout": 2, "max_length_per_device": 24}
+    run = trainer(model, tmp_path / "run", 1, actor=actor, rollout={"dynamic_filtering": False})
+    metrics = run.fit()
+    assert metrics["num_microbatches"] > 2
+    # one token of each update; by microbatch it would be one of each
+    assert 0 < metrics["cov_clip_fraction"] * metrics["num_tokens"] <= 2
 
 
 def test_prompts_that_teach_nothing_are_replaced(model, tmp_path):

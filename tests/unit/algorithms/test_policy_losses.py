@@ -19,6 +19,7 @@ from rlite.algorithms import (
     ppo_clip,
     register_policy_loss,
     second_moment_mask,
+    select_tokens,
 )
 from rlite.errors import ConfigError, UnknownOptionError
 
@@ -160,6 +161,19 @@ def test_a_loss_that_lacks_what_it_needs_says_so() -> None:
 def test_every_registered_loss_travels_to_a_worker() -> None:
     for function in POLICY_LOSSES.values():
         assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_a_token_that_is_no_candidate_changes_no_other_draw() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logprobs, advantages = torch.randn(2, 1000, generator=generator, dtype=torch.float64)
+    mask, options = torch.ones(1000), {"share": 0.01, "cov_low": 0.5}
+    drawn = select_tokens("clip_cov", logprobs, logprobs, advantages, mask=mask, options=options)
+    assert drawn.sum() == 10
+    gone = drawn.nonzero()[3]
+    ratio = torch.zeros(1000).index_fill(0, gone, 5.0) * advantages.sign()  # that one is clipped
+    others = select_tokens("clip_cov", logprobs, logprobs - ratio, advantages, mask=mask, options=options)
+    assert not others[gone]
+    assert (others & drawn).sum() == 9
 
 
 def test_clip_cov_draws_alike_on_every_rank_and_not_more_than_its_share() -> None:

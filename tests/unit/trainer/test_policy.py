@@ -71,17 +71,25 @@ def test_a_token_that_the_engine_found_half_as_likely_weighs_at_most_the_cap():
     assert report["logprob_drift"].item() == pytest.approx(math.log(3.0))
 
 
-# these choose tokens by a statistic of all that they see
-SELECTIVE = {"clip_cov", "kl_cov", "m2po"}
+SELECTIVE = {
+    "clip_cov": {"share": 0.2, "cov_low": 0.1, "clip_low": 0.9, "clip_high": 9.0},
+    "kl_cov": {"share": 0.2},
+    "m2po": {"threshold": 0.05},
+}
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - SELECTIVE))
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_weighted_microbatches_add_up_to_the_loss_of_the_whole_batch(name):
     logits, data = pack([5, 9, 4, 6])
     data["old_logprobs"] = data["logprobs"] - 0.3 * data["loss_mask"]
     averages = ({}, {"avg_level": "sequence"}, {"avg_level": "constant", "max_new_tokens": 8})
-    for loss in (PolicyLoss(policy_loss=name, **average) for average in averages):
+    for average in averages:
+        loss = PolicyLoss(policy_loss=name, options=SELECTIVE.get(name, {}), **average)
         whole, _ = loss(tokens(logits, data), data)
+        if name in SELECTIVE:
+            own = OwnLogprobs()(tokens(logits.detach(), data), data)
+            data["selected"] = loss.select(data, own)
+            assert 0 < data["selected"].sum() < data["loss_mask"].sum()
         split = 0.0
         for first, last in ((0, 1), (1, 4)):
             start, end = data["cu_seqlens"][first], data["cu_seqlens"][last]
