@@ -97,7 +97,17 @@ def verify(path: Path) -> dict[str, Any]:
     for name, found in hash_files(path, files).items():
         if found != files[name]:
             raise DamagedCheckpointError(f"{path}: the file {name} is damaged (its hash is not the manifest's)")
-    return json.loads((path / FACTS).read_text())
+    return _read_facts(path / FACTS)
+
+
+def _read_facts(file: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads(file.read_bytes())
+        if isinstance(facts, dict):
+            return facts
+    except (ValueError, RecursionError):
+        pass
+    raise DamagedCheckpointError(f"{file.parent}: the file {file.name} is damaged (it cannot be read)")
 
 
 def is_sound(path: Path) -> bool:
@@ -115,10 +125,10 @@ def _read_manifest(path: Path) -> dict[str, Record]:
             f"{path}: the file {MANIFEST} is missing: this is not a checkpoint, or it was never finished"
         )
     try:
-        files = json.loads((path / MANIFEST).read_text())["files"]
+        files = json.loads((path / MANIFEST).read_bytes())["files"]
         if FACTS in files and all({"bytes", "sha256"} <= record.keys() for record in files.values()):
             return files
-    except (ValueError, LookupError, AttributeError, TypeError):
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
         pass
     raise DamagedCheckpointError(f"{path}: the file {MANIFEST} is damaged (it cannot be read)")
 

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from rlite.checkpoint.atomic import hash_files, publish, seal
 from rlite.checkpoint.randomness import random_state, set_random_state
+from rlite.checkpoint.safe import JsonReader, JsonWriter, PlainLoadPlanner, load_values
 from rlite.errors import CheckpointError
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
@@ -84,7 +85,7 @@ def write(
     Raises: CheckpointError on every rank if one of them could not write; then `path` is as it was.
     """
     try:
-        dcp.save(state.shared, checkpoint_id=folder, process_group=group)
+        dcp.save(state.shared, storage_writer=JsonWriter(folder), process_group=group)
         outcomes: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(outcomes, _write_own(state.own, folder, rank), group=group)
         if errors := [f"rank {index}: {outcome}" for index, outcome in enumerate(outcomes) if isinstance(outcome, str)]:
@@ -124,7 +125,7 @@ def load(
     Raises: CheckpointError if it was saved from another model; then nothing was changed.
     """
     file = folder / f"rank-{rank}.pt"
-    own = torch.load(file if file.exists() else folder / "rank-0.pt", weights_only=True)
+    own = load_values(file if file.exists() else folder / "rank-0.pt")
     _check_model(folder, module)
     if own["stepped"] and optimizer is None:
         raise CheckpointError(f"{folder}: it holds an optimizer's state, and this module has none to take it")
@@ -139,7 +140,7 @@ def load(
     if own["stepped"]:
         state["optimizer"]["state"] = {name: filled[name] for name in own["stepped"]}
     try:
-        dcp.load(state, checkpoint_id=folder, process_group=group)
+        dcp.load(state, storage_reader=JsonReader(folder), planner=PlainLoadPlanner(), process_group=group)
     except CheckpointException as error:  # a BaseException, which would end the worker
         raise CheckpointError(f"{folder}: could not be read: {_reason(error)}") from None
     set_model_state_dict(module, state["model"])
@@ -196,7 +197,7 @@ def _settings(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
 
 def _check_model(folder: Path, module: nn.Module) -> None:
     """Names and shapes of the checkpoint's tensors must be the module's."""
-    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    entries = JsonReader(folder).read_metadata().state_dict_metadata
     saved = {key.removeprefix("model."): entry for key, entry in entries.items() if key.startswith("model.")}
     for name, value in get_model_state_dict(module).items():
         if name not in saved:

@@ -93,7 +93,7 @@ class RliteInferenceEngine(Engine):
     def __init__(self, path: str | Path, executor: str = "torch") -> None:
         super().__init__(executor)
         self.path = str(local_checkpoint(path))
-        self._config = AutoConfig.from_pretrained(self.path)
+        self._config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
         self._pumps: list[Pump] = []
         self.lost_replicas: list[ReplicaLost] = []
         """since it was built, in their order"""
@@ -232,7 +232,7 @@ class RliteInferenceEngine(Engine):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The checkpoint's tokenizer."""
         if self._tokenizer is None:
-            self._tokenizer = AutoTokenizer.from_pretrained(self.path)
+            self._tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
         return self._tokenizer
 
     # -- rollouts ------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rlite.checkpoint.atomic import staging, verify
 from rlite.checkpoint.randomness import random_state, set_random_state
+from rlite.checkpoint.safe import load_values
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.session import current_session
 from rlite.data.packing import plan_microbatches, sequence_flops
@@ -377,14 +378,14 @@ class RliteTrainEngine(Engine):
         self._finish_saving()
         folder = Path(path).absolute()
         facts = verify(folder)
-        if facts["module"] != type(self.module).__name__:
+        if facts.get("module") != type(self.module).__name__:
             raise CheckpointError(
-                f"{folder}: saved from {facts['module']}, this engine has {type(self.module).__name__}"
+                f"{folder}: saved from {facts.get('module')}, this engine has {type(self.module).__name__}"
             )
+        driver = load_values(folder / DRIVER_STATE)
         self.weights = Weights.EMPTY  # until all of it is read
         self.group.broadcast("load_state", str(folder))
         self.weights = Weights.DEVICE
-        driver = torch.load(folder / DRIVER_STATE, weights_only=True)
         set_random_state(driver["random"])
         return {**facts, **driver["kept"]}
 

@@ -49,7 +49,7 @@ def score_module(path: str | Path, carrier: type[HuggingFaceFsdp2ScoreModule]) -
 
     Raises: ConfigError if transformers has no sequence classification for this type of model.
     """
-    config = AutoConfig.from_pretrained(local_checkpoint(path, weights=False))
+    config = AutoConfig.from_pretrained(local_checkpoint(path, weights=False), trust_remote_code=False)
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ConfigError(
             f"{path}: transformers has no sequence classification for models of type {config.model_type!r}"

@@ -151,7 +151,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
 
 def causal_lm_class(path: str | Path, carrier: type[HuggingFaceFsdp2TrainModule]) -> Any:
     """`carrier` before the transformers class of the checkpoint at `path`. Raises: ConfigError if there is none."""
-    config = AutoConfig.from_pretrained(local_checkpoint(path, weights=False))
+    config = AutoConfig.from_pretrained(local_checkpoint(path, weights=False), trust_remote_code=False)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{path}: transformers has no causal language model of type {config.model_type!r}")
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

@@ -194,7 +194,7 @@ def num_steps(options: Any, rows: TokenRows) -> int:
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint."""
-    return AutoTokenizer.from_pretrained(local_checkpoint(path, weights=False))
+    return AutoTokenizer.from_pretrained(local_checkpoint(path, weights=False), trust_remote_code=False)
 
 
 def serve_if_worker(launch: LaunchOptions) -> None:

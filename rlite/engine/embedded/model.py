@@ -52,7 +52,7 @@ class ShardedModel:
         self.path = path
         self.device = device
         try:
-            self.config: PreTrainedConfig = AutoConfig.from_pretrained(path)
+            self.config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: no usable Hugging Face config: {error}") from error
         if dtype is not None:

@@ -328,7 +328,7 @@ class EmbeddedWorker:
         """Or why there is none. All ranks look at the same time, and have one if all could read it."""
         tokenizer: PreTrainedTokenizerBase | str
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.path)
+            tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
         except Exception as error:  # of any kind, by the files' own parsers: only stop strings cannot do without
             tokenizer = f"{type(error).__name__}: {error}"
         (is_everywhere,) = self._agreed([not isinstance(tokenizer, str)])

@@ -1,0 +1,160 @@
+"""Reading and writing checkpoints without executing what a file says.
+
+torch.distributed.checkpoint keeps its table of contents as a pickle, and loads what is not a tensor as one. Here the
+table is JSON (`metadata.json`), and `torch.load` reads with `weights_only`, which makes tensors and plain values.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import set_element
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from rlite.errors import CheckpointError, DamagedCheckpointError
+
+METADATA = "metadata.json"
+"""which part of which tensor is where"""
+FORMAT = 1
+OLD_METADATA = ".metadata"
+UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError)
+"""what torch.load and readers of JSON raise for a file of another form"""
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Raise DamagedCheckpointError, naming the file, for what cannot be read inside."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (*UNREADABLE, RecursionError) as error:
+        reason = str(error).strip().split("\n")[0][:200]
+        raise DamagedCheckpointError(
+            f"{file.parent}: the file {file.name} cannot be read, or holds what no checkpoint of rlite holds: {reason}"
+        ) from None
+
+
+def load_values(file: Path) -> dict[str, Any]:
+    """Read tensors and plain values that `torch.save` wrote. Raises: DamagedCheckpointError."""
+    with naming(file):
+        values = torch.load(file, weights_only=True)
+        if not isinstance(values, dict):
+            raise TypeError(f"expected a dict, found {type(values).__name__}")
+        return values
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a written item lies, under the names that torch's reader asks for."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
+
+
+class JsonWriter(FileSystemWriter):
+    """torch's writer with its table of contents in `metadata.json`."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the table."""
+        entries: dict[str, Any] = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                chunks = [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks]
+                dtype = str(entry.properties.dtype).removeprefix("torch.")
+                entries[name] = {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
+            else:
+                entries[name] = None
+        places = [
+            [
+                *(written.index.fqn, written.index.offset and list(written.index.offset), written.index.index),
+                *(written.storage_data.relative_path, written.storage_data.offset, written.storage_data.length),
+            ]
+            for result in results
+            for written in result
+        ]
+        table = {"format": FORMAT, "entries": entries, "places": places}
+        (Path(self.path) / METADATA).write_text(json.dumps(table))
+
+
+class JsonReader(FileSystemReader):
+    """Reads what `JsonWriter` wrote."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the table. Raises: DamagedCheckpointError; CheckpointError for a checkpoint with a pickle for it."""
+        file = Path(self.path) / METADATA
+        if not file.exists() and file.with_name(OLD_METADATA).exists():
+            raise CheckpointError(
+                f"{self.path}: written by an earlier version of rlite, whose {OLD_METADATA} is a pickle, which could "
+                "run code and is not read any more. Begin from the weights in latest/ of that run"
+            )
+        with naming(file):
+            table = json.loads(file.read_text())
+            if table["format"] != FORMAT:
+                raise ValueError(f"format {table['format']}, expected {FORMAT}")
+            return Metadata(
+                state_dict_metadata={str(name): _entry(entry) for name, entry in table["entries"].items()},
+                storage_data=dict(_placed(*place) for place in table["places"]),
+                storage_meta=StorageMeta(load_id=self.load_id),
+            )
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read a file at a time, to name the one that cannot be read."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with naming(Path(self.path) / name):
+                super().read_data(LoadPlan(items), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class PlainLoadPlanner(DefaultLoadPlanner):
+    """torch's planner, which reads what is not a tensor with `weights_only`."""
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        """Put a value in its place."""
+        place = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
+
+
+def _entry(entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if entry is None:
+        return BytesStorageMetadata()
+    dtype = getattr(torch, entry["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{entry['dtype']} is not a dtype")
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in entry["chunks"]]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry["shape"]), chunks)
+
+
+def _placed(
+    name: str, offsets: list[int] | None, index: int | None, file: str, offset: int, length: int
+) -> tuple[MetadataIndex, _Place]:
+    if Path(file).name != file:
+        raise ValueError(f"{file!r} is not a file of the checkpoint")
+    return MetadataIndex(name, offsets, index), _Place(file, int(offset), int(length))
