@@ -100,7 +100,8 @@ class Scheduler:
     def next_prefill(self) -> tuple[list[Move], list[Chunk]]:
         """The next cache copies, and after them the next forward of at most `max_prefill_tokens`; empty at the end.
 
-        A prompt that another running sequence shares is copied from it. Where that one is not ready yet, it waits.
+        A prompt that another running sequence shares is copied from it. Where that one is not ready yet, it waits. Only
+        a prompt that no forward can hold is split: a piece that attends to an earlier one needs a slower kernel.
         """
         moves: list[Move] = []
         chunks: list[Chunk] = []
@@ -125,9 +126,11 @@ class Scheduler:
                         continue
                     moves.append(Move(owner.slot, sequence.slot, shared))
                     sequence.num_cached = shared
-            stop = min(len(sequence.tokens) - 1, sequence.num_cached + budget)
-            if stop > sequence.num_cached:
-                start = sequence.num_cached
+            start, end = sequence.num_cached, len(sequence.tokens) - 1
+            if budget < end - start <= self.max_prefill_tokens:
+                continue  # the next forward holds it whole
+            stop = min(end, start + budget)
+            if stop > start:
                 chunks.append(Chunk(sequence.slot, start, stop, sequence.tokens[start:stop]))
                 budget -= stop - start
         # a sequence is a source only from the next round on: its cache is written by this round's forward

@@ -49,6 +49,14 @@ def test_a_prompt_is_prefilled_up_to_its_last_token_in_chunks_of_the_budget() ->
     assert prefill_all(scheduler) == [([], [(0, 0, 4)]), ([], [(0, 4, 6), (1, 0, 2)])]
 
 
+def test_a_prompt_that_one_forward_can_hold_is_not_split_and_a_shorter_one_takes_its_place() -> None:
+    scheduler = Scheduler(num_slots=4, max_prefill_tokens=6)
+    for i, length in enumerate((5, 5, 3)):
+        scheduler.add(sequence(i, list(range(10 * i, 10 * i + length))))
+    scheduler.admit()
+    assert prefill_all(scheduler) == [([], [(0, 0, 4), (2, 0, 2)]), ([], [(1, 0, 4)])]
+
+
 def test_siblings_copy_a_prompt_instead_of_prefilling_it_again() -> None:
     scheduler = Scheduler(num_slots=4, max_prefill_tokens=100)
     for i in range(3):
