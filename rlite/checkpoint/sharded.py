@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rlite.checkpoint.atomic import hash_files, publish, seal
 from rlite.checkpoint.randomness import random_state, set_random_state
 from rlite.checkpoint.safe import JsonReader, JsonWriter, PlainLoadPlanner, load_values
 from rlite.errors import CheckpointError
+from rlite.parallel.arena import HostMemory
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 
@@ -49,9 +52,17 @@ class Snapshot:
 
 
 def snapshot(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Scheduler | None, is_copied: bool
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Scheduler | None,
+    is_copied: bool,
+    memory: HostMemory | None = None,
 ) -> Snapshot:
-    """Collect the state; copied to host memory, it stays as it is now while training goes on."""
+    """Collect the state; copied to host memory, it stays as it is now while training goes on.
+
+    Args:
+        memory: where tensors are copied to; a snapshot that was copied there before is overwritten.
+    """
     stepped = _with_state(module, optimizer)
     gradients = [name for name, parameter in module.named_parameters() if parameter.grad is not None]
     own: dict[str, Any] = {
@@ -63,10 +74,7 @@ def snapshot(
     }
     shared = _shared(module, optimizer if stepped else None, gradients)
     if is_copied:
-        copies: dict[int, Tensor] = {}
-        shared, own = _on_host(shared, copies), _on_host(own, copies)
-        if any(parameter.is_cuda for parameter in module.parameters()):
-            torch.cuda.synchronize()
+        shared, own = _on_host(shared, memory or HostMemory()), deepcopy(own)
     return Snapshot(shared, own)
 
 
@@ -210,20 +218,17 @@ def _check_model(folder: Path, module: nn.Module) -> None:
         raise CheckpointError(f"{folder}: saved from another model: this one has no {next(iter(saved))}")
 
 
-def _on_host(value: Any, copies: dict[int, Tensor]) -> Any:
-    """The same in host memory of its own; what occurs twice (tied parameters) is copied once. CUDA copies in its time.
+def _on_host(state: dict[str, Any], memory: HostMemory) -> dict[str, Any]:
+    """The same in host memory of its own; what occurs twice (tied parameters) is copied once.
 
     A DTensor is made by its constructor: `from_local` would move the block to the mesh's device.
     """
-    if isinstance(value, Tensor):
-        if id(value) not in copies:
-            local = value.to_local() if isinstance(value, DTensor) else value
-            copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda, requires_grad=False)
-            copy.copy_(local.detach(), non_blocking=True)
-            copies[id(value)] = DTensor(copy, value._spec, requires_grad=False) if isinstance(value, DTensor) else copy
-        return copies[id(value)]
-    if isinstance(value, dict):
-        return {key: _on_host(item, copies) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_on_host(item, copies) for item in value)
-    return value
+    tensors = {id(value): value for value in tree_leaves(state) if isinstance(value, Tensor)}
+    blocks = [value.to_local() if isinstance(value, DTensor) else value for value in tensors.values()]
+    copies = {
+        key: DTensor(copy, value._spec, requires_grad=False) if isinstance(value, DTensor) else copy
+        for (key, value), copy in zip(tensors.items(), memory.copies([b.detach() for b in blocks]), strict=True)
+    }
+    if any(block.is_cuda for block in blocks):
+        torch.cuda.synchronize()
+    return tree_map_only(Tensor, lambda value: copies[id(value)], state)

@@ -10,19 +10,28 @@ once: torch keeps memory whose handle nobody opened, and memory whose handle was
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import socket
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+logger = logging.getLogger(__name__)
+
 ALIGNMENT = 64
+PORTABLE = 1
+"""cudaHostRegisterPortable"""
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,43 @@ class DeviceReader:
             rebuild, args = block.arena
             self._arenas[key] = (block.arena, rebuild(*args))  # the first keeps its id from being used again
         return _view(self._arenas[key][1], block.offset, block.shape, block.dtype)
+
+
+class HostMemory:
+    """One block of host memory for copies of tensors, used again for the next ones; pinned for tensors of a GPU.
+
+    It is exactly as large as the copies. torch's own pinned memory is rounded up to a power of two.
+    """
+
+    def __init__(self) -> None:
+        self._arena: Arena | None = None
+
+    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy tensors; a GPU copies in its own time. The copies that were made before are overwritten."""
+        needed = sum(aligned_bytes(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        if self._arena is None or self._arena.nbytes < needed:
+            self._arena = None  # before its successor is allocated
+            self._arena = Arena(_host_bytes(needed, is_pinned=any(tensor.is_cuda for tensor in tensors)))
+        self._arena.reset()
+        return [
+            self._arena.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor, non_blocking=True) for tensor in tensors
+        ]
+
+
+def _host_bytes(num: int, is_pinned: bool) -> Tensor:
+    """Return unwritten bytes in host memory; they stay pinned as long as a tensor lies in them."""
+    memory = np.empty(num + ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    if is_pinned:
+        error = int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.size, PORTABLE))
+        if error:
+            logger.warning("%d bytes of host memory could not be pinned (CUDA error %d): copies are slower", num, error)
+            with suppress(RuntimeError):  # CUDA reports it a second time, at the next launch
+                torch.zeros(1, device="cuda")
+        else:
+            unpin = weakref.finalize(memory, torch.cuda.cudart().cudaHostUnregister, memory.ctypes.data)
+            unpin.atexit = False  # CUDA may be gone by then
+    return torch.from_numpy(memory[start : start + num])
 
 
 class SharedArena(Arena):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
 from rlite import NeedParallel, RliteTrainEngine, stats_tracker
+from rlite.cluster.group import apply_on_processes
 from rlite.data.packs import pack
 from rlite.errors import CheckpointError, ConfigError, DataError, PlacementError, ResidencyError, RliteError
 from rlite.nn import BaseTrainModule, HuggingFaceFsdp2TrainModule
@@ -329,6 +330,20 @@ def test_a_loss_that_raises_leaves_nothing_to_the_next_step(build: Build, option
         weights.append(engine.state_dict())
     for name, tensor in weights[0].items():
         assert torch.equal(weights[1][name], tensor), name
+
+
+def gradients(worker: Any) -> list[str]:
+    return [name for name, parameter in worker.module.named_parameters() if parameter.grad is not None]
+
+
+def test_gradients_take_no_memory_after_a_step_and_those_of_a_method_stay(build: Build) -> None:
+    engine = build(Scored, size=2)
+    engine.train_batch(make_batch([5, 6]), token_loss, num_counted)
+    group = engine.group
+    calls = [(group, rank, (group.key(rank),), ()) for rank in range(2)]
+    assert apply_on_processes(calls, gradients, [group], "look", 60) == [[], []]
+    engine.gradients_of(pack(make_batch([5]), [0], torch.device("cpu")))
+    assert all(apply_on_processes(calls, gradients, [group], "look", 60))
 
 
 class Scored(Qwen2Policy):

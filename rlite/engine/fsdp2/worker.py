@@ -32,7 +32,7 @@ from rlite.nn.linear import speed_up_linear_layers
 from rlite.nn.lora import LoraTrainModule
 from rlite.nn.meta import real_tensors
 from rlite.observability import stats_tracker
-from rlite.parallel.arena import SharedArena
+from rlite.parallel.arena import HostMemory, SharedArena
 from rlite.parallel.fsdp import (
     allocate,
     clip_gradients,
@@ -78,6 +78,7 @@ class Fsdp2Worker:
         self.arena: SharedArena | None = None
         self.staged: Any = None
         self._writing: Future[None] | None = None
+        self._snapshot_memory = HostMemory()
         self._own_names: dict[str, str] = {}
         """served name -> parameter name"""
         # who shares the work must draw alike
@@ -169,10 +170,9 @@ class Fsdp2Worker:
             raise
         reported, grad_norm = self._means(sums), self._clip()
         is_skipped = not (math.isfinite(grad_norm) and math.isfinite(reported["loss"]))
-        if is_skipped:
-            optimizer.zero_grad(set_to_none=True)
-        else:
+        if not is_skipped:
             optimizer.step()
+        optimizer.zero_grad(set_to_none=True)  # else gradients take memory, and are offloaded and saved
         step = {"grad_norm": grad_norm, "lr": lr, "weight": total, "is_skipped": float(is_skipped)}
         return {**reported, **step}
 
@@ -365,7 +365,8 @@ class Fsdp2Worker:
     def save_state(self, folder: str, path: str, facts: dict[str, Any], is_asynchronous: bool) -> None:
         """Write into `folder` all that resume needs, and publish it as `path`: now, or beside what comes next."""
         module = self.module
-        state = sharded.snapshot(module, module.optimizer, module.lr_scheduler, is_copied=is_asynchronous)
+        memory = self._snapshot_memory if self._device.type == "cuda" else None  # elsewhere it need not be pinned
+        state = sharded.snapshot(module, module.optimizer, module.lr_scheduler, is_asynchronous, memory)
         group = subgroup(self._context.world_ranks, "checkpoint", "gloo")
         self._writing = sharded.start_writing(state, Path(folder), Path(path), facts, self._context.rank, group)
         if not is_asynchronous:

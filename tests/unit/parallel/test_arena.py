@@ -11,6 +11,7 @@ from rlite.parallel.arena import (
     ArenaReader,
     DeviceArena,
     DeviceReader,
+    HostMemory,
     SharedArena,
     SharedBlock,
     aligned_bytes,
@@ -112,3 +113,21 @@ def test_the_tensors_of_a_device_arena_are_opened_together_and_once() -> None:
         for block, tensor in [*zip(blocks, tensors, strict=True)] * 2:
             assert torch.equal(reader.view(replace(block, arena=counted)), tensor)
         assert len(opened) == 1
+
+
+def test_copies_in_host_memory_lie_side_by_side_and_take_the_place_of_those_before() -> None:
+    memory = HostMemory()
+    tensors = [torch.randn(1000, 3), torch.randn(7).bfloat16(), torch.zeros(0, 4), torch.tensor(3.0)]
+    first = memory.copies(tensors)
+    size = first[0].untyped_storage().nbytes()
+    assert size == sum(aligned_bytes(tuple(tensor.shape), tensor.dtype) for tensor in tensors), (
+        "not a byte is rounded up"
+    )
+    assert {copy.untyped_storage().data_ptr() for copy in first} == {first[0].untyped_storage().data_ptr()}
+    assert all(torch.equal(copy, tensor) for copy, tensor in zip(first, tensors, strict=True))
+    assert all(copy.data_ptr() % 64 == 0 for copy in first if copy.numel())
+    second = memory.copies(tensors[1:])
+    assert second[0].untyped_storage().data_ptr() == first[0].untyped_storage().data_ptr()
+    larger = memory.copies([torch.ones(4000)])
+    assert torch.equal(second[0], tensors[1]), "what is still held keeps its memory"
+    assert torch.equal(larger[0], torch.ones(4000))
