@@ -87,6 +87,9 @@ class Backend:
     """a frozen dataclass; its fields are the keywords that `build` accepts beside its own"""
     worker: Callable[[WorkerContext, Any, Any, int], Worker]
     """worker(context, source, options, executor_size); runs in the worker process"""
+    check: Callable[[str, int], None] | None = None
+    """check(path, executor_size) in the driver, before any process starts; raises ConfigError for a checkpoint that an
+    inference executor cannot serve"""
 
 
 _backends: dict[tuple[str, str], Backend | str] = {

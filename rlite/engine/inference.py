@@ -39,6 +39,7 @@ from rlite.errors import (
 )
 from rlite.nn.huggingface import local_checkpoint
 from rlite.observability import trace
+from rlite.parallel.tensor import attention_shape
 from rlite.rollout.collector import RolloutCollector
 from rlite.rollout.options import CollectorOptions
 from rlite.rollout.seeds import mix
@@ -93,7 +94,7 @@ class RliteInferenceEngine(Engine):
     def __init__(self, path: str | Path, executor: str = "torch") -> None:
         super().__init__(executor)
         self.path = str(local_checkpoint(path))
-        self._config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+        self._config = AutoConfig.from_pretrained(self.path, trust_remote_code=False).get_text_config()
         self._pumps: list[Pump] = []
         self.lost_replicas: list[ReplicaLost] = []
         """since it was built, in their order"""
@@ -431,11 +432,12 @@ class RliteInferenceEngine(Engine):
     # -- life ----------------------------------------------------------------------------------------------------
 
     def _validate(self, executor_size: int) -> None:
-        heads = getattr(self._config, "num_key_value_heads", None) or self._config.num_attention_heads
-        if heads % executor_size:
+        if executor_size > 1 and (heads := attention_shape(self._config)[2]) % executor_size:
             raise ConfigError(
                 f"tensor_parallel_size={executor_size} does not divide the model's {heads} key-value heads"
             )
+        if self._backend.check is not None:
+            self._backend.check(self.path, executor_size)
 
     def _source(self) -> str:
         return self.path

@@ -132,6 +132,7 @@ class RliteTrainEngine(Engine):
             ParallelDims.of(executor_size, executor_size, self.options.sp_size, self.options.tp_size)
         except ConfigError as error:
             raise ConfigError(f"tensor_parallel_size={executor_size}: {error}") from error
+        self.module.check_architecture()
         if self.options.tp_size > 1:
             self.module.check_parallel(self.options.tp_size)
         if self.options.use_liger_kernel:

@@ -87,8 +87,15 @@ def packed_attention(
         the scores, sinks. Without it such a model would be trained as if it were another one.
     """
     if packed_layout is None:
-        raise ValueError(f"attention {PACKED!r} needs packed_layout=; call compute_logits, or set another attention")
-    asked = {key: kwargs[key] for key in ("softcap", "s_aux") if kwargs.get(key) is not None}
+        raise ConfigError(
+            f"attention {PACKED!r} got no packed_layout: call compute_logits, or set another attention. "
+            "A model that does not hand its arguments through to the attention cannot have packs"
+        )
+    asked: dict[str, Any] = {}
+    if (softcap := kwargs.get("softcap")) is not None:
+        asked["softcap"] = softcap
+    if kwargs.get("s_aux") is not None:
+        asked["s_aux"] = "sinks"
     if (window := kwargs.get("sliding_window")) is not None and window < packed_layout.max_seqlen:
         asked["sliding_window"] = window
     if dropout and (query.is_cuda or packed_layout.share is not None):

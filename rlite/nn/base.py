@@ -57,6 +57,9 @@ class BaseTrainModule(nn.Module):
             "gradient_checkpointing=False"
         )
 
+    def check_architecture(self) -> None:
+        """Raise ConfigError if the engine would compute the model wrongly. Called by `build`, before any process."""
+
     def check_parallel(self, size: int) -> None:
         """Raise ConfigError if `parallelize` could not split the module over so many ranks, before any is started."""
 

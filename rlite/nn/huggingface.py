@@ -19,6 +19,7 @@ from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 from rlite.algorithms.logprobs import next_token
 from rlite.algorithms.token_logprobs import TokenLogprobs
 from rlite.errors import ConfigError
+from rlite.nn.architecture import check_architecture, rope_limit
 from rlite.nn.attention import PACKED, PackedLayout, attention, recompute_alike
 from rlite.nn.base import BaseTrainModule, CheckpointSource
 from rlite.nn.logprobs import logprobs_of
@@ -85,6 +86,13 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         enable = enable or self.gradient_checkpointing_enable
         enable({"use_reentrant": False, "context_fn": partial(recompute_alike, self.config)})
 
+    def check_architecture(self) -> None:
+        """Raise ConfigError if packs would be computed differently from transformers; see `rlite.nn.architecture`."""
+        bases = [base for base in type(self).__mro__ if issubclass(base, PreTrainedModel)]
+        cls = next(base for base in bases if not issubclass(base, BaseTrainModule))
+        if cls is not PreTrainedModel:
+            check_architecture(cls, self.config, [name for name, _ in self.named_parameters()])
+
     def check_parallel(self, size: int) -> None:
         check_split(self, size)
 
@@ -112,11 +120,14 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
         """The model's own forward over a pack, with attention kept inside each sequence.
 
-        Raises: ConfigError for a model that mixes tokens by other means than attention: sequences would see each other.
+        Raises: ConfigError for a sequence so long that it changes the rotary angles of the others.
         """
-        kinds = set(getattr(self.config.get_text_config(), "layer_types", None) or ())
-        if others := kinds - {"full_attention", "sliding_attention"}:
-            raise ConfigError(f"{type(self).__name__} has layers of kind {sorted(others)}, which packs do not support")
+        limit = rope_limit(self.config.get_text_config())
+        if limit is not None and data["max_seqlen"] > limit:
+            raise ConfigError(
+                f"a sequence of {data['max_seqlen']} tokens: beyond {limit} the rotary embedding of "
+                f"{type(self).__name__} changes with the longest sequence of a pack; use shorter sequences"
+            )
         share = ContextShare(data["cu_seqlens"], self.context_group)
         with attention(self.config, PACKED):
             logits = self(

@@ -31,10 +31,26 @@ def span(size: int, rank: int, world_size: int) -> tuple[int, int]:
     return start, start + base + (rank < extra)
 
 
+def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int, int]:
+    """Return the numbers of layers, query heads and key heads of a causal language model, and the size of a head.
+
+    Raises: ConfigError if the config does not state them: the model has no attention.
+    """
+    text = config.get_text_config()
+    key_heads, head_dim = (
+        vars(text).get(text.attribute_map.get(key, key)) for key in ("num_key_value_heads", "head_dim")
+    )
+    try:
+        heads = text.num_attention_heads
+    except AttributeError as error:
+        raise ConfigError(f"the config of {config.model_type!r} states no num_attention_heads") from error
+    return text.num_hidden_layers, heads, key_heads or heads, head_dim or text.hidden_size // heads
+
+
 def check_heads(config: PreTrainedConfig, world_size: int) -> None:
     """Raises: ConfigError if attention heads do not divide among so many ranks."""
-    for name in ("num_key_value_heads", "num_attention_heads"):
-        num = getattr(config, name)
+    _, heads, key_heads, _ = attention_shape(config)
+    for name, num in (("num_key_value_heads", key_heads), ("num_attention_heads", heads)):
         if num % world_size:
             raise ConfigError(
                 f"tensor parallel over {world_size} does not divide {name}={num} of {config.model_type!r}; "
@@ -85,6 +101,21 @@ def _check_blocks(model: PreTrainedModel, columns: Iterable[str], rows: Iterable
         )
 
 
+def check_tensor_parallel(model: PreTrainedModel, world_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the linear layers that serving splits over so many ranks, by columns and by rows.
+
+    Raises: ConfigError if heads do not divide, or the model has no plan or one that is not known here.
+    """
+    check_heads(model.config, world_size)
+    embedding = model.get_input_embeddings()
+    if type(embedding) is not nn.Embedding:
+        raise ConfigError(
+            f"{model.config.model_type!r} has an embedding of its own kind, {type(embedding).__name__}, "
+            "which is not split; use tensor_parallel_size=1"
+        )
+    return split_linears(model)
+
+
 class TensorParallelPlan:
     """How the parameters of one causal language model lie on the ranks of a group. The model may be on meta.
 
@@ -101,13 +132,7 @@ class TensorParallelPlan:
         self._axis: dict[nn.Parameter, int] = {}
         self._rows: list[nn.Linear] = []
         if self.world_size > 1:
-            check_heads(model.config, self.world_size)
-            if type(self._embedding) is not nn.Embedding:
-                raise ConfigError(
-                    f"{model.config.model_type!r} has an embedding of its own kind, {type(self._embedding).__name__}, "
-                    "which is not split; use tensor_parallel_size=1"
-                )
-            columns, rows = split_linears(model)
+            columns, rows = check_tensor_parallel(model, self.world_size)
             self._rows = list(rows.values())
             for column in (*columns.values(), self._embedding, self._head):
                 self._axis.update(dict.fromkeys(column.parameters(), 0))

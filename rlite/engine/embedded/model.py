@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from rlite.engine.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, TilePlan
 from rlite.engine.embedded.lean import LeanDecoder
-from rlite.errors import CheckpointError, ConfigError
+from rlite.errors import CheckpointError
 from rlite.nn.linear import speed_up_linear_layers
 from rlite.nn.meta import meta_parameters, real_tensors
 from rlite.parallel.shards import Box, CheckpointReader, ParameterShard, nonfinite_names
@@ -75,8 +75,6 @@ class ShardedModel:
         # buffers are computed here for good: to_empty and friends would leave a rotary embedding of zeros
         with real_tensors(self.device), meta_parameters():
             model = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
-        if not model._supports_attention_backend:
-            raise ConfigError(f"{self.path}: {type(model).__name__} takes no attention backend; use another executor")
         model.set_attn_implementation(ATTENTION)
         model.eval().requires_grad_(False)
         model.tie_weights()

@@ -32,6 +32,7 @@ from rlite.engine.embedded.tiles import (
 )
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
 from rlite.parallel.shards import ParameterShard
+from rlite.parallel.tensor import attention_shape
 from rlite.parallel.usage import give_back_cached_memory
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
 
@@ -81,7 +82,7 @@ class EmbeddedWorker:
         if is_recorded and self._group is None and is_capturable(config):
             self._graphs = DecodeGraphs(self._weights, self._num_slots)
         if options.deterministic:
-            self._check_determinism(config)
+            self._check_determinism()
 
     def _max_model_len(self, config: PreTrainedConfig) -> int:
         limit = config.max_position_embeddings
@@ -98,11 +99,7 @@ class EmbeddedWorker:
         return length
 
     @torch.inference_mode()
-    def _check_determinism(self, config: PreTrainedConfig) -> None:
-        if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-            raise ConfigError(
-                f"deterministic=true: {self.path} routes tokens to experts, in numbers that depend on the whole batch"
-            )
+    def _check_determinism(self) -> None:
         check_rows(self._weights, self._serving_cache())
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -385,14 +382,12 @@ class EmbeddedWorker:
         give_back_cached_memory()
 
     def _cache_shape(self) -> tuple[int, int, int, int, int, int]:
-        config = self._weights.config.get_text_config()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        heads = config.num_attention_heads // self._weights.tp_size
-        kv_heads = config.num_key_value_heads // self._weights.tp_size
+        layers, heads, kv_heads, head_dim = attention_shape(self._weights.config)
         num_slots = self._num_slots
         if self.options.deterministic:  # the last tile is as large as the others
             num_slots += -num_slots % DECODE_ROWS
-        return config.num_hidden_layers, num_slots, heads, kv_heads, self.max_model_len, head_dim
+        share = self._weights.tp_size
+        return layers, num_slots, heads // share, kv_heads // share, self.max_model_len, head_dim
 
     def _affordable_slots(self) -> int:
         if self.device.type != "cuda":

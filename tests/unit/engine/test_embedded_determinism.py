@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
-from rlite.errors import ConfigError
 from rlite.types import GenerationHyperparameters, SequenceRequest
 from tests.tiny import Kind, build_model_dir
 from tests.unit.engine.test_embedded_worker import run
@@ -74,9 +71,3 @@ def test_it_makes_the_same_text_as_without(models: dict[str, str]) -> None:
     for number, chunk in free.items():
         assert fixed[number].token_ids == chunk.token_ids
         assert fixed[number].logprobs == pytest.approx(chunk.logprobs, abs=1e-9)
-
-
-def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
-    path = build_model_dir(tmp_path / "model", "qwen2", hidden=64, num_experts=4)
-    with pytest.raises(ConfigError, match="routes tokens to experts"):
-        make(str(path))

@@ -1,0 +1,218 @@
+"""What rlite makes of every causal language model of transformers: equal to transformers, refused, or not built.
+
+    python -m benchmarks.architectures --write docs/architectures.md
+
+Each class of transformers' mapping gets a small model of random weights, made from its default config, on two CPU
+processes. Its log-probabilities through the engines, with several sequences in one pack, are compared with the
+unmodified model's, one sequence after the other, and so are the gradients of a pack. The table holds no model that the
+engines accept and compute wrongly: one would end the command with an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from rlite import RliteInferenceEngine, RliteTrainEngine
+from rlite.errors import RliteError
+from rlite.nn import HuggingFaceFsdp2TrainModule
+from rlite.nn.architecture import TOLERANCE, alone, difference, packed, sequences, summary
+from rlite.nn.huggingface import causal_lm_class
+from rlite.nn.miniature import miniature, save
+from rlite.nn.tiny import byte_tokenizer
+from tests.integration.worlds import world
+
+EQUAL, REFUSED, WRONG, NOT_BUILT = "equal", "refused", "WRONG", "not built"
+HEAD = """# Models
+
+Both engines compute an unmodified Hugging Face model with an attention of their own, and put several sequences into one
+forward. For some models that would be wrong: they mix tokens by other means than attention, or make masks or positions
+themselves. `build` therefore runs a small copy of the model both ways, in the driver and before any process starts, and
+refuses the model with a ConfigError if log-probabilities differ. It takes a fraction of a second.
+
+This table is what `python -m benchmarks.architectures --write docs/architectures.md` found for the default config of
+every class in transformers' causal language mapping, made with transformers {version}: an entry is
+
+- **equal**: the same log-probabilities as the unmodified model in evaluation mode, and in training the same gradients;
+- **refused**: `build` raises a ConfigError; the last column gives the reason;
+- **not built**: no small model could be made from the default config, so nothing could be compared. `build` refuses
+  such a model, too, unless the checkpoint's own config allows the comparison.
+
+*Train* and *serve* are one device; *tp 2* and *sp 2* split matrices and tokens over two (`tp_size=2`, `sp_size=2`), and
+*serve tp 2* is `tensor_parallel_size=2` of the inference engine. Encoders are given `is_decoder=true`. A checkpoint may
+differ from its class's default config, for instance by a sliding window: `build` looks at the checkpoint's config.
+
+A module with a forward of its own can say that it knows better by overriding `check_architecture()`; another
+`executor` of the inference engine does its own checks.
+
+{summary}
+
+| type | class | train | tp 2 | sp 2 | serve | serve tp 2 | reason |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+class Module(HuggingFaceFsdp2TrainModule):
+    """What the train engine computes of a model, without training it."""
+
+
+class Verdict(NamedTuple):
+    """What became of one model in one way to compute it."""
+
+    name: str
+    reason: str = ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="the page to write; default: print it")
+    parser.add_argument("--only", nargs="*", help="model types; default: all")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    rows = []
+    with world(2):
+        for config_class in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING), key=lambda config_class: config_class.model_type):
+            if not args.only or config_class.model_type in args.only:
+                name = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__
+                rows.append((config_class.model_type, name, *verdicts(config_class)))
+                print(name, *(verdict.name for verdict in rows[-1][2:]), flush=True)
+    page = render(rows)
+    if args.write:
+        args.write.write_text(page)
+    else:
+        print(page)
+    if wrong := [row for row in rows if any(verdict.name == WRONG for verdict in row[2:])]:
+        raise SystemExit(f"accepted and computed wrongly: {wrong}")
+
+
+def verdicts(config_class: type[PreTrainedConfig]) -> list[Verdict]:
+    """Return the verdicts of training, tensor and context parallel training, serving, and serving on two devices."""
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    try:
+        model = miniature(cls, default_config(cls, config_class))
+        expected = alone(model).detach()
+    except Exception as error:
+        return [Verdict(NOT_BUILT, summary(error))] * 5
+    with TemporaryDirectory() as folder:
+        save(model, folder)
+        byte_tokenizer().save_pretrained(folder)
+        return [
+            verdict(lambda: train_error(folder, expected) + gradient_error(model)),
+            verdict(lambda: train_error(folder, expected, tensor_parallel_size=2, tp_size=2)),
+            verdict(lambda: train_error(folder, expected, tensor_parallel_size=2, sp_size=2)),
+            verdict(lambda: served_error(folder, model)),
+            verdict(lambda: served_error(folder, model, tensor_parallel_size=2)),
+        ]
+
+
+def default_config(cls: type[PreTrainedModel], config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """Return the default config of a class: the text part if the model takes that alone, and a decoder's."""
+    config = config_class()
+    if vars(cls).get("config_class", config_class) is config.sub_configs.get("text_config"):
+        config = config.get_text_config()
+    if vars(config).get("is_decoder") is False:
+        config.is_decoder = True
+    return config
+
+
+def verdict(error_of: Callable[[], float]) -> Verdict:
+    """Run one comparison. rlite's own errors are refusals; any other error is as wrong as another result."""
+    try:
+        return Verdict(EQUAL if error_of() <= TOLERANCE else WRONG)
+    except RliteError as error:
+        return Verdict(REFUSED, str(error))
+    except Exception as error:
+        return Verdict(WRONG, summary(error))
+
+
+def train_error(folder: str, expected: Tensor, **sizes: int) -> float:
+    """Return the difference of the logits of one pack on the train engine from `expected`."""
+    with init_empty_weights():
+        module = causal_lm_class(folder, Module).from_pretrained(folder)
+    engine = RliteTrainEngine(module)
+    engine.build(data_parallel_size=1, compute_dtype="float32", **sizes)
+    try:
+        rows = sequences()
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        engine.eval()
+        found = engine.forward({"input_ids": ids, "attention_mask": mask}, logits_of)
+        return difference(expected, torch.cat([row[: len(ids)] for row, ids in zip(found, rows, strict=True)]))
+    finally:
+        engine.release()
+
+
+def logits_of(logits: Tensor, data: dict[str, Tensor]) -> Tensor:
+    return logits
+
+
+def gradient_error(model: PreTrainedModel) -> float:
+    """Return the largest difference of a pack's gradients, relative to the largest gradient of their tensor."""
+    weights = torch.randn(alone(model).shape, generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for compute in (alone, packed):
+        model.zero_grad()
+        (compute(model) * weights).sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    expected, found = gradients
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    return max(float((expected[name] - found[name]).abs().max()) for name in expected) / largest
+
+
+def served_error(folder: str, model: PreTrainedModel, **sizes: int) -> float:
+    """Return the difference of generated tokens' log-probabilities from the model's own."""
+    engine = RliteInferenceEngine(folder)
+    engine.build(data_parallel_size=1, max_model_len=32, dtype="float32", **sizes)
+    try:
+        prompts = [ids.tolist() for ids in sequences()]
+        outputs = engine.generate(prompts, {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True})
+    finally:
+        engine.release()
+    errors = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        made = output.outputs[0]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*prompt, *made.token_ids]]), use_cache=False).logits[0]
+        expected = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(made.token_ids)[:, None])[:, 0]
+        errors.append(difference(expected, torch.tensor(made.logprobs)) * float(expected.std() / logits.std()))
+    return max(errors)
+
+
+def render(rows: list[tuple]) -> str:
+    """Return the page."""
+    lines = []
+    for model_type, name, *found in rows:
+        reasons = dict.fromkeys(verdict.reason for verdict in found if verdict.reason)
+        prefix = f"{name} ({model_type!r}) "
+        text = "; ".join(shorten(reason.removeprefix(prefix)) for reason in reasons)
+        lines.append(f"| {model_type} | {name} | {' | '.join(v.name for v in found)} | {text} |")
+    count = {which: sum(row[2].name == which for row in rows) for which in (EQUAL, REFUSED, NOT_BUILT)}
+    num_served = sum(row[5].name == EQUAL for row in rows)
+    summary = (
+        f"Of {len(rows)} entries, {count[EQUAL]} train ({num_served} are served, too), {count[REFUSED]} are refused, "
+        f"{count[NOT_BUILT]} are not built."
+    )
+    return HEAD.format(version=transformers.__version__, summary=summary) + "\n".join(lines) + "\n"
+
+
+def shorten(reason: str) -> str:
+    """Return a reason as a table's cell: one sentence, no remedy, no folder."""
+    reason = reason.split(". Use another model")[0].replace("|", "/").replace("\n", " ")
+    reason = re.sub(r"\S*/tmp\w+: (\w+ \('[\w-]+'\) )?", "", reason)
+    return reason if len(reason) <= 200 else reason[:197] + "..."
+
+
+if __name__ == "__main__":
+    main()

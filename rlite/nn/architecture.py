@@ -1,0 +1,169 @@
+"""Whether rlite computes a model as transformers does: one check for training and serving.
+
+Both replace the model's attention by their own, through transformers' attention interface, and give several sequences
+to one forward. A model that mixes tokens by other means, or computes positions or masks itself, would be computed
+wrongly without any error. So a small model of its class and options runs both ways, and has to agree.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rlite.errors import ConfigError, RliteError
+from rlite.nn.attention import PACKED, PackedLayout, attention
+from rlite.nn.meta import real_tensors
+from rlite.nn.miniature import LENGTH_DEPENDENT_ROPE, SPECIAL_IDS, WINDOW, miniature, save
+from rlite.parallel.shards import CheckpointReader
+
+LENGTHS = (WINDOW + 2, 2 * WINDOW + 3, 1)
+"""tokens of the sequences that are compared: two are longer than a window, and a single token has no past"""
+TOLERANCE = 1e-4
+"""largest difference of two logits, in standard deviations of all logits; rounding gives 1e-6, a wrong mask 1"""
+EXPERTS = re.compile(r"expert|moe|(^|\.)router", re.IGNORECASE)
+"""what only names of parameters of mixtures of experts hold"""
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+REMEDY = "Use another model; docs/architectures.md lists the classes that work"
+
+
+_reasons: dict[tuple[type, str], str | None] = {}
+"""what was found in this process, by class and config"""
+
+
+def check_architecture(cls: type[PreTrainedModel], config: PreTrainedConfig, names: Iterable[str] = ()) -> None:
+    """Refuse a model that a pack would compute differently from transformers.
+
+    Args:
+        cls: the transformers class.
+        config: the checkpoint's config.
+        names: the parameters' names, if the model exists already; the small model's count in any case.
+
+    Raises: ConfigError with the reason and what to do.
+    """
+    reason = _experts(names) or refusal(cls, config)
+    if reason is not None:
+        raise ConfigError(f"{cls.__name__} ({config.model_type!r}) {reason}. {REMEDY}")
+
+
+def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
+    """Return why a pack would be computed differently from transformers, None if it would not."""
+    key = (cls, config.to_json_string(use_diff=False))
+    if key not in _reasons:
+        _reasons[key] = _find_reason(cls, config)
+    return _reasons[key]
+
+
+def _find_reason(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
+    try:
+        model = miniature(cls, config)
+        if (reason := _experts(name for name, _ in model.named_parameters())) is not None:
+            return reason
+        with real_tensors(), torch.no_grad():
+            expected = alone(model)
+    except Exception as error:  # of any kind: the class's own code
+        return _state(cls) or f"cannot be checked: a small copy of it fails with {summary(error)}"
+    try:
+        with real_tensors(), torch.no_grad():
+            is_equal = difference(expected, packed(model)) <= TOLERANCE
+        if is_equal:
+            return _renamed(model)
+        return _why(model, expected) or "computes masks or positions itself"
+    except Exception as error:
+        return _why(model, expected) or f"does not run with sequences in packs: {summary(error)}"
+
+
+def _experts(names: Iterable[str]) -> str | None:
+    found = next(filter(EXPERTS.search, names), None)
+    return found and f"is a mixture of experts ({found}), which rlite does not support yet"
+
+
+def _renamed(model: PreTrainedModel) -> str | None:
+    """Say which tensor transformers renames or converts when it reads a checkpoint: rlite reads tensors as they are."""
+    with TemporaryDirectory() as folder:
+        save(model, folder)
+        stored = set(CheckpointReader(folder).names())
+    missing = next((name for name, _ in model.named_parameters() if name not in stored), None)
+    return missing and f"has checkpoints that name tensors otherwise ({missing}), and rlite does not convert them"
+
+
+def _state(cls: type[PreTrainedModel]) -> str | None:
+    if not cls._is_stateful:
+        return None
+    return "keeps a recurrent state, which would run on from one sequence of a pack into the next"
+
+
+def _why(model: PreTrainedModel, expected: Tensor) -> str | None:
+    """Return the property of the class that explains a difference, if it is a known one."""
+    kinds = set(vars(model.config.get_text_config()).get("layer_types") or ())
+    if others := sorted(kinds - KNOWN_LAYERS):
+        return f"has layers of kind {', '.join(others)}, which mix tokens by other means than attention"
+    if (reason := _state(type(model))) is not None:
+        return reason
+    with real_tensors(), torch.no_grad():
+        shorter = outputs_of(model, {"input_ids": sequences()[1][None, :-1]})
+    if difference(expected[LENGTHS[0] :][: len(shorter)], shorter) > TOLERANCE:
+        return "is not causal: tokens see later ones (an encoder needs is_decoder=true in its config)"
+    if not model._supports_attention_backend:
+        return "computes attention in code of its own, or does not hand arguments through to transformers' interface"
+    return None
+
+
+def summary(error: Exception) -> str:
+    """Return an error's message in one line, with its kind if it is not rlite's own."""
+    text = textwrap.shorten(str(error), 200, placeholder=" ...")
+    return text if isinstance(error, RliteError) else f"{type(error).__name__}: {text}"
+
+
+def rope_limit(config: PreTrainedConfig) -> int | None:
+    """Return the longest sequence whose rotary angles do not depend on other sequences, None for any length.
+
+    With `longrope` and `dynamic` a longer sequence changes the angles of every other one in the same forward.
+    """
+    rope = vars(config).get("rope_parameters") or {}
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    limits = [
+        part.get("original_max_position_embeddings") or config.max_position_embeddings
+        for part in parts
+        if part.get("rope_type") in LENGTH_DEPENDENT_ROPE
+    ]
+    return min(limits, default=None)
+
+
+def sequences() -> list[Tensor]:
+    """Return the sequences of token ids that a small model is given."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(SPECIAL_IDS, 100, (length,), generator=generator, device="cpu") for length in LENGTHS]
+
+
+def difference(expected: Tensor, found: Tensor) -> float:
+    """Return the largest difference of logits [T, V], in standard deviations of `expected`; NaN counts as infinite."""
+    return float(((expected - found).abs().max() / expected.std()).nan_to_num(nan=float("inf")))
+
+
+def outputs_of(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
+    """Return logits [T, V] of one row, or hidden states [T, H] of a model whose logits belong to whole sequences."""
+    if model.get_output_embeddings() is None:
+        return model.base_model(**inputs, use_cache=False).last_hidden_state[0]
+    return model(**inputs, use_cache=False).logits[0]
+
+
+def alone(model: PreTrainedModel) -> Tensor:
+    """Return the outputs of transformers' own forward, one call for each sequence, one after the other."""
+    return torch.cat([outputs_of(model, {"input_ids": ids[None]}) for ids in sequences()])
+
+
+def packed(model: PreTrainedModel) -> Tensor:
+    """Return the outputs of one forward over a pack of all sequences, as the train engine computes it."""
+    cu_seqlens = F.pad(torch.tensor(LENGTHS).cumsum(0), (1, 0))
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    inputs = {"input_ids": torch.cat(sequences())[None], "position_ids": positions[None]}
+    with attention(model.config, PACKED):
+        return outputs_of(model, {**inputs, "packed_layout": PackedLayout(cu_seqlens, max(LENGTHS))})

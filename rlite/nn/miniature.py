@@ -1,0 +1,184 @@
+"""A model of the same class and options as another, but small enough to run in milliseconds anywhere.
+
+Configs have no common schema, so sizes are recognised by the names that transformers uses. Everything that is not a
+size (kinds of layers, rotary embeddings, biases, windows) stays, because the small model stands for the large one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from rlite.nn.meta import real_tensors
+
+NUM_HEADS, HEAD_DIM, ROPE_HEAD_DIM = 4, 16, 8
+WINDOW = 5
+"""of sliding windows and chunks: shorter than the sequences that a check runs"""
+MAX_LAYERS = 4
+VOCABULARY = 128
+SPECIAL_IDS = 16
+"""token ids below this may be special ones (padding, end of text)"""
+CONTEXT = 64
+"""where rotary embeddings begin to depend on the length"""
+
+WIDTHS = {
+    "d_model",
+    "embedding_size",
+    "hidden_size",
+    "input_embedding_size",
+    "n_embd",
+    "output_embedding_size",
+    "word_embed_proj_dim",
+}
+HEADS = {"decoder_attention_heads", "encoder_attention_heads", "n_head", "num_attention_heads"}
+KEY_HEADS = {"num_global_key_value_heads", "num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"}
+LAYERS = {"decoder_layers", "encoder_layers", "num_hidden_layers"}
+RANKS = ("lora_rank", "hidden_size_per_layer_input")
+IDS = ("token_id", "token_ids", "token_index")
+NOT_COPIED = {"architectures", "dtype", "model_type", "quantization_config", "transformers_version"}
+
+
+def miniature(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a small `cls` in float32 on the CPU with random weights, in evaluation mode.
+
+    Weights are wider than a fresh model's, so that a wrong mask or position changes the outputs visibly. The process's
+    random state stays as it was.
+
+    Raises: whatever the class raises for a config that it cannot use.
+    """
+    with real_tensors(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+        torch.manual_seed(0)
+        model = cls._from_config(miniature_config(config), dtype=torch.float32)
+        with torch.no_grad():
+            for module in model.modules():
+                for parameter in module._parameters.values():
+                    if parameter is not None:
+                        _randomise(module, parameter)
+    return model.eval()
+
+
+def save(model: PreTrainedModel, folder: str) -> None:
+    """Write a checkpoint without a progress bar: nobody asked for one."""
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if shows_progress:
+            logging.enable_progress_bar()
+
+
+def miniature_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return `config` with small sizes and one layer of each kind that it has, at least two in all."""
+    names = {real: standard for standard, real in config.attribute_map.items()}
+    values = {key: value for key, value in config.to_dict().items() if key not in NOT_COPIED and key[0] != "_"}
+    standard = {names.get(key, key): value for key, value in values.items()}
+    num_layers = standard.get("num_hidden_layers") or 0
+    per_layer = {key for key, value in values.items() if isinstance(value, list) and 0 < len(value) == num_layers}
+    changed = {int(layer): part for layer, part in (values.get("per_layer_config") or {}).items()}
+    columns = [*(values[key] for key in per_layer), [changed.get(layer) for layer in range(num_layers)]]
+    layers = _layers_of_each_kind(columns, num_layers)
+    num_shared = len(layers) if standard.get("num_kv_shared_layers") else 0
+    layers += layers[:num_shared]
+    small = {}
+    for key, value in values.items():
+        if isinstance(part := vars(config).get(key), PreTrainedConfig):
+            small[key] = miniature_config(part)
+        elif key in per_layer:
+            small[key] = [value[layer] for layer in layers]
+        elif key == "rope_parameters":
+            small[key] = _small_rope(value)
+        elif key == "per_layer_config" and value:
+            rows = {index: changed[layer] for index, layer in enumerate(layers) if layer in changed}
+            small[key] = {row: {k: _small(k, v, standard) for k, v in part.items()} for row, part in rows.items()}
+        elif key == "num_kv_shared_layers":
+            small[key] = num_shared
+        elif (name := names.get(key, key)) in LAYERS:
+            small[key] = len(layers) or 2
+        else:
+            small[key] = _small(name, value, standard)
+    return type(config)(**_with_distinct_ids(small))
+
+
+def _layers_of_each_kind(columns: list[list[Any]], num_layers: int) -> list[int]:
+    """Indices of the first layer of each kind, where a layer's kind is its row of the config's per-layer lists."""
+    kinds = [str([column[layer] for column in columns]) for layer in range(num_layers)]
+    first = sorted(kinds.index(kind) for kind in set(kinds))[:MAX_LAYERS]
+    return first if len(first) > 1 else [*first, *first]
+
+
+def _small(name: str, value: Any, config: Mapping[str, Any]) -> Any:
+    """Return the small value of the field that transformers calls `name`; what is no size stays."""
+    if name == "head_dim":
+        return ROPE_HEAD_DIM if "qk_rope_head_dim" in config and value == config["qk_rope_head_dim"] else HEAD_DIM
+    if name == "num_key_value_heads" and value is None:
+        return NUM_HEADS
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    if name in WIDTHS:
+        return NUM_HEADS * HEAD_DIM
+    if name in HEADS:
+        return NUM_HEADS
+    if name in KEY_HEADS:
+        return NUM_HEADS if value >= (config.get("num_attention_heads") or 0) else min(value, 2)
+    if name == "qk_head_dim":
+        return HEAD_DIM + ROPE_HEAD_DIM
+    if name == "rotary_dim" or ("rope_head_dim" in name and "nope" not in name):
+        return ROPE_HEAD_DIM
+    if "head_dim" in name or name.endswith(RANKS):
+        return HEAD_DIM
+    if "intermediate" in name or "ffn" in name or name in ("d_ff", "n_inner"):
+        return min(value, 6 * HEAD_DIM)
+    if name in ("first_k_dense_replace", "num_dense_layers"):
+        return min(value, 1)
+    if name.startswith("vocab_size"):
+        return min(value, VOCABULARY)
+    if ("window" in name and "layers" not in name and "pattern" not in name) or "chunk_size" in name:
+        return min(value, WINDOW)
+    if name in ("max_position_embeddings", "n_ctx", "n_positions"):
+        return min(value, 16 * CONTEXT)
+    return value
+
+
+def _small_rope(rope: Any) -> Any:
+    """Return rotary parameters, of all layers or by kind of layer, for heads of `HEAD_DIM`."""
+    if not isinstance(rope, Mapping):
+        return rope
+    small = {key: _small_rope(value) for key, value in rope.items()}
+    half = int(HEAD_DIM * (rope.get("partial_rotary_factor") or 1.0)) // 2
+    for key in ("long_factor", "short_factor"):
+        if key in rope:
+            small[key] = rope[key][:half]
+    if "mrope_section" in rope:
+        small["mrope_section"] = [half - 2 * (half // 4), half // 4, half // 4]
+    if "original_max_position_embeddings" in rope:
+        # longer than every sequence of a check where angles depend on the longest one, else shorter than the longest
+        is_fixed = rope.get("rope_type") not in LENGTH_DEPENDENT_ROPE
+        small["original_max_position_embeddings"] = WINDOW if is_fixed else CONTEXT
+    return small
+
+
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""rotary embeddings whose angles change when the longest sequence of a forward passes a length"""
+
+
+def _with_distinct_ids(values: dict[str, Any]) -> dict[str, Any]:
+    """Give every special token an id of its own below `SPECIAL_IDS`."""
+    found = [key for key, value in values.items() if key.endswith(IDS) and value is not None]
+    ids = {key: number % SPECIAL_IDS for number, key in enumerate(found)}
+    return {**values, **{key: [number] if isinstance(values[key], list) else number for key, number in ids.items()}}
+
+
+def _randomise(module: nn.Module, parameter: nn.Parameter) -> None:
+    noise = torch.randn(parameter.shape)
+    if isinstance(module, nn.Embedding):
+        parameter.copy_(noise / 2)
+    elif parameter.dim() > 1:
+        parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+    else:
+        parameter.add_(noise / 5)

@@ -1,0 +1,176 @@
+"""Models that packs would compute wrongly are refused; the others are computed as transformers does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+
+import rlite
+from rlite import RliteInferenceEngine, RliteTrainEngine
+from rlite.data.packs import pack
+from rlite.errors import ConfigError
+from rlite.nn import HuggingFaceFsdp2TrainModule
+from rlite.nn.architecture import refusal, rope_limit
+from rlite.nn.huggingface import causal_lm_class
+from rlite.nn.meta import meta_parameters
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+EQUAL: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "opt": {"ffn_dim": 80, "word_embed_proj_dim": 48, "dropout": 0.1},
+    "llama": {"num_key_value_heads": 2},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+    "gemma": {"num_key_value_heads": 1, "head_dim": 16},
+    "phi": {"partial_rotary_factor": 0.5},
+    "olmo2": {},
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "gptj": ({"rotary_dim": 8}, "attention in code of its own"),
+    "bloom": ({}, "attention in code of its own"),
+    "codegen": ({"rotary_dim": 8}, "attention in code of its own"),
+    "xglm": ({"ffn_dim": 80}, "attention in code of its own"),
+    "falcon": ({}, "attention in code of its own"),
+    "mpt": ({}, "attention in code of its own"),
+    "gpt_neo": ({"attention_types": [[["global", "local"], 1], [["global"], 1]]}, "attention in code of its own"),
+    "stablelm": ({}, "attention in code of its own, or does not hand arguments through"),
+    "nemotron": ({"num_key_value_heads": 2, "head_dim": 12}, "does not hand its arguments through"),
+    "gpt_neox": ({}, "name tensors otherwise"),
+    "bert": ({}, "not causal.*is_decoder=true"),
+    "roberta": ({"is_decoder": True}, "positions itself"),
+    "rwkv": ({"attention_hidden_size": 48}, "recurrent state"),
+    "mamba": ({}, "recurrent state"),
+    "mixtral": ({**EXPERTS, "num_key_value_heads": 2}, r"mixture of experts \(model.layers.0"),
+    "qwen3_moe": ({**EXPERTS, "num_key_value_heads": 2, "head_dim": 16}, "mixture of experts"),
+    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"], "num_key_value_heads": 2}, "layers of kind conv"),
+    "gemma2": ({"num_key_value_heads": 2, "head_dim": 16}, "softcap"),
+}
+
+
+def config_of(kind: str, **fields: Any) -> Any:
+    config = AutoConfig.for_model(kind)
+    known = {key: value for key, value in {**SIZES, **fields}.items() if hasattr(config, key)}
+    if layers := vars(config).get("layer_types"):
+        known.setdefault("layer_types", layers[: SIZES["num_hidden_layers"]])
+    return type(config)(**known)
+
+
+def wide_model(config: Any) -> Any:
+    """A model in which a wrong mask or position shows: attention is far from uniform."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5 + (parameter.dim() == 1))
+    return model
+
+
+def save_checkpoint(kind: str, folder: Path, **fields: Any) -> Path:
+    wide_model(config_of(kind, **fields)).save_pretrained(folder)
+    return folder
+
+
+def on_meta(folder: Path) -> Any:
+    with meta_parameters():
+        return causal_lm_class(folder, HuggingFaceFsdp2TrainModule).from_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", EQUAL)
+def test_packs_of_an_accepted_model_give_the_plain_model_s_logits_and_gradients(kind: str, tmp_path: Path) -> None:
+    plain = wide_model(config_of(kind, **EQUAL[kind]))
+    assert refusal(type(plain), plain.config) is None
+    plain.save_pretrained(tmp_path)
+    packed = causal_lm_class(tmp_path, HuggingFaceFsdp2TrainModule).from_pretrained(tmp_path).eval()
+    rows = [torch.randint(3, 97, (length,), generator=torch.Generator().manual_seed(length)) for length in (21, 1, 30)]
+    ids, mask = (
+        torch.nn.utils.rnn.pad_sequence(part, batch_first=True) for part in (rows, [torch.ones_like(r) for r in rows])
+    )
+    found = packed.compute_logits(pack({"input_ids": ids, "attention_mask": mask}, [0, 1, 2], torch.device("cpu")))
+    expected = torch.cat([plain(row[None]).logits[0] for row in rows])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    weights = torch.randn_like(expected)
+    for logits in (found, expected):
+        (logits * weights).sum().backward()
+    for (name, parameter), reference in zip(packed.named_parameters(), plain.parameters(), strict=True):
+        if reference.grad is not None:
+            scale = reference.grad.abs().max().clamp(min=1.0)
+            torch.testing.assert_close(parameter.grad / scale, reference.grad / scale, atol=1e-4, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_models_that_packs_would_compute_wrongly_are_refused_with_the_reason(kind: str) -> None:
+    fields, reason = REFUSED[kind]
+    config = config_of(kind, **fields)
+    found = refusal(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    assert found is not None
+    assert re.search(reason, found)
+
+
+@pytest.mark.parametrize("kind", ["gptj", "rwkv", "qwen3_moe"])
+def test_both_engines_refuse_a_model_at_build_before_any_process_starts(kind: str, tmp_path: Path) -> None:
+    rlite.shutdown()
+    fields, reason = REFUSED[kind]
+    folder = save_checkpoint(kind, tmp_path, **fields)
+    for engine in (RliteTrainEngine(on_meta(folder)), RliteInferenceEngine(folder)):
+        with pytest.raises(ConfigError, match=f"(?s){reason}.*docs/architectures.md"):
+            engine.build()
+
+
+def test_experts_of_a_late_layer_are_found_by_their_tensors_names() -> None:
+    config = config_of("deepseek_v3", first_k_dense_replace=2, n_routed_experts=4, n_group=1, topk_group=1)
+    assert "mixture of experts" in str(refusal(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config))
+
+
+def test_a_model_that_trains_on_one_device_is_refused_by_name_for_tensor_parallel(tmp_path: Path) -> None:
+    rlite.shutdown()
+    folder = save_checkpoint("gpt2", tmp_path)
+    engine = RliteTrainEngine(on_meta(folder))
+    with pytest.raises(ConfigError, match=r"'gpt2'.*one device for each copy"):
+        engine.build(tensor_parallel_size=2, tp_size=2)
+    with pytest.raises(ConfigError, match="'gpt2' has no tensor parallel plan"):
+        RliteInferenceEngine(folder).build(tensor_parallel_size=2)
+
+
+def test_the_check_leaves_random_numbers_alone_and_works_within_device_contexts(tmp_path: Path) -> None:
+    config = config_of("qwen2", num_key_value_heads=4, rms_norm_eps=1.25e-6)  # one that no other test has checked
+    state = torch.get_rng_state()
+    with torch.device("meta"), meta_parameters(), torch.inference_mode():
+        assert refusal(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config) is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_sequences_beyond_the_length_where_rotary_angles_change_are_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    folder = save_checkpoint("llama", tmp_path, max_position_embeddings=16, rope_parameters=rope)
+    module = causal_lm_class(folder, HuggingFaceFsdp2TrainModule).from_pretrained(folder)
+    assert rope_limit(module.config) == 16
+    data = {"input_ids": torch.ones(20, dtype=torch.long), "position_ids": torch.arange(20), "max_seqlen": 20}
+    with pytest.raises(ConfigError, match="a sequence of 20 tokens: beyond 16"):
+        module.compute_logits({**data, "cu_seqlens": torch.tensor([0, 20])})
+
+
+def test_the_page_of_models_lists_every_class_of_the_version_that_it_names() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "architectures.md").read_text()
+    listed = re.findall(r"^\| ([\w-]+) \| (\w+) \| ", page, re.MULTILINE)[1:]
+    assert "WRONG" not in page
+    if f"made with transformers {transformers.__version__}:" in page:
+        assert set(listed) == {(key.model_type, model.__name__) for key, model in MODEL_FOR_CAUSAL_LM_MAPPING.items()}
+    assert re.search(r"made with transformers \d+\.\d+", page)
