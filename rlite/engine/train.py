@@ -163,7 +163,7 @@ class RliteTrainEngine(Engine):
     # -- atomic operations ---------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Put the module into training mode."""
+        """Put the module into training mode, in which it is built; `forward` and `eval_batch` leave it for a while."""
         self.group.broadcast("set_mode", True)
 
     def eval(self) -> None:
@@ -196,7 +196,7 @@ class RliteTrainEngine(Engine):
     def eval_batch(
         self, batch: Mapping[str, Tensor], loss_fn: Callable[..., Any], loss_weight_fn: Callable[..., Any]
     ) -> dict[str, float]:
-        """The loss of a batch, as in train_batch, without a step."""
+        """The loss of a batch, as in train_batch, without a step. The module is in evaluation mode meanwhile."""
         return self._atomic("eval_batch", batch, loss_fn, loss_weight_fn)
 
     def forward(
@@ -207,7 +207,8 @@ class RliteTrainEngine(Engine):
     ) -> Tensor:
         """Apply `post_hook(logits [T, V], data) -> [T, ...]` to a batch; returns [N, L, ...], padded with 0.
 
-        A post_hook may be marked with `on_logprobs`, as a loss_fn may. Without gradients to keep, microbatches may be
+        The module is in evaluation mode meanwhile, so that dropout is off. A post_hook may be marked with
+        `on_logprobs`, as a loss_fn may. Without gradients to keep, microbatches may be
         larger than in training: `max_tokens_per_microbatch` says how large, where it is not as the engine was built.
         """
         plan, calls = self._plan("forward", batch, max_tokens_per_microbatch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,7 @@ from rlite.errors import ConfigError
 from rlite.nn.architecture import check_architecture, rope_limit
 from rlite.nn.attention import PACKED, PackedLayout, attention, recompute_alike
 from rlite.nn.base import BaseTrainModule, CheckpointSource
+from rlite.nn.dropout import DropoutRates, disable_dropout, disable_dropout_layers, with_dropout
 from rlite.nn.logprobs import logprobs_of
 from rlite.nn.meta import meta_parameters, real_tensors
 from rlite.parallel.context import ContextShare
@@ -41,6 +43,9 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     _no_split_modules: Sequence[str] | None
     _config_options: ClassVar[Mapping[str, Any]] = {}
     """changes to the checkpoint's config"""
+    _keeps_dropout: ClassVar[bool] = True
+    """whether dropout is as the checkpoint's config has it, in training mode"""
+    _dropout: DropoutRates = MappingProxyType({})
     _changes_logits: bool = False
     """whether the model's forward does more to its logits than the output embedding"""
 
@@ -55,7 +60,12 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             )
         folder = local_checkpoint(path, weights=False)
         with real_tensors(), meta_parameters():
-            module = cls(cls.config_class.from_pretrained(folder, **cls._config_options))  # type: ignore[attr-defined]
+            config = cls.config_class.from_pretrained(folder, **cls._config_options)  # type: ignore[attr-defined]
+            rates = {} if cls._keeps_dropout else disable_dropout(config)
+            module = cls(config)
+        if not cls._keeps_dropout:
+            disable_dropout_layers(module)
+        module._dropout = rates
         module.config._name_or_path = str(path)
         module.loss_type = "ForCausalLM"  # transformers reads it off the class's name, which is the user's here
         return module
@@ -74,6 +84,10 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
                 "or define materialization_source()"
             )
         return self.config._name_or_path
+
+    def exported_config(self) -> PretrainedConfig:
+        """Return a copy of the config for a checkpoint, with the dropout that it was read with."""
+        return with_dropout(self.config, self._dropout)
 
     def fsdp_units(self) -> list[nn.Module]:
         names = set(self._no_split_modules or ())

@@ -116,7 +116,9 @@ class DpoTrainer:
     def __init__(self, options: DpoConfig, rows: TokenRows, test_rows: TokenRows | None = None) -> None:
         actor, chosen = options.actor, options.actor.preference_loss
         engine = RliteTrainEngine(
-            policy_module(actor.model_name, actor.optimizer(num_steps(options, rows)), actor.lora)
+            policy_module(
+                actor.model_name, actor.optimizer(num_steps(options, rows)), actor.lora, actor.disable_dropout
+            )
         )
         loss = DpoLoss(
             loss=chosen.name, options=chosen.options, beta=actor.beta, is_length_normalised=chosen.length_normalised
@@ -144,7 +146,6 @@ class DpoTrainer:
         options = untrained(self.run.build_options, rlite.current_session().device)
         options["use_liger_kernel"] = own.use_liger_kernel
         self.reference.build(**options, colocate_with=self.run.engine)
-        self.reference.eval()
         if self.options.ref_actor.offload_model:
             self.reference.cpu()
 

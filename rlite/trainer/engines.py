@@ -37,13 +37,17 @@ class Engines:
         self._resident: Engine | None = None
         self.rollout = RliteInferenceEngine(actor.model_name, executor=options.rollout.executor)
         num_updates = max(trainer.total_steps - actor.freeze_steps, 1) * actor.update_per_rollout
-        self.actor = RliteTrainEngine(policy_module(actor.model_name, actor.optimizer(num_updates), actor.lora))
+        self.actor = RliteTrainEngine(
+            policy_module(actor.model_name, actor.optimizer(num_updates), actor.lora, actor.disable_dropout)
+        )
         self.critic: RliteTrainEngine | None = None
         self.reference: RliteTrainEngine | None = None
         if options.has_critic:
             critic = options.critic.as_model(actor)
             optimizer = critic.optimizer(trainer.total_steps * actor.update_per_rollout)
-            self.critic = RliteTrainEngine(critic_module(critic.model_name, optimizer, critic.lora))
+            self.critic = RliteTrainEngine(
+                critic_module(critic.model_name, optimizer, critic.lora, critic.disable_dropout)
+            )
         if options.has_reference:
             self.reference = RliteTrainEngine(policy_module(options.ref_actor.as_model(actor).model_name))
 

@@ -53,6 +53,8 @@ class ModelOptions:
     """rate at the last step, to which linear, cosine and polynomial fall"""
     power: float = 1.0
     """of scheduler=polynomial: the rate falls as (share of steps left)^power"""
+    disable_dropout: bool = True
+    """train without the dropout of the checkpoint's config, which exports keep; passes that only infer never have it"""
     lora: LoraOptions | None = None
     """train adapters beside the weights, which stay as they are; null trains the weights"""
 

@@ -82,9 +82,13 @@ class _Optimized(LoraTrainModule):
 class PolicyModule(_Optimized, HuggingFaceFsdp2TrainModule):
     """A causal model."""
 
+    _keeps_dropout = False
+
 
 class CriticModule(_Optimized, HuggingFaceFsdp2ScoreModule):
     """A number for each token: a critic's values, or a reward model's scores."""
+
+    _keeps_dropout = False
 
 
 def schedule(step: int, options: OptimizerOptions) -> float:
@@ -100,22 +104,33 @@ def schedule(step: int, options: OptimizerOptions) -> float:
 
 
 def policy_module(
-    path: str | Path, optimizer_options: OptimizerOptions | None = None, lora: LoraOptions | None = None
+    path: str | Path,
+    optimizer_options: OptimizerOptions | None = None,
+    lora: LoraOptions | None = None,
+    disable_dropout: bool = True,
 ) -> PolicyModule:
     """The checkpoint at `path` as a train module on meta; with `lora` only adapters beside its weights are trained."""
     with init_empty_weights():
-        module = causal_lm_class(path, PolicyModule).from_pretrained(path)
+        module = causal_lm_class(path, _carrier(PolicyModule, disable_dropout)).from_pretrained(path)
     return _optimized(module, optimizer_options, lora)
 
 
 def critic_module(
-    path: str | Path, optimizer_options: OptimizerOptions | None = None, lora: LoraOptions | None = None
+    path: str | Path,
+    optimizer_options: OptimizerOptions | None = None,
+    lora: LoraOptions | None = None,
+    disable_dropout: bool = True,
 ) -> CriticModule:
     """The checkpoint at `path`, of a causal model or of an earlier critic, as a train module on meta.
 
     With `lora` only its head, and adapters beside its other weights, are trained.
     """
-    return _optimized(score_module(path, CriticModule), optimizer_options, lora)
+    return _optimized(score_module(path, _carrier(CriticModule, disable_dropout)), optimizer_options, lora)
+
+
+def _carrier(carrier: Any, disable_dropout: bool) -> Any:
+    """The class with another setting under the same name, by which checkpoints know their module."""
+    return carrier if disable_dropout else type(carrier.__name__, (carrier,), {"_keeps_dropout": True})
 
 
 def _optimized(module: Any, optimizer_options: OptimizerOptions | None, lora: LoraOptions | None) -> Any:

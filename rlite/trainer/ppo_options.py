@@ -145,6 +145,8 @@ class CriticOptions(ReferenceOptions):
     """rate at the last step"""
     power: float | None = None
     """of scheduler=polynomial"""
+    disable_dropout: bool | None = None
+    """as actor.disable_dropout"""
     lora: LoraOptions | None = None
     """as actor.lora; its head is trained as a whole"""
     clip: float = 0.5

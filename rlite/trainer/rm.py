@@ -72,7 +72,9 @@ class RmTrainer:
     def __init__(self, options: RmConfig, rows: TokenRows, test_rows: TokenRows | None = None) -> None:
         critic = options.critic
         engine = RliteTrainEngine(
-            critic_module(critic.model_name, critic.optimizer(num_steps(options, rows)), critic.lora)
+            critic_module(
+                critic.model_name, critic.optimizer(num_steps(options, rows)), critic.lora, critic.disable_dropout
+            )
         )
         self.run = SupervisedRun(
             options, "critic", options.data, options.trainer, engine, RewardModelLoss(), rows, test_rows, SHOWN

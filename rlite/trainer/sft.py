@@ -67,7 +67,9 @@ class SftTrainer:
     def __init__(self, options: SftConfig, rows: TokenRows, test_rows: TokenRows | None = None) -> None:
         actor = options.actor
         engine = RliteTrainEngine(
-            policy_module(actor.model_name, actor.optimizer(num_steps(options, rows)), actor.lora)
+            policy_module(
+                actor.model_name, actor.optimizer(num_steps(options, rows)), actor.lora, actor.disable_dropout
+            )
         )
         loss = SftLoss(avg_level=options.actor.avg_level)  # type: ignore[arg-type]
         self.run = SupervisedRun(options, "actor", options.data, options.trainer, engine, loss, rows, test_rows, SHOWN)

@@ -164,13 +164,11 @@ class SupervisedRun:
         assert self.test_rows is not None
         sums: dict[str, float] = {}
         total = 0.0
-        self.engine.eval()
         for batch in self.test_rows.batches(self._batch_size):
             stats = self.engine.eval_batch(prepare(batch) if prepare else batch, self.loss, self.loss.weight)
             total += stats["weight"]
             for key in stats.keys() - {"weight", "num_tokens", "num_microbatches"}:
                 sums[key] = sums.get(key, 0.0) + stats[key] * stats["weight"]
-        self.engine.train()
         return {f"test_{key}": value / total for key, value in sums.items()}
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -199,11 +199,11 @@ class Fsdp2Worker:
     def eval_batch(
         self, batch: Mapping[str, Tensor], microbatches: list[list[int]], loss_fn: Loss, loss_weight_fn: Weight
     ) -> dict[str, float]:
-        """As train_batch, without gradients and without a step."""
+        """As train_batch, in evaluation mode, without gradients and without a step."""
         weights = [float(loss_weight_fn(pack(batch, rows, self._device))) if rows else 0.0 for rows in microbatches]
         total = self._sum([sum(weights)])[0]
         sums: Sums = {}
-        with resharded(self.module):
+        with resharded(self.module), _evaluating(self.module):
             for rows, weight in zip(microbatches, weights, strict=True):
                 data = pack(batch, rows or companions(batch), self._device)
                 outputs = self._outputs(loss_fn, data)
@@ -216,10 +216,13 @@ class Fsdp2Worker:
     def forward(
         self, batch: Mapping[str, Tensor], microbatches: list[list[int]], post_hook: Callable[..., Tensor]
     ) -> dict[int, Tensor]:
-        """post_hook(logits [T, V], data) -> [T, ...] for every row of this rank: local row -> its values, padded."""
+        """post_hook(logits [T, V], data) -> [T, ...] for every row of this rank: local row -> its values, padded.
+
+        In evaluation mode: what is compared with it (old and reference log-probabilities, values) has no dropout.
+        """
         width = batch["attention_mask"].shape[1]
         results: dict[int, Tensor] = {}
-        with resharded(self.module):
+        with resharded(self.module), _evaluating(self.module):
             for rows in microbatches:
                 data = pack(batch, rows or companions(batch), self._device)
                 outputs = self._outputs(post_hook, data)
@@ -357,7 +360,7 @@ class Fsdp2Worker:
         if isinstance(self.module, HuggingFaceFsdp2TrainModule):
             source = self.module.config._name_or_path
             folder = local_checkpoint(source, weights=False) if source else None
-            writer.add_config(self.module.config, exported_class(self.module), folder)
+            writer.add_config(self.module.exported_config(), exported_class(self.module), folder)
         if isinstance(self.module, LoraTrainModule) and adapter:
             self.module.save_adapter(writer.folder / "adapter", adapter)
         writer.finish()
@@ -487,6 +490,18 @@ def _loss(loss_fn: Loss, outputs: Tensor | TokenLogprobs, data: dict[str, Any]) 
             f"loss_fn returned {found}; expected a mean, one number in a tensor, or (mean, dict of means)"
         )
     return loss, report
+
+
+@contextmanager
+def _evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, the module is in evaluation mode; afterwards every submodule is in the mode that it was in."""
+    training = [child for child in module.modules() if child.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for child in training:
+            child.training = True
 
 
 def _counting(rows: list[int]) -> AbstractContextManager[Any]:
