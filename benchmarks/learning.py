@@ -253,7 +253,7 @@ def report(folder: Path, out: Path) -> bool:
             f'{NUM_TRIED}) that no training saw. "Before" is the first evaluation, of the reward the mean of the first',
             'tenth of the steps; "after" the last. DPO starts as its own reference, with margin 0 and pairs right by',
             "chance. SFT imitates a teacher who cuts long words short; RL adds patience. The training rewards in",
-            "the pictures are those of sampled answers, in groups that are neither all right nor all wrong.",
+            "the pictures are those of all sampled answers.",
             "",
             *lines,
             "",

@@ -3,7 +3,8 @@
     with stats_tracker.record_timing("train_step"), stats_tracker.scope("actor"):
         stats_tracker.denominator(tokens=mask)                    # bool mask
         stats_tracker.stat(denominator="tokens", entropy=entropy) # a tensor of the mask's shape
-        stats_tracker.scalar(loss=loss, lr=lr)
+        stats_tracker.scalar(loss=loss, lr=lr)                    # the mean of all calls
+        stats_tracker.count(lost=3)                               # their sum
     stats_tracker.export()
     # {"actor/tokens": 812.0, "actor/entropy/mean": ..., "actor/entropy/min": ..., "actor/entropy/max": ...,
     #  "actor/loss": ..., "actor/lr": ..., "timeperf/train_step": ...}
@@ -190,6 +191,12 @@ class StatsTracker:
         for key, value in values.items():
             self._add(f"{prefix}{key}", _Mean(_number(f"{prefix}{key}", value), 1))
 
+    def count(self, **numbers: int) -> None:
+        """Record how many of something there were; exports each key's sum over all calls."""
+        prefix = self._frame.get().prefix
+        for key, number in numbers.items():
+            self._add(f"{prefix}{key}", _Count(number))
+
     @contextlib.contextmanager
     def apart(self) -> Iterator[Recording]:
         """What this thread or task records inside goes into the recording, with scopes of its own; see `add`."""
@@ -225,7 +232,7 @@ class StatsTracker:
             stat.add(statistic)  # type: ignore[arg-type]  # of one kind
 
 
-_WORDS: dict[type, str] = {_Mean: "a scalar", _Count: "a denominator", _Masked: "a stat"}
+_WORDS: dict[type, str] = {_Mean: "a scalar", _Count: "a denominator or a count", _Masked: "a stat"}
 
 
 def _masked(value: Any, mask: Any) -> _Masked:
@@ -258,6 +265,7 @@ record_timing = _default.record_timing
 denominator = _default.denominator
 stat = _default.stat
 scalar = _default.scalar
+count = _default.count
 export = _default.export
 apart = _default.apart
 add = _default.add

@@ -13,12 +13,11 @@ from rlite.errors import CallTimeout
 from rlite.observability import stats_tracker
 from rlite.rollout.batch import pad_trajectories
 from rlite.rollout.group import Group, Lane, response_lengths
+from rlite.rollout.reasons import NOT_ACCEPTED, TOO_OLD, kind_of
 from rlite.rollout.workflow import RolloutError
 
 NUM_NAMED = 5
 """groups that a message lists by name"""
-TOO_OLD = "too old"
-"""the reason of groups that max_head_offpolicyness forbids to train on"""
 
 
 @dataclass(frozen=True)
@@ -54,38 +53,29 @@ def joined(groups: Sequence[Group], ids: Mapping[int, int] | None = None) -> Ten
     return pad_trajectories(rows, numbers)
 
 
-def kind_of(reason: str) -> str:
-    """Return the kind of a reason for a loss, as a part of a metric's name: the exception, or what happened."""
-    return reason.partition(":")[0].replace(" ", "_")
-
-
-def in_a_line(reason: str) -> str:
-    """Return a reason for a loss without the traceback in it: the kind, and the line that says why."""
-    lines = reason.strip().splitlines() or [""]
-    return lines[0] if len(lines) == 1 else f"{kind_of(reason)}: {lines[-1].strip()}"
-
-
 class Losses:
     """The groups to train on that were lost since the last batch."""
 
     def __init__(self, num_failed_attempts: int = 0) -> None:
-        self._num_lost = 0
+        self._lost: Counter[str] = Counter()
         self._num_failed_attempts = num_failed_attempts
         self._dropped: list[Counter[int]] = []
 
     def add(self, group: Group, reason: str) -> None:
         """Count a group that is lost."""
-        self._num_lost += 1
+        self._lost[kind_of(reason)] += 1
         if reason.startswith(TOO_OLD):
             self._dropped.append(group.tokens)  # what is cancelled may report a few more
 
     def report(self, batch: TensorDict, num_groups: int, version: int, num_failed_attempts: int) -> None:
         """Record how many groups a batch has and how many were lost before it, and how old it is; begin anew."""
         num_failed = num_failed_attempts - self._num_failed_attempts
+        num_refused = self._lost.pop(kind_of(NOT_ACCEPTED), 0)  # should_accept did what it is there for
         with stats_tracker.scope("rollout"):
-            stats_tracker.scalar(num_groups=num_groups, num_lost=self._num_lost, num_failed_attempts=num_failed)
+            stats_tracker.count(num_groups=num_groups, num_lost=self._lost.total(), num_failed_attempts=num_failed)
+            stats_tracker.count(num_refused=num_refused, **{f"lost/{kind}": n for kind, n in self._lost.items()})
             _report_age(batch, version, self._dropped)
-        self._num_lost, self._num_failed_attempts, self._dropped = 0, num_failed_attempts, []
+        self._lost, self._num_failed_attempts, self._dropped = Counter(), num_failed_attempts, []
 
 
 def _report_age(batch: TensorDict, version: int, dropped: Sequence[Counter[int]]) -> None:
@@ -96,8 +86,8 @@ def _report_age(batch: TensorDict, version: int, dropped: Sequence[Counter[int]]
         stats_tracker.scalar(staleness=(version - made.clamp(max=version)).double().mean())
     if dropped:
         lengths, kept = [tokens for group in dropped for tokens in group.values()], response_lengths([batch])
+        stats_tracker.count(num_dropped_too_old=len(dropped))
         stats_tracker.scalar(
-            num_dropped_too_old=len(dropped),
             length_dropped=sum(lengths) / max(1, len(lengths)),
             length_kept=sum(kept) / max(1, len(kept)),
         )

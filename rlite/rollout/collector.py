@@ -26,22 +26,19 @@ from tensordict import TensorDict
 from rlite.errors import CheckpointError, ConfigError
 from rlite.observability import trace
 from rlite.rollout.batch import pad_trajectories
-from rlite.rollout.collected import TOO_OLD, Collected, Losses, joined, late_error, stopping_error, too_few_error
+from rlite.rollout.collected import Collected, Losses, joined, late_error, stopping_error, too_few_error
 from rlite.rollout.episodes import ENGINE_FAILURES, EpisodeFailed, run_episodes
 from rlite.rollout.failures import FailureRuns
-from rlite.rollout.group import Group, Item, Lane, ShouldAccept, check_siblings, misfits, reason_of
+from rlite.rollout.group import Group, Item, Lane, ShouldAccept, check_siblings, misfits
 from rlite.rollout.items import check_items, endless
 from rlite.rollout.loop import LoopThread
 from rlite.rollout.options import CollectorOptions
+from rlite.rollout.reasons import CANCELLED, NOT_ACCEPTED, STOPPED, TOO_OLD, reason_of
 from rlite.rollout.reward_pool import close_shared_pool
 from rlite.rollout.seeds import mix
 from rlite.rollout.staleness import RolloutCounters, RolloutLedger
 from rlite.rollout.workflow import RolloutError, RolloutWorkflow
 from rlite.types import AsyncInference
-
-CANCELLED = "cancelled"
-STOPPED = "the run was stopped"
-
 
 _open_collectors: set[RolloutCollector] = set()
 
@@ -533,7 +530,7 @@ class RolloutCollector:
             else:
                 check_siblings(whole)
                 if group.should_accept is not None and not group.should_accept(pad_trajectories(whole)):
-                    reason = "not accepted by should_accept"
+                    reason = NOT_ACCEPTED
         except asyncio.CancelledError:
             self._lose(lane, group, CANCELLED)
         except ENGINE_FAILURES as error:

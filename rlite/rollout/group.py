@@ -15,12 +15,8 @@ from tensordict import TensorDict
 from rlite.errors import DataError
 from rlite.rollout.batch import check_alike, layout
 from rlite.rollout.episodes import EpisodeFailed
-from rlite.rollout.reward_process import text_of
 from rlite.rollout.staleness import RolloutLedger
 from rlite.rollout.workflow import RolloutWorkflow
-
-MAX_REASON = 900
-"""characters of an error's text; the error itself is the cause of what is raised"""
 
 Item = Mapping[str, Any]
 ShouldAccept = Callable[[TensorDict], bool]
@@ -119,14 +115,6 @@ def misfits(groups: Sequence[Group]) -> list[tuple[Group, str]]:
         for group, own in zip(groups, layouts, strict=True)
         if own != common
     ]
-
-
-def reason_of(error: BaseException) -> str:
-    """Why a group is lost."""
-    text = text_of(error)
-    if len(text) > MAX_REASON:  # a traceback names the exception at its end
-        text = f"{text[: MAX_REASON // 3]} ... {text[-2 * MAX_REASON // 3 :]}"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def oldest_version(trajectories: Sequence[TensorDict]) -> int | None:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from rlite.observability.console import ConsoleReporter
 from rlite.rollout.batch import first_rows
-from rlite.rollout.collected import Collected, in_a_line, kind_of
+from rlite.rollout.collected import Collected
+from rlite.rollout.reasons import in_a_line, kind_of
 
 NUM_NAMED = 3
 """reasons that the console names"""

@@ -26,13 +26,13 @@ from rlite.data.tables import read_rows
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
-from rlite.rollout.batch import first_rows, trajectory_index
 from rlite.rollout.environments import environment_workflow
 from rlite.trainer.command import run
 from rlite.trainer.credit import Credit
 from rlite.trainer.critic import find_critic
 from rlite.trainer.engines import Engines, init_devices
 from rlite.trainer.evaluation import ErrorLimit, evaluation_metrics
+from rlite.trainer.generated import mean_reward
 from rlite.trainer.policy import OwnLogprobs, PolicyLoss
 from rlite.trainer.ppo_options import PpoConfig, SamplingOptions
 from rlite.trainer.reference import find_reference
@@ -56,13 +56,6 @@ SHOWN = (
     "grad_norm",
     "seconds",
 )
-COUNTED_ONCE = {
-    "scores": "score",
-    "num_turns": "turns",
-    "num_tool_calls": "tool_calls",
-    "num_tool_errors": "tool_errors",
-}
-"""what workflows say of a whole trajectory, and the metric that its mean is"""
 DRIFT_ALARM = 0.1
 """mean |log p(trainer) - log p(engine)| per token, in nats, above which the two are not the same policy, or, where
 rollouts run ahead, the policy has moved too far since"""
@@ -200,7 +193,7 @@ class PpoTrainer:
     def finish_step(self, batch: TensorDict) -> dict[str, float]:
         """Count the step, evaluate and save where due, log."""
         self.run.step += 1
-        metrics = {**batch_metrics(batch), **step_metrics()}
+        metrics = {"reward_trained": mean_reward(batch), **step_metrics()}
         if "seconds" in metrics:
             metrics["tokens_per_second"] = batch["attention_mask"].sum().item() / metrics["seconds"]
         trained = sequence_lengths(batch) if "grad_norm" in metrics else []  # none while the policy is frozen
@@ -300,21 +293,6 @@ def credit_plan(options: PpoConfig) -> str:
     }
     penalty = "" if kl.type is None else f", {kl.coef} x KL in the {kl.type}"
     return plans.get(adv.estimator, f"advantages by {adv.estimator}") + penalty
-
-
-def batch_metrics(batch: TensorDict) -> dict[str, float]:
-    """What a batch of rollouts says of itself, as means over its trajectories."""
-    first, index = first_rows(batch), trajectory_index(batch)
-    lengths = torch.zeros(len(first)).index_add(0, index, batch["loss_mask"].sum(-1).float())
-    metrics = {"reward": batch["rewards"][first].float().mean().item(), "response_length": lengths.mean().item()}
-    # workflows of your own may not say these
-    if "truncated" in batch:
-        truncated = torch.zeros(len(first)).index_add(0, index, batch["truncated"].float())
-        metrics["truncated"] = (truncated > 0).float().mean().item()
-    for key, name in COUNTED_ONCE.items():
-        if key in batch:
-            metrics[name] = batch[key][first].float().mean().item()
-    return metrics
 
 
 def _loss(options: PpoConfig) -> PolicyLoss:

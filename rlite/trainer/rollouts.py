@@ -17,6 +17,7 @@ from rlite.rollout import RolloutWorkflow
 from rlite.rollout.group import plain
 from rlite.trainer.engines import Engines
 from rlite.trainer.filtering import is_varied, replace_uniform_groups
+from rlite.trainer.generated import Generated
 from rlite.trainer.ppo_options import PpoConfig
 
 MANY_ROWS = 10_000
@@ -44,20 +45,24 @@ class SynchronousRollouts:
     def next_batch(self) -> TensorDict:
         """Generate and reward a batch: each prompt's responses side by side."""
         data, rollout, num_asked = self._options.train_data, self._options.rollout, 0
+        generated = Generated()
         group_size = data.responses_per_prompt
 
         def generate(count: int) -> TensorDict:
             nonlocal num_asked
             # where an epoch ends a refill may ask a prompt again, which is to be answered otherwise
             place, num_asked = num_asked, num_asked + count
-            return self._engines.rollout.rollout_batch(
+            batch = self._engines.rollout.rollout_batch(
                 self._next(count), self._workflow, group_size=group_size, first_place=place
             )
+            generated.add(batch)
+            return batch
 
         batch = generate(data.prompts_per_rollout)
-        if not self._options.has_dynamic_filtering:
-            return batch
-        return replace_uniform_groups(batch, data.prompts_per_rollout, generate, rollout.max_refills)
+        if self._options.has_dynamic_filtering:
+            batch = replace_uniform_groups(batch, data.prompts_per_rollout, generate, rollout.max_refills)
+        stats_tracker.scalar(**generated.metrics())
+        return batch
 
     def _next(self, count: int) -> list[Mapping[str, Any]]:
         left, self._left = self._left[:count], self._left[count:]
@@ -79,7 +84,8 @@ class RolloutsAhead:
         self._options, self._engines, self._workflow = options, engines, workflow
         self._batches = _Batches(prompts)
         budget = options.rollout.max_refills * options.train_data.prompts_per_rollout
-        self._filter = VariedGroups(budget) if options.has_dynamic_filtering else None
+        self._generated = Generated()
+        self._filter = VariedGroups(budget, self._generated) if options.has_dynamic_filtering else None
 
     @stats_tracker.record_timing("rollout")
     def next_batch(self) -> TensorDict:
@@ -92,6 +98,8 @@ class RolloutsAhead:
         )
         if self._filter is not None:
             stats_tracker.scalar(num_filtered=self._filter.next_batch())
+        self._generated.add(batch)
+        stats_tracker.scalar(**self._generated.metrics())
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,16 +115,21 @@ class RolloutsAhead:
 
 
 class VariedGroups:
-    """Accepts groups from which something can be learnt, and all of them when so many in one batch were refused."""
+    """Accepts groups from which something can be learnt, and all of them when so many in one batch were refused.
 
-    def __init__(self, budget: int) -> None:
+    Those that it refuses count among what was `generated`.
+    """
+
+    def __init__(self, budget: int, generated: Generated) -> None:
         self._budget = budget
+        self._generated = generated
         self._num_refused = 0
 
     def __call__(self, group: TensorDict) -> bool:
         if is_varied(group) or self._num_refused >= self._budget:
             return True
         self._num_refused += 1
+        self._generated.add(group, is_one_group=True)
         return False
 
     def next_batch(self) -> int:

@@ -42,6 +42,13 @@ def test_a_scalar_is_the_mean_of_its_calls_and_export_may_keep_it() -> None:
     assert tracker.export() == {}
 
 
+def test_a_count_is_the_sum_of_its_calls() -> None:
+    tracker = StatsTracker()
+    tracker.count(lost=2, found=0)
+    tracker.count(lost=3)
+    assert tracker.export() == {"found": 0.0, "lost": 5.0}
+
+
 def test_a_stat_looks_only_where_its_mask_is_true_and_weighs_every_element_alike() -> None:
     tracker = StatsTracker()
     with tracker.scope("actor"):
@@ -115,7 +122,9 @@ def test_misuse_is_named() -> None:
         tracker.scalar(x=torch.ones(2))
     with pytest.raises(ConfigError, match="x='high': expected a number"):
         tracker.scalar(x="high")
-    with pytest.raises(ConfigError, match="'tokens' is recorded in two ways, as a denominator and as a scalar"):
+    with pytest.raises(
+        ConfigError, match="'tokens' is recorded in two ways, as a denominator or a count and as a scalar"
+    ):
         tracker.scalar(tokens=3)
 
 

@@ -650,6 +650,32 @@ def test_a_batch_reports_staleness_and_losses(collect: Collect, engine: Scripted
     assert stats["rollout/staleness"] == 2.0
     assert stats["rollout/num_lost"] == 1.0
     assert stats["rollout/num_groups"] == 2.0
+    assert stats["rollout/lost/the_workflow_returned_None"] == 1.0
+
+
+def test_counts_of_groups_are_added_over_the_batches_of_a_step(collect: Collect) -> None:
+    def fail(item: dict[str, Any]) -> None:
+        if item["number"] % 2:
+            raise ValueError("odd")
+
+    collector = collect(request_retries=0)
+    stats_tracker.export()
+    for _ in range(3):
+        collector.rollout_batch(items(1, 2, 4), Answer(fail))
+    collector.evaluate(items(1, 3), Answer(fail))
+    stats = stats_tracker.export()
+    assert (stats["rollout/num_groups"], stats["rollout/num_lost"], stats["rollout/num_failed_attempts"]) == (6, 3, 3)
+    assert stats["rollout/lost/ValueError"] == 3
+
+
+def test_groups_that_are_not_accepted_are_not_lost(collect: Collect) -> None:
+    collector = collect(consumer_batch_size=2)
+    stats_tracker.export()
+    accepted = iter([False, True, False, True])
+    collector.prepare_batch([items(1, 2, 3, 4)], Answer(), should_accept=lambda group: next(accepted, True))
+    stats = stats_tracker.export()
+    assert stats["rollout/num_lost"] == 0
+    assert stats["rollout/num_refused"] >= 1
 
 
 def test_wrong_arguments_are_refused_before_anything_runs(collect: Collect, engine: ScriptedEngine) -> None:

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from rlite.data.prompts import PromptStream
 from rlite.errors import DataError
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
+from rlite.trainer.generated import Generated
 from rlite.trainer.ppo_options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.trainer.rollouts import RolloutsAhead, SynchronousRollouts, VariedGroups, check_openings, find_rollouts
 
@@ -111,10 +112,12 @@ def test_refills_that_ask_a_prompt_again_draw_other_samples_and_always_the_same(
 
 
 def test_groups_that_teach_nothing_are_refused_until_that_has_cost_enough() -> None:
-    group = TensorDict({"rewards": torch.ones(3), "input_ids": torch.ones(3, 2)}, batch_size=[3])
-    accept = VariedGroups(budget=2)
+    group = TensorDict({"rewards": torch.ones(3), "loss_mask": torch.ones(3, 2)}, batch_size=[3])
+    accept = VariedGroups(budget=2, generated=(generated := Generated()))
     assert [accept(group) for _ in range(4)] == [False, False, True, True]
     assert accept.next_batch() == 2
+    found = generated.metrics()
+    assert (found["reward"], found["uniform_groups"]) == (1.0, 1.0), "and count among what was generated"
     assert not accept(group)
     group["rewards"][0] = 0
     assert accept(group)
