@@ -13,7 +13,7 @@ from rlite.errors import CallTimeout
 from rlite.observability import stats_tracker
 from rlite.rollout.batch import pad_trajectories
 from rlite.rollout.group import Group, Lane, response_lengths
-from rlite.rollout.reasons import NOT_ACCEPTED, TOO_OLD, kind_of
+from rlite.rollout.reasons import NOT_ACCEPTED, TOO_OLD, in_a_line, kind_of
 from rlite.rollout.workflow import RolloutError
 
 NUM_NAMED = 5
@@ -57,6 +57,8 @@ class Losses:
     """The groups to train on that were lost since the last batch."""
 
     def __init__(self, num_failed_attempts: int = 0) -> None:
+        self.first: dict[str, str] = {}
+        """what the first loss of each kind said"""
         self._lost: Counter[str] = Counter()
         self._num_failed_attempts = num_failed_attempts
         self._dropped: list[Counter[int]] = []
@@ -64,6 +66,7 @@ class Losses:
     def add(self, group: Group, reason: str) -> None:
         """Count a group that is lost."""
         self._lost[kind_of(reason)] += 1
+        self.first.setdefault(kind_of(reason), in_a_line(reason))
         if reason.startswith(TOO_OLD):
             self._dropped.append(group.tokens)  # what is cancelled may report a few more
 

@@ -102,6 +102,12 @@ class RolloutCollector:
         with self._changed:
             return self._now.ledger.lost + self._ahead.ledger.lost
 
+    @property
+    def first_losses(self) -> Mapping[str, str]:
+        """For each REASON of the metrics `rollout/lost/REASON`, what was said of the first group."""
+        with self._changed:
+            return dict(self._losses.first)
+
     def submit(
         self, data: Item, workflow: RolloutWorkflow, group_size: int = 1, should_accept: ShouldAccept | None = None
     ) -> int:
@@ -532,18 +538,12 @@ class RolloutCollector:
                 if group.should_accept is not None and not group.should_accept(pad_trajectories(whole)):
                     reason = NOT_ACCEPTED
         except asyncio.CancelledError:
-            self._lose(lane, group, CANCELLED)
+            self._fail(lane, group, CANCELLED)  # by the workflow; what this collector cancels is lost before
         except ENGINE_FAILURES as error:
             if self._lose(lane, group, reason_of(error), error):
                 self._stop(error)
         except EpisodeFailed as failed:
-            reason = reason_of(failed.error)
-            if not self._lose(lane, group, reason, failed.error) or group.place is None:
-                return
-            num_failures = self._failures.add(group.place)
-            if num_failures >= self.options.max_consecutive_failures:
-                why = f"{num_failures} groups in a row failed, the last with {reason}"
-                self._stop(stopping_error(why, failed.error))
+            self._fail(lane, group, reason_of(failed.error), failed.error)
         except Exception as error:  # only should_accept is left: it is the caller's own, and would fail again
             if self._lose(lane, group, reason_of(error), error):
                 self._stop(stopping_error(f"should_accept raised {reason_of(error)}", error))
@@ -567,6 +567,14 @@ class RolloutCollector:
                 group.trajectories = trajectories
                 lane.ledger.accept(group.id, group.age)
         self._admit()
+
+    def _fail(self, lane: Lane, group: Group, reason: str, error: BaseException | None = None) -> None:
+        """Lose it, and stop the run if it is one of too many in a row."""
+        if not self._lose(lane, group, reason, error) or group.place is None:
+            return
+        num_failures = self._failures.add(group.place)
+        if num_failures >= self.options.max_consecutive_failures:
+            self._stop(stopping_error(f"{num_failures} groups in a row failed, the last with {reason}", error))
 
     def _lose(self, lane: Lane, group: Group, reason: str, error: BaseException | None = None) -> bool:
         """Drop it; False if it was dropped before, and what its task still makes of that says nothing."""

@@ -9,30 +9,35 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite.observability import stats_tracker
-from rlite.rollout.batch import first_rows, join_batches
+from rlite.rollout.batch import first_rows, join_batches, layout
 
 
 def replace_uniform_groups(
-    batch: TensorDict, num_groups: int, generate: Callable[[int], TensorDict], max_rounds: int
+    batch: TensorDict, num_groups: int, generate: Callable[[int], TensorDict | None], max_rounds: int
 ) -> TensorDict:
     """A batch of `num_groups` groups with different rewards in each, as far as they are found.
 
     Groups whose trajectories all have the same reward, and those that were lost, are replaced by what `generate(count)`
-    returns, at most `max_rounds` times. What is missing then is made up from the uniform groups, so that the batch
-    keeps its size.
+    returns, at most `max_rounds` times; it returns None if it has lost all of them. What is missing then is made up
+    from the uniform groups, so that the batch keeps its size.
     """
     kept, uniform, num_missing, num_dropped, rounds = [], [], num_groups, 0, 0
+    found: TensorDict | None = batch
     while True:
-        is_varied = torch.isin(batch["group_ids"], varied_groups(batch))
-        num_varied = len(batch["group_ids"][is_varied].unique())
-        kept.append(batch[is_varied])
-        uniform.append(batch[~is_varied])
-        num_missing -= num_varied
-        num_dropped += len(batch["group_ids"].unique()) - num_varied
+        if found is not None and layout(found) == layout(batch):  # others cannot be joined
+            is_varied = torch.isin(found["group_ids"], varied_groups(found))
+            num_varied = len(found["group_ids"][is_varied].unique())
+            kept.append(found[is_varied])
+            uniform.append(found[~is_varied])
+            num_missing -= num_varied
+            num_dropped += len(found["group_ids"].unique()) - num_varied
+        elif found is not None:
+            num_odd = len(found["group_ids"].unique())
+            stats_tracker.count(**{"rollout/num_lost": num_odd, "rollout/lost/unlike_the_first_batch": num_odd})
         if num_missing <= 0 or rounds == max_rounds:
             break
         rounds += 1
-        batch = generate(num_missing)
+        found = generate(num_missing)
     if num_missing > 0 and num_dropped:
         spare = join_batches([part for part in uniform if len(part)])
         ids = list(dict.fromkeys(spare["group_ids"].tolist()))[:num_missing]

@@ -27,6 +27,7 @@ from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.environments import environment_workflow
+from rlite.trainer.alarms import Alarms
 from rlite.trainer.command import run
 from rlite.trainer.credit import Credit
 from rlite.trainer.critic import find_critic
@@ -105,6 +106,7 @@ class PpoTrainer:
         """episodes that failed in the last evaluation, by reason"""
         self._error_limit = ErrorLimit(options.test_data.max_error_share, len(self.test_rows))
         self.prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, options.trainer.seed)
+        self.alarms = Alarms()
         self.loss = _loss(options)
         self.credit = Credit(options.adv, options.kl, is_single=options.train_data.responses_per_prompt == 1)
         self.run = TrainingRun(options.trainer, options, SHOWN, options.trainer.total_steps)
@@ -205,6 +207,7 @@ class PpoTrainer:
                 with self.engines.trained_on_device():
                     self.run.save_best(self.engines.actor, evaluation)
         self.run.log(metrics)
+        self.alarms.look(self.run.step, metrics, self.engines.rollout.collector.first_losses, self.run.console)
         if metrics.get("logprob_drift", 0.0) > DRIFT_ALARM:
             ahead = self.options.rollout.max_head_offpolicyness
             cause = "the rollouts are far from the policy" if ahead else "the engine does not serve the policy"

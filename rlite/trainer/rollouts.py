@@ -48,17 +48,18 @@ class SynchronousRollouts:
         generated = Generated()
         group_size = data.responses_per_prompt
 
-        def generate(count: int) -> TensorDict:
+        def generate(count: int) -> TensorDict | None:
             nonlocal num_asked
             # where an epoch ends a refill may ask a prompt again, which is to be answered otherwise
             place, num_asked = num_asked, num_asked + count
-            batch = self._engines.rollout.rollout_batch(
-                self._next(count), self._workflow, group_size=group_size, first_place=place
-            )
-            generated.add(batch)
+            collector = self._engines.rollout.collector
+            batch = collector.collect(self._next(count), self._workflow, group_size, first_place=place).batch
+            if batch is not None:
+                generated.add(batch)
             return batch
 
-        batch = generate(data.prompts_per_rollout)
+        while (batch := generate(data.prompts_per_rollout)) is None:
+            continue  # what goes on failing, the collector stops
         if self._options.has_dynamic_filtering:
             batch = replace_uniform_groups(batch, data.prompts_per_rollout, generate, rollout.max_refills)
         stats_tracker.scalar(**generated.metrics())

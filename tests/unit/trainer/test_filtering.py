@@ -54,3 +54,11 @@ def test_groups_that_were_lost_are_replaced_too():
     more = Stream(group(1, [0.0, 1.0]))
     batch = replace_uniform_groups(group(0, [0.0, 1.0]), 2, more, max_rounds=1)
     assert batch["group_ids"].tolist() == [0, 0, 1, 1]
+
+
+def test_further_groups_that_are_lost_or_unlike_the_others_cost_themselves_alone():
+    odd = group(1, [0.0, 1.0])
+    odd["scores"] = odd["rewards"]
+    answers = iter([None, odd, group(2, [0.0, 1.0])])
+    batch = replace_uniform_groups(group(0, [0.0, 1.0]), 2, lambda count: next(answers), max_rounds=4)
+    assert batch["group_ids"].tolist() == [0, 0, 2, 2]

@@ -80,14 +80,11 @@ def rollouts(request: pytest.FixtureRequest) -> Iterator[Any]:
         rollout=RolloutOptions(max_head_offpolicyness=request.param, max_refills=6),
     )
     prompts = PromptStream([{"number": number} for number in range(64)], 4, seed=0)
-    engines: Any = SimpleNamespace(rollout=SimpleNamespace(collector=collector, **_methods(collector)))
+    served = SimpleNamespace(collector=collector, prepare_batch=collector.prepare_batch)
+    engines: Any = SimpleNamespace(rollout=served)
     stats_tracker.export()
     yield SimpleNamespace(engine=engine, rollouts=find_rollouts(options, engines, Ask(), prompts))
     collector.close()
-
-
-def _methods(collector: RolloutCollector) -> dict[str, Any]:
-    return {"rollout_batch": collector.rollout_batch, "prepare_batch": collector.prepare_batch}
 
 
 def test_the_reward_of_a_filtered_step_is_that_of_all_answers(rollouts: Any) -> None:

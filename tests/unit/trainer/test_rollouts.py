@@ -101,7 +101,7 @@ def test_refills_that_ask_a_prompt_again_draw_other_samples_and_always_the_same(
             train_data=PromptOptions(prompts_per_rollout=2, responses_per_prompt=2),
             rollout=RolloutOptions(max_refills=3),
         )
-        engines: Any = SimpleNamespace(rollout=collector)
+        engines: Any = SimpleNamespace(rollout=SimpleNamespace(collector=collector))
         find_rollouts(options, engines, Ask(), PromptStream(ROWS[:2], 2, seed=0)).next_batch()
         collector.close()
         return drawn
