@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from rlite.errors import RliteError
 from rlite.rollout.workflow import Tokenizer
 
@@ -22,11 +20,10 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[s
         except TypeError:  # there are templates (DeepSeek's) that take the arguments of calls as JSON text
             told = [_with_json_arguments(message) for message in messages]
             return tokenizer.apply_chat_template(told, tokenize=False, **options)
-    # a template without {% raise_exception %} fails in any way that Jinja's expressions can
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+    except Exception as error:  # a template is a program of others: it may fail in any way on what it is given
         roles = ", ".join(message["role"] for message in messages)
         raise TemplateRefusal(
-            f"the model's chat template refuses a conversation of the roles {roles}: {error}"
+            f"the model's chat template refuses a conversation of the roles {roles}: {error or type(error).__name__}"
         ) from error
 
 

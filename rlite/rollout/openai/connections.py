@@ -49,6 +49,8 @@ class Connection(asyncio.Protocol):
         """requests under way"""
         self.has_asked = False
         """the head of a request has arrived that is not yet answered"""
+        self._is_flushed = asyncio.Event()
+        self._is_flushed.set()
         self.since = 0.0
         """when it began, or was last busy, by the loop's clock"""
         self.transport: asyncio.Transport | None = None
@@ -58,6 +60,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
+        transport.set_write_buffer_limits(high=0)  # what was not handed to the system yet holds writers
         self._owner.began(self, transport)
         loop = asyncio.get_running_loop()
         self.since = loop.time()
@@ -67,6 +70,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         assert self._timer is not None
         self._timer.cancel()
+        self._is_flushed.set()
         self._owner.ended(self)
         self._inner.connection_lost(exc)
 
@@ -91,10 +95,24 @@ class Connection(asyncio.Protocol):
         return self._inner.eof_received()
 
     def pause_writing(self) -> None:
+        self._is_flushed.clear()
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
+        self._is_flushed.set()
         self._inner.resume_writing()
+
+    async def flush(self) -> None:
+        """Wait until everything that was written has been handed to the system. Raises: ConnectionResetError."""
+        await self._is_flushed.wait()
+        if self.transport is None or self.transport.is_closing():
+            raise ConnectionResetError("the client has left before the end of its answer")
+
+    def check_open(self) -> None:
+        """Raise ConnectionResetError if the client has left, though the event loop may not have noticed it so far."""
+        assert self.transport is not None
+        if self.transport.is_closing() or _has_ended(self.transport.get_extra_info("socket").fileno()):
+            raise ConnectionResetError("the client has left before the end of its answer")
 
 
 class Listener:
@@ -139,15 +157,14 @@ class Listener:
             connection.is_trusted = True
 
     @contextlib.contextmanager
-    def busy(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
-        """Answer a request on a connection inside; None is one that was lost."""
+    def busy(self, transport: asyncio.BaseTransport | None) -> Iterator[Connection]:
+        """Answer a request on a connection inside. Raises: ConnectionResetError if it was lost."""
         connection = None if transport is None else self._open.get(transport)
         if connection is None:
-            yield
-            return
+            raise ConnectionResetError("the client has left")
         connection.num_busy += 1
         try:
-            yield
+            yield connection
         finally:
             connection.num_busy -= 1
             connection.answered()
@@ -217,6 +234,19 @@ class Listener:
         self.ended(connection)
         if connection.transport is not None:
             connection.transport.abort()
+
+
+def _has_ended(descriptor: int) -> bool:
+    """Whether the other side of a socket has closed or reset it."""
+    probe = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
+    try:
+        return probe.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        probe.detach()
 
 
 def find_capacity() -> int:

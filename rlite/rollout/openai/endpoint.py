@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from rlite.errors import ConfigError
-from rlite.rollout.openai.connections import Listener
+from rlite.rollout.openai.connections import Connection, Listener
 from rlite.rollout.openai.errors import ApiError, unknown_model
 from rlite.rollout.openai.responses import description, server_sent_events
 from rlite.rollout.openai.session import MAX_BODY_BYTES, AgentSession, Reply, too_large
@@ -157,9 +157,10 @@ class _Server:
             assert self._listener is not None
             guest.requests.add(task)
             try:
-                with self._listener.busy(request.transport):
+                with self._listener.busy(request.transport) as connection:
                     body = await _body(request, guest.session.max_body_bytes)
-                    return await _send(request, await guest.session.answer(path, body), self._listener)
+                    reply = await guest.session.answer(path, body)
+                    return await _send(request, reply, connection, self._listener.is_full)
             finally:
                 guest.requests.discard(task)
 
@@ -193,33 +194,49 @@ async def _body(request: web.Request, max_bytes: int) -> bytes:
     try:
         async with asyncio.timeout(BODY_SECONDS):
             return await request.clone(client_max_size=max_bytes).read()
+    except web.RequestPayloadError as error:
+        raise ApiError(f"the body cannot be read: {error}", code="invalid_body") from error
     except TimeoutError as error:
         raise ApiError(f"the body did not arrive in {BODY_SECONDS:g} s", 408) from error
     except web.HTTPRequestEntityTooLarge as error:
         raise too_large(max_bytes) from error
 
 
-async def _send(request: web.Request, reply: Reply, listener: Listener) -> web.StreamResponse:
-    """Send a reply; read it to its end only when everything has been sent."""
+async def _send(request: web.Request, reply: Reply, connection: Connection, is_last: bool) -> web.StreamResponse:
+    """Send a reply; read it to its end only when all of it was flushed while the client was there.
+
+    Args:
+        request: to answer.
+        reply: the answer.
+        connection: of the client.
+        is_last: close the connection afterwards.
+
+    Raises: ConnectionResetError if the client has left; ApiError before anything was sent.
+    """
     response = web.StreamResponse()
-    if listener.is_full:  # the client's next request waits for its turn, too
+    if is_last:
         response.force_close()
+
+    async def write(part: bytes) -> None:
+        connection.check_open()
+        if not response.prepared:  # only now is it sure that the engine takes the prompt
+            await response.prepare(request)
+        await response.write(part)
+        await connection.flush()
+
     if reply.is_stream:
         response.content_type = "text/event-stream"
         response.headers["Cache-Control"] = "no-cache"
         async with contextlib.aclosing(server_sent_events(reply.messages)) as events:
             async for event in events:
-                if not response.prepared:  # only now is it sure that the engine takes the prompt
-                    await response.prepare(request)
-                await response.write(event)
+                await write(event)
     else:
         response.content_type = "application/json"
         async with contextlib.aclosing(reply.messages) as messages:
             async for message in messages:
                 body = json.dumps(message).encode()
                 response.content_length = len(body)
-                await response.prepare(request)
-                await response.write(body)
+                await write(body)
     await response.write_eof()
     return response
 
@@ -230,19 +247,20 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except ApiError as error:
-        return _refusal(error)
+        return _refusal(request, error)
     except web.HTTPException as error:
-        return _refusal(ApiError(f"{request.method} {request.path}: {error.reason}", error.status))
+        return _refusal(request, ApiError(f"{request.method} {request.path}: {error.reason}", error.status))
     except ConnectionError:  # the client has gone, and its turn counts as aborted
         raise
     except Exception as error:
         logger.exception("a request to %s failed", request.path)
-        return _refusal(ApiError(f"{type(error).__name__}: {error}", 500))
+        return _refusal(request, ApiError(f"{type(error).__name__}: {error}", 500))
 
 
-def _refusal(error: ApiError) -> web.Response:
+def _refusal(request: web.Request, error: ApiError) -> web.Response:
     response = web.json_response(error.body(), status=error.status)
-    if error.status == 401:  # it may not keep a connection that others wait for
+    is_read = request.content.is_eof() and request.content.exception() is None
+    if error.status == 401 or not is_read:  # it may not keep a connection, or none can be kept
         response.force_close()
     return response
 

@@ -55,6 +55,9 @@ OFF: dict[str, tuple[Any, ...]] = {
 """parameters that are understood and cannot be honoured but at these values"""
 NOTES = ("user", "safety_identifier", "prompt_cache_key", "metadata")
 """parameters that say nothing about the answer"""
+MAX_DEPTH = 100
+"""levels of a body, schemas of tools included"""
+JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -199,14 +202,40 @@ def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or tool.get("type") != "function":
             raise _unsupported(f"tools[{number}]", tool, "an object with type 'function' and function")
-        _text(function.get("name"), f"tools[{number}].function.name")
+        at = f"tools[{number}].function"
+        if not _text(function.get("name"), f"{at}.name"):
+            raise _invalid(f"{at}.name", "", "a text, not empty")
+        if function.get("description") is not None:
+            _text(function["description"], f"{at}.description")
+        if function.get("parameters") is not None:
+            _check_schema(function["parameters"], f"{at}.parameters")
     return tools
+
+
+def _check_schema(schema: Any, at: str) -> None:
+    """Raise ApiError unless this has the form of a JSON schema, as far as templates look into it."""
+    if not isinstance(schema, Mapping):
+        raise _invalid(at, schema, "a JSON schema, an object")
+    kinds = schema.get("type", "object")
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind not in JSON_TYPES:
+            raise _invalid(f"{at}.type", kind, f"one of {', '.join(JSON_TYPES)}")
+    properties, required, items = (schema.get(key) for key in ("properties", "required", "items"))
+    if properties is not None and not isinstance(properties, Mapping):
+        raise _invalid(f"{at}.properties", properties, "an object")
+    if required is not None and not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
+        raise _invalid(f"{at}.required", required, "a list of names")
+    inner = {f"properties.{name}": value for name, value in (properties or {}).items()} | {"items": items}
+    for name, value in inner.items():
+        if value is not None and not isinstance(value, bool):
+            _check_schema(value, f"{at}.{name}")
 
 
 def _values(body: Any, model: str) -> dict[str, Any]:
     """What the body sets. Raises: ApiError for another model."""
     if not isinstance(body, Mapping):
         raise ApiError(f"the body is {type(body).__name__}; expected a JSON object", code="invalid_json")
+    _check_depth(body)
     values = {key: value for key, value in body.items() if value is not None}
     asked = values.pop("model", None)
     if asked is None:
@@ -214,6 +243,17 @@ def _values(body: Any, model: str) -> dict[str, Any]:
     if asked != model:
         raise unknown_model(asked, model)
     return values
+
+
+def _check_depth(body: Any) -> None:
+    """Raise ApiError for a body that is nested so deeply that what looks into it would recurse too far."""
+    level = [body]
+    for _ in range(MAX_DEPTH):
+        inner = [value.values() if isinstance(value, Mapping) else value for value in level]
+        level = [part for values in inner for part in values if isinstance(part, Mapping | list)]
+        if not level:
+            return
+    raise ApiError(f"the body is nested more than {MAX_DEPTH} levels deep", code="invalid_value")
 
 
 def _common(values: dict[str, Any], defaults: GenerationHyperparameters) -> dict[str, Any]:

@@ -145,18 +145,18 @@ class AgentSession:
 
         Raises: ApiError, here or before the first message.
         """
-        request = read_chat(body, self.model, self._gconfig)
-        assert request.messages is not None
         with _refused():
+            request = read_chat(body, self.model, self._gconfig)
+            assert request.messages is not None
             prompt = self._prompts.chat(request.messages, request.tools, self.recording.turns)
         envelope = Envelope(f"chatcmpl-{uuid.uuid4().hex}", self.model, request, True, self._prompts.tokenizer)
         return Reply(request.is_stream, self._messages(request, prompt, envelope))
 
     def completion(self, body: Any) -> Reply:
         """Answer a body of /completions. Raises: as `chat`."""
-        request = read_completion(body, self.model, self._gconfig)
-        assert request.prompt is not None
         with _refused():
+            request = read_completion(body, self.model, self._gconfig)
+            assert request.prompt is not None
             prompt = self._prompts.text(request.prompt, self.recording.turns)
         envelope = Envelope(f"cmpl-{uuid.uuid4().hex}", self.model, request, False, self._prompts.tokenizer)
         return Reply(request.is_stream, self._messages(request, prompt, envelope))
@@ -210,9 +210,10 @@ class AgentSession:
                 yield event
                 num_left -= isinstance(event, Choice)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if left := [task for task in tasks if not task.done()]:  # else no pause: all was sent, and counts
+                for task in left:
+                    task.cancel()
+                await asyncio.gather(*left, return_exceptions=True)
             self._tasks.difference_update(tasks)
 
     async def _choose(

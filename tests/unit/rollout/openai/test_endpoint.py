@@ -19,11 +19,13 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlite.rollout.openai import Access, AgentClient, AgentEndpoint, AgentSession
 from rlite.rollout.openai.connections import Listener, find_capacity
 from rlite.rollout.openai.errors import ApiError
-from tests.agents import Speaker, tokenizer_with
+from tests.agents import ADD, WITH_TOOLS, Speaker, tokenizer_with
 
 TOKENIZER = tokenizer_with()
 
@@ -244,3 +246,108 @@ class Remembering(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
+
+
+# -- delivery ----------------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A tokenizer that calls a function when a response's last token is put into words."""
+
+    def __init__(self) -> None:
+        self.on_last: Any = lambda: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(TOKENIZER, name)
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        return TOKENIZER(text, **options)
+
+    def decode(self, tokens: Any, **options: Any) -> Any:
+        if tokens == [TOKENIZER.eos_token_id] and not options:
+            self.on_last()
+        return TOKENIZER.decode(tokens, **options)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("has_left", [True, False])
+def test_an_answer_counts_if_its_end_was_sent_while_the_client_was_there(is_stream: bool, has_left: bool) -> None:
+    async def use() -> AgentSession:
+        tokenizer = Watched()
+        session = AgentSession(Speaker(["four"], TOKENIZER), tokenizer)
+        async with served(session) as (access,):
+            host, port = access.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+            with socket.create_connection((host, int(port))) as client:
+                tokenizer.on_last = client.close if has_left else lambda: None
+                body = json.dumps({**json.loads(saying(3)), "stream": is_stream, "logprobs": True}).encode()
+                head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {access.api_key}\r\n"
+                client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                answer = b""
+                while not has_left and not answer.endswith(b"0\r\n\r\n" if is_stream else b"}"):
+                    answer += await asyncio.to_thread(client.recv, 10_000)
+                while has_left and client.fileno() >= 0:
+                    await asyncio.sleep(0.001)
+        return session
+
+    session = asyncio.run(asyncio.wait_for(use(), 30))
+    assert [turn.is_aborted for turn in session.recording.turns] == [has_left]
+
+
+# -- bodies ------------------------------------------------------------------------------------------------------------
+
+
+DEEP = "[" * 900 + "1" + "]" * 900
+DEEP_SCHEMA = '{"type": "object", "properties": {"a": ' * 450 + "{}" + "}}" * 450
+FUNCTIONS = [
+    f'{{"name": "f", "parameters": {DEEP_SCHEMA}}}',
+    f'{{"name": "f", "parameters": {{"default": {DEEP}}}}}',
+    '{"name": "f", "parameters": "a text"}',
+    '{"name": "f", "parameters": {"properties": [1]}}',
+    '{"name": "f", "parameters": {"properties": {"a": 5}}}',
+    '{"name": "f", "parameters": {"type": "thing"}}',
+    '{"name": "f", "parameters": {"type": ["object", {}]}}',
+    '{"name": "f", "parameters": {"required": "a"}}',
+    '{"name": "f", "description": {}}',
+    '{"name": ""}',
+]
+CHANGES = [
+    *(f'"tools": [{{"type": "function", "function": {function}}}]' for function in FUNCTIONS),
+    *(f'"{key}": {DEEP}' for key in ("temperature", "response_format", "messages", "metadata", "stop")),
+]
+LOOKING = WITH_TOOLS.replace("{{ tool | tojson }}", "{{ tool.function.parameters.properties.items() | list }}")
+
+
+@pytest.mark.parametrize("template", [WITH_TOOLS, LOOKING, "{{ messages[0].content[0] ** 99999 }}", "{{ [][5].a.b }}"])
+def test_no_request_makes_a_server_error(template: str) -> None:
+    tokenizer = tokenizer_with(template)
+    bodies = [saying(3)[:-1] + f", {change}}}".encode() for change in CHANGES]
+
+    async def use() -> None:
+        session = AgentSession(Speaker(["yes"], tokenizer), tokenizer)
+        async with served(session) as (access,), aiohttp.ClientSession() as client:
+            for body in bodies:
+                status, answer = await post(client, access, body)
+                assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), answer
+            headers = {"Authorization": f"Bearer {access.api_key}", "Content-Encoding": "gzip"}
+            async with client.post(f"{access.base_url}/completions", data=b"no gzip", headers=headers) as response:
+                assert response.status == 400
+
+    asyncio.run(asyncio.wait_for(use(), 30))
+
+
+@settings(max_examples=150)
+@given(changes=st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=3)), min_size=1, max_size=5))
+def test_damaged_bodies_are_answered_or_refused(changes: list[tuple[int, bytes]]) -> None:
+    body = bytearray(json.dumps({**json.loads(saying(3)), "tools": [ADD], "max_tokens": 5, "stop": ["a"]}).encode())
+    for place, new in changes:
+        body[place % len(body) : place % len(body) + 1] = new
+    tokenizer = tokenizer_with(WITH_TOOLS)
+
+    async def answer() -> None:
+        reply = await AgentSession(Speaker(["yes"], tokenizer), tokenizer).answer("/chat/completions", bytes(body))
+        assert [message async for message in reply.messages]
+
+    try:
+        asyncio.run(answer())
+    except ApiError as error:
+        assert 400 <= error.status < 500  # noqa: PT017  # either of two
