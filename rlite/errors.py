@@ -15,6 +15,12 @@ class RliteError(Exception):
     """Root of all errors that rlite raises on purpose."""
 
 
+FORKED = (
+    "cannot be used in a forked child of the process that called rlite.init(): its workers answer the parent alone. "
+    "Start the child afresh (multiprocessing.get_context('spawn'), or subprocess), or make the call in the parent."
+)
+
+
 class ConfigError(RliteError, ValueError):
     """An option, a config file or an argument has a value that cannot work."""
 

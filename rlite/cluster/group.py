@@ -13,6 +13,7 @@ A replica is what lives and dies together. Unless its owner says otherwise (`div
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -25,7 +26,7 @@ import cloudpickle
 
 from rlite.cluster.host import Outcome, WorkerContext, WorkerKey, worker_name
 from rlite.cluster.placement import Device
-from rlite.errors import CallTimeout, RliteError, WorkerDied, WorkerError
+from rlite.errors import FORKED, CallTimeout, RliteError, WorkerDied, WorkerError
 from rlite.observability import stats_tracker, trace
 
 PEER_GRACE_S = 4.0
@@ -81,6 +82,7 @@ class WorkerGroup:
         """the ranks whose statistics count; the others compute the same as one of them"""
         self._losing = threading.Lock()
         self._stopped = False
+        self._pid = os.getpid()
 
     def __len__(self) -> int:
         return len(self.handles)
@@ -182,6 +184,8 @@ class WorkerGroup:
 
     def check(self, ranks: Iterable[int] = ()) -> None:
         """Raise if the group cannot serve calls any more, or if one of these ranks cannot."""
+        if os.getpid() != self._pid:
+            raise RliteError(f"{self.name} {FORKED}")
         lost = [self.losses[rank // self.replica_size] for rank in ranks if rank // self.replica_size in self.losses]
         for failure in (self.failure, *lost):
             if failure is not None:
@@ -195,7 +199,7 @@ class WorkerGroup:
 
     def stop(self) -> None:
         """End every worker; safe to call again."""
-        if self._stopped:
+        if self._stopped or os.getpid() != self._pid:
             return
         self._stopped = True
         self._stop(range(len(self)))
@@ -306,6 +310,9 @@ def _raise_deaths(
             dead.append((call.group, call.rank))
     if not dead:
         return
+    for group, _ in dead:
+        if group.failure is not None and not isinstance(group.failure, WorkerDied):
+            group.check()  # whoever ended the processes said why
     by_group: dict[WorkerGroup, list[int]] = {}
     for group, rank in dict.fromkeys(dead):
         by_group.setdefault(group, []).append(rank)

@@ -82,6 +82,15 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
+def end_at_sigterm() -> None:
+    """Give SIGTERM its default action: the kernel ends the process at once, whatever its threads are doing.
+
+    A Python handler would run in the main thread alone, and only when that thread returns to Python. This call works
+    from any thread.
+    """
+    ctypes.CDLL(None).signal(signal.SIGTERM, 0)  # SIG_DFL
+
+
 def watch(mark: str, driver: int) -> None:
     """Wait for the death of the driver, which is this process's parent, then end all that it left."""
     while os.getppid() == driver:

@@ -6,12 +6,15 @@ type, and its traceback reaches the caller as text.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 
@@ -111,12 +114,34 @@ def _outcome(act: Callable[[], Any]) -> Outcome:
     started = time.perf_counter()
     with stats_tracker.apart() as recording:
         try:
-            value = act()
+            with _children_end_here():
+                value = act()
         except Exception as raised:  # the boundary: everything a worker raises belongs to the caller
             trace = traceback.format_exc()
             error = _portable(raised)
     recorded = recording if recording.stats else None
     return Outcome(value, error, trace, recorded, time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def _children_end_here() -> Iterator[None]:
+    """End a process that a call forks when it leaves the call, before it answers in its parent's name."""
+    parent = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != parent:
+            _end_child(sys.exc_info()[1])
+
+
+def _end_child(raised: BaseException | None) -> NoReturn:
+    """End a forked process without what an interpreter does at its end: it waits for threads that are not there."""
+    code = raised.code if isinstance(raised, SystemExit) else 0 if raised is None else 1
+    if raised is not None and not isinstance(raised, SystemExit):
+        traceback.print_exception(raised)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _portable(error: Exception) -> Exception:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import gc
 import logging
 import os
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from pathlib import Path
@@ -20,14 +25,19 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlite.cluster.group import WorkerGroup
-from rlite.cluster.guard import Guard
+from rlite.cluster.guard import Guard, end_at_sigterm
 from rlite.cluster.host import Outcome, WorkerContext, WorkerHost, WorkerKey, default_cpu_slots, worker_name
 from rlite.cluster.placement import Device, DeviceKind
 from rlite.errors import ConfigError, PlacementError, WorkerDied, WorkerError
-from rlite.parallel.processes import join, open_store
+from rlite.parallel.processes import join, keep_for_ever, open_store
+
+logger = logging.getLogger(__name__)
 
 GPU_SHARE = 0.02  # of a device's Ray resource per worker, so that up to fifty workers can share it in turns
 STOP_TIMEOUT_S = 10.0
+CONTROL_PATIENCE_S = 30.0
+"""A cluster that rlite did not start may start its control service again. After 60 s Ray itself ends the driver."""
+RECONNECT_S = 0.2
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """where `ray start` writes its address; the file outlives a cluster that was killed"""
 
@@ -35,6 +45,10 @@ CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 @ray.remote(max_restarts=0, num_cpus=0, concurrency_groups={"pulse": 1})
 class RayHost(WorkerHost):
     """A worker process. Calls run one at a time, in order; `pulse` never returns, so its end tells of a death."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        end_at_sigterm()  # Ray's own handler waits for all calls to return, and `pulse` does not
 
     @ray.method(concurrency_group="pulse")
     def pulse(self) -> None:
@@ -47,9 +61,10 @@ class RayHost(WorkerHost):
 class RayHandle:
     """A worker as an actor: calls are its tasks, and its death is the end of `pulse`."""
 
-    def __init__(self, actor: Any, name: str) -> None:
+    def __init__(self, actor: Any, name: str, control: ControlService) -> None:
         self._actor = actor
         self._name = name
+        self._control = control
         self.process = actor._actor_id.hex()
         self.death = self._future(actor.pulse.remote())
 
@@ -64,25 +79,69 @@ class RayHandle:
 
     def stop(self, key: WorkerKey) -> None:
         """End the process and wait until it is gone, so that its memory is free again."""
+        if self._control.is_gone:  # and the call would wait for it
+            return
         with suppress(RayError):  # Ray itself may be gone
             ray.kill(self._actor)
         with suppress(WorkerDied, FutureTimeout):
             self.death.result(timeout=STOP_TIMEOUT_S)
+
+    def abandon(self, why: str) -> None:
+        """Let nobody wait for this worker any longer."""
+        with suppress(InvalidStateError):
+            self.death.set_exception(WorkerDied(why, (self._name,)))
 
     def _future(self, ref: ray.ObjectRef) -> Future[Any]:
         answer: Future[Any] = Future()
 
         def settle(done: Future[Any]) -> None:
             error = done.exception()
-            if error is None:
-                answer.set_result(done.result())
-            elif isinstance(error, RayActorError):
-                answer.set_exception(WorkerDied(f"worker process ended: {self._name}", (self._name,)))
-            else:
-                answer.set_exception(WorkerError(f"Ray could not deliver a call to {self._name}: {error}"))
+            with suppress(InvalidStateError):  # it was abandoned
+                if error is None:
+                    answer.set_result(done.result())
+                elif isinstance(error, RayActorError):
+                    answer.set_exception(WorkerDied(f"worker process ended: {self._name}", (self._name,)))
+                else:
+                    answer.set_exception(WorkerError(f"Ray could not deliver a call to {self._name}: {error}"))
 
         ref.future().add_done_callback(settle)
         return answer
+
+
+class ControlService:
+    """Ray's control service (GCS), watched through a connection that ends with it."""
+
+    def __init__(self, address: str, patience_s: float, on_end: Callable[[], None]) -> None:
+        host, port = address.rsplit(":", 1)
+        self._address = (host.strip("[]"), int(port))
+        self._patience_s = patience_s
+        self._on_end = on_end
+        self._line: socket.socket | None = None
+        self._is_closed = False
+        self.is_gone = False
+        threading.Thread(target=self._watch, name="rlite-ray-control", daemon=True).start()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._is_closed = True
+        if self._line is not None:
+            with suppress(OSError):
+                self._line.shutdown(socket.SHUT_RDWR)
+
+    def _watch(self) -> None:
+        heard = time.monotonic()
+        while not self._is_closed:
+            with suppress(OSError), socket.create_connection(self._address, timeout=RECONNECT_S * 10) as self._line:
+                self._line.settimeout(None)
+                while self._line.recv(4096):  # nothing is asked: it ends the connection now and then, or ends itself
+                    pass
+                heard = time.monotonic()
+                continue
+            if not self._is_closed and time.monotonic() - heard >= self._patience_s:
+                self.is_gone = True
+                self._on_end()
+                return
+            time.sleep(RECONNECT_S)
 
 
 class RayLauncher:
@@ -105,12 +164,17 @@ class RayLauncher:
         self._num_threads = num_threads
         self._placement: Any = None
         self._guard: Guard | None = None
+        self._control: ControlService | None = None
+        self._started: list[tuple[WorkerGroup, list[RayHandle]]] = []
         self._is_connected = not ray.is_initialized()
         try:
             if self._is_connected and not _join(address):
                 self._guard = Guard()
                 with self._guard.marking():
                     _start(device, num_devices)
+            address = ray.get_runtime_context().gcs_address
+            patience_s = CONTROL_PATIENCE_S if self._guard is None else 0.0
+            self._control = ControlService(address, patience_s, self._lose_control)
             self._placement = _reserve("CPU" if device == "cpu" else "GPU", num_devices, start_timeout)
         except BaseException:
             self.shutdown()
@@ -129,6 +193,7 @@ class RayLauncher:
 
     def start(self, name: str, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
         """One actor per device; they meet in one torch.distributed world; then every worker is made."""
+        assert self._control is not None  # since the constructor
         handles = [
             RayHandle(
                 RayHost.options(  # type: ignore[attr-defined]
@@ -140,10 +205,12 @@ class RayLauncher:
                     ),
                 ).remote(),
                 worker_name(name, rank, device),
+                self._control,
             )
             for rank, device in enumerate(devices)
         ]
         group = WorkerGroup(name, devices, handles, self._call_timeout)
+        self._started.append((group, handles))
         try:
             self._meet(group)
             group.create(factory, self._contexts(group), self._start_timeout)
@@ -187,14 +254,49 @@ class RayLauncher:
             )
         return contexts
 
+    def _lose_control(self) -> None:
+        why = (
+            "Ray's control service (GCS) has ended: no worker can be started, stopped or replaced any more. End this "
+            "run, start Ray again if it is not rlite's own, and resume from a checkpoint."
+        )
+        logger.error(why)
+        sys.excepthook = sys.__excepthook__  # Ray's asks the control service to note the error
+        for group, handles in self._started:
+            group.lose(range(len(group)), WorkerError(why))
+            for handle in handles:
+                handle.abandon(why)
+
     def shutdown(self) -> None:
-        if self._placement is not None:
+        is_sound = self._control is None or not self._control.is_gone
+        if self._control is not None:
+            self._control.close()
+        if self._placement is not None and is_sound:
             with suppress(RayError):
                 remove_placement_group(self._placement)
+        if self._guard is not None and not is_sound:
+            self._guard.close(patience_s=0.0)  # Ray would wait for each of them
         if self._is_connected:
             ray.shutdown()
-        if self._guard is not None:
+        if self._guard is not None and is_sound:
             self._guard.close()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: Ray's threads do not exist, so whatever waits for them must not be called or destroyed."""
+    if ray.is_initialized():
+        atexit.unregister(ray.shutdown)
+        atexit.register(_keep_native_objects)
+        sys.excepthook = sys.__excepthook__  # Ray's sends the error to the cluster
+        if sys.platform == "linux":  # the first of the handlers that exit() calls: the destructors behind it would wait
+            libc = ctypes.CDLL(None)
+            libc.on_exit(libc._exit, None)
+
+
+def _keep_native_objects() -> None:
+    keep_for_ever(*(each for each in gc.get_referents(*gc.get_objects()) if type(each).__module__ == "ray._raylet"))
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _join(address: str | None) -> bool:

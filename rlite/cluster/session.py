@@ -18,7 +18,8 @@ from rlite.cluster.host import WorkerContext, default_cpu_slots
 from rlite.cluster.inprocess import InprocessLauncher
 from rlite.cluster.placement import Device, DeviceKind, Ledger, PlacementRequest
 from rlite.cluster.torchrun import TorchrunLauncher
-from rlite.errors import ConfigError, RliteError
+from rlite.errors import FORKED, ConfigError, RliteError
+from rlite.parallel.processes import keep_for_ever
 
 LauncherName = Literal["inprocess", "torchrun", "ray"]
 
@@ -47,6 +48,7 @@ class Session:
         self._names: dict[str, int] = {}
         self._lock = threading.Lock()
         self._closing: dict[str, list[Callable[[], None]]] = {}
+        self._pid = os.getpid()
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -88,7 +90,9 @@ class Session:
         self._closing.setdefault(owner, []).append(act)
 
     def release(self, owner: str) -> None:
-        """Stop the owner's workers and give its devices back; safe to call again."""
+        """Stop the owner's workers and give its devices back; safe to call again, and in a forked child."""
+        if os.getpid() != self._pid:
+            return
         with ExitStack() as stack:  # all of them, even if one raises
             for act in self._closing.pop(owner, []):
                 stack.callback(act)
@@ -107,6 +111,19 @@ class Session:
 
 
 _session: Session | None = None
+_is_forked = False
+"""this process was forked from one that had a session"""
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: the session and its end belong to the parent."""
+    global _session, _is_forked
+    if _session is not None:
+        keep_for_ever(_session)
+        _session, _is_forked = None, True
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def init(
@@ -133,6 +150,8 @@ def init(
     Raises: ConfigError if a session exists, the device is not there, or the launcher cannot be had.
     """
     global _session
+    if _is_forked:
+        raise RliteError(f"rlite.init() {FORKED}")
     if _session is not None:
         raise ConfigError("rlite.init() was called before in this process; call rlite.shutdown() first")
     chosen: DeviceKind = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -160,6 +179,8 @@ def init(
     else:
         raise ConfigError(f"launcher={launcher!r}: expected 'inprocess', 'torchrun' or 'ray'")
     _session = Session(started, chosen)
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)  # before Ray's own end, which was registered when Ray was imported
     return _session
 
 
@@ -174,12 +195,13 @@ def _default_launcher(device: str, num_devices: int | None) -> LauncherName:
 
 def current_session() -> Session:
     """The session of this program. Raises RliteError if there is none."""
+    if _is_forked:
+        raise RliteError(f"rlite {FORKED}")
     if _session is None:
         raise RliteError("rlite is not initialised: call rlite.init() first")
     return _session
 
 
-@atexit.register
 def shutdown() -> None:
     """End the session: stop every worker, give everything back. Nothing is left running; safe to call again."""
     global _session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import socket
@@ -86,6 +87,26 @@ def leave() -> None:
         dist.destroy_process_group()
     _subgroups.clear()
     _open_stores.clear()
+
+
+def keep_for_ever(*objects: Any) -> None:
+    """Never destroy these objects, not at the end of the interpreter either.
+
+    A forked child needs it for owners of native threads: a destructor waits for threads that only the parent has.
+    """
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+def _disown() -> None:
+    """Let a forked child own no process group: a collective raises there, and one core is enough for its tensors."""
+    if dist.is_initialized():
+        keep_for_ever([*c10d._world.pg_map.items(), *_subgroups.values(), *_open_stores.values()])
+        dist.GroupMember.WORLD = None
+        torch.set_num_threads(1)  # OpenMP's threads are not there either
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 def subgroup(ranks: Sequence[int], purpose: str = "", backend: str | None = None) -> dist.ProcessGroup:

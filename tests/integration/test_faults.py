@@ -105,10 +105,10 @@ def soon() -> Iterator[None]:
     assert time.monotonic() - started < SOON_S
 
 
-def kill(engine: Engine, rank: int, after: float) -> threading.Timer:
-    """SIGKILL the process of this rank, in so many seconds."""
+def kill(engine: Engine, rank: int, after: float, number: int = signal.SIGKILL) -> threading.Timer:
+    """Send the process of this rank a signal, in so many seconds."""
     (pid,) = apply_on_processes([(engine.group, rank, (), ())], os.getpid, [engine.group], "ask", 60)
-    timer = threading.Timer(after, os.kill, (pid, signal.SIGKILL))
+    timer = threading.Timer(after, os.kill, (pid, number))
     timer.start()
     return timer
 
@@ -160,6 +160,21 @@ def test_a_worker_that_dies_in_training_is_named(train: RliteTrainEngine) -> Non
     with soon(), pytest.raises(WorkerDied):
         train.sum_over_ranks()
     sound(train)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_worker_that_is_terminated_in_a_call_is_noticed_as_soon_as_one_that_is_killed(
+    train: RliteTrainEngine, late: int
+) -> None:
+    sound(train)
+    name = train.group.describe(1)
+    timer = kill(train, 1, after=0.5, number=signal.SIGTERM)  # it sleeps in Python, or waits in a collective
+    started = time.monotonic()
+    with soon(), pytest.raises(WorkerDied, match="worker process ended") as caught:
+        train.wait_for_one_rank(late, timeout=SOON_S)
+    assert time.monotonic() - started < 3.0
+    timer.join()
+    assert caught.value.workers == (name,)
 
 
 def test_a_worker_that_dies_between_calls_is_named_by_the_next(train: RliteTrainEngine) -> None:
