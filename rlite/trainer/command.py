@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
 
 from rlite.errors import RliteError
+from rlite.trainer.interruption import INTERRUPTION, Terminated
 
 
 def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
@@ -17,32 +15,25 @@ def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[st
     Exit status: 1 for an error of ours; 130 and 143 for SIGINT and SIGTERM. Any other exception is a defect, or of code
     that is not ours, and keeps its traceback.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:  # a rank that waits for its peers could not hear of its agent's SIGTERM
-        signal.signal(signal.SIGTERM, _interrupt)
+    INTERRUPTION.follow()
     try:
         main(arguments)
     except RliteError as error:
         # what a worker raised has its traceback there
         details = f"{error.__cause__}" if type(error.__cause__).__name__ == "RemoteTraceback" else ""
         sys.exit(f"rlite {name}: {type(error).__name__}: {error}{details}")
-    except _Terminated:
+    except Terminated:
         _leave(name, "SIGTERM", 143)
     except KeyboardInterrupt:
         _leave(name, "SIGINT", 130)
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM; like Ctrl-C it is no Exception, which something on the way might catch."""
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise _Terminated
+    finally:
+        INTERRUPTION.release()
 
 
 def _leave(name: str, signal_name: str, status: int) -> None:
     print(
-        f"rlite {name}: ended by {signal_name}. What came after the newest checkpoint is not saved; the same command "
-        "with trainer.load_ckpt_from=latest goes on from there.",
+        f"rlite {name}: ended by {signal_name}. The same command goes on from the newest checkpoint; "
+        "what came after it is not saved.",
         file=sys.stderr,
     )
     sys.exit(status)

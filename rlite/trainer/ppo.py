@@ -215,7 +215,7 @@ class PpoTrainer:
                 f"ALARM at step {self.run.step}: {cause} that is trained",
                 {"logprob_drift": f"{metrics['logprob_drift']:.3f} nats per token (limit {DRIFT_ALARM})"},
             )
-        if self.run.is_due(self.options.trainer.save_freq):
+        if self.run.is_save_due():
             with self.engines.trained_on_device():
                 kept = {"rollouts": self.rollouts.state_dict()}
                 self.run.save(self.engines.actor, self.engines.beside, kept, prompts=self.prompts.state_dict())

@@ -21,6 +21,8 @@ from rlite.observability.console import ConsoleReporter
 from rlite.observability.sinks import Run, open_sinks
 from rlite.trainer.checkpoints import NO_ENGINES, Checkpoints
 from rlite.trainer.divergence import WATCHED, DivergenceWatch
+from rlite.trainer.folder import begins_anew, checkpoint_to_load, clear
+from rlite.trainer.interruption import INTERRUPTION
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,10 @@ class RunOptions:
     """steps between two evaluations on test_data, if there is some"""
     load_ckpt_from: str | None = None
     """a folder under some run's state/, or "latest" for the newest of this run ("latest_good": the newest that is not
-    damaged; "latest" refuses a damaged one); null starts anew"""
+    damaged; "latest" refuses a damaged one); null goes on with the run in save_dir if its options are the same, and
+    starts anew in a folder without one"""
+    overwrite: bool = False
+    """start anew, and delete the checkpoints and metrics of the run that is in save_dir"""
     sinks: list[str] = field(default_factory=lambda: ["jsonl"])
     """where metrics go besides the console: jsonl, tensorboard, wandb, trackio"""
     use_wandb: bool = False
@@ -105,9 +110,10 @@ class TrainingRun:
         self._has_missed_best = False
         self._watch = DivergenceWatch(options.max_skipped_steps)
         self._engines: Mapping[str, RliteTrainEngine] = {}
-        self._checkpoints = Checkpoints(
-            self.folder / "state", options.keep, options.load_ckpt_from, is_asynchronous=options.save_async
+        wanted = checkpoint_to_load(
+            self.folder, options.load_ckpt_from, options.overwrite, config.to_container(resolved)
         )
+        self._checkpoints = Checkpoints(self.folder / "state", options.keep, wanted, is_asynchronous=options.save_async)
 
     def restore(self, engine: RliteTrainEngine, beside: Mapping[str, RliteTrainEngine] = NO_ENGINES) -> dict[str, Any]:
         """Load the checkpoint to resume from into the engine, and into those `beside` it, by name.
@@ -131,10 +137,14 @@ class TrainingRun:
     def open(self) -> None:
         """Write the resolved config and open the metric sinks, without what a resumed run will write again.
 
+        From here to `close`, Ctrl-C and SIGTERM wait for the end of the step.
+
         Raises: ConfigError if the folder cannot be written to, or another process has a run there.
         """
         try:
             self._lock()
+            if self._options.overwrite and begins_anew(self.folder, self._options.load_ckpt_from):
+                clear(self.folder)
             config.save(self._config, self.folder / "config.yaml")
         except OSError as error:
             raise ConfigError(f"trainer.save_dir={self.folder}: cannot be written to: {error.strerror}") from error
@@ -152,6 +162,17 @@ class TrainingRun:
         self._drop_later_rollouts()
         self.console = ConsoleReporter(self.total_steps, metrics=self._shown, done_steps=self.step)
         self._follow_trace()
+        self._report_resume()
+        INTERRUPTION.begin()
+
+    def _report_resume(self) -> None:
+        if self._checkpoints.found is None:
+            return
+        if self.step < self.total_steps:
+            self.console.report(f"resumed from step {self.step}", {"checkpoint": self._checkpoints.found})
+        else:
+            ways = "raise trainer.total_steps or trainer.n_epochs, or choose another trainer.save_dir"
+            self.console.report(f"finished already: step {self.step} of {self.total_steps}", {"to go on": ways})
 
     def _lock(self) -> None:
         """Keep other processes' runs out of the folder until this one ends, or its process."""
@@ -240,6 +261,10 @@ class TrainingRun:
         """Whether something that happens every so many steps, and at the end, happens now."""
         return self.step % every == 0 or self.step == self.total_steps
 
+    def is_save_due(self) -> bool:
+        """Whether `save` is to be called: as often as the options say, at the end, and when the run is interrupted."""
+        return self.is_due(self._options.save_freq) or INTERRUPTION.is_asked
+
     def save(
         self,
         engine: RliteTrainEngine,
@@ -251,13 +276,27 @@ class TrainingRun:
 
         `restore` returns the facts, which JSON can hold, and what is `kept` besides: plain values and tensors. After a
         skipped update nothing is written, but for the state at the very end, which displaces no other.
+
+        Raises: CheckpointError; the KeyboardInterrupt that waited for this.
         """
         is_suspect = self._watch.num_skipped > 0
-        if is_suspect and self.step != self.total_steps:
-            return
+        if not is_suspect or self.step == self.total_steps:
+            self._save(engine, beside, kept, facts, is_exported=not is_suspect)
+        if INTERRUPTION.is_asked:
+            self.close()
+            INTERRUPTION.obey()
+
+    def _save(
+        self,
+        engine: RliteTrainEngine,
+        beside: Mapping[str, RliteTrainEngine],
+        kept: Mapping[str, Any] | None,
+        facts: Mapping[str, Any],
+        is_exported: bool,
+    ) -> None:
         # in this order: a run that is killed in between makes these steps again, and then both
         with trace.span("checkpoint", step=self.step):
-            if not is_suspect:
+            if is_exported:
                 for name, other in beside.items():
                     other.save(self.folder / f"{name}_latest")
                 engine.save(self.folder / "latest")
@@ -295,7 +334,7 @@ class TrainingRun:
         """
         try:
             self._checkpoints.finish()
-            if self._watch.num_skipped:
+            if self._watch.num_skipped and not INTERRUPTION.is_asked:
                 raise self._diverged("the last updates were skipped, for a loss or gradients that are not finite")
             self._checkpoints.confirm()
         finally:
@@ -304,6 +343,7 @@ class TrainingRun:
             self._sinks.close()
             self.console.close()
             self._locked.close()
+            INTERRUPTION.end()
 
 
 def check_best_metric(options: RunOptions, has_test_data: bool, evaluated: Sequence[str]) -> None:

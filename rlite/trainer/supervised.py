@@ -151,7 +151,7 @@ class SupervisedRun:
             metrics |= (evaluation := self.evaluate(prepare))
             self.run.save_best(self.engine, evaluation)
         self.run.log(metrics)
-        if self.run.is_due(self.options.save_freq):
+        if self.run.is_save_due():
             self.run.save(self.engine, loader=self.loader.state_dict())
         return metrics
 

@@ -81,12 +81,27 @@ def test_a_run_learns_and_leaves_metrics_rollouts_config_and_a_model(model, tmp_
     assert type(served).__name__ == "Qwen3ForCausalLM"
 
 
-def test_a_new_run_in_an_old_folder_keeps_no_line_of_it(model, tmp_path, session):
-    for seed in (1, 2):
-        trainer(model, tmp_path, total_steps=1, test_rows=ROWS[:2], seed=seed).fit()
+def test_a_new_run_over_an_old_one_keeps_no_line_and_no_checkpoint_of_it(model, tmp_path, session):
+    for seed, total_steps in ((1, 2), (2, 1)):
+        trainer(model, tmp_path, total_steps, test_rows=ROWS[:2], seed=seed, overwrite=True).fit()
         rlite.shutdown()
         rlite.init(num_devices=1)
     assert [row["step"] for row in logged(tmp_path)] == [0, 1]
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["step-1"]
+
+
+def test_the_same_run_goes_on_by_itself_and_another_one_is_refused_before_it_starts(model, tmp_path, session):
+    trainer(model, tmp_path, total_steps=2).fit()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(
+        ConfigError, match=r"another run \(actor\.clip: 0\.2 there, 0\.3 here\).*trainer\.overwrite=true"
+    ):
+        trainer(model, tmp_path, total_steps=2, actor={"clip": 0.3})
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    rlite.shutdown()
+    rlite.init(num_devices=1)
+    trainer(model, tmp_path, total_steps=3).fit()
+    assert [row["step"] for row in logged(tmp_path)] == [1, 2, 3]
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_named_before_anything_is_built(model, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from rlite.observability import stats_tracker
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.rm import RmConfig, RmTrainer
 from rlite.trainer.sft import SftConfig, SftTrainer
+from tests.integration.worlds import environment
 from tests.tiny import build_model_dir
 
 LETTERS = "abcdefgh"
@@ -208,6 +210,54 @@ def test_a_folder_has_one_run_at_a_time(model: str, tmp_path: Path, session: Ses
     rlite.init(num_devices=1, num_threads=1)
     trainer("sft", model, tmp_path).fit()
     assert (tmp_path / "config.yaml").exists(), "who held the folder is gone"
+
+
+def test_a_finished_run_says_so_and_ends(
+    model: str, tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer("sft", model, tmp_path).fit()
+    before = (tmp_path / "metrics.jsonl").read_bytes(), sorted((tmp_path / "state").iterdir())
+    rlite.shutdown()
+    rlite.init(num_devices=1, num_threads=1)
+    trainer("sft", model, tmp_path).fit()
+    assert "finished already: step 8 of 8" in capsys.readouterr().out
+    assert ((tmp_path / "metrics.jsonl").read_bytes(), sorted((tmp_path / "state").iterdir())) == before
+    rlite.shutdown()
+    rlite.init(num_devices=1, num_threads=1)
+    trainer("sft", model, tmp_path, "trainer.n_epochs=2").fit()
+    assert "resumed from step 8" in capsys.readouterr().out
+    assert [row["step"] for row in logged(tmp_path)] == list(range(1, 17))
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_a_checkpoint_at_the_end_of_the_step(
+    number: int, status: int, model: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps(demonstrations(4096, seed=0)))
+    options = [
+        f"actor.model_name={model}",
+        f"data.path={tmp_path}/rows.json",
+        "data.batch_size=8",
+        "data.max_length=32",
+    ]
+    command = [sys.executable, "-m", "rlite.trainer.sft", *options, f"trainer.save_dir={tmp_path}/run"]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a shell's background jobs ignore SIGINT
+    ) as process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if line.startswith("step 3/"))
+        process.send_signal(number)
+        _, complaint = process.communicate(timeout=60)
+    assert process.returncode == status, complaint
+    assert "Traceback" not in complaint
+    last = logged(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / "run" / "state" / f"step-{last}").is_dir(), "of the step that was under way"
+    assert (tmp_path / "run" / "latest" / "model.safetensors").exists()
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(model: str, tmp_path: Path, session: Session) -> None:

@@ -51,5 +51,34 @@ def test_a_signal_ends_it_with_a_word_on_how_to_go_on(number: int, status: int) 
     process.send_signal(number)
     _, complaint = process.communicate(timeout=30)
     assert process.returncode == status
-    assert "trainer.load_ckpt_from=latest goes on from there" in complaint
+    assert "The same command goes on from the newest checkpoint" in complaint
     assert "Traceback" not in complaint
+
+
+WAIT = """
+import time
+from rlite.trainer.command import run
+from rlite.trainer.interruption import INTERRUPTION
+
+def main(arguments):
+    INTERRUPTION.begin()
+    print("ready", flush=True)
+    time.sleep(60)
+
+run("sft", main, [])
+"""
+
+
+def test_the_second_signal_ends_a_run_that_waits_for_its_step() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WAIT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr.readline() == "\n"
+        assert "a second signal ends the run at once" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == 143

@@ -1,0 +1,108 @@
+"""Whether a run may begin in its folder: a new one, the run that is there, or neither."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlite.errors import ConfigError
+
+CONFIG = "config.yaml"
+TRACES = (CONFIG, "metrics.jsonl", "rollouts.jsonl", "state")
+"""what a run leaves in its folder"""
+NEWEST = ("latest", "latest_good")
+MAY_DIFFER = {
+    *("launcher", "num_devices"),
+    *(
+        f"trainer.{name}"
+        for name in (
+            *("save_dir", "load_ckpt_from", "overwrite"),
+            *("total_steps", "n_epochs", "max_skipped_steps"),
+            *("save_freq", "save_async", "keep", "test_freq", "best_metric", "best_is_highest"),
+            *("sinks", "use_wandb", "project", "experiment_name", "trace", "trace_steps"),
+        )
+    ),
+}
+"""options that may change while a run is still the same run: where and how long it runs, and what it writes"""
+MAX_SHOWN = 8
+
+
+def begins_anew(folder: Path, load_ckpt_from: str | None) -> bool:
+    """Return whether the options ask for a new run in `folder`, rather than for going on with the run that is there."""
+    return load_ckpt_from not in NEWEST and (
+        load_ckpt_from is None or folder.resolve() not in Path(load_ckpt_from).resolve().parents
+    )
+
+
+def checkpoint_to_load(
+    folder: Path, load_ckpt_from: str | None, is_overwritten: bool, options: Mapping[str, Any]
+) -> str | None:
+    """Return what to resume from: in a folder that is used, its newest checkpoint if the run is the same.
+
+    Args:
+        folder: the run's folder; it need not exist.
+        load_ckpt_from: a path, "latest", "latest_good", or None.
+        is_overwritten: start anew whatever is in the folder.
+        options: the run's config, as `rlite.config.to_container` gives it.
+
+    Raises: ConfigError if the folder holds the results of another run. Nothing is changed.
+    """
+    used = [name for name in TRACES if (folder / name).exists()]
+    if is_overwritten or not used or not begins_anew(folder, load_ckpt_from):
+        return load_ckpt_from
+    different = _differences(folder / CONFIG, options, load_ckpt_from) if CONFIG in used else ["config.yaml is missing"]
+    if not different:
+        return "latest" if any((folder / "state").glob("step-*")) else load_ckpt_from
+    more = f"; and {len(different) - MAX_SHOWN} more" if len(different) > MAX_SHOWN else ""
+    raise ConfigError(
+        f"trainer.save_dir={folder}: it holds the results of another run ({'; '.join(different[:MAX_SHOWN])}{more}). "
+        "Choose another folder; or go on with that run under these options (trainer.load_ckpt_from=latest); or replace "
+        "its results (trainer.overwrite=true)"
+    )
+
+
+def clear(folder: Path) -> None:
+    """Delete the models and checkpoints of the run that is overwritten; opening its metrics replaces them."""
+    for path in (folder / "state", folder / "best", folder / "latest", *folder.glob("*_latest")):
+        if path.is_symlink():
+            path.unlink()
+        elif path.is_dir():
+            shutil.rmtree(path)
+
+
+def _differences(file: Path, options: Mapping[str, Any], load_ckpt_from: str | None) -> list[str]:
+    """Say which options differ from those in the file; an option that is not in it is newer than it."""
+    try:
+        saved = yaml.safe_load(file.read_bytes())
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        return [f"{CONFIG} cannot be read: {type(error).__name__}"]
+    if not isinstance(saved, Mapping):
+        return [f"{CONFIG} is not of a run"]
+    before, now = dict(_leaves(saved)), dict(_leaves(options))
+    found = [
+        f"{key}: {_shown(before[key])} there, {_shown(now.get(key))} here"
+        for key in before
+        if key not in MAY_DIFFER and not (key in now and before[key] == now[key])
+    ]
+    if load_ckpt_from is not None and before.get("trainer.load_ckpt_from") not in (load_ckpt_from, *NEWEST):
+        found.append(
+            f"trainer.load_ckpt_from: {_shown(before.get('trainer.load_ckpt_from'))} there, {load_ckpt_from} here"
+        )
+    return found
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
