@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +82,17 @@ def snapshot(
 def start_writing(
     state: Snapshot, folder: Path, path: Path, facts: Mapping[str, Any], rank: int, group: dist.ProcessGroup
 ) -> Future[None]:
-    """`write` in this process's writing thread. Nothing else may use `group` but writes."""
-    return _writer.submit(write, state, folder, path, facts, rank, group)
+    """`write` in this process's writing thread, on the caller's GPU. Nothing else may use `group` but writes.
+
+    A thread begins on the first GPU. There torch would wait for the wrong stream, and write what is not copied yet.
+    """
+    where = torch.cuda.device(torch.cuda.current_device()) if torch.cuda.is_initialized() else nullcontext()
+
+    def act() -> None:
+        with where:
+            write(state, folder, path, facts, rank, group)
+
+    return _writer.submit(act)
 
 
 def write(

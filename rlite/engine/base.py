@@ -11,6 +11,7 @@ Engines and executors live in the driver; workers live where the launcher puts t
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -25,7 +26,7 @@ from rlite.cluster.host import WorkerContext
 from rlite.cluster.placement import PlacementRequest
 from rlite.cluster.session import Session, current_session
 from rlite.errors import ConfigError, ResidencyError, RliteError, UnknownOptionError, did_you_mean
-from rlite.parallel.arena import SharedArena
+from rlite.parallel.arena import SharedArena, check_gpu_sharing
 from rlite.parallel.processes import set_up_device
 from rlite.parallel.shards import ParameterShard
 from rlite.parallel.usage import give_back_cached_memory
@@ -215,6 +216,7 @@ class Engine:
         try:
             make_room(session, owner)
             group = session.start(owner, [device for devices in executors for device in devices], factory)
+            check_neighbours(session, owner, group)
         except BaseException:
             session.release(owner)
             raise
@@ -375,6 +377,22 @@ def make_room(session: Session | None, owner: str) -> None:
         groups = list(dict.fromkeys(group for group, _ in processes.values()))
         timeout = groups[0].call_timeout
         apply_on_processes(calls, give_back_cached_memory, groups, "give back cached memory", timeout)
+
+
+def check_neighbours(session: Session, owner: str, group: WorkerGroup) -> None:
+    """Raise ConfigError if weights cannot go between this owner's processes and others on the same GPUs."""
+    if session.device != "cuda":
+        return
+    ranks = {device: rank for rank, device in enumerate(group.devices)}
+    pairs = [(ranks[other.devices[rank]], other, rank) for other, rank in session.neighbours(owner)]
+    pairs = [pair for pair in pairs if group.handles[pair[0]].process != pair[1].handles[pair[2]].process]
+    if not pairs:
+        return
+    others = list(dict.fromkeys(other for _, other, _ in pairs))
+    calls: list[Any] = [(other, rank, (), ()) for _, other, rank in pairs]
+    pids = apply_on_processes(calls, os.getpid, others, "look for a process id", group.call_timeout)
+    calls = [(group, own, (), (pid,)) for (own, _, _), pid in zip(pairs, pids, strict=True)]
+    apply_on_processes(calls, check_gpu_sharing, [group], "look whether memory can be shared", group.call_timeout)
 
 
 def _names(engines: Engine | Sequence[Engine] | None) -> tuple[str, ...]:

@@ -10,12 +10,14 @@ once: torch keeps memory whose handle nobody opened, and memory whose handle was
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import logging
 import mmap
 import os
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
+
+from rlite.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +156,46 @@ def _host_bytes(num: int, is_pinned: bool) -> Tensor:
             unpin = weakref.finalize(memory, torch.cuda.cudart().cudaHostUnregister, memory.ctypes.data)
             unpin.atexit = False  # CUDA may be gone by then
     return torch.from_numpy(memory[start : start + num])
+
+
+PIDFD_GETFD = 438
+"""number of the system call, the same on every architecture"""
+
+
+def check_gpu_sharing(pid: int) -> None:
+    """Raise ConfigError if torch cannot open GPU memory that process `pid` shares with this process.
+
+    Memory in expandable segments travels as a file descriptor, which containers without privileges may not copy.
+    """
+    if has_expandable_segments(os.environ) and (error := _descriptor_error(pid)) is not None:
+        raise ConfigError(
+            "PYTORCH_ALLOC_CONF asks for expandable_segments, and this process may not copy file descriptors of "
+            f"process {pid} (pidfd_getfd: {error}), as weight sync between two processes of one GPU has to then. Leave "
+            "expandable_segments out, or give the container the capability SYS_PTRACE"
+        )
+
+
+def has_expandable_segments(environment: Mapping[str, str]) -> bool:
+    """Whether torch's allocator is told to use expandable segments."""
+    settings = ",".join(environment.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return "expandable_segments:true" in settings.replace(" ", "").lower()
+
+
+def _descriptor_error(pid: int) -> str | None:
+    """Why this process may not copy a file descriptor of another process; None if it may."""
+    try:
+        process = os.pidfd_open(pid)
+    except OSError as error:
+        return error.strerror
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        copied = libc.syscall(PIDFD_GETFD, process, 0, 0)
+        reason = ctypes.get_errno()
+    finally:
+        os.close(process)
+    if copied >= 0:
+        os.close(copied)
+    return None if copied >= 0 or reason == errno.EBADF else os.strerror(reason)  # it may, but has closed this one
 
 
 class SharedArena(Arena):

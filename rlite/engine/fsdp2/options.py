@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from rlite.errors import ConfigError, did_you_mean
 
 BalanceBy = Literal["tokens", "flops"]
-DTYPES = ("float32", "float64", "bfloat16", "float16")
+DTYPES = ("float32", "float64", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,11 @@ class Fsdp2Options:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "compute_dtype"):
             value = getattr(self, name)
+            if value == "float16":
+                raise ConfigError(
+                    f"{name}='float16': small gradients are lost in float16, and losses are not scaled here. "
+                    "Use bfloat16, which needs no scaling"
+                )
             if value is not None and value not in DTYPES:
                 raise ConfigError(f"{name}={value!r}: {did_you_mean(str(value), DTYPES)}")
         if self.balance_by not in get_args(BalanceBy):

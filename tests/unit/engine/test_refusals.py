@@ -60,6 +60,8 @@ def test_methods_that_could_not_be_called_as_they_are_written(path: Path, cls: A
     ("options", "error", "words"),
     [
         ({"param_dtype": "float23"}, ConfigError, "param_dtype='float23'; did you mean 'float32'|float32"),
+        ({"param_dtype": "float16"}, ConfigError, "param_dtype='float16'.*losses are not scaled here. Use bfloat16"),
+        ({"compute_dtype": "float16"}, ConfigError, "compute_dtype='float16'.*Use bfloat16"),
         ({"compute_dtype": "bf16"}, ConfigError, "compute_dtype='bf16'"),
         ({"max_tokens_per_microbatch": 0}, ConfigError, "max_tokens_per_microbatch=0"),
         ({"max_grad_norm": 0.0}, ConfigError, "max_grad_norm"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rlite.errors import ConfigError
 from rlite.parallel.arena import (
     ArenaReader,
     DeviceArena,
@@ -16,6 +17,8 @@ from rlite.parallel.arena import (
     SharedBlock,
     aligned_bytes,
     can_share_memory,
+    check_gpu_sharing,
+    has_expandable_segments,
 )
 
 pytestmark = pytest.mark.skipif(not can_share_memory(), reason="this system shares no memory by file descriptor")
@@ -131,3 +134,26 @@ def test_copies_in_host_memory_lie_side_by_side_and_take_the_place_of_those_befo
     larger = memory.copies([torch.ones(4000)])
     assert torch.equal(second[0], tensors[1]), "what is still held keeps its memory"
     assert torch.equal(larger[0], torch.ones(4000))
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_expandable"),
+    [
+        ({}, False),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: true"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+    ],
+)
+def test_expandable_segments_are_found_in_torchs_settings(environment: dict[str, str], is_expandable: bool) -> None:
+    assert has_expandable_segments(environment) is is_expandable
+
+
+def test_memory_that_another_process_may_not_open_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = multiprocessing.get_context("spawn").Process(target=int)
+    child.start()
+    child.join()
+    check_gpu_sharing(child.pid)  # ordinary memory travels otherwise
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ConfigError, match=rf"process {child.pid} .*Leave expandable_segments out, or"):
+        check_gpu_sharing(child.pid)  # it is gone: for a process that may not be looked into the call fails likewise
