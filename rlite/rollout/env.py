@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from tensordict import TensorDict
 
 from rlite.data.raw import TooManyTokens, raw_prompts
 from rlite.rollout.background import beside_loop
-from rlite.rollout.env_process import STEP_KEYS, EnvironmentFunction, Step
+from rlite.rollout.env_process import STEP_KEYS, EnvironmentFunction, Step, read_step
+from rlite.rollout.reward_process import MAX_STATE
 from rlite.rollout.rewards import RewardFunction
 from rlite.rollout.transcript import Transcript, check_turns, continuation
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, context_length, prompt_ids, prompt_text
@@ -36,6 +36,7 @@ class Environment:
         timeout: seconds for one call.
         num_processes: calls that run at the same time; default: the cores, at most 8.
         memory_limit_gib: resident memory that its process may have, in GiB; None leaves it to the machine.
+        env_vars: names of environment variables that its process gets as well (see RewardFunction).
 
     Raises: ConfigError if the file is not there, or an option is out of range.
     """
@@ -46,14 +47,17 @@ class Environment:
         timeout: float = 60.0,
         num_processes: int | None = None,
         memory_limit_gib: float | None = None,
+        env_vars: Sequence[str] = (),
     ) -> None:
-        self._run = RewardFunction(
+        self._ask = RewardFunction(
             EnvironmentFunction(path),
             timeout,
             num_processes=num_processes,
             memory_limit_gib=memory_limit_gib,
             what=f"the environment {path}",
-        ).run
+            env_vars=env_vars,
+            max_answer=MAX_STATE,
+        ).ask
         self._has_reset: bool | None = None
 
     @property
@@ -68,18 +72,29 @@ class Environment:
     async def _describe(self) -> bool:
         """Whether it has a reset."""
         if self._has_reset is None:
-            self._has_reset = pickle.loads(await self._run(method="describe", extra_info=b""))
+            self._has_reset = await self._ask(_read_flag, method="describe", extra_info=b"")
         return self._has_reset
 
     async def reset(self, extra_info: bytes) -> tuple[str | None, bytes]:
         """The first state, None if that is the row's prompt, and the pickled extra_info. Raises: RewardError."""
         if not await self._describe():
             return None, extra_info
-        return pickle.loads(await self._run(method="reset", extra_info=extra_info))
+        return await self._ask(_read_first, method="reset", extra_info=extra_info)
 
     async def step(self, state: str, action: str, extra_info: bytes) -> Step:
         """One turn. Raises: RewardError that says what became of it."""
-        return pickle.loads(await self._run(method="step", extra_info=extra_info, state=state, action=action))
+        return await self._ask(read_step, method="step", extra_info=extra_info, state=state, action=action)
+
+
+def _read_flag(answer: Any) -> bool | None:
+    return answer if isinstance(answer, bool) else None
+
+
+def _read_first(answer: Any) -> tuple[str, bytes] | None:
+    match answer:
+        case [str() as state, bytes() as extra_info]:
+            return state, extra_info
+    return None
 
 
 class EnvironmentWorkflow(RolloutWorkflow):

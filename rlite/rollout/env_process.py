@@ -1,6 +1,7 @@
 """What runs an environment, in a reward process; it imports no torch.
 
-`extra_info` stays pickled outside: only the environment's own process need know the classes that it holds.
+`extra_info` stays pickled outside: only the environment's own processes know the classes that it holds, and nobody else
+may load what one of them has written.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ class EnvironmentFunction:
         load_environment(self.path, self.digest)  # here, where imports may take longer than a step
 
     async def __call__(self, method: str, extra_info: bytes, state: str = "", action: str = "") -> Passed:
-        """`describe`: whether it has a `reset`; `reset`: (first state, extra_info); `step`: a Step. Pickled."""
+        """`describe`: whether it has a `reset`; `reset`: (first state, extra_info); `step`: a Step."""
         module = load_environment(self.path, self.digest)
         if method == "describe":
-            return Passed(pickle.dumps(hasattr(module, "reset")))
+            return Passed(hasattr(module, "reset"))
         info = pickle.loads(extra_info)
         if method == "reset":
             first = await module.reset(info)
             if not isinstance(first, str):
                 raise ConfigError(f"reset() in {self.path} returned {type(first).__name__}; expected a text")
-            return Passed(pickle.dumps((first, pickle.dumps(info))))
-        return Passed(pickle.dumps(checked_step(await module.step(state, action, info), self.path)))
+            return Passed((first, pickle.dumps(info)))
+        return Passed(checked_step(await module.step(state, action, info), self.path))
 
 
 @cache
@@ -87,3 +88,12 @@ def checked_step(response: Any, path: str) -> Step:
     if not isinstance(next_state, str | None):
         raise ConfigError(f"step() in {path} returned next_state={next_state!r}; expected a text or None")
     return Step(next_state, **numbers, is_done=bool(response["done"]), extra_info=pickle.dumps(response["extra_info"]))
+
+
+def read_step(answer: Any) -> Step | None:
+    """The Step that a process has passed; None if it is none."""
+    match answer:
+        case [str() | None as state, float() as reward, float() as score, bool() as is_done, bytes() as extra_info]:
+            if math.isfinite(reward) and math.isfinite(score):
+                return Step(state, reward, score, is_done, extra_info)
+    return None

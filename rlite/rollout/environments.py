@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,11 @@ from rlite.rollout.workflow import RolloutWorkflow
 
 
 def environment_workflow(
-    path: str | Path, timeout: float = 60.0, num_processes: int | None = None, memory_limit_gib: float | None = None
+    path: str | Path,
+    timeout: float = 60.0,
+    num_processes: int | None = None,
+    memory_limit_gib: float | None = None,
+    env_vars: Sequence[str] = (),
 ) -> Callable[..., RolloutWorkflow]:
     """What makes workflows of (gconfig, tokenizer, max_turns, max_length) in the environment of a file.
 
@@ -24,9 +28,9 @@ def environment_workflow(
         loaded, or has neither.
     """
     if is_gym_file(path):
-        gym = GymEnvironment(path, timeout, num_processes, memory_limit_gib=memory_limit_gib)
+        gym = GymEnvironment(path, timeout, num_processes, memory_limit_gib=memory_limit_gib, env_vars=env_vars)
         gym.check()
         return partial(GymWorkflow, gym)
-    environment = Environment(path, timeout, num_processes, memory_limit_gib)
+    environment = Environment(path, timeout, num_processes, memory_limit_gib, env_vars)
     environment.check()
     return partial(EnvironmentWorkflow, environment)

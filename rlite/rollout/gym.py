@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import operator
-import pickle
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +14,8 @@ from tensordict import TensorDict
 
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.conversation import Conversation, History, check_history
-from rlite.rollout.gym_process import GymFunction, MakeFromFile, Turn, advance, close, start
+from rlite.rollout.gym_process import GymFunction, MakeFromFile, Turn, advance, close, read_turn, start
+from rlite.rollout.reward_process import MAX_STATE
 from rlite.rollout.rewards import RewardError, RewardFunction, limited
 from rlite.rollout.transcript import check_turns
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
@@ -50,6 +50,7 @@ class GymEnvironment:
         in_process: run environments in threads of this process instead. A call that is late ends its episode, but its
             thread goes on; and the random numbers of `random` and NumPy are those of the program.
         memory_limit_gib: resident memory that its process may have, in GiB; None leaves it to the machine.
+        env_vars: names of environment variables that its process gets as well (see RewardFunction).
 
     Raises: ConfigError if the file is not there, `make` cannot be pickled, or an option is out of range.
     """
@@ -61,6 +62,7 @@ class GymEnvironment:
         num_processes: int | None = None,
         in_process: bool = False,
         memory_limit_gib: float | None = None,
+        env_vars: Sequence[str] = (),
     ) -> None:
         self.make = MakeFromFile(make) if isinstance(make, str | Path) else make
         self.timeout = timeout
@@ -73,12 +75,14 @@ class GymEnvironment:
             in_process=in_process,
             memory_limit_gib=memory_limit_gib,
             what=self.name,
+            env_vars=env_vars,
+            max_answer=MAX_STATE,
         )
 
     def check(self) -> None:
         """Load the factory where it will run; not from within an event loop. Raises: RewardError with the reason."""
         if not self.in_process:
-            asyncio.run(self._function.run(method="check"))
+            asyncio.run(self._function.ask(bool, method="check"))
 
     @contextlib.asynccontextmanager
     async def episode(self, seed: int, options: Mapping[str, Any] | None = None) -> AsyncIterator[GymEpisode]:
@@ -103,11 +107,11 @@ class _InRewardProcess:
 
     @classmethod
     async def begin(cls, function: RewardFunction, seed: int, options: Mapping[str, Any]) -> _InRewardProcess:
-        state, turn = pickle.loads(await function.run(method="reset", seed=seed, options=dict(options)))
+        state, turn = await function.ask(read_turn, method="reset", seed=seed, options=dict(options))
         return cls(function, state, turn.observation)
 
     async def step(self, action: str) -> Turn:
-        self._state, turn = pickle.loads(await self._function.run(method="step", state=self._state, action=action))
+        self._state, turn = await self._function.ask(read_turn, method="step", state=self._state, action=action)
         return turn
 
 

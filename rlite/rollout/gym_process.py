@@ -43,9 +43,9 @@ class GymFunction:
         self.make = make
 
     def __call__(self, method: str, **arguments: Any) -> Passed:
-        """`check`: nothing; `reset`, of seed and options, and `step`, of state and action: (state, Turn). Pickled."""
+        """`check`: True; `reset`, of seed and options, and `step`, of state and action: (state, Turn)."""
         if method == "check":
-            return Passed(b"")
+            return Passed(True)
         if method == "reset":
             random.seed(arguments["seed"])
             if "numpy" in sys.modules:
@@ -55,7 +55,15 @@ class GymFunction:
             environment, generators = pickle.loads(arguments["state"])
             _set_generators(generators)
             turn = advance(environment, arguments["action"])
-        return Passed(pickle.dumps((b"" if turn.is_done else _frozen(environment), turn)))
+        return Passed((b"" if turn.is_done else _frozen(environment), turn))
+
+
+def read_turn(answer: Any) -> tuple[bytes, Turn] | None:
+    """The state, pickled, and the Turn that a process has passed; None if it is none."""
+    match answer:
+        case [bytes() as state, [str() as observation, float() as reward, bool() as is_done]] if math.isfinite(reward):
+            return state, Turn(observation, reward, is_done)
+    return None
 
 
 class MakeFromFile:

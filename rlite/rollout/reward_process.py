@@ -1,46 +1,54 @@
 """What runs inside a reward process. It imports nothing but the standard library, so that it starts in a moment.
 
-Frames are a length of 8 bytes and a pickle. In comes a list of calls (`Chunk`), out come `READY` once, and for every
-call `STARTED`, when its function and arguments are loaded, and then one of `VALUE`, `INVALID`, `RAISED`, `MEMORY`.
+In come pickled lists of calls (`Chunk`), each after its length of 8 bytes; the driver is trusted. Out come frames of
+rlite.sandbox.wire, [kind, number, value]: `READY` once; for every call `STARTED`, when its function and arguments are
+loaded, then one of `VALUE`, `INVALID`, `RAISED`, `MEMORY`, or what rlite.sandbox.foreign says; and after the last call
+of a list `CLEAN` with what was put back, or `DIRTY` with what could not be.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
 import math
 import os
 import pickle
 import resource
-import signal
 import struct
 import sys
-import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-READY, STARTED, VALUE, INVALID, RAISED, MEMORY = "ready", "started", "value", "invalid", "raised", "memory"
+from rlite.sandbox import wire
+from rlite.sandbox.confine import confine, silence
+from rlite.sandbox.foreign import STARTED, Guard
+from rlite.sandbox.state import ProcessState
 
-Chunk = tuple[dict[bytes, bytes], list[tuple[int, bytes, bytes, int | None]]]
-"""functions that are new to the process, by key; calls as (number, key of the function, pickled keyword arguments,
-bytes of memory that it may take)"""
+READY, CLEAN, DIRTY = "ready", "clean", "dirty"
+VALUE, INVALID, RAISED, MEMORY = ANSWERS = ("value", "invalid", "raised", "memory")
+
+Chunk = tuple[dict[bytes, bytes], int | None, list[tuple[int, bytes, bytes, int]]]
+"""functions that are new to the process, by key; bytes of memory that it may take; calls as (number, key of the
+function, pickled keyword arguments, raw bytes that the answer may have)"""
 
 HEADER = struct.Struct("<Q")
 MAX_TEXT = 4000
 """characters of a traceback that are reported"""
+MAX_ANSWER = 1 << 20
+"""raw bytes that an answer may have; that of a function which passes states on, MAX_STATE"""
+MAX_STATE = 32 << 20
 BRAKE = 2
 """allocations fail at so many times the memory limit; the limit itself is watched, for a function can catch a
 MemoryError and go on as if nothing had happened"""
 
 
 class Passed(NamedTuple):
-    """What a function returns to have bytes passed on as they are, where a number is expected otherwise."""
+    """What a function returns to have a value passed on that the wire can carry, where else a number is expected."""
 
-    payload: bytes
+    value: Any
 
 
 class Unusable(NamedTuple):
@@ -49,83 +57,109 @@ class Unusable(NamedTuple):
     why: str
 
 
-def frame(message: Any) -> bytes:
-    """One message as it travels."""
-    payload = pickle.dumps(message)
-    return HEADER.pack(len(payload)) + payload
-
-
-def frames(buffer: bytearray) -> Iterator[Any]:
-    """Take the whole messages off the front of `buffer`, one by one: those before an unreadable one count."""
-    while len(buffer) >= HEADER.size:
-        end = HEADER.size + HEADER.unpack_from(buffer)[0]
-        if len(buffer) < end:
-            return
-        payload = bytes(buffer[HEADER.size : end])
-        del buffer[:end]
-        yield pickle.loads(payload)
-
-
 def serve(descriptor: int) -> None:
     """Answer calls from the socket `descriptor` until its other end is closed."""
     os.set_inheritable(descriptor, False)
-    _die_with_parent()
-    _die_first()
-    own = os.getpid()
-    with os.fdopen(descriptor, "r+b", buffering=0) as channel, asyncio.Runner() as runner:
+    confine()
+    with os.fdopen(descriptor, "r+b", buffering=0) as channel:
+        server = _Server(channel)
+        silence()
+        while (chunk := _read(channel)) is not None:
+            server.run(*chunk)
 
-        def answer(kind: str, number: int, seconds: float, result: Any) -> None:
-            if os.getpid() != own:  # the function forked, and its child has come back, too
-                os._exit(0)
-            rest = memoryview(frame((kind, number, seconds, result)))
-            while rest:
-                rest = rest[channel.write(rest) :]
 
-        answer(READY, 0, 0.0, None)
-        blobs: dict[bytes, bytes] = {}
-        functions: dict[bytes, Callable[..., Any]] = {}
-        while (message := _read(channel)) is not None:
-            new, calls = message
-            blobs.update(new)
-            for number, key, arguments, memory_limit in calls:
+class _Server:
+    """Runs calls one by one, and puts back what they have changed in the process."""
+
+    def __init__(self, channel: BinaryIO) -> None:
+        self._channel = channel
+        self._own = os.getpid()
+        self._runner = asyncio.Runner()
+        self._blobs: dict[bytes, bytes] = {}
+        self._functions: dict[bytes, Callable[..., Any]] = {}
+        self._guard = Guard(channel.fileno(), self._write, ANSWERS)
+        self._state = ProcessState(())
+        self._write(READY, 0, None)
+
+    def run(
+        self, new: dict[bytes, bytes], memory_limit: int | None, calls: list[tuple[int, bytes, bytes, int]]
+    ) -> None:
+        self._blobs.update(new)
+        broken = self._load({key for _, key, _, _ in calls} - self._functions.keys())
+        _brake(memory_limit)
+        self._state.adopt_limits()
+        for number, key, arguments, limit in calls:
+            if memory_limit is not None:
                 _brake(memory_limit)
-                try:
-                    if key not in functions:
-                        functions[key] = pickle.loads(blobs[key])
-                    keywords = pickle.loads(arguments)
-                except BaseException as error:
-                    answer(*_failure(error, number, 0.0))
-                    continue
-                # the monotonic clock is one for all processes of a machine
-                answer(STARTED, number, time.monotonic(), None)
-                started = time.perf_counter()
-                try:
-                    kind, result = _outcome(functions[key], keywords, runner)
-                except BaseException as error:  # SystemExit too: it is the function's, and the process serves on
-                    answer(*_failure(error, number, time.perf_counter() - started))
-                    continue
+            self._guard.watch(number, limit)
+            try:
+                if key in broken:
+                    raise broken[key]
+                answer = self._answer(self._functions[key], arguments)
                 if memory_limit is not None and (peak := _peak_memory()) > memory_limit:
-                    kind, result = MEMORY, f"it took {peak / 2**30:.2f} GiB"
-                answer(kind, number, time.perf_counter() - started, result)
+                    answer = MEMORY, f"it took {peak / 2**30:.2f} GiB"
+            except BaseException as error:  # SystemExit too: it is the function's, and the process serves on
+                answer = _failure(error)
+            self._guard.stop()
+            self._end(answer)
+        _brake(memory_limit)
+        self._judge()
 
+    def _load(self, keys: set[bytes]) -> dict[bytes, BaseException]:
+        """Load functions, before the calls: what they change when they are imported stays. Returns what failed."""
+        broken: dict[bytes, BaseException] = {}
+        for key in keys:
+            try:
+                self._functions[key] = pickle.loads(self._blobs[key])
+            except BaseException as error:
+                broken[key] = error
+        if keys:
+            self._state = ProcessState(self._functions.values())
+        return broken
 
-def _outcome(function: Callable[..., Any], keywords: dict[str, Any], runner: asyncio.Runner) -> tuple[str, Any]:
-    value = function(**keywords)
-    if inspect.isawaitable(value):
-        value = runner.run(_awaited(value))
-    return checked_result(value)
+    def _answer(self, function: Callable[..., Any], arguments: bytes) -> tuple[str, Any]:
+        keywords = pickle.loads(arguments)
+        self._guard.say(STARTED, None)
+        value = function(**keywords)
+        if inspect.isawaitable(value):
+            value = self._runner.run(_awaited(value))
+        return checked_result(value)
+
+    def _end(self, answer: tuple[str, Any]) -> None:
+        if os.getpid() != self._own and not self._guard.is_fork:
+            os._exit(0)  # the function forked, and its child has come back, too
+        if self._guard.has_moved:  # the fork has answered, and has used the loop
+            with contextlib.suppress(BaseException):
+                self._runner.close()
+            self._runner = asyncio.Runner()
+            return
+        try:
+            self._guard.say(*answer)
+        except (wire.WireError, RecursionError) as error:
+            self._guard.say(*_failure(error))
+        if self._guard.is_fork:
+            os._exit(0)
+
+    def _judge(self) -> None:
+        try:
+            self._write(CLEAN, 0, self._state.restore())
+        except Exception as error:
+            self._write(DIRTY, 0, told(error))
+
+    def _write(self, kind: str, number: int, value: Any, limit: int = MAX_ANSWER) -> None:
+        rest = memoryview(wire.frame([kind, number, value], limit))
+        while rest:
+            rest = rest[self._channel.write(rest) :]
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def _failure(error: BaseException, number: int, seconds: float) -> tuple[str, int, float, str]:
+def _failure(error: BaseException) -> tuple[str, str]:
     """The answer to a call that raised."""
     _brake(None)  # else there may be no memory for the answer
-    if isinstance(error, MemoryError):
-        return MEMORY, number, seconds, "an allocation failed"
-    return RAISED, number, seconds, told(error)
+    return (MEMORY, "an allocation failed") if isinstance(error, MemoryError) else (RAISED, told(error))
 
 
 def told(error: BaseException) -> str:
@@ -166,18 +200,32 @@ def _checked_batch(values: Any, count: int) -> Passed | Unusable:
         return Unusable(f"{_text(values)} for a batch, where a list of {count} numbers was expected")
     if len(values) != count:
         return Unusable(f"{len(values)} values for a batch of {count}")
-    return Passed(pickle.dumps([checked_result(value) for value in values]))
+    return Passed([checked_result(value) for value in values])
 
 
-def read_batch(payload: bytes) -> list[tuple[str, Any]]:
-    """What a BatchFunction returned: for each completion (VALUE, a finite number) or (INVALID, a description)."""
-    return pickle.loads(payload)
+def read_batch(answer: Any, count: int) -> list[tuple[str, Any]] | None:
+    """What a BatchFunction passed: for each completion (VALUE, a finite number) or (INVALID, a description).
+
+    None if it is something else: the process may have forged it.
+    """
+    if not isinstance(answer, list) or len(answer) != count:
+        return None
+    results: list[tuple[str, Any]] = []
+    for entry in answer:
+        match entry:
+            case ["value", int() | float() as number] if as_number(number) is not None:
+                results.append((VALUE, float(number)))
+            case ["invalid", str() as description]:
+                results.append((INVALID, description))
+            case _:
+                return None
+    return results
 
 
 def checked_result(value: Any) -> tuple[str, Any]:
-    """(VALUE, a finite number, or the payload of what was `Passed`) or (INVALID, a description)."""
+    """(VALUE, a finite number, or what was `Passed`) or (INVALID, a description)."""
     if isinstance(value, Passed):
-        return VALUE, value.payload
+        return VALUE, value.value
     if isinstance(value, Unusable):
         return INVALID, value.why
     number = as_number(value)
@@ -247,16 +295,3 @@ def _peak_memory() -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return 0
-
-
-def _die_first() -> None:
-    """When the machine runs out of memory, Linux shall end reward processes, not their driver."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-
-
-def _die_with_parent() -> None:
-    """A hung function cannot see its driver go; on Linux the kernel ends the process then."""
-    if sys.platform == "linux":
-        set_death_signal = 1
-        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)

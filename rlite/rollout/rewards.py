@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import io
 import os
+import pickle
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -17,8 +19,7 @@ import cloudpickle
 from rlite.errors import ConfigError, DataError
 from rlite.observability import trace
 from rlite.rollout.reward_adapters import from_trl, from_verl
-from rlite.rollout.reward_loop import Expired, LoopBlocked, RewardLoop, Slots
-from rlite.rollout.reward_pool import (
+from rlite.rollout.reward_call import (
     RewardCode,
     RewardCrash,
     RewardError,
@@ -26,9 +27,18 @@ from rlite.rollout.reward_pool import (
     RewardMemory,
     RewardRaised,
     RewardTimeout,
-    shared_pool,
 )
-from rlite.rollout.reward_process import INVALID, BatchFunction, checked_result, read_batch, told
+from rlite.rollout.reward_loop import Expired, LoopBlocked, RewardLoop, Slots
+from rlite.rollout.reward_pool import shared_pool
+from rlite.rollout.reward_process import (
+    INVALID,
+    MAX_ANSWER,
+    BatchFunction,
+    as_number,
+    checked_result,
+    read_batch,
+    told,
+)
 
 MIN_MEMORY_GIB = 0.0625
 """a process that has loaded nothing takes a fourth of it"""
@@ -75,6 +85,9 @@ class RewardFunction:
             completion has the outcome that it would have alone.
         batch_wait: seconds that the first call of a batch waits for others.
         what: its name in error messages.
+        env_vars: names of environment variables that its process gets as well, such as the key of an API. Without them
+            it gets those that Python, the machine and its numerics need, and no secrets of the run.
+        max_answer: bytes of what `ask` returns, at most.
 
     `outcomes` counts the attempts by their end: ok, timeout, crash, memory, raised, invalid.
     Raises: ConfigError for options out of range, or a function that cannot be pickled.
@@ -92,6 +105,8 @@ class RewardFunction:
         batch_size: int | None = None,
         batch_wait: float = 0.02,
         what: str = "the reward function",
+        env_vars: Sequence[str] = (),
+        max_answer: int = MAX_ANSWER,
     ) -> None:
         if not callable(fn):
             raise ConfigError(f"RewardFunction({fn!r}): expected a function")
@@ -121,6 +136,8 @@ class RewardFunction:
         self.batch_wait = batch_wait
         self.what = what
         self.outcomes: Counter[str] = Counter()
+        self.env_vars = frozenset(env_vars)
+        self.max_answer = max_answer
         self._slots = None if max_concurrent is None else Slots(max_concurrent)
         self._loop = RewardLoop()
         self._batch_function = BatchFunction(fn)
@@ -137,7 +154,8 @@ class RewardFunction:
                 f"{self.what} {self.fn!r} cannot be sent to another process ({error}); "
                 "let it hold plain data only, or run it with in_process=True"
             ) from error
-        return RewardCode(hashlib.blake2b(blob, digest_size=16).digest(), blob, what=self.what)
+        key = hashlib.blake2b(blob, digest_size=16).digest()
+        return RewardCode(key, blob, what=self.what, max_answer=self.max_answer)
 
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
@@ -147,10 +165,23 @@ class RewardFunction:
             prompt=prompt, completions=completions, prompt_ids=prompt_ids, completion_ids=completion_ids, **data
         )
 
-    async def run(self, **keywords: Any) -> Any:
-        """Call the function with just these arguments; returns a float, or the bytes that it `Passed`."""
+    async def run(self, **keywords: Any) -> float:
+        """Call the function with just these arguments. Raises: RewardError."""
         with trace.task(self.what.removeprefix("the ")):
             return await self._attempted(self._once, keywords)
+
+    async def ask(self, read: Callable[[Any], Any], **keywords: Any) -> Any:
+        """Call the function with just these arguments; returns what `read` makes of what it `Passed`.
+
+        Its process may have answered anything that the wire carries: `read` returns None unless it is as it must be.
+        Raises: RewardError.
+        """
+
+        async def once(keywords: dict[str, Any]) -> Any:
+            return await self._counted(self._call(keywords), read)
+
+        with trace.task(self.what.removeprefix("the ")):
+            return await self._attempted(once, keywords)
 
     async def batch(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
         """The rewards of completions that belong together, by one call with lists, whatever `batch_size` is.
@@ -183,9 +214,15 @@ class RewardFunction:
                 if attempts > self.retries or isinstance(error, RewardInvalid):
                     raise
 
-    async def _once(self, keywords: dict[str, Any]) -> Any:
+    async def _once(self, keywords: dict[str, Any]) -> float:
+        call = self._call(keywords) if self.batch_size is None else self._join_batch(keywords)
+        return await self._counted(call, as_number)
+
+    async def _counted(self, call: Awaitable[Any], read: Callable[[Any], Any]) -> Any:
         try:
-            value = await (self._call(keywords) if self.batch_size is None else self._join_batch(keywords))
+            value = read(answer := await call)
+            if value is None:
+                raise RewardInvalid(f"{self.what} answered {answer!r:.200}, which is not what was asked for")
         except RewardError as error:
             self.outcomes[error.outcome] += 1
             raise
@@ -202,10 +239,10 @@ class RewardFunction:
 
     async def _call_there(self, code: RewardCode, keywords: dict[str, Any]) -> Any:
         try:
-            arguments = cloudpickle.dumps(keywords)
+            arguments = _dumped(keywords)
         except Exception as error:
             raise DataError(f"a row cannot be sent to the reward process: {error}") from error
-        pool = shared_pool(self.num_processes)
+        pool = shared_pool(self.num_processes, self.env_vars)
         return await asyncio.wrap_future(pool.submit(code, arguments, self.timeout, self.memory_limit))
 
     async def _call_here(self, fn: Callable[..., Any], keywords: dict[str, Any]) -> Any:
@@ -235,7 +272,10 @@ class RewardFunction:
     async def _call_batch(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
-        return read_batch(await self._call({"count": len(rows), "columns": columns}, is_batch=True))
+        results = read_batch(await self._call({"count": len(rows), "columns": columns}, is_batch=True), len(rows))
+        if results is None:
+            raise RewardInvalid(f"{self.what} answered something else than {len(rows)} results")
+        return results
 
     async def _join_batch(self, keywords: dict[str, Any]) -> Any:
         loop = asyncio.get_running_loop()
@@ -274,6 +314,22 @@ class RewardFunction:
         else:
             for row, result in zip(rows, results, strict=True):
                 row.settle(result)
+
+
+class _PlainPickler(pickle.Pickler):
+    """Pickles what consists of Python's own values, several times faster than cloudpickle."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        raise TypeError
+
+
+def _dumped(value: Any) -> bytes:
+    file = io.BytesIO()
+    try:
+        _PlainPickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    except TypeError:
+        return cloudpickle.dumps(value)
+    return file.getvalue()
 
 
 class _Row:

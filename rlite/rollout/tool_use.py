@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ class ToolUseWorkflow(RolloutWorkflow):
         tokenizer: of the model, with a chat template that shows tools.
         max_turns: turns of the model in one episode.
         tool_timeout: seconds for one call.
+        tool_env_vars: names of environment variables that the processes of tools get as well (see RewardFunction).
         tool_format: a name in `rlite.rollout.tool_calls.FORMATS`, or a ToolCallFormat; default: what the chat template
             teaches.
         max_length: tokens of one sequence at which generation stops; None is as many as the engine takes.
@@ -63,10 +64,11 @@ class ToolUseWorkflow(RolloutWorkflow):
         max_length: int | None = None,
         chat_template_options: Mapping[str, Any] | None = None,
         history: History = "tokens",
+        tool_env_vars: Sequence[str] = (),
     ) -> None:
         check_turns(max_turns)
         check_history(history)
-        self.toolbox = Toolbox(tools, tool_timeout)
+        self.toolbox = Toolbox(tools, tool_timeout, tool_env_vars)
         self.reward_fn = reward_fn if isinstance(reward_fn, RewardFunction) else RewardFunction(reward_fn)
         self.gconfig: GenerationHyperparameters = GenerationHyperparameters.from_mapping(gconfig)
         self.tokenizer = tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -79,17 +79,18 @@ class Toolbox:
     Args:
         tools: as `Tool.of` takes them.
         timeout: seconds for one call.
+        env_vars: names of environment variables that their processes get as well (see RewardFunction).
 
     Raises: ConfigError for a tool that is none, or a name that occurs twice.
     """
 
-    def __init__(self, tools: Iterable[Any], timeout: float = 30.0) -> None:
+    def __init__(self, tools: Iterable[Any], timeout: float = 30.0, env_vars: Sequence[str] = ()) -> None:
         self._tools = [Tool.of(tool) for tool in tools]
         names = [tool.name for tool in self._tools]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice or not names:
             raise ConfigError(f"tools: {', '.join(twice)} more than once" if twice else "tools: expected at least one")
-        self._call = {tool.name: _runner(tool, timeout) for tool in self._tools}
+        self._call = {tool.name: _runner(tool, timeout, env_vars) for tool in self._tools}
 
     @property
     def names(self) -> list[str]:
@@ -112,29 +113,32 @@ class Toolbox:
         except RewardError as error:
             what, _, _ = str(error).partition("\n")  # below it is the traceback
             return ToolResult(f"Error: {what.removeprefix(f'the tool {call.name} raised ')}", is_error=True)
-        if len(text) > MAX_LENGTH:
-            text = f"{text[:MAX_LENGTH]} ... ({len(text) - MAX_LENGTH} characters left out)"
         return ToolResult(text)
 
 
 Runner = Callable[[Mapping[str, Any]], Awaitable[str]]
 
 
-def _runner(tool: Tool, timeout: float) -> Runner:
+def _runner(tool: Tool, timeout: float, env_vars: Sequence[str]) -> Runner:
     """The tool as a function of its arguments that returns a text, and raises RewardError."""
     if inspect.iscoroutinefunction(tool.function):
         return partial(_in_loop, tool, timeout)
-    function = RewardFunction(_ToolFunction(tool.function), timeout, what=f"the tool {tool.name}")
+    function = RewardFunction(_ToolFunction(tool.function), timeout, what=f"the tool {tool.name}", env_vars=env_vars)
     return partial(_in_reward_process, function)
 
 
 async def _in_reward_process(function: RewardFunction, arguments: Mapping[str, Any]) -> str:
-    return (await function.run(arguments=dict(arguments))).decode()
+    return await function.ask(_read_text, arguments=dict(arguments))
+
+
+def _read_text(answer: Any) -> str | None:
+    """What a process has passed, unless it has not cut it."""
+    return answer if isinstance(answer, str) and len(answer) < MAX_LENGTH + 100 else None
 
 
 async def _in_loop(tool: Tool, timeout: float, arguments: Mapping[str, Any]) -> str:
     async with limited(f"the tool {tool.name}", timeout):
-        return as_text(await tool.function(**arguments))
+        return _cut(as_text(await tool.function(**arguments)))
 
 
 @dataclass(frozen=True)
@@ -144,9 +148,15 @@ class _ToolFunction:
     function: Callable[..., Any]
 
     def __call__(self, arguments: Mapping[str, Any]) -> Passed:
-        return Passed(as_text(self.function(**arguments)).encode())
+        text = as_text(self.function(**arguments))
+        text.encode()  # half a character cannot be tokenised
+        return Passed(_cut(text))
 
 
 def as_text(value: Any) -> str:
     """A result as the model reads it: a text as it is, else JSON. Raises: TypeError for what JSON cannot hold."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _cut(text: str) -> str:
+    return f"{text[:MAX_LENGTH]} ... ({len(text) - MAX_LENGTH} characters left out)" if len(text) > MAX_LENGTH else text

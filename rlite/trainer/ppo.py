@@ -327,7 +327,7 @@ def main(argv: Sequence[str]) -> None:
     test_rows = read_rows(options.test_data.path, key="test_data.path") if options.test_data.path else []
     rollout = options.rollout
     make_workflow = environment_workflow(
-        env_path, rollout.env_timeout, rollout.env_processes, rollout.env_memory_limit_gib
+        env_path, rollout.env_timeout, rollout.env_processes, rollout.env_memory_limit_gib, rollout.env_vars
     )
     tokenizer = load_tokenizer(options.actor.model_name)
     init_devices(options.launcher, options.num_devices)

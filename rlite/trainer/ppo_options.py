@@ -298,6 +298,9 @@ class RolloutOptions:
     """steps of environments that run at the same time; default: the cores, at most 8"""
     env_memory_limit_gib: float | None = None
     """resident memory that an environment's process may have; a step that takes more fails, alone; null: no limit"""
+    env_vars: list[str] = field(default_factory=list)
+    """names of environment variables that the environment's processes get as well, such as the key of an API: they see
+    none of the run's secrets"""
     max_turns: int = 1
     """turns of the model in one episode"""
     dynamic_filtering: bool | None = None

@@ -1,0 +1,72 @@
+"""What a process gives up before it runs user code. It imports the standard library alone.
+
+Environment variables pass by name: those of the run hold its secrets. Where Linux has Landlock (5.13; signals: 6.12), a
+process can neither read nor trace nor signal others than those that it starts itself, also under the same user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import struct
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+_PASSED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|TEMP|TMP|PYTHON\w*|VIRTUAL_ENV|CONDA_PREFIX|"
+    r"(LD|DYLD)_(LIBRARY_PATH|PRELOAD)|SSL_CERT_(FILE|DIR)|(OMP|MKL|KMP|GOMP|OPENBLAS|BLIS|NUMEXPR|VECLIB|ONEDNN)_\w+|"
+    r"HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_CACHE|DATASETS_OFFLINE)|TOKENIZERS_PARALLELISM|SYSTEMROOT"
+)
+_LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446
+_MAKE_BLOCK_DEVICES, _SCOPE_SIGNALS = 1 << 11, 1 << 1
+
+
+def passed_environment(environment: Mapping[str, str], further: Collection[str] = ()) -> dict[str, str]:
+    """Return the variables that a process may have: those of its machine and its numerics, and `further` ones."""
+    return {name: value for name, value in environment.items() if name in further or _PASSED.fullmatch(name)}
+
+
+def confine() -> None:
+    """Prepare this process for user code: it ends with its parent and before it, and leaves others alone."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    set_death_signal, become_subreaper, give_up_privileges = 1, 36, 38
+    libc.prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)  # a hung function cannot see its driver go
+    libc.prctl(become_subreaper, 1, 0, 0, 0)  # orphans of its children stay below it, where they are found
+    with contextlib.suppress(OSError):  # when memory runs out, Linux shall end this process, not its driver
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    abi = libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
+    if abi < 1:
+        return
+    # a set of rules must have one; older kernels know none but those for files: this one needs root anyway
+    rules = struct.pack("<QQQ", 0, 0, _SCOPE_SIGNALS) if abi >= 6 else struct.pack("<Q", _MAKE_BLOCK_DEVICES)
+    descriptor = libc.syscall(_LANDLOCK_CREATE, rules, ctypes.c_size_t(len(rules)), 0)
+    if descriptor >= 0:
+        libc.prctl(give_up_privileges, 1, 0, 0, 0)  # Landlock's condition
+        libc.syscall(_LANDLOCK_RESTRICT, descriptor, 0)
+        os.close(descriptor)
+
+
+def silence() -> None:
+    """Let standard output and error lead nowhere: the terminal and the log are the driver's."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (1, 2):
+        os.dup2(null, descriptor)
+    os.close(null)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return what a process has started, and what that has; nothing where the system does not say so."""
+    found, todo = list[int](), [pid]
+    while todo:
+        with contextlib.suppress(OSError):
+            for children in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
+                new = [*map(int, children.read_text().split())]
+                found += new
+                todo += new
+    return found

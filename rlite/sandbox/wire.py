@@ -1,0 +1,164 @@
+"""Messages from a process that nobody trusts: JSON and raw bytes, of a length that the receiver decides.
+
+A frame is two lengths of 4 bytes, a JSON text, and raw bytes. The JSON holds the value, the raw part its bytes and long
+texts, in order. JSON objects are types that JSON lacks:
+
+    {"b": 5}       the next 5 raw bytes                    {"f": "nan"}      a float that is not finite
+    {"t": 5}       a text, the next 5 raw bytes in UTF-8   {"d": [[k, v]]}   a dict
+
+Texts may hold lone surrogates. Tuples arrive as lists, scalars of NumPy and torch as Python's numbers. It imports the
+standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+HEADER = struct.Struct("<II")
+MAX_JSON = 1 << 18
+"""bytes of the JSON text of a frame: what it becomes in memory is many times as large"""
+MAX_DEPTH = 64
+SHORT_TEXT = 256
+"""characters of a text that stands in the JSON itself"""
+
+
+class WireError(ValueError):
+    """A frame that breaks the format or a limit, or a value that has no form in it."""
+
+
+def frame(value: Any, limit: int) -> bytes:
+    """Return the frame of a value, of at most `limit` raw bytes. Raises: WireError."""
+    raw: list[bytes] = []
+    text = _encode(_packed(value, raw, MAX_DEPTH)).encode()
+    size = sum(map(len, raw))
+    if len(text) > MAX_JSON or size > limit:
+        raise WireError(f"{len(text)} bytes of JSON and {size} of raw data; at most {MAX_JSON} and {limit} are taken")
+    return b"".join((HEADER.pack(len(text), size), text, *raw))
+
+
+def _packed(value: Any, raw: list[bytes], depth: int) -> Any:
+    kind = type(value)
+    if value is None or kind is bool or (kind is int and value.bit_length() <= 64):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"f": repr(value)}
+    if kind is str:
+        return value if len(value) <= SHORT_TEXT else _raw("t", value.encode("utf-8", "surrogatepass"), raw)
+    if kind is bytes:
+        return _raw("b", value, raw)
+    if depth == 0:
+        raise WireError(f"it is nested more than {MAX_DEPTH} deep")
+    if isinstance(value, (list, tuple)):
+        return [_packed(item, raw, depth - 1) for item in value]
+    if isinstance(value, dict):
+        return {"d": [[_packed(part, raw, depth - 1) for part in pair] for pair in value.items()]}
+    return _packed(_plain(value), raw, depth - 1)
+
+
+def _plain(value: Any) -> Any:
+    """A value of a class derived from Python's, or a scalar of NumPy or torch, as Python's own."""
+    if isinstance(value, (bytes, bytearray)):
+        return bytes(value)
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if hasattr(value, "item"):
+        return value.item()
+    raise WireError(f"{type(value).__name__} {value!r:.50} has no form in JSON")
+
+
+def _raw(kind: str, data: bytes, raw: list[bytes]) -> dict[str, int]:
+    raw.append(data)
+    return {kind: len(data)}
+
+
+class Reader:
+    """Takes frames from what was received; it keeps one unfinished frame at most.
+
+    Args:
+        limit: raw bytes that a frame may have; it may be changed between two frames.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._buffer = bytearray()
+
+    def read(self, data: bytes) -> Iterator[Any]:
+        """Yield the values that are complete, one by one. Raises: WireError at the first frame that is none."""
+        self._buffer += data
+        while len(self._buffer) >= HEADER.size:
+            json_size, raw_size = HEADER.unpack_from(self._buffer)
+            if json_size > MAX_JSON or raw_size > self.limit:
+                raise WireError(f"a frame of {json_size} + {raw_size} bytes; expected {MAX_JSON} + {self.limit}")
+            start, end = HEADER.size + json_size, HEADER.size + json_size + raw_size
+            if len(self._buffer) < end:
+                return
+            text, raw = bytes(self._buffer[HEADER.size : start]), bytes(self._buffer[start:end])
+            del self._buffer[:end]
+            yield _value(text, raw)
+
+
+def _value(text: bytes, raw: bytes) -> Any:
+    try:
+        unpacker = _Unpacker(raw)
+        value = unpacker.unpack(_decode(text.decode("ascii")), MAX_DEPTH)
+    except WireError:
+        raise
+    except (ValueError, TypeError, KeyError, RecursionError) as error:  # also UnicodeError and JSONDecodeError
+        raise WireError(f"not a value: {type(error).__name__}") from None
+    if unpacker.position != len(raw):
+        raise WireError("raw bytes that belong to nothing")
+    return value
+
+
+def _refuse(constant: str) -> Any:
+    raise WireError(f"{constant} is no JSON")
+
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_decode = json.JSONDecoder(parse_constant=_refuse).decode
+
+
+class _Unpacker:
+    """The way back; the raw bytes are handed out in order."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+        self.position = 0
+
+    def unpack(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if kind is list and depth:
+            return [self.unpack(item, depth - 1) for item in value]
+        if kind is float and not math.isfinite(value):  # 1e999
+            raise WireError("a number that no float holds")
+        if kind is not list and kind is not dict:
+            return value
+        if not depth:
+            raise WireError("nested too deep")
+        ((kind, content),) = value.items()
+        if kind == "b":
+            return self._take(content)
+        if kind == "t":
+            return self._take(content).decode("utf-8", "surrogatepass")
+        if kind == "f":
+            return float({"nan": "nan", "inf": "inf", "-inf": "-inf"}[content])
+        if kind == "d":
+            return {self._key(key): self.unpack(item, depth - 1) for key, item in content}
+        raise WireError("an unknown type")
+
+    def _key(self, key: Any) -> Any:
+        key = None if isinstance(key, list) else self.unpack(key, 1)
+        if not isinstance(key, (str, int, float, bool)):
+            raise WireError("a key that is no text or number")
+        return key
+
+    def _take(self, size: Any) -> bytes:
+        if type(size) is not int or not 0 <= size <= len(self._raw) - self.position:
+            raise WireError("more raw bytes than there are")
+        self.position += size
+        return self._raw[self.position - size : self.position]

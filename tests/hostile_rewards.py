@@ -1,0 +1,237 @@
+"""What a reward may do to the program that asked for it: small functions, to be run in reward processes.
+
+`attack` does one of ATTACKS, itself or by `exec`, as a function does that runs what a model has written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "MY_PASSWORD")
+FAIR = 0.25
+"""what a call that does nothing is worth"""
+
+
+class Bomb:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+def sockets() -> list[int]:
+    """Descriptors that lead to somebody else."""
+    found = []
+    for descriptor in range(3, 256):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith(("socket:", "pipe:")):
+                found.append(descriptor)
+    return found
+
+
+def write_to_all(data: bytes) -> None:
+    """Write to whoever listens, until it is taken or nobody does."""
+    for descriptor in sockets():
+        with contextlib.suppress(OSError):
+            os.write(descriptor, data)
+
+
+def frame(text: str, raw: bytes = b"") -> bytes:
+    """A frame of rlite.sandbox.wire."""
+    return struct.pack("<II", len(text), len(raw)) + text.encode() + raw
+
+
+def pickle_bomb(marker: str) -> None:
+    """The old wire's frame, and one that is sound but for what it carries."""
+    blob = pickle.dumps(("value", 0, 0.0, Bomb(f"touch {marker}")))
+    write_to_all(struct.pack("<Q", len(blob)) + blob)
+    write_to_all(frame(f'["value",0,{{"b":{len(blob)}}}]', blob))
+    time.sleep(60)
+
+
+def forge(marker: str) -> None:
+    """Answers for calls that it was not given."""
+    for number in (0, 1, 2, 2**40):
+        write_to_all(frame(f'["value",{number},1000.0]') * 2)
+    time.sleep(60)
+
+
+def flood(marker: str) -> None:
+    """Garbage as fast as it is taken."""
+    while True:
+        write_to_all(b"\xff" * (1 << 16))
+
+
+def flood_of_frames(marker: str) -> None:
+    """Frames that are sound, and that nobody waits for."""
+    while True:
+        write_to_all(frame('["ready",0,null]') * 1000)
+
+
+def large_answer(marker: str) -> None:
+    """A frame of 60 MB."""
+    for descriptor in sockets():
+        rest = memoryview(struct.pack("<II", 20, 60 << 20) + bytes(60 << 20))
+        with contextlib.suppress(OSError):
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+    time.sleep(60)
+
+
+def endless_frame(marker: str) -> None:
+    """A frame that is begun."""
+    write_to_all(struct.pack("<II", 1000, 1000))
+    while True:
+        time.sleep(0.01)
+        write_to_all(b" ")
+
+
+def deep_answer(marker: str) -> None:
+    """A value that is nested deeper than Python can go."""
+    write_to_all(frame("[" * 100_000))
+    time.sleep(60)
+
+
+def leave(marker: str) -> None:
+    """The process ends."""
+    os._exit(3)
+
+
+def stop_clocks(marker: str) -> None:
+    """Time stands still, and it hangs."""
+    for name in ("monotonic", "perf_counter", "time", "monotonic_ns"):
+        setattr(time, name, lambda: 0)
+    time.sleep(60)
+
+
+def many_forks(marker: str) -> None:
+    """A chain of processes in sessions of their own, which hold what was open."""
+    for _ in range(40):
+        if os.fork() != 0:
+            break
+        os.setsid()
+    time.sleep(3600)
+
+
+ENDS = {
+    pickle_bomb: ("crash",),
+    forge: ("crash",),
+    flood: ("crash",),
+    flood_of_frames: ("crash",),
+    large_answer: ("crash",),
+    endless_frame: ("timeout", "crash"),
+    deep_answer: ("crash",),
+    leave: ("crash",),
+    stop_clocks: ("timeout",),
+    many_forks: ("timeout",),
+}
+"""attacks, with the outcomes that one call of each may have"""
+ATTACKS = {function.__name__: function for function in ENDS}
+
+
+def attack(name: str, marker: str, is_foreign: bool = False) -> float:
+    """Attack, or return FAIR where the name is empty."""
+    if not name:
+        return FAIR
+    if is_foreign:
+        exec("import os\nrun(marker)", {"run": ATTACKS[name], "marker": marker})
+    else:
+        ATTACKS[name](marker)
+    return FAIR
+
+
+def change_everything(is_foreign: bool) -> float:
+    """Change what calls share; returns what is left of it from the call before, and leaves it so."""
+    code = """
+import builtins, json, os, random, resource, signal, sys, time
+left = [json.dumps(1) != "1", os.getcwd() == "/", "HOSTILE" in os.environ, abs(-1) != 1, time.time() == 0,
+        resource.getrlimit(resource.RLIMIT_CORE)[0] == 7, signal.getsignal(signal.SIGTERM) == signal.SIG_IGN,
+        signal.getitimer(signal.ITIMER_REAL)[0] > 0, os.umask(0o22) == 0o77, sys.getrecursionlimit() == 200,
+        "/hostile" in sys.path]
+json.dumps = lambda value: "forged"
+builtins.abs = lambda value: 1000.0
+time.time = time.monotonic = time.perf_counter = lambda: 0
+os.chdir("/"); os.umask(0o77); os.environ["HOSTILE"] = "1"; sys.path.insert(0, "/hostile"); sys.setrecursionlimit(200)
+resource.setrlimit(resource.RLIMIT_CORE, (7, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.setitimer(signal.ITIMER_REAL, 1000)
+"""
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return float(sum(names["left"]))
+
+
+def change_everything_itself(**call: Any) -> float:
+    """The same by code of the function's own."""
+    import builtins
+    import json
+    import resource
+    import signal
+
+    left = [
+        json.dumps(1) != "1",
+        os.getcwd() == "/",
+        "HOSTILE" in os.environ,
+        abs(-1) != 1,
+        time.time() == 0,
+        resource.getrlimit(resource.RLIMIT_CORE)[0] == 7,
+        signal.getsignal(signal.SIGTERM) == signal.SIG_IGN,
+        signal.getitimer(signal.ITIMER_REAL)[0] > 0,
+    ]
+    json.dumps = lambda value: "forged"  # type: ignore[assignment]
+    builtins.abs = lambda value: 1000.0  # type: ignore[assignment]
+    time.time = time.monotonic = time.perf_counter = lambda: 0.0
+    os.chdir("/")
+    os.environ["HOSTILE"] = "1"
+    resource.setrlimit(resource.RLIMIT_CORE, (7, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_REAL, 1000)
+    return float(sum(left))
+
+
+def lower_hard_limits(**call: Any) -> float:
+    """Take away what cannot be given back; returns whether the call before has."""
+    import resource
+
+    was = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (1000, 1000))
+    return float(was[1] == 1000)
+
+
+def count_secrets(parent: int) -> float:
+    """Secrets that it finds in its environment and in its parent's."""
+    found = sum(name in os.environ for name in SECRETS)
+    with contextlib.suppress(OSError):
+        found += sum(name.encode() in Path(f"/proc/{parent}/environ").read_bytes() for name in SECRETS)
+    return float(found)
+
+
+def count_descriptors(**call: Any) -> float:
+    """What is open beside a wire and what leads nowhere."""
+    links = [os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in range(64) if _is_open(descriptor)]
+    return float(sum(not link.startswith(("socket:", "/dev/null", "anon_inode:", "/proc")) for link in links))
+
+
+def _is_open(descriptor: int) -> bool:
+    return os.path.islink(f"/proc/self/fd/{descriptor}")
+
+
+def end_parent(is_foreign: bool = False) -> float:
+    """Kill the trainer, or from a fork the process that it was forked from; returns whether that was refused."""
+    try:
+        if is_foreign:
+            exec("import os\nos.kill(os.getppid(), 9)")
+        else:
+            os.kill(os.getppid(), 9)
+    except PermissionError:
+        return 1.0
+    return 0.0
