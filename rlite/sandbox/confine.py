@@ -21,6 +21,7 @@ _PASSED = re.compile(
     r"(LD|DYLD)_(LIBRARY_PATH|PRELOAD)|SSL_CERT_(FILE|DIR)|(OMP|MKL|KMP|GOMP|OPENBLAS|BLIS|NUMEXPR|VECLIB|ONEDNN)_\w+|"
     r"HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_CACHE|DATASETS_OFFLINE)|TOKENIZERS_PARALLELISM|SYSTEMROOT"
 )
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446
 _MAKE_BLOCK_DEVICES, _SCOPE_SIGNALS = 1 << 11, 1 << 1
 
@@ -31,24 +32,28 @@ def passed_environment(environment: Mapping[str, str], further: Collection[str] 
 
 
 def confine() -> None:
-    """Prepare this process for user code: it ends with its parent and before it, and leaves others alone."""
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    set_death_signal, become_subreaper, give_up_privileges = 1, 36, 38
-    libc.prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)  # a hung function cannot see its driver go
-    libc.prctl(become_subreaper, 1, 0, 0, 0)  # orphans of its children stay below it, where they are found
+    """Prepare this process for user code: it ends before its parent and with it, and leaves others alone."""
     with contextlib.suppress(OSError):  # when memory runs out, Linux shall end this process, not its driver
         Path("/proc/self/oom_score_adj").write_text("1000")
-    abi = libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
+    part()
+
+
+def part() -> None:
+    """Part this process from the one that has started it: it ends with it, and cannot touch it."""
+    if sys.platform != "linux":
+        return
+    set_death_signal, become_subreaper, give_up_privileges = 1, 36, 38
+    _LIBC.prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)  # a hung function cannot see its driver go
+    _LIBC.prctl(become_subreaper, 1, 0, 0, 0)  # orphans of its children stay below it, where they are found
+    abi = _LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     if abi < 1:
         return
     # a set of rules must have one; older kernels know none but those for files: this one needs root anyway
     rules = struct.pack("<QQQ", 0, 0, _SCOPE_SIGNALS) if abi >= 6 else struct.pack("<Q", _MAKE_BLOCK_DEVICES)
-    descriptor = libc.syscall(_LANDLOCK_CREATE, rules, ctypes.c_size_t(len(rules)), 0)
+    descriptor = _LIBC.syscall(_LANDLOCK_CREATE, rules, ctypes.c_size_t(len(rules)), 0)
     if descriptor >= 0:
-        libc.prctl(give_up_privileges, 1, 0, 0, 0)  # Landlock's condition
-        libc.syscall(_LANDLOCK_RESTRICT, descriptor, 0)
+        _LIBC.prctl(give_up_privileges, 1, 0, 0, 0)  # Landlock's condition
+        _LIBC.syscall(_LANDLOCK_RESTRICT, descriptor, 0)
         os.close(descriptor)
 
 

@@ -25,7 +25,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from rlite.sandbox import wire
-from rlite.sandbox.confine import confine, descendants
+from rlite.sandbox.confine import descendants, part
 
 STARTED, TAINTED, FORKED, ENDED = "started", "tainted", "forked", "ended"
 """what a process says of a call: its function and arguments are loaded; it runs such code itself; it has forked (the
@@ -129,7 +129,7 @@ class Guard:
             child = os.fork()
         if child == 0:
             self.is_fork = True
-            confine()  # once more: from this process, too
+            part()
             os.close(reader)
             os.dup2(writer, self._descriptor, inheritable=False)
             os.close(writer)
