@@ -9,7 +9,7 @@ measured and left out: only below about 30 tokens does it gain anything (docs/pe
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -83,36 +83,44 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence. query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
 
-    Raises: ConfigError where the model asks for another attention: a window that the longest sequence leaves, a cap of
-        the scores, sinks. Without it such a model would be trained as if it were another one.
+    With `sliding_window` tokens see so many tokens, themselves included, as in transformers.
+
+    Raises: ConfigError if the model asks for another attention, or for dropout on CUDA or with a context-parallel
+        share. Without it such a model would be trained as if it were another one.
     """
     if packed_layout is None:
         raise ConfigError(
             f"attention {PACKED!r} got no packed_layout: call compute_logits, or set another attention. "
             "A model that does not hand its arguments through to the attention cannot have packs"
         )
-    asked: dict[str, Any] = {}
-    if (softcap := kwargs.get("softcap")) is not None:
-        asked["softcap"] = softcap
-    if kwargs.get("s_aux") is not None:
-        asked["s_aux"] = "sinks"
-    if (window := kwargs.get("sliding_window")) is not None and window < packed_layout.max_seqlen:
-        asked["sliding_window"] = window
+    refuse_other_attention(kwargs)
     if dropout and (query.is_cuda or packed_layout.share is not None):
-        asked["attention_dropout"] = dropout
-    if asked:
-        raise ConfigError(
-            f"the model asks for attention with {asked}, which packs do not support (longest sequence: "
-            f"{packed_layout.max_seqlen} tokens); use a model with full attention, or sequences within the window"
-        )
+        raise ConfigError(f"attention dropout ({dropout}) is not supported on CUDA, nor with sp_size; set it to 0")
+    window: int | None = kwargs.get("sliding_window")
+    if window is not None and window >= packed_layout.max_seqlen:
+        window = None
     is_flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
     if packed_layout.share is None and not is_flash:
-        return _one_by_one(query, key, value, packed_layout.lengths, scaling, dropout), None
+        return _one_by_one(query, key, value, packed_layout.lengths, scaling, dropout, window), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     if packed_layout.share is not None:
-        return _shared(q, k, v, packed_layout, packed_layout.share, scaling)[None], None
+        return _shared(q, k, v, packed_layout, packed_layout.share, scaling, window)[None], None
     cu_seqlens, length = packed_layout.cu_seqlens, packed_layout.max_seqlen
-    return _varlen(q, k, v, Bounds(cu_seqlens, cu_seqlens, length, length), scaling)[None], None
+    return varlen(q, k, v, Bounds(cu_seqlens, cu_seqlens, length, length), scaling, window)[None], None
+
+
+def refuse_other_attention(asked: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a model passes arguments to its attention that change the scores: a soft cap, or sinks."""
+    if (softcap := asked.get("softcap")) is not None:
+        raise ConfigError(f"the model caps its attention scores (softcap={softcap}), which rlite does not support")
+    if asked.get("s_aux") is not None:
+        raise ConfigError("the model has attention sinks (s_aux), which rlite does not support")
+
+
+def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return what queries see [num_queries, num_keys]; the last query belongs to the last key."""
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+    return mask if window is None else mask.triu(num_keys - num_queries - window + 1)
 
 
 @contextmanager
@@ -132,52 +140,71 @@ def recompute_alike(config: PretrainedConfig) -> tuple[AbstractContextManager[No
 
 
 def _one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float | None, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
 ) -> Tensor:
     """[1, heads, T, D] -> [1, T, H, D]. One split, not many slices: of a slice the gradient is as long as the pack."""
-    is_grouped = query.shape[1] != key.shape[1]
     sequences = zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True)
-    attended = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=is_grouped)
-        for q, k, v in sequences
-    ]
+    attended = [_alone(q, k, v, scaling, window, dropout) for q, k, v in sequences]
     return torch.cat([rows.transpose(1, 2) for rows in attended], dim=1)
 
 
+def _alone(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, dropout: float = 0.0) -> Tensor:
+    """[1, heads, queries or keys, D] of one sequence; the last query belongs to the last key."""
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    is_plain = num_queries == num_keys and (window is None or window >= num_keys)
+    mask = None if is_plain else causal_mask(num_queries, num_keys, window, q.device)
+    is_grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=is_plain, scale=scaling, dropout_p=dropout, enable_gqa=is_grouped
+    )
+
+
 def _shared(
-    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, share: ContextShare, scaling: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackedLayout,
+    share: ContextShare,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
     """Attention of this rank's tokens q [t, H, D] to the keys of the whole pack, of which k and v hold this rank's."""
     k, v = share.gather_keys(torch.cat([k, v], dim=-1)).split([k.shape[-1], v.shape[-1]], dim=-1)
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         index, bounds = layout.segments
-        return _varlen(q, k[index], v[index], bounds, scaling)
-    is_grouped = q.shape[1] != k.shape[1]
+        return varlen(q, k[index], v[index], bounds, scaling, window)
     parts = []
     for segment in share.segments:
         rows_q, rows_k, rows_v = (
             x[rows].transpose(0, 1)[None]  # four axes: else torch keeps every probability for the backward pass
             for x, rows in ((q, segment.queries), (k, segment.keys), (v, segment.keys))
         )
-        num_queries, num_keys = rows_q.shape[2], rows_k.shape[2]
-        is_whole = num_queries == num_keys
-        mask = None if is_whole else q.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
-        attended = F.scaled_dot_product_attention(
-            rows_q, rows_k, rows_v, attn_mask=mask, is_causal=is_whole, scale=scaling, enable_gqa=is_grouped
-        )
-        parts.append(attended[0].transpose(0, 1))
+        parts.append(_alone(rows_q, rows_k, rows_v, scaling, window)[0].transpose(0, 1))
     return torch.cat(parts)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scaling: float | None) -> Tensor:
-    """By one call of flash attention, which aligns the causal mask to the end of each sequence's keys."""
+def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scaling: float | None, window: int | None = None) -> Tensor:
+    """Attend by one call of flash attention. q [T, H, D], k and v [S, K, D] of many sequences -> [T, H, D].
+
+    Args:
+        bounds: of the sequences; the causal mask is aligned to the end of each sequence's keys.
+        scaling: of the scores; by default D ** -0.5.
+        window: how many tokens a token sees, itself included; by default all before it.
+    """
     grouped: dict[str, Any] = {}
     if k.shape[1] != q.shape[1]:
         if TAKES_GROUPED_KEYS:
             grouped = {"enable_gqa": True}
         else:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    out = varlen_attn(q, k, v, *bounds, window_size=(-1, 0), scale=scaling, **grouped)
+    before = -1 if window is None else window - 1
+    out = varlen_attn(q, k, v, *bounds, window_size=(before, 0), scale=scaling, **grouped)
     assert isinstance(out, Tensor)  # it also returns the log-sum-exp where that is asked for
     return out
 

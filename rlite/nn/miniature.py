@@ -114,8 +114,8 @@ def _layers_of_each_kind(columns: list[list[Any]], num_layers: int) -> list[int]
 
 def _small(name: str, value: Any, config: Mapping[str, Any]) -> Any:
     """Return the small value of the field that transformers calls `name`; what is no size stays."""
-    if name == "head_dim":
-        return ROPE_HEAD_DIM if "qk_rope_head_dim" in config and value == config["qk_rope_head_dim"] else HEAD_DIM
+    if name == "head_dim" and value in (None, config.get("qk_rope_head_dim")):
+        return HEAD_DIM if value is None else ROPE_HEAD_DIM
     if name == "num_key_value_heads" and value is None:
         return NUM_HEADS
     if not isinstance(value, int) or isinstance(value, bool):
@@ -125,12 +125,16 @@ def _small(name: str, value: Any, config: Mapping[str, Any]) -> Any:
     if name in HEADS:
         return NUM_HEADS
     if name in KEY_HEADS:
+        if value < (config.get("num_key_value_heads") or 0):  # of some layers alone
+            return 1
         return NUM_HEADS if value >= (config.get("num_attention_heads") or 0) else min(value, 2)
     if name == "qk_head_dim":
         return HEAD_DIM + ROPE_HEAD_DIM
     if name == "rotary_dim" or ("rope_head_dim" in name and "nope" not in name):
         return ROPE_HEAD_DIM
-    if "head_dim" in name or name.endswith(RANKS):
+    if "head_dim" in name:
+        return HEAD_DIM * (1 + (value > (config.get("head_dim") or value)))  # those of some layers may be larger
+    if name.endswith(RANKS):
         return HEAD_DIM
     if "intermediate" in name or "ffn" in name or name in ("d_ff", "n_inner"):
         return min(value, 6 * HEAD_DIM)

@@ -14,6 +14,7 @@ with its outputs or A with its inputs: what they add is a part of the same sum.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -30,6 +31,21 @@ from rlite.errors import ConfigError
 from rlite.parallel.collectives import gather, reduce_scatter, split, sum_backward, sum_forward
 from rlite.parallel.tensor import check_heads, split_linears
 
+LAYER_INPUTS = {
+    "attention_mask",
+    "cache_position",
+    "hidden_states",
+    "kwargs",
+    "output_attentions",
+    "past_key_value",
+    "past_key_values",
+    "position_ids",
+    "self",
+    "shared_kv_states",
+    "use_cache",
+}
+"""what layers may be given besides rotary angles: nothing but the hidden states lies split over tokens"""
+
 
 def check_split(model: PreTrainedModel, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The linear layers that are split over so many ranks, by columns and by rows.
@@ -37,7 +53,12 @@ def check_split(model: PreTrainedModel, size: int) -> tuple[dict[str, Any], dict
     Raises: ConfigError if heads or layers do not divide, or the model has no plan or one that is not known here.
     """
     check_heads(model.config, size)
-    _layers(model)
+    inputs = inspect.signature(type(_layers(model)[0]).forward).parameters
+    if others := [name for name in inputs if name not in LAYER_INPUTS and not name.startswith("position_embeddings")]:
+        raise ConfigError(
+            f"{model.config.model_type!r} gives its layers {', '.join(others)}, which is not split over tokens; "
+            "use one device for each copy"
+        )
     columns, rows = split_linears(model)
     for axis, linears in ((0, columns), (1, rows)):
         for name, linear in linears.items():

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from rlite.engine.embedded.cache import BLOCK, Bags, SlotCache
 from rlite.engine.embedded.scheduler import Chunk
+from rlite.nn.attention import causal_mask, refuse_other_attention
 
 ATTENTION = "rlite_slots"
 TILE_ROWS = BLOCK
@@ -32,9 +33,18 @@ class AttentionPlan(Protocol):
         ...
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:
-        """The same, and what the queries make of them and of what the cache holds, shaped as they are."""
+        """The same, and what the queries make of them and of what the cache holds, shaped as they are.
+
+        With a `window` they see so many positions, their own included.
+        """
         ...
 
 
@@ -46,12 +56,15 @@ def slot_attention(
     attention_mask: torch.Tensor | None,
     scaling: float,
     plan: AttentionPlan,
-    **_: Any,
+    sliding_window: int | None = None,
+    **asked: Any,
 ) -> tuple[torch.Tensor, None]:
     """What a model's attention layers call with `[batch, heads, tokens, head_dim]`; hands over to the plan."""
+    refuse_other_attention(asked)
     batch, heads, tokens, dim = query.shape
     query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    return plan.attend(module.layer_idx, query, key, value, scaling).view(batch, tokens, heads, dim), None
+    attended = plan.attend(module.layer_idx, query, key, value, scaling, sliding_window)
+    return attended.view(batch, tokens, heads, dim), None
 
 
 AttentionInterface.register(ATTENTION, slot_attention)
@@ -83,7 +96,13 @@ class PrefillPlan:
         self.cache.write(layer, self._targets, key, value)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:
         self.write(layer, key, value)
         if self.is_varlen:
@@ -96,7 +115,7 @@ class PrefillPlan:
                 self.longest,
                 self.longest,
                 scale=scale,
-                window_size=(-1, 0),
+                window_size=(-1 if window is None else window - 1, 0),
                 enable_gqa=True,
             )
             return out  # type: ignore[return-value]  # a tuple only where more was asked for
@@ -109,7 +128,8 @@ class PrefillPlan:
             mask = None
             if chunk.start > 0:
                 k, v = self.cache.sequence(layer, chunk.slot, chunk.stop)
-                mask = torch.ones(num, chunk.stop, dtype=torch.bool, device=q.device).tril(chunk.start)
+            if chunk.start > 0 or (window is not None and window < num):
+                mask = causal_mask(num, chunk.stop, window, q.device)
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
             )
@@ -133,18 +153,25 @@ class TilePlan:
         places = torch.arange(start, self._stop, device=device)
         self.positions = places.clamp(max=last)  # the table of rotary angles may end here
         self._targets = cache.targets(torch.full_like(places, slot), places)
-        self._mask = torch.ones(TILE_ROWS, self._stop, dtype=torch.bool, device=device).tril(start)
+        self._mask = causal_mask(TILE_ROWS, self._stop, None, device)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.cache.write(layer, self._targets, key, value)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:
         self.write(layer, key, value)
         keys, values = self.cache.sequence(layer, self._slot, self._stop)
+        mask = self._mask if window is None else causal_mask(TILE_ROWS, self._stop, window, query.device)
         out = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None], keys, values, attn_mask=self._mask, scale=scale, enable_gqa=True
+            query.transpose(0, 1)[None], keys, values, attn_mask=mask, scale=scale, enable_gqa=True
         )
         return out[0].transpose(0, 1)
 
@@ -188,7 +215,10 @@ class DecodePlan:
         self._lengths = lengths
         self._is_padded = is_padded
         self._groups = row_groups(lengths, self.GROUP) if is_padded else equal_groups(lengths)
-        self._bias = _bias(positions[0], min(_round_up(max(lengths) + len(positions)), cache.max_len), cache)
+        self._width = min(_round_up(max(lengths) + len(positions)), cache.max_len)
+        self._bias = _bias(positions[0], self._width, cache)
+        self._window_biases: dict[int, torch.Tensor] = {}
+        """of the step that is taken"""
         self._look_up(0)
 
     def go_to(self, step: int) -> None:
@@ -199,8 +229,17 @@ class DecodePlan:
             self._groups = equal_groups([length + step for length in self._lengths])
         self._look_up(step)
         self._bias[self._rows, :, :, self._positions[step]] = 0
+        self._window_biases.clear()
+
+    def _bias_of(self, window: int | None) -> torch.Tensor:
+        if window is None or window >= self._width:
+            return self._bias
+        if window not in self._window_biases:
+            self._window_biases[window] = _bias(self._positions[self._step], self._width, self.cache, window)
+        return self._window_biases[window]
 
     def _look_up(self, step: int) -> None:
+        self._step = step
         first = self._first_slot
         self._targets = self.cache.targets(self._rows + first, self._positions[step])
         if self.cache.is_blocked:
@@ -214,12 +253,19 @@ class DecodePlan:
         self.cache.write(layer, self._targets, key, value)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:
         self.write(layer, key, value)
+        bias = self._bias_of(window)
         if self.cache.is_blocked:
             parts = [
-                self._weighted_sums(layer, query[start:stop] * scale, self._bias[start:stop, 0], bags)
+                self._weighted_sums(layer, query[start:stop] * scale, bias[start:stop, 0], bags)
                 for (start, stop, _), bags in zip(self._groups, self._bags, strict=True)
             ]
         else:
@@ -228,7 +274,7 @@ class DecodePlan:
                     self.cache,
                     layer,
                     query[start:stop],
-                    self._bias[start:stop, ..., :length],
+                    bias[start:stop, ..., :length],
                     self._first_slot + start,
                     scale,
                 )
@@ -256,21 +302,34 @@ class FixedDecodePlan:
     def __init__(self, cache: SlotCache, positions: torch.Tensor, width: int) -> None:
         self.cache = cache
         self._targets = cache.targets(torch.arange(len(positions), device=positions.device), positions)
-        self._bias = _bias(positions, width, cache)
+        self._positions = positions
+        self._width = width
+        self._biases: dict[int | None, torch.Tensor] = {}
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.cache.write(layer, self._targets, key, value)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:
         self.write(layer, key, value)
-        return _product(self.cache, layer, query, self._bias, 0, scale)
+        if window not in self._biases:
+            self._biases[window] = _bias(self._positions, self._width, self.cache, window)
+        return _product(self.cache, layer, query, self._biases[window], 0, scale)
 
 
-def _bias(positions: torch.Tensor, width: int, cache: SlotCache) -> torch.Tensor:
-    """-inf beyond each row's position, else 0: `[rows, 1, 1, width]`."""
-    is_hidden = torch.arange(width, device=positions.device) > positions[:, None]
+def _bias(positions: torch.Tensor, width: int, cache: SlotCache, window: int | None = None) -> torch.Tensor:
+    """-inf beyond each row's position and before its window, else 0: `[rows, 1, 1, width]`."""
+    steps_back = positions[:, None] - torch.arange(width, device=positions.device)
+    is_hidden = steps_back < 0
+    if window is not None:
+        is_hidden |= steps_back >= window
     bias = torch.zeros(len(positions), 1, 1, width, dtype=cache.values.dtype, device=positions.device)
     return bias.masked_fill_(is_hidden[:, None, None], float("-inf"))
 

@@ -42,7 +42,7 @@ class LeanDecoder:
 
     @classmethod
     def of(cls, model: PreTrainedModel, device: torch.device, max_len: int) -> LeanDecoder | None:
-        """None where it does not apply: another class, device, dtype, activation or kind of rotary embedding."""
+        """None where it does not apply: another class, device, dtype, activation, rotary embedding or attention."""
         config = model.config
         applies = (
             type(model) in FAMILY
@@ -50,6 +50,7 @@ class LeanDecoder:
             and model.dtype == torch.float32
             and config.hidden_act == "silu"
             and config.rope_parameters["rope_type"] in FIXED_ROPE
+            and "sliding_attention" not in (vars(config).get("layer_types") or ())
         )
         return cls(model, device, max_len) if applies else None
 

@@ -31,6 +31,7 @@ from rlite.engine.embedded.tiles import (
     tiles_of,
 )
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
+from rlite.nn.architecture import rope_limit
 from rlite.parallel.shards import ParameterShard
 from rlite.parallel.tensor import attention_shape
 from rlite.parallel.usage import give_back_cached_memory
@@ -85,17 +86,13 @@ class EmbeddedWorker:
             self._check_determinism()
 
     def _max_model_len(self, config: PreTrainedConfig) -> int:
-        limit = config.max_position_embeddings
+        limits = {"max_position_embeddings": config.max_position_embeddings}
+        if (longest := rope_limit(config)) is not None:
+            limits["length up to which rotary angles are the same for all sequences"] = longest
+        name, limit = min(limits.items(), key=lambda item: item[1])
         length = self.options.max_model_len or min(limit, CONTEXT_LIMIT)
         if length > limit:
-            raise ConfigError(f"max_model_len={length} is beyond the model's max_position_embeddings={limit}")
-        layers = set(getattr(config, "layer_types", None) or [])
-        window = getattr(config, "sliding_window", None) or 0
-        if layers - {"full_attention", "sliding_attention"} or ("sliding_attention" in layers and length > window):
-            raise ConfigError(
-                f"{self.path}: attention of kinds {sorted(layers)} with window {window} is not supported at "
-                f"max_model_len={length}; lower it to the window or use another executor"
-            )
+            raise ConfigError(f"max_model_len={length} is beyond the model's {name}={limit}")
         return length
 
     @torch.inference_mode()

@@ -18,10 +18,11 @@ from tests.tiny import build_model_dir
 PROMPTS = [[7] * 3, [9, 8] * 20, [5]]
 
 
-@pytest.fixture
-def worker(tmp_path: Path) -> EmbeddedWorker:
+@pytest.fixture(params=[("qwen3", {}), ("mistral", {"sliding_window": 16})], ids=["full", "window"])
+def worker(tmp_path: Path, request: pytest.FixtureRequest) -> EmbeddedWorker:
     """In the middle of three sequences; float64 has the plain cache that CUDA has."""
-    path = str(build_model_dir(tmp_path / "model", "qwen3", hidden=64))
+    kind, config = request.param
+    path = str(build_model_dir(tmp_path / "model", kind, hidden=64, **config))
     options = EmbeddedOptions(max_model_len=300, max_num_seqs=6, dtype="float64")
     worker = EmbeddedWorker(path, options, torch.device("cpu"))
     gconfig = GenerationHyperparameters(max_new_tokens=20, ignore_eos=True)

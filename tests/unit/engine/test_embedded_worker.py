@@ -101,6 +101,38 @@ def test_greedy_text_and_logprobs_equal_hugging_face(model_dir, kind: str, tie: 
         torch.testing.assert_close(torch.tensor(made[i].logprobs), expected, atol=5e-5, rtol=0)
 
 
+WINDOWED = {
+    "mistral": {"sliding_window": 16},
+    "phi3": {"sliding_window": 16},
+    "starcoder2": {"sliding_window": 16},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+@pytest.mark.parametrize(
+    "options", [{"max_prefill_tokens": 24}, {"deterministic": True}, {"dtype": "float64"}], ids=str
+)
+def test_sliding_windows_are_served_as_transformers_computes_them(tmp_path: Path, kind: Any, options: dict) -> None:
+    path = str(build_model_dir(tmp_path / "model", kind, hidden=64, **WINDOWED[kind]))
+    prompts = prompts_of(3, 40, 1, 17)
+    made = run(worker_of(path, max_num_seqs=3, **options), requests_of(prompts, temperature=0, ignore_eos=True), 5)
+    for i, prompt in enumerate(prompts):
+        expected = reference_logprobs(path, prompt, made[i].token_ids)
+        torch.testing.assert_close(torch.tensor(made[i].logprobs), expected, atol=5e-5, rtol=0)
+
+
+def test_a_length_at_which_rotary_angles_change_bounds_the_longest_sequence(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    path = str(
+        build_model_dir(tmp_path / "model", "llama", hidden=64, max_position_embeddings=64, rope_parameters=rope)
+    )
+    assert worker_of(path, max_model_len=None).max_model_len == 64
+    with pytest.raises(ConfigError, match="max_model_len=65 is beyond"):
+        worker_of(path, max_model_len=65)
+
+
 def test_a_model_served_by_its_own_forward_makes_the_same(model_dir) -> None:
     path = model_dir("qwen3")
     requests = requests_of(prompts_of(3, 40, 1, 17), temperature=0)

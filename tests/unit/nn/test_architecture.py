@@ -40,6 +40,22 @@ EQUAL: dict[str, dict[str, Any]] = {
     "gemma": {"num_key_value_heads": 1, "head_dim": 16},
     "phi": {"partial_rotary_factor": 0.5},
     "olmo2": {},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 16},
+    "phi3": {"num_key_value_heads": 2, "sliding_window": 16},
+    "starcoder2": {"num_key_value_heads": 2, "sliding_window": 16},
+    "gemma3_text": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "windowed qwen2": {
+        "num_key_value_heads": 2,
+        "use_sliding_window": True,
+        "sliding_window": 16,
+        "max_window_layers": 1,
+        "layer_types": None,
+    },
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -65,9 +81,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def config_of(kind: str, **fields: Any) -> Any:
-    config = AutoConfig.for_model(kind)
+    config = AutoConfig.for_model(kind.removeprefix("windowed "))
     known = {key: value for key, value in {**SIZES, **fields}.items() if hasattr(config, key)}
-    if layers := vars(config).get("layer_types"):
+    if kind != "windowed qwen2" and (layers := vars(config).get("layer_types")):
         known.setdefault("layer_types", layers[: SIZES["num_hidden_layers"]])
     return type(config)(**known)
 
@@ -147,6 +163,16 @@ def test_a_model_that_trains_on_one_device_is_refused_by_name_for_tensor_paralle
         engine.build(tensor_parallel_size=2, tp_size=2)
     with pytest.raises(ConfigError, match="'gpt2' has no tensor parallel plan"):
         RliteInferenceEngine(folder).build(tensor_parallel_size=2)
+
+
+def test_layers_with_further_inputs_for_each_token_are_refused_by_name_for_tensor_parallel(tmp_path: Path) -> None:
+    rlite.shutdown()
+    sizes = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "layer_types": ["full_attention"] * 3}
+    heads = {"num_key_value_heads": 2, "head_dim": 16, "num_kv_shared_layers": 0, "activation_sparsity_pattern": None}
+    folder = save_checkpoint("gemma3n_text", tmp_path, **sizes, **heads)
+    engine = RliteTrainEngine(on_meta(folder))
+    with pytest.raises(ConfigError, match="'gemma3n_text' gives its layers per_layer_input"):
+        engine.build(tensor_parallel_size=2, tp_size=2)
 
 
 def test_the_check_leaves_random_numbers_alone_and_works_within_device_contexts(tmp_path: Path) -> None:

@@ -65,15 +65,49 @@ def test_the_bounds_of_all_ranks_shares_give_every_token_the_keys_of_its_sequenc
     assert seen == {query: list(range(start, query + 1)) for query, start in enumerate(starts.tolist())}
 
 
+def window_of(lengths, window):
+    """What each token of a pack sees."""
+    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    position = torch.arange(sum(lengths))
+    steps_back = position[:, None] - position
+    return (sequence[:, None] == sequence) & (steps_back >= 0) & (steps_back < window)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("window", [1, 4, 18, 19, 20, 100])
+def test_a_sliding_window_is_kept_within_each_sequence_on_any_number_of_ranks(window, size):
+    lengths = [20, 19, 2, 18, 1]
+    (query, key, value), layout = pack_of(lengths, 4, 2)
+    sees = window_of(lengths, window)
+    all_keys, all_values = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    scores = (query @ all_keys.transpose(-1, -2) * 0.3).masked_fill(~sees, -torch.inf)
+    expected = (scores.softmax(-1) @ all_values).transpose(1, 2)
+    if size == 1:
+        out, _ = packed_attention(
+            None, query, key, value, None, scaling=0.3, packed_layout=layout, sliding_window=window
+        )
+        torch.testing.assert_close(out, expected)
+        return
+    both = torch.cat([key, value], dim=-1)[0].transpose(0, 1)
+    for rank in range(size):
+        share = ContextShare(layout.cu_seqlens, dist.ProcessGroup(rank, size))
+        filled = torch.nn.functional.pad(both, (0, 0, 0, 0, 0, 2 * size * share.chunk - sum(lengths)))
+        share.gather_keys = lambda _, filled=filled: filled
+        q, k, v = (share.take(x[0].transpose(0, 1)).transpose(0, 1)[None] for x in (query, key, value))
+        shared = PackedLayout(layout.cu_seqlens, max(lengths), share)
+        out, _ = packed_attention(None, q, k, v, None, scaling=0.3, packed_layout=shared, sliding_window=window)
+        torch.testing.assert_close(out[0], share.take(expected[0]).where(share.take(torch.ones(60, 1, 1)) > 0, out[0]))
+
+
 def test_packed_attention_without_a_layout_is_refused():
     (query, key, value), _ = pack_of([3], 1, 1)
-    with pytest.raises(ValueError, match="packed_layout"):
+    with pytest.raises(ConfigError, match="packed_layout"):
         packed_attention(None, query, key, value, None)
 
 
-@pytest.mark.parametrize("asked", [{"sliding_window": 8}, {"softcap": 30.0}, {"s_aux": torch.zeros(1)}])
+@pytest.mark.parametrize("asked", [{"softcap": 30.0}, {"s_aux": torch.zeros(1)}])
 def test_a_model_that_asks_for_another_attention_is_refused(asked):
     (query, key, value), layout = pack_of([3, 9], 1, 1)
     with pytest.raises(ConfigError, match=next(iter(asked))):
         packed_attention(None, query, key, value, None, packed_layout=layout, **asked)
-    packed_attention(None, query, key, value, None, packed_layout=layout, sliding_window=9, softcap=None)
+    packed_attention(None, query, key, value, None, packed_layout=layout, softcap=None)
