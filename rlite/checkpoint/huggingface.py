@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,9 +23,14 @@ class Writer:
     """Collects tensors into safetensors files of at most MAX_FILE_BYTES, then publishes the folder at once.
 
     Until then it is at `folder`, where other files may be written beside them.
+
+    Args:
+        path: where the folder will be.
+        dtype: of floating-point tensors in the files, as the config says it; None leaves each as it is.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
         self._path = path
         self.folder = staging(path)
         self._files: list[list[str]] = []
@@ -33,6 +39,8 @@ class Writer:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
+        if self._dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(self._dtype)
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > MAX_FILE_BYTES:
             self._flush()

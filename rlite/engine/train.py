@@ -319,7 +319,11 @@ class RliteTrainEngine(Engine):
         return full
 
     def save(self, path: str | Path) -> None:
-        """Write a Hugging Face checkpoint that transformers opens, with the tokenizer of the original beside it."""
+        """Write a Hugging Face checkpoint that transformers opens, with the tokenizer of the original beside it.
+
+        Weights are written in the `dtype` of the model's config, whatever the master weights have: `save_state` keeps
+        those.
+        """
         self._need_weights("save")
         self.group.broadcast("save", str(path))
 

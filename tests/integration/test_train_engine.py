@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import init_empty_weights
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
@@ -446,6 +447,25 @@ def test_a_saved_model_opens_in_transformers_whole(
     again = build(module)
     again.load(tmp_path / "model")
     assert all(torch.equal(tensor, engine.state_dict()[name]) for name, tensor in again.state_dict().items())
+
+
+def test_a_saved_model_has_the_dtype_of_its_config_and_the_state_has_master_weights(
+    build: Build, models: dict[str, Path], tmp_path: Path
+) -> None:
+    AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
+    engine = build(on_meta(LlamaPolicy, tmp_path / "bf16"), size=2)
+    engine.train_step(NeedParallel([[1, 2, 3]] * 2))
+    engine.save(tmp_path / "model")
+    engine.save_state(tmp_path / "state")
+    masters = engine.state_dict()
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert AutoConfig.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
+    for name, tensor in saved.items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, masters[name].bfloat16())
+    engine.train_step(NeedParallel([[1, 2, 3]] * 2))
+    engine.load_state(tmp_path / "state")
+    assert all(torch.equal(tensor, masters[name]) for name, tensor in engine.state_dict().items())
 
 
 class Scheduled(Policy, Qwen2ForCausalLM):

@@ -354,7 +354,8 @@ class Fsdp2Worker:
             dist.barrier(group=self._everyone)
 
     def _write(self, path: Path, tensors: Iterable[tuple[str, Tensor]], adapter: Mapping[str, Tensor]) -> None:
-        writer = huggingface.Writer(path)
+        dtype = self.module.config.dtype if isinstance(self.module, HuggingFaceFsdp2TrainModule) else None
+        writer = huggingface.Writer(path, dtype)
         for name, tensor in tensors:
             writer.add(name, tensor)
         if isinstance(self.module, HuggingFaceFsdp2TrainModule):
