@@ -204,15 +204,17 @@ class RliteTrainEngine(Engine):
         batch: Mapping[str, Tensor],
         post_hook: Callable[..., Tensor],
         max_tokens_per_microbatch: int | None = None,
+        without_adapters: bool = False,
     ) -> Tensor:
         """Apply `post_hook(logits [T, V], data) -> [T, ...]` to a batch; returns [N, L, ...], padded with 0.
 
         The module is in evaluation mode meanwhile, so that dropout is off. A post_hook may be marked with
         `on_logprobs`, as a loss_fn may. Without gradients to keep, microbatches may be
         larger than in training: `max_tokens_per_microbatch` says how large, where it is not as the engine was built.
+        `without_adapters` switches a LoRA module's adapters off meanwhile: what is left is the model that it began as.
         """
         plan, calls = self._plan("forward", batch, max_tokens_per_microbatch)
-        results = self._on_data_ranks("forward", calls, post_hook)
+        results = self._on_data_ranks("forward", calls, post_hook, without_adapters)
         first = next(value for part in results for value in part.values())
         padded = first.new_zeros(*batch["input_ids"].shape, *first.shape[1:])
         for rows, values in zip(plan, results, strict=True):
@@ -238,10 +240,10 @@ class RliteTrainEngine(Engine):
         num_tokens = float(sum(sequence_lengths(batch)))
         return {**stats, "num_microbatches": float(len(calls[0][1])), "num_tokens": num_tokens}
 
-    def _on_data_ranks(self, method: str, calls: Sequence[tuple], *functions: Callable[..., Any]) -> list[Any]:
+    def _on_data_ranks(self, method: str, calls: Sequence[tuple], *common: Any) -> list[Any]:
         """Call a worker method with each data rank's arguments, on all who share its work; one result for each."""
         num_peers = self.dims.num_peers
-        each: list[Any] = [((*call, *functions), {}) for call in calls for _ in range(num_peers)]
+        each: list[Any] = [((*call, *common), {}) for call in calls for _ in range(num_peers)]
         return self.group.call(method, each)[::num_peers]
 
     def _plan(

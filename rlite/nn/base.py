@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,10 @@ class BaseTrainModule(nn.Module):
     def parallelize(self, mesh: DeviceMesh) -> None:
         """Split the module, still on meta, over the ranks of a one-dimensional mesh (tensor parallel)."""
         raise ConfigError(f"{type(self).__name__} has no parallelize(mesh): define it, or build with tp_size=1")
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Inside, the module computes as it would without its adapters; this one has none."""
+        raise ConfigError(f"{type(self).__name__} has no adapters to switch off: see rlite.nn.LoraTrainModule")
 
     def checkpoint_name(self, name: str) -> str:
         """The name in the checkpoint of the parameter that is called `name` in this module."""

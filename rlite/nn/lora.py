@@ -13,7 +13,8 @@ from __future__ import annotations
 import importlib.util
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,21 @@ class LoraTrainModule(BaseTrainModule):
             target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
             **changes,
         )
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Inside, the module computes what the frozen weights alone give."""
+        if self.lora is None:
+            raise ConfigError(f"{type(self).__name__} has no adapters to switch off: call add_lora")
+        adapted: list[Any] = [module for module in self.modules() if hasattr(module, "_disable_adapters")]
+        for module in adapted:
+            # PEFT's own switch would also freeze the adapters
+            module._disable_adapters = True
+        try:
+            yield
+        finally:
+            for module in adapted:
+                module._disable_adapters = False
 
     # -- on the way in -------------------------------------------------------------------------------------------
 

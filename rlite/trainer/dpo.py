@@ -72,7 +72,8 @@ class ReferenceOptions:
     """The model that the policy is compared with; what is not set is the actor's."""
 
     model_name: str | None = None
-    """folder or hub name of a Hugging Face checkpoint; default: the actor's, before training"""
+    """folder or hub name of a Hugging Face checkpoint; default: the actor's, before training. With actor.lora, and if
+    nothing else is set here, that is the actor itself with its adapters switched off"""
     use_liger_kernel: bool | None = None
     """RMSNorm, rotary embedding and SwiGLU as Triton kernels (package liger-kernel); default: as the actor's"""
     offload_model: bool = False
@@ -125,7 +126,11 @@ class DpoTrainer:
         )
         self.options = options
         self.run = SupervisedRun(options, "actor", options.data, options.trainer, engine, loss, rows, test_rows, SHOWN)
-        self.reference = RliteTrainEngine(policy_module(options.ref_actor.model_name or actor.model_name))
+        own = options.ref_actor.model_name or actor.model_name
+        is_plain = options.ref_actor in (ReferenceOptions(), ReferenceOptions(model_name=actor.model_name))
+        self.is_base_reference = actor.lora is not None and is_plain
+        """whether the reference is the actor without its adapters"""
+        self.reference = engine if self.is_base_reference else RliteTrainEngine(policy_module(own))
 
     def fit(self) -> dict[str, float]:
         """Train to the last step; returns the last metrics."""
@@ -141,7 +146,9 @@ class DpoTrainer:
         return metrics
 
     def build_reference(self) -> None:
-        """Place the reference beside the actor."""
+        """Place the reference beside the actor, if it is a model of its own."""
+        if self.is_base_reference:
+            return
         own = config.inherit(self.options.ref_actor, self.options.actor)
         options = untrained(self.run.build_options, rlite.current_session().device)
         options["use_liger_kernel"] = own.use_liger_kernel
@@ -154,7 +161,7 @@ class DpoTrainer:
         """Add `ref_logprobs` [N, L], each token's under the reference."""
         if self.options.ref_actor.offload_model:
             self.reference.cuda()
-        batch["ref_logprobs"] = self.reference.forward(batch, OwnLogprobs())
+        batch["ref_logprobs"] = self.reference.forward(batch, OwnLogprobs(), without_adapters=self.is_base_reference)
         if self.options.ref_actor.offload_model:
             self.reference.cpu()
         return batch

@@ -48,7 +48,7 @@ class Engines:
             self.critic = RliteTrainEngine(
                 critic_module(critic.model_name, optimizer, critic.lora, critic.disable_dropout)
             )
-        if options.has_reference:
+        if options.has_reference and not options.is_base_reference:
             self.reference = RliteTrainEngine(policy_module(options.ref_actor.as_model(actor).model_name))
 
     def build(self) -> None:

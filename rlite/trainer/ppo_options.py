@@ -415,6 +415,16 @@ class PpoConfig(LaunchOptions):
         return self.kl.type is not None
 
     @property
+    def is_base_reference(self) -> bool:
+        """Whether the reference is the actor without its adapters: of the same model, and nothing else is asked for."""
+        own = self.ref_actor
+        plain = ReferenceOptions(
+            model_name=own.model_name, max_inference_length_per_device=own.max_inference_length_per_device
+        )
+        is_same = own == plain and own.model_name in (None, self.actor.model_name)
+        return self.has_reference and self.actor.lora is not None and is_same
+
+    @property
     def has_dynamic_filtering(self) -> bool:
         """Whether groups of equal rewards are replaced."""
         asked = self.rollout.dynamic_filtering

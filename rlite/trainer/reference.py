@@ -27,10 +27,13 @@ class NoReference:
 
 
 class Reference:
-    """A policy that stays as it is."""
+    """A policy that stays as it is: a model of its own, or the actor's without its adapters."""
 
-    def __init__(self, options: PpoConfig, engines: Engines, engine: RliteTrainEngine) -> None:
+    def __init__(
+        self, options: PpoConfig, engines: Engines, engine: RliteTrainEngine, without_adapters: bool = False
+    ) -> None:
         self._engines, self._engine = engines, engine
+        self._without_adapters = without_adapters
         self._hook = OwnLogprobs(temperature=options.temperature)
         self._longest = options.inference_length(options.ref_actor)
 
@@ -38,10 +41,12 @@ class Reference:
     def with_logprobs(self, batch: TensorDict) -> TensorDict:
         """Add `ref_logprobs` [N, L], each token's under the reference."""
         self._engines.bring(self._engine)
-        batch["ref_logprobs"] = self._engine.forward(batch, self._hook, self._longest)
+        batch["ref_logprobs"] = self._engine.forward(batch, self._hook, self._longest, self._without_adapters)
         return batch
 
 
 def find_reference(options: PpoConfig, engines: Engines) -> AnyReference:
-    """The one that the engines have, or none."""
+    """The one that the engines have, the base of the actor's adapters, or none."""
+    if options.is_base_reference:
+        return Reference(options, engines, engines.actor, without_adapters=True)
     return NoReference() if engines.reference is None else Reference(options, engines, engines.reference)

@@ -19,15 +19,17 @@ from rlite.config import load
 from rlite.data.preferences import preference_rows
 from rlite.data.sft import sft_rows
 from rlite.engine.weight_sync import Transport, sync_weights
+from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
 from rlite.nn.tiny import byte_tokenizer
 from rlite.rollout.workflow import SingleTurnWorkflow
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
-from rlite.trainer.policy import OptimizerOptions, critic_module, policy_module
+from rlite.trainer.policy import OptimizerOptions, OwnLogprobs, critic_module, policy_module
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.ppo_options import (
     ActorOptions,
     AdvantageOptions,
+    KlOptions,
     PpoConfig,
     PromptOptions,
     RolloutOptions,
@@ -220,13 +222,54 @@ def test_every_trainer_of_rows_trains_adapters(
     made = trainer(load(config, argv), rows)
     engines.append(made.run.engine)
     if kind == "dpo":
-        engines.append(made.reference)
+        assert made.reference is made.run.engine, "no second model"
     made.fit()
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     adapter = load_file(tmp_path / "latest" / "adapter" / "adapter_model.safetensors")
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in adapter if ".lora_" in name} == {"q_proj", "up_proj"}
     assert [name for name in adapter if ".lora_" not in name] == ["base_model.model.score.weight"] * (kind == "rm")
+
+
+@pytest.mark.parametrize(("size", "tp_size"), [(1, 1), (2, 1), (2, 2)])
+def test_without_its_adapters_a_policy_is_the_model_that_it_began_as(
+    engines: list[Any], models: dict[str, Path], size: int, tp_size: int
+) -> None:
+    batch = make_batch([9, 4, 7, 6, 3])
+    engine = build(engines, policy_module(models["qwen2"], optimizer(), LORA), size=size, tp_size=tp_size)
+    plain = build(engines, policy_module(models["qwen2"]), size=size, tp_size=tp_size)
+    train(engine)
+    trained = engine.forward(batch, OwnLogprobs())
+    base = engine.forward(batch, OwnLogprobs(), without_adapters=True)
+    assert torch.equal(base, plain.forward(batch, OwnLogprobs()))
+    assert not torch.allclose(base, trained)
+    assert torch.equal(engine.forward(batch, OwnLogprobs()), trained), "they are back"
+    losses = train(engine)
+    assert losses[-1] < losses[0]
+    with pytest.raises(ConfigError, match="no adapters to switch off"):
+        plain.forward(batch, OwnLogprobs(), without_adapters=True)
+
+
+def test_a_kl_penalty_on_adapters_needs_no_second_model(
+    engines: list[Any], models: dict[str, Path], tmp_path: Path
+) -> None:
+    sampling = SamplingOptions(max_new_tokens=8)
+    options = PpoConfig(
+        actor=ActorOptions(model_name=str(models["qwen3"]), lr=1e-2, lora=LORA),
+        kl=KlOptions(type="loss"),
+        train_data=PromptOptions(prompts_per_rollout=8, responses_per_prompt=4),
+        rollout=RolloutOptions(train_sampling_params=sampling, max_model_len=64, max_num_seqs=32),
+        trainer=TrainerOptions(save_dir=str(tmp_path), total_steps=2),
+    )
+    rows = [{"messages": [{"role": "user", "content": f"{number}?"}]} for number in range(8)]
+    made = PpoTrainer(options, SingleTurnWorkflow(count_digits, sampling.gconfig(), byte_tokenizer()), rows, ())
+    assert made.engines.reference is None
+    engines += [made.engines.rollout, made.engines.actor]
+    made.fit()
+    first, second = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert first["kl"] == 0.0, "adapters begin as nothing"
+    assert second["kl"] > 1e-4
+    assert {"seconds_reference"} <= set(second)
 
 
 def count_digits(prompt: str, completions: str, *tokens: Any, **row: Any) -> float:

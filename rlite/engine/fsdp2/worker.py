@@ -214,7 +214,11 @@ class Fsdp2Worker:
 
     @torch.no_grad()
     def forward(
-        self, batch: Mapping[str, Tensor], microbatches: list[list[int]], post_hook: Callable[..., Tensor]
+        self,
+        batch: Mapping[str, Tensor],
+        microbatches: list[list[int]],
+        post_hook: Callable[..., Tensor],
+        without_adapters: bool = False,
     ) -> dict[int, Tensor]:
         """post_hook(logits [T, V], data) -> [T, ...] for every row of this rank: local row -> its values, padded.
 
@@ -222,7 +226,8 @@ class Fsdp2Worker:
         """
         width = batch["attention_mask"].shape[1]
         results: dict[int, Tensor] = {}
-        with resharded(self.module), _evaluating(self.module):
+        base = self.module.without_adapters() if without_adapters else nullcontext()
+        with resharded(self.module), _evaluating(self.module), base:
             for rows in microbatches:
                 data = pack(batch, rows or companions(batch), self._device)
                 outputs = self._outputs(post_hook, data)

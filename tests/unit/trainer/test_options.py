@@ -46,6 +46,14 @@ def test_the_critic_falls_by_the_schedule_of_the_actor_to_a_rate_of_its_own():
     assert (critic.scheduler, critic.power, critic.lr, critic.lr_end) == ("polynomial", 2.0, 5e-6, 1e-7)
 
 
+def test_the_reference_of_adapters_is_their_base_unless_another_model_is_asked_for():
+    adapted = [*PPO, "actor.lora.rank=8", "kl.type=loss"]
+    for same in ([], ["ref_actor.model_name=a"], ["ref_actor.max_inference_length_per_device=32768"]):
+        assert load(PpoConfig, [*adapted, *same]).is_base_reference
+    for other in (["ref_actor.model_name=b"], ["ref_actor.tp_size=2"], ["actor.lora=null"], ["kl.type=null"]):
+        assert not load(PpoConfig, [*adapted, *other]).is_base_reference
+
+
 def test_a_policy_that_answers_without_dropout_is_not_trained_with_it():
     with pytest.raises(ConfigError, match=r"actor\.lora\.dropout=0\.1"):
         load(PpoConfig, ["actor.model_name=a", "actor.lora.dropout=0.1"])
