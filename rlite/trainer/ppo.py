@@ -57,9 +57,6 @@ SHOWN = (
     "grad_norm",
     "seconds",
 )
-DRIFT_ALARM = 0.1
-"""mean |log p(trainer) - log p(engine)| per token, in nats, above which the two are not the same policy, or, where
-rollouts run ahead, the policy has moved too far since"""
 
 
 class PpoTrainer:
@@ -106,9 +103,9 @@ class PpoTrainer:
         """episodes that failed in the last evaluation, by reason"""
         self._error_limit = ErrorLimit(options.test_data.max_error_share, len(self.test_rows))
         self.prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, options.trainer.seed)
-        self.alarms = Alarms()
+        self.alarms = Alarms(options)
         self.loss = _loss(options)
-        self.credit = Credit(options.adv, options.kl, is_single=options.train_data.responses_per_prompt == 1)
+        self.credit = Credit(options.adv, options.kl, is_single=options.responses_per_prompt == 1)
         self.run = TrainingRun(options.trainer, options, SHOWN, options.trainer.total_steps)
         self.engines = Engines(options)
         self.critic = find_critic(options, self.engines)
@@ -208,13 +205,6 @@ class PpoTrainer:
                     self.run.save_best(self.engines.actor, evaluation)
         self.run.log(metrics)
         self.alarms.look(self.run.step, metrics, self.engines.rollout.collector.first_losses, self.run.console)
-        if metrics.get("logprob_drift", 0.0) > DRIFT_ALARM:
-            ahead = self.options.rollout.max_head_offpolicyness
-            cause = "the rollouts are far from the policy" if ahead else "the engine does not serve the policy"
-            self.run.console.report(
-                f"ALARM at step {self.run.step}: {cause} that is trained",
-                {"logprob_drift": f"{metrics['logprob_drift']:.3f} nats per token (limit {DRIFT_ALARM})"},
-            )
         if self.run.is_save_due():
             with self.engines.trained_on_device():
                 kept = {"rollouts": self.rollouts.state_dict()}
@@ -252,15 +242,16 @@ def batch_plan(options: PpoConfig, engines: Engines) -> dict[str, str]:
     data, actor, rollout, trainer = options.train_data, options.actor, options.rollout, options.trainer
     session, dims = rlite.current_session(), engines.actor.dims
     ranks = dims.num_data_ranks
-    sequences = data.prompts_per_rollout * data.responses_per_prompt
+    sequences = data.prompts_per_rollout * options.responses_per_prompt
     per_update = sequences // actor.update_per_rollout
     unread = options.without_effect()
     return {
         "model": f"{actor.model_name}, {engines.actor.num_parameters / 1e6:.2f} M parameters",
         "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims.copies} "
         f"copies x {dims.fsdp} shards x sp {dims.seq} x tp {dims.tensor}",
-        "step": f"{data.prompts_per_rollout} prompts x {data.responses_per_prompt} responses = {sequences} sequences, "
-        f"at most {rollout.train_sampling_params.max_new_tokens} new tokens in each of {rollout.max_turns} turn(s)",
+        "step": f"{data.prompts_per_rollout} prompts x {options.responses_per_prompt} responses = {sequences} "
+        f"sequences, at most {rollout.train_sampling_params.max_new_tokens} new tokens in each of {rollout.max_turns} "
+        "turn(s)",
         "sampling": f"{_sampling(rollout.train_sampling_params)}; evaluation {_sampling(rollout.evaluation_sampling)}",
         "update": f"{actor.update_per_rollout} optimizer step(s) of {per_update} sequences: {per_update // ranks} on "
         f"each of {ranks} data rank(s), in packs of at most {actor.max_length_per_device * dims.num_peers} tokens",
@@ -270,6 +261,7 @@ def batch_plan(options: PpoConfig, engines: Engines) -> dict[str, str]:
         "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, {credit_plan(options)}",
         "run": f"{trainer.total_steps} steps, checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
         **({"without effect": unread} if unread else {}),
+        **({"greedy": "training takes the most likely tokens and explores nothing"} if options.is_greedy else {}),
     }
 
 
@@ -288,7 +280,7 @@ def _pace(options: PpoConfig) -> str:
 def credit_plan(options: PpoConfig) -> str:
     """How rewards become advantages, in words."""
     adv, kl = options.adv, options.kl
-    mean = "batch" if adv.global_norm or options.train_data.responses_per_prompt == 1 else "group"
+    mean = "batch" if adv.global_norm or options.responses_per_prompt == 1 else "group"
     deviation = f"divided by the {mean}'s deviation (GRPO)" if adv.norm_var else "not divided (Dr. GRPO)"
     plans = {
         "gae": f"GAE with gamma {adv.gamma}, lambda {adv.lamda}, critic {options.critic.model_name or 'as the actor'}",

@@ -343,12 +343,13 @@ class PromptOptions:
     """JSON, JSONL, CSV, Parquet or Arrow file, a folder or hub name of a dataset; SPLIT@PATH for a part of it"""
     prompts_per_rollout: int = 32
     """prompts in one rollout batch"""
-    responses_per_prompt: int = 1
-    """responses to each prompt, a group; with 1 the batch's mean reward is the baseline"""
+    responses_per_prompt: int | None = None
+    """responses to each prompt, a group; with 1 the batch's mean reward is the baseline; default: 8, with gae 1"""
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_rollout", "responses_per_prompt"):
-            if getattr(self, name) < 1:
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise ConfigError(f"train_data.{name}={getattr(self, name)}: expected at least 1")
 
 
@@ -392,6 +393,19 @@ class PpoConfig(LaunchOptions):
                 "leave rollout.dynamic_filtering out"
             )
 
+        num_rows = self.train_data.prompts_per_rollout * self.responses_per_prompt
+        if self.actor.update_per_rollout > num_rows:
+            raise ConfigError(
+                f"actor.update_per_rollout={self.actor.update_per_rollout}: a rollout of {num_rows} sequences "
+                "(train_data.prompts_per_rollout x train_data.responses_per_prompt) is too small for so many steps"
+            )
+        if self.is_greedy and not self._why_equal_rewards_teach():
+            raise ConfigError(
+                "temperature 0 in training (rollout.train_sampling_params, or the workflow's gconfig): all "
+                f"{self.responses_per_prompt} responses to a prompt are the same, and adv.estimator="
+                f"{self.adv.estimator} learns from their differences alone; sample at a temperature above 0"
+            )
+
     def sampled_by(self, train: SamplingOf | None, test: SamplingOf | None) -> PpoConfig:
         """Return the options of a run whose workflows sample so; None leaves that to the options.
 
@@ -425,6 +439,22 @@ class PpoConfig(LaunchOptions):
         return self.has_reference and self.actor.lora is not None and is_same
 
     @property
+    def responses_per_prompt(self) -> int:
+        """Responses in a group."""
+        chosen = self.train_data.responses_per_prompt
+        return (1 if self.has_critic else 8) if chosen is None else chosen
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether training samples nothing, but takes the most likely tokens."""
+        return self.rollout.train_sampling_params.temperature == 0
+
+    @property
+    def is_taught_by_equal_rewards(self) -> bool:
+        """Whether something is learnt from a group of equal rewards."""
+        return bool(self._why_equal_rewards_teach())
+
+    @property
     def has_dynamic_filtering(self) -> bool:
         """Whether groups of equal rewards are replaced."""
         asked = self.rollout.dynamic_filtering
@@ -432,7 +462,7 @@ class PpoConfig(LaunchOptions):
 
     def _why_equal_rewards_teach(self) -> str:
         """Why something is learnt from groups of equal rewards; "" if nothing is."""
-        adv, size = self.adv, self.train_data.responses_per_prompt
+        adv, size = self.adv, self.responses_per_prompt
         if size == 1:
             return "with train_data.responses_per_prompt=1 the baseline is the mean of the batch"
         if adv.estimator == "gae":

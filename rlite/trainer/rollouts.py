@@ -46,7 +46,7 @@ class SynchronousRollouts:
         """Generate and reward a batch: each prompt's responses side by side."""
         data, rollout, num_asked = self._options.train_data, self._options.rollout, 0
         generated = Generated()
-        group_size = data.responses_per_prompt
+        group_size = self._options.responses_per_prompt
 
         def generate(count: int) -> TensorDict | None:
             nonlocal num_asked
@@ -95,7 +95,7 @@ class RolloutsAhead:
             self._batches,
             self._workflow,
             should_accept=self._filter,
-            group_size=self._options.train_data.responses_per_prompt,
+            group_size=self._options.responses_per_prompt,
         )
         if self._filter is not None:
             stats_tracker.scalar(num_filtered=self._filter.next_batch())

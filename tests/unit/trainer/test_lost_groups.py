@@ -118,7 +118,7 @@ def test_the_console_tells_the_first_loss_for_each_reason(make: Callable[..., An
             return await super().arun_episode(engine, {"number": 1})
 
     collector = make(0, Flaky(lambda number: False, ValueError())).collector
-    out, alarms = io.StringIO(), Alarms()
+    out, alarms = io.StringIO(), Alarms(PpoConfig(actor=ActorOptions(model_name="x")))
     for step in range(10):
         collector.rollout_batch([{"step": step}, {"step": -1}], Failing(lambda number: False, ValueError()))
         alarms.look(step, stats_tracker.export(), collector.first_losses, ConsoleReporter(file=out))

@@ -7,6 +7,7 @@ from rlite.errors import ConfigError, UnknownOptionError
 from rlite.trainer.dpo import DpoConfig
 from rlite.trainer.ppo_options import PpoConfig
 from rlite.trainer.sft import SftConfig
+from rlite.types import GenerationHyperparameters
 
 SFT = ["actor.model_name=a", "data.path=-"]
 
@@ -108,6 +109,11 @@ PPO = ["actor.model_name=a"]
         (PpoConfig, [*PPO, "kl.coef=-1"], r"^kl\.coef=-1\.0: expected"),
         (PpoConfig, [*PPO, "rollout.max_refills=-1"], r"^rollout\.max_refills=-1: expected"),
         (PpoConfig, [*PPO, "train_data.responses_per_prompt=0"], r"^train_data\.responses_per_prompt=0: expected"),
+        (
+            PpoConfig,
+            [*PPO, "actor.update_per_rollout=257"],
+            r"^actor\.update_per_rollout=257: a rollout of 256 sequences",
+        ),
     ],
 )
 def test_numbers_that_no_run_can_mean_are_refused_by_their_whole_name_said_once(config, arguments, named):
@@ -141,3 +147,21 @@ def test_groups_of_equal_rewards_that_teach_nothing_are_replaced_unless_that_is_
     assert load(PpoConfig, base).has_dynamic_filtering
     assert load(PpoConfig, [*base, "rollout.dynamic_filtering=true"]).has_dynamic_filtering
     assert not load(PpoConfig, [*base, "rollout.dynamic_filtering=false"]).has_dynamic_filtering
+
+
+def test_groups_have_eight_responses_and_gae_needs_none():
+    assert load(PpoConfig, PPO).responses_per_prompt == 8
+    assert load(PpoConfig, [*PPO, "adv.estimator=rloo"]).responses_per_prompt == 8
+    assert load(PpoConfig, [*PPO, "adv.estimator=gae"]).responses_per_prompt == 1
+    assert load(PpoConfig, [*PPO, "adv.estimator=gae", "train_data.responses_per_prompt=4"]).responses_per_prompt == 4
+    assert load(PpoConfig, [*PPO, "actor.update_per_rollout=256"]).actor.update_per_rollout == 256
+
+
+def test_greedy_training_is_refused_where_responses_to_a_prompt_must_differ():
+    greedy = [*PPO, "rollout.train_sampling_params.temperature=0"]
+    for arguments in ([], ["adv.estimator=rloo"], ["adv.norm_var=true"]):
+        with pytest.raises(ConfigError, match=r"temperature 0 in training .* all 8 responses to a prompt are the same"):
+            load(PpoConfig, [*greedy, *arguments])
+    assert load(PpoConfig, [*greedy, "adv.estimator=gae"]).is_greedy
+    with pytest.raises(ConfigError, match="temperature 0 in training"):
+        load(PpoConfig, PPO).sampled_by(GenerationHyperparameters(greedy=True), None)

@@ -51,7 +51,7 @@ def rollouts() -> Iterator[Any]:
         )
         options = PpoConfig(
             actor=ActorOptions(model_name="x"),
-            train_data=PromptOptions(prompts_per_rollout=4),
+            train_data=PromptOptions(prompts_per_rollout=4, responses_per_prompt=1),
             rollout=RolloutOptions(max_head_offpolicyness=ahead),
         )
         prompts = PromptStream(ROWS, 4, seed=0)
