@@ -16,7 +16,6 @@ from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.engine.weight_sync import SyncReport
 from rlite.errors import ConfigError
-from rlite.rollout.options import CollectorOptions
 from rlite.trainer.options import ModelOptions
 from rlite.trainer.policy import critic_module, policy_module
 from rlite.trainer.ppo_options import PpoConfig, RolloutOptions
@@ -74,13 +73,7 @@ class Engines:
             seed=options.trainer.seed,
             **own_options,
         )
-        self.rollout.rollout_options = CollectorOptions(
-            consumer_batch_size=options.train_data.prompts_per_rollout,
-            max_concurrent_rollouts=rollout.max_concurrent_rollouts,
-            max_head_offpolicyness=rollout.max_head_offpolicyness,
-            on_stale=rollout.on_stale,
-            seed=options.trainer.seed if rollout.deterministic else None,
-        )
+        self.rollout.rollout_options = options.collector_options()
         default = session.device == "cuda" if actor.offload_model is None else actor.offload_model
         self._is_apart = rollout.max_head_offpolicyness > 0
         self._takes_turns = {self.rollout: default and not self._is_apart}

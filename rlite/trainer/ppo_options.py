@@ -13,6 +13,7 @@ from rlite.algorithms.estimators import is_of_group_alone
 from rlite.algorithms.kl import KLEstimator
 from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 from rlite.nn.lora import LoraOptions
+from rlite.rollout.options import CollectorOptions
 from rlite.rollout.staleness import OnStale
 from rlite.trainer.options import LaunchOptions, ModelOptions, check_model_options
 from rlite.trainer.policy import AvgLevel, check_kl_loss
@@ -289,6 +290,14 @@ class RolloutOptions:
     on_stale: OnStale = "wait"
     """rollouts that would get too old: "wait" holds the next batch for them; "drop" drops them, in favour of short
     answers"""
+    stale_timeout: float = 600.0
+    """seconds since its start after which a batch does not wait for a group that holds it up; the group is dropped"""
+    request_timeout: float = 3600.0
+    """seconds for one attempt at an episode"""
+    request_retries: int = 3
+    """further attempts at an episode that raised"""
+    max_consecutive_failures: int = 16
+    """groups lost to exceptions, next to each other in the order of their start, that end the run"""
     env_path: str | None = None
     """Python file with `async step(state, action, extra_info)`, which returns the keys `rlite.rollout.env.STEP_KEYS`;
     or with `make(**env_options)`, which returns a Gym-like environment: then rows have a `seed`, and no prompt"""
@@ -314,9 +323,13 @@ class RolloutOptions:
     """sampling for evaluation; a workflow for evaluation that is given to the trainer brings its own"""
 
     def __post_init__(self) -> None:
-        for name in ("max_head_offpolicyness", "max_refills"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"rollout.{name}={getattr(self, name)}: expected at least 0")
+        counts = {"max_head_offpolicyness": 0, "max_refills": 0, "request_retries": 0, "max_consecutive_failures": 1}
+        for name, least in counts.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"rollout.{name}={getattr(self, name)}: expected at least {least}")
+        for name in ("stale_timeout", "request_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"rollout.{name}={getattr(self, name)}: expected more than 0 seconds")
         if self.max_head_offpolicyness and self.deterministic:
             raise ConfigError(
                 "rollout.deterministic=true promises the same bits again, which rollouts that run ahead of training "
@@ -476,6 +489,21 @@ class PpoConfig(LaunchOptions):
         if adv.estimator != "reinforce" and not is_of_group_alone(adv.estimator, adv.options, size):
             return f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
         return ""
+
+    def collector_options(self) -> CollectorOptions:
+        """Return how the rollout engine collects."""
+        rollout = self.rollout
+        return CollectorOptions(
+            consumer_batch_size=self.train_data.prompts_per_rollout,
+            max_concurrent_rollouts=rollout.max_concurrent_rollouts,
+            max_head_offpolicyness=rollout.max_head_offpolicyness,
+            on_stale=rollout.on_stale,
+            stale_timeout=rollout.stale_timeout,
+            request_timeout=rollout.request_timeout,
+            request_retries=rollout.request_retries,
+            max_consecutive_failures=rollout.max_consecutive_failures,
+            seed=self.trainer.seed if rollout.deterministic else None,
+        )
 
     def without_effect(self) -> str:
         """The options that were set and that nothing reads, with the reason; "" if there are none."""

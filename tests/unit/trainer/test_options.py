@@ -4,6 +4,7 @@ import pytest
 
 from rlite.config import load, to_container
 from rlite.errors import ConfigError, UnknownOptionError
+from rlite.rollout import CollectorOptions
 from rlite.trainer.dpo import DpoConfig
 from rlite.trainer.ppo_options import PpoConfig
 from rlite.trainer.sft import SftConfig
@@ -108,6 +109,10 @@ PPO = ["actor.model_name=a"]
         (PpoConfig, [*PPO, "actor.freeze_steps=1"], r"^actor\.freeze_steps=1: .* adv\.estimator=reinforce has none"),
         (PpoConfig, [*PPO, "kl.coef=-1"], r"^kl\.coef=-1\.0: expected"),
         (PpoConfig, [*PPO, "rollout.max_refills=-1"], r"^rollout\.max_refills=-1: expected"),
+        (PpoConfig, [*PPO, "rollout.request_retries=-1"], r"^rollout\.request_retries=-1: expected"),
+        (PpoConfig, [*PPO, "rollout.request_timeout=0"], r"^rollout\.request_timeout=0\.0: expected more than 0 s"),
+        (PpoConfig, [*PPO, "rollout.stale_timeout=-1"], r"^rollout\.stale_timeout=-1\.0: expected more than 0 s"),
+        (PpoConfig, [*PPO, "rollout.max_consecutive_failures=0"], r"^rollout\.max_consecutive_failures=0: expected"),
         (PpoConfig, [*PPO, "train_data.responses_per_prompt=0"], r"^train_data\.responses_per_prompt=0: expected"),
         (
             PpoConfig,
@@ -165,3 +170,10 @@ def test_greedy_training_is_refused_where_responses_to_a_prompt_must_differ():
     assert load(PpoConfig, [*greedy, "adv.estimator=gae"]).is_greedy
     with pytest.raises(ConfigError, match="temperature 0 in training"):
         load(PpoConfig, PPO).sampled_by(GenerationHyperparameters(greedy=True), None)
+
+
+def test_the_options_of_the_collector_are_set_from_the_trainer():
+    assert load(PpoConfig, PPO).collector_options() == CollectorOptions(consumer_batch_size=32)
+    wanted = {"stale_timeout": 1.0, "request_timeout": 2.0, "request_retries": 0, "max_consecutive_failures": 5}
+    settings = [f"rollout.{name}={value}" for name, value in wanted.items()]
+    assert load(PpoConfig, [*PPO, *settings]).collector_options() == CollectorOptions(consumer_batch_size=32, **wanted)
