@@ -476,10 +476,10 @@ class PpoConfig(LaunchOptions):
     def _why_equal_rewards_teach(self) -> str:
         """Why something is learnt from groups of equal rewards; "" if nothing is."""
         adv, size = self.adv, self.responses_per_prompt
-        if size == 1:
-            return "with train_data.responses_per_prompt=1 the baseline is the mean of the batch"
         if adv.estimator == "gae":
             return "with adv.estimator=gae advantages depend on the critic"
+        if size == 1:
+            return "with train_data.responses_per_prompt=1 the baseline is the mean of the batch"
         if adv.global_norm:
             return "with adv.global_norm=true the baseline is the mean of the batch"
         if adv.gamma != 1:
