@@ -19,6 +19,8 @@ from rlite.rollout.transcript import Transcript, check_turns, continuation
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, context_length, prompt_ids, prompt_text
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 
+_NOT_EXTRA = ("prompt", "messages", "input_ids", "extra_info")
+
 
 class Environment:
     """A user's environment file, run in processes that can be killed, as rewards are.
@@ -101,8 +103,8 @@ class EnvironmentWorkflow(RolloutWorkflow):
     """Turns of the model and of an environment, until it is done or `max_turns` are over.
 
     Where the next state begins with state + action, the rest of it is tokenised and appended to the same sequence, else
-    a new sequence begins in the same trajectory. The item is as `SingleTurnWorkflow` takes it, with `extra_info` for
-    the environment.
+    a new sequence begins in the same trajectory. The item is as `SingleTurnWorkflow` takes it. Its `extra_info`, and its
+    other columns beside the prompt, are the first `extra_info` of the environment.
 
     A trajectory has one row for each sequence, with the keys of `trajectory()` and `token_rewards` [k, L], the reward
     of each turn on its last token. Per row there are `sequence_index` [k], from 0, and of the whole trajectory
@@ -172,7 +174,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
 
     async def _start(self, data: Mapping[str, Any], limit: int | None) -> tuple[str, list[int], bytes]:
         """The first state, as text and as tokens, and the pickled extra_info."""
-        state, info = await self.environment.reset(cloudpickle.dumps(data.get("extra_info") or {}))
+        state, info = await self.environment.reset(cloudpickle.dumps(_extra_info(data)))
         if state is not None:
             return state, await self._prompt(state, limit), info
         state = prompt_text(data, self.tokenizer, self.chat_template_options)
@@ -181,6 +183,14 @@ class EnvironmentWorkflow(RolloutWorkflow):
 
     async def _prompt(self, state: str, limit: int | None) -> list[int]:
         return (await beside_loop(len(state), raw_prompts, self.tokenizer, [state], limit))[0]
+
+
+def _extra_info(data: Mapping[str, Any]) -> Any:
+    """Everything in a row but its prompt: what it calls `extra_info`, and its other columns below that."""
+    info = data.get("extra_info") or {}
+    if not isinstance(info, Mapping):
+        return info
+    return {**{name: value for name, value in data.items() if name not in _NOT_EXTRA}, **info}
 
 
 __all__ = ["STEP_KEYS", "Environment", "EnvironmentWorkflow", "Step"]

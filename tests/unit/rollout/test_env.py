@@ -177,6 +177,22 @@ def test_a_sequence_stays_within_its_length(tmp_path: Path) -> None:
         run(tmp_path, GROWING, [ids("a")], item, max_length=2)
 
 
+def test_a_rows_columns_beside_its_prompt_reach_the_environment_and_extra_info_wins(tmp_path: Path) -> None:
+    code = """
+async def step(state, action, extra_info):
+    assert not {"prompt", "messages", "input_ids", "extra_info"} & extra_info.keys(), extra_info
+    right = extra_info.get("answer") == action and extra_info.get("level") == 2
+    return {"next_state": None, "reward": float(right), "score": 0.0, "done": True, "extra_info": extra_info}
+"""
+    for row in (
+        {"answer": "a", "level": 2},
+        {"answer": "a", "extra_info": {"level": 2}},
+        {"answer": "b", "level": 3, "extra_info": {"answer": "a", "level": 2}},
+        {"answer": "a", "level": 2, "extra_info": None},
+    ):
+        assert run(tmp_path, code, [ids("a")], {"prompt": "q", **row})["rewards"].tolist() == [1.0]
+
+
 def test_an_environment_that_hangs_is_killed(tmp_path: Path) -> None:
     code = "import time\nasync def step(state, action, extra_info):\n    time.sleep(3600)\n"
     with pytest.raises(RewardTimeout, match=r"env\.py ran for more than 0\.5 s"):
