@@ -103,8 +103,8 @@ class EnvironmentWorkflow(RolloutWorkflow):
     """Turns of the model and of an environment, until it is done or `max_turns` are over.
 
     Where the next state begins with state + action, the rest of it is tokenised and appended to the same sequence, else
-    a new sequence begins in the same trajectory. The item is as `SingleTurnWorkflow` takes it. Its `extra_info`, and its
-    other columns beside the prompt, are the first `extra_info` of the environment.
+    a new sequence begins in the same trajectory. The item is as `SingleTurnWorkflow` takes it. Its `extra_info` and its
+    other columns, all but the prompt, are the first `extra_info` of the environment.
 
     A trajectory has one row for each sequence, with the keys of `trajectory()` and `token_rewards` [k, L], the reward
     of each turn on its last token. Per row there are `sequence_index` [k], from 0, and of the whole trajectory
