@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from rlite.data.columnar import read_columnar
 from rlite.errors import ConfigError, DataError, did_you_mean
 
 Row = dict[str, Any]
@@ -113,10 +111,7 @@ def _read_json(path: Path, where: str) -> list[Any]:
     text = _text(path, where)
     if not text.lstrip().startswith("["):  # many .json files hold one object per line
         return list(_json_lines(text, where))
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}, line {error.lineno}: not valid JSON: {error}") from error
+    return _parsed(text, lambda position: f"{where}, line {text.count(chr(10), 0, position) + 1}")
 
 
 def _read_json_lines(path: Path, where: str) -> list[Any]:
@@ -126,13 +121,40 @@ def _read_json_lines(path: Path, where: str) -> list[Any]:
 def _json_lines(text: str, where: str) -> Iterator[Any]:
     for number, line in enumerate(text.split("\n"), 1):  # splitlines() cuts texts at U+2028, too
         if line.strip():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{where}, line {number}: not valid JSON: {error}") from error
+            row = _parsed(line, lambda _, number=number: f"{where}, line {number}")  # type: ignore[misc]
             if not isinstance(row, dict):
                 raise DataError(f"{where}, line {number}: expected an object, found {_kind(row)}")
             yield row
+
+
+def _parsed(text: str, place: Callable[[int], str]) -> Any:
+    """What JSON says. Raises: DataError, with the place of a position in it."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place(error.pos)}: not valid JSON: {error}") from error
+    except RecursionError as error:
+        depth, position = _deepest(text)
+        raise DataError(f"{place(position)}: JSON that is nested {depth} deep; Python reads less") from error
+    except ValueError as error:  # it protects itself from converting them
+        most = sys.get_int_max_str_digits()
+        digits = re.search(rf"\d{{{most + 1},}}", text)
+        position, length = (digits.start(), len(digits[0])) if digits else (0, most + 1)
+        raise DataError(
+            f"{place(position)}: a whole number of {length} digits; at most {most} are read: make it a text"
+        ) from error
+
+
+def _deepest(text: str) -> tuple[int, int]:
+    """How deep JSON is nested, and where."""
+    depth, deepest = 0, (0, 0)
+    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text):
+        if token[0] in "[{":
+            depth += 1
+            deepest = max(deepest, (depth, -token.start()))
+        elif token[0] in "]}":
+            depth -= 1
+    return deepest[0], -deepest[1]
 
 
 def _read_csv(path: Path, where: str) -> list[Row]:
@@ -160,44 +182,15 @@ def _cell(column: str, text: str, number: int, where: str) -> Any:
         return text
     if not text:
         return None
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}, row {number}: {column!r} is not valid JSON: {error}") from error
-
-
-def _rows_of(table: pa.Table) -> list[Row]:
-    """The rows of a columnar table, whose objects all have the same keys: null stands for a key that one lacked.
-
-    In messages and tools such nulls go, or a template would write them out as arguments of a call.
-    """
-    dense = [name for name in ("messages", "tools") if name in table.column_names]
-    return [{**row, **{name: _without_nulls(row[name]) for name in dense}} for row in table.to_pylist()]
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    return _parsed(text, lambda _: f"{where}, row {number}: {column!r}")
 
 
 def _read_parquet(path: Path, where: str) -> list[Row]:
-    try:
-        return _rows_of(pq.read_table(path))
-    except pa.ArrowException as error:
-        raise DataError(f"{where}: not a Parquet file: {error}") from error
+    return read_columnar("parquet", str(path), where)
 
 
 def _read_arrow(path: Path, where: str) -> list[Row]:
-    with pa.memory_map(str(path)) as file:
-        try:
-            try:
-                return _rows_of(pa.ipc.open_file(file).read_all())
-            except pa.ArrowInvalid:  # without a footer: the stream format, which `datasets` writes
-                file.seek(0)
-                return _rows_of(pa.ipc.open_stream(file).read_all())
-        except pa.ArrowException as error:
-            raise DataError(f"{where}: not an Arrow file: {error}") from error
+    return read_columnar("arrow", str(path), where)
 
 
 _READERS = {
@@ -214,23 +207,8 @@ def _dataset(path: Path, split: str | None, where: str) -> list[Row]:
     name = (path.resolve() if path.is_dir() else path).as_posix()  # `datasets` reads "." as no name
     if not path.is_dir() and not _HUB_NAME.fullmatch(name):
         raise ConfigError(f"{where}: no such file or folder")
-    try:
-        datasets = importlib.import_module("datasets")  # here: it takes seconds, and most tables are files
-    except ImportError as error:
-        what = "a folder" if path.is_dir() else "no file, and to look it up on the Hugging Face hub"
-        raise ConfigError(f"{where}: {what} needs the datasets library: pip install 'rlite[data]'") from error
     is_saved = any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json"))
-    try:
-        found = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(name)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        what = "cannot be read" if path.is_dir() else "no such file or folder, and no dataset of the Hugging Face hub"
-        raise ConfigError(f"{where}: {what}: {error}") from error
-    if not isinstance(found, Mapping):  # one table, saved without splits
-        found = {"train": found}
-    split = split or (next(iter(found)) if len(found) == 1 else "train")
-    if split not in found:
-        raise ConfigError(f"{where}: no split {split!r}; {did_you_mean(split, found)}; write SPLIT@{path}")
-    return _rows_of(found[split].with_format("arrow")[:])
+    return read_columnar("dataset", name, where, is_saved, path.is_dir(), split)
 
 
 _TYPE_NAMES: dict[type, str] = {

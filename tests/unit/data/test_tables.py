@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import datasets
 import pandas
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rlite.data.tables import check_columns, read_rows
 from rlite.errors import ConfigError, DataError
+from rlite.sandbox.stream import StreamError, stream
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "1+1=", "messages": [{"role": "user", "content": "a"}], "extra_info": {"answer": "2", "hard": None}},
@@ -150,7 +153,7 @@ def test_a_path_with_an_at_sign_is_a_path(tmp_path: Path) -> None:
         ("rows.json", '[{"a": 1}, "b"]', DataError, "row 1: expected an object of named columns, found a text"),
         ("rows.csv", "a,b\n1,2\n3\n", DataError, "line 3: expected 2 cells"),
         ("rows.csv", 'a,b\n1,2\n"3,4\n', DataError, "line 3: not valid CSV"),
-        ("rows.csv", "messages\n{a\n", DataError, "row 0: 'messages' is not valid JSON"),
+        ("rows.csv", "messages\n{a\n", DataError, "row 0: 'messages': not valid JSON"),
         ("rows.parquet", "no", DataError, "not a Parquet file"),
         ("rows.arrow", "no", DataError, "not an Arrow file"),
     ],
@@ -181,3 +184,83 @@ def test_a_column_that_is_absent_or_of_another_type_is_named() -> None:
         check_columns({"prompt": 4, "margin": 1}, columns, "row 3")
     with pytest.raises(DataError, match="row 3: 'margin' is bool True; expected a number or a whole number"):
         check_columns({"prompt": "a", "margin": True}, columns, "row 3")
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("rows.jsonl", '{"a": 1}\n{"a": ' + "1" * 5000 + "}", "line 2: a whole number of 5000 digits; at most 4300"),
+        ("rows.json", '[{"a": 1},\n{"a": ' + "1" * 5000 + "}]", "line 2: a whole number of 5000 digits"),
+        ("rows.csv", "messages\n" + "1" * 5000 + "\n", "row 0: 'messages': a whole number of 5000 digits"),
+        ("rows.jsonl", '{"a": "[[["}\n{"a": ' + DEEP + "}", "line 2: JSON that is nested 100001 deep"),
+        ("rows.json", '[{"a": 1},\n{"a": ' + DEEP + "}]", "line 2: JSON that is nested 100002 deep"),
+    ],
+)
+def test_numbers_and_depths_that_python_does_not_read_are_named(
+    name: str, text: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=rf"{name}, {message}"):
+        read_rows(tmp_path / name)
+
+
+def many_rows() -> pa.Table:
+    return pa.table({"prompt": [f"{number} " * 20 for number in range(5000)], "n": list(range(5000))})
+
+
+def write_many(name: str, path: Path) -> None:
+    if name.endswith(".parquet"):
+        pq.write_table(many_rows(), path, row_group_size=1000)
+        return
+    new = pa.ipc.new_stream if name == "stream.arrow" else pa.ipc.new_file
+    with pa.OSFile(str(path), "wb") as file, new(file, many_rows().schema) as writer:
+        writer.write_table(many_rows(), max_chunksize=1000)
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "file.arrow", "stream.arrow"])
+def test_damage_anywhere_in_a_columnar_file_is_a_data_error_or_other_values(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    write_many(name, path)
+    sound = path.read_bytes()
+    assert len(read_rows(path)) == 5000
+    draw = random.Random(0)
+    messages = []
+    for cut in (0, 10, len(sound) // 2, len(sound) - 3):
+        path.write_bytes(sound[:cut])
+        with pytest.raises(DataError, match=name) as error:
+            read_rows(path)
+        messages.append(str(error.value))
+    for _ in range(3):
+        data = bytearray(sound)
+        for _ in range(300):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        path.write_bytes(data)
+        try:
+            read_rows(path)
+        except DataError as failure:
+            messages.append(str(failure))
+    assert all(message.startswith(f"data.path={path}") for message in messages)
+
+
+def test_a_reader_that_dies_costs_its_process_and_the_rows_before_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "stream.arrow"
+    write_many("stream.arrow", path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"stream\.arrow, row 2000 or one after it: not an Arrow file: "):
+        read_rows(path)
+
+
+def test_a_stream_ends_as_its_process_does() -> None:
+    assert b"".join(stream("tests.dying_readers:whole")) == b"whole"
+    for name, error, message in (
+        ("die_late", StreamError, r"died by signal 7 \(Bus error"),
+        ("raise_late", DataError, "no more"),
+        ("no_such", StreamError, "AttributeError"),
+    ):
+        pieces = stream(f"tests.dying_readers:{name}")
+        with pytest.raises(error, match=message):
+            list(pieces)
