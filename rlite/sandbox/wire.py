@@ -104,8 +104,13 @@ class Reader:
 
 def _value(text: bytes, raw: bytes) -> Any:
     try:
+        value = _decode(text.decode("ascii"))
+        if type(value) is list and not raw and text.find(b"[", 1) < 0 and b"{" not in text:  # most frames
+            if math.inf in value or -math.inf in value:
+                raise WireError("a number that no float holds")
+            return value
         unpacker = _Unpacker(raw)
-        value = unpacker.unpack(_decode(text.decode("ascii")), MAX_DEPTH)
+        value = unpacker.unpack(value, MAX_DEPTH)
     except WireError:
         raise
     except (ValueError, TypeError, KeyError, RecursionError) as error:  # also UnicodeError and JSONDecodeError

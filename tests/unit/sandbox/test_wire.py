@@ -78,6 +78,8 @@ def made(text: str | bytes, raw: bytes = b"") -> bytes:
         made("[" * 100 + "]" * 100),
         made("NaN"),
         made("1e999"),
+        made("[1,-1e999]"),
+        made("[[1e999]]"),
         made("1" * 5000),
         made('"é"'),
         made(b"\xff"),
