@@ -2,7 +2,9 @@
 
     hermes       <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number      Hermes, Qwen2.5, Qwen3
     llama3_json  {"name": ..., "parameters": {...}}, several with ";" between               Llama 3
-    mistral      [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]                      Mistral
+    xml          <tool_call><function=NAME><parameter=KEY>text</parameter>...               Qwen3-Coder, Qwen3.5
+    mistral      [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...],                     Mistral
+                 or [TOOL_CALLS]NAME[ARGS]{...}, any number
     pythonic     [name(argument=literal, ...), ...]                                         Llama 3.2 and 4
 
 A text that is not wholly in its format is no call at all: it stays text, unchanged.
@@ -14,11 +16,9 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from rlite.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,59 @@ class ToolCallFormat:
     """its marks may be special tokens, which decoding must not skip then"""
 
 
-def tool_call_format(form: str | ToolCallFormat | None, tokenizer: Any) -> ToolCallFormat:
-    """A format, one by its name, or (None) that which the tokenizer's chat template teaches. Raises: ConfigError."""
-    if form is None:
-        return find_format(str(getattr(tokenizer, "chat_template", None)))
-    if isinstance(form, ToolCallFormat):
-        return form
-    if not isinstance(form, str) or form not in FORMATS:
-        raise ConfigError(f"tool call format {form!r}: {did_you_mean(str(form), FORMATS)}")
-    return FORMATS[form]
+def typed(calls: Sequence[ToolCall], tools: Iterable[Mapping[str, Any]] | None) -> list[ToolCall]:
+    """Return the calls with texts turned into the values that the tools' schemas ask for, where they can be.
+
+    Formats in XML write every argument as text. A text for a parameter that may be a text stays one.
+    """
+    schemas: dict[Any, Any] = {}
+    for tool in tools or ():
+        function = tool.get("function", tool)
+        schemas[function.get("name")] = (function.get("parameters") or {}).get("properties") or {}
+    return [
+        ToolCall(
+            call.name,
+            {key: _typed(value, schemas.get(call.name, {}).get(key)) for key, value in call.arguments.items()},
+        )
+        for call in calls
+    ]
 
 
-def find_format(template: str) -> ToolCallFormat:
-    """The format that a chat template teaches; hermes if it teaches none."""
-    marks = {"[TOOL_CALLS]": "mistral", "<tool_call>": "hermes", "ipython": "llama3_json"}
-    return next((FORMATS[name] for mark, name in marks.items() if mark in template), FORMATS["hermes"])
+def _typed(value: Any, schema: Any) -> Any:
+    kinds = schema.get("type") if isinstance(schema, Mapping) else None
+    wanted = [kinds] if isinstance(kinds, str) else kinds
+    if not isinstance(value, str) or not wanted or "string" in wanted:
+        return value
+    text = {"True": "true", "False": "false", "None": "null"}.get(value.strip(), value)  # as Jinja writes them
+    try:
+        read = _json(text)
+    except (_NoCall, ValueError, RecursionError):
+        return value
+    return read if any(isinstance(read, JSON_TYPES.get(kind, ())) for kind in wanted) else value
+
+
+def template_format(tokenizer: Any, prompt: str) -> ToolCallFormat:
+    """Return the format of a tokenizer's own response template.
+
+    Args:
+        tokenizer: with a `response_template`.
+        prompt: the end of it is what the chat template opens an answer with.
+    """
+    field = tokenizer.response_template.get("fields", {}).get("tool_calls", {})
+    opened = field.get("open", ())
+    marks = (opened,) if isinstance(opened, str) else tuple(opened)
+    pattern = re.compile("|".join(map(re.escape, marks)) if marks else field.get("open_pattern", ""), re.DOTALL)
+
+    def read(text: str) -> tuple[str, list[ToolCall]]:
+        message = tokenizer.parse_response(text, prefix=prompt)
+        calls = [_call(call["function"], "arguments") for call in message.get("tool_calls") or ()]
+        found = pattern.search(text)
+        return (text[: found.start()] if found else text).rstrip(), calls
+
+    def num_settled(text: str) -> int:
+        return len(text[: num_before(text, marks)].rstrip()) if marks else 0
+
+    return ToolCallFormat("response_template", _parser(read), num_settled, shows_special_tokens=True)
 
 
 def numbered(calls: Sequence[ToolCall], numbers: Iterator[int]) -> list[dict[str, Any]]:
@@ -74,10 +112,23 @@ def numbered(calls: Sequence[ToolCall], numbers: Iterator[int]) -> list[dict[str
 
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 _HERMES_OPEN, _HERMES_CLOSE = "<tool_call>", "</tool_call>"
-_MISTRAL_OPEN = "[TOOL_CALLS]"
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_MISTRAL_OPEN, _MISTRAL_ID, _MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _LLAMA_OPEN = "<|python_tag|>"
 _MAX_LENGTH = 1 << 20
 """characters of a text in which calls are looked for"""
+
+
+JSON_TYPES: dict[str, Any] = {
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "null": type(None),
+    "array": list,
+    "object": dict,
+}
+"""JSON schema's types as Python has them"""
 
 
 class _NoCall(Exception):
@@ -91,7 +142,7 @@ def _parser(read: Callable[[str], tuple[str, list[ToolCall]]]) -> Callable[[str]
         try:
             content, calls = read(text)
         # deep nesting and numbers of thousands of digits are a model's doing, too
-        except (_NoCall, ValueError, SyntaxError, RecursionError, MemoryError):
+        except (_NoCall, ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError):
             return text, []
         return (content, calls) if calls else (text, [])
 
@@ -125,10 +176,34 @@ def _read_mistral(text: str) -> tuple[str, list[ToolCall]]:
     content, mark, rest = text.partition(_MISTRAL_OPEN)
     if not mark:
         raise _NoCall
+    if not rest.lstrip().startswith("["):
+        return content.rstrip(), [_read_named(part) for part in rest.split(_MISTRAL_OPEN)]
     values = _json(rest)
     if not isinstance(values, list):
         raise _NoCall
     return content.rstrip(), [_call(value, "arguments") for value in values]
+
+
+def _read_named(text: str) -> ToolCall:
+    """NAME[ARGS]{...} or NAME[CALL_ID]ID[ARGS]{...}."""
+    name, mark, arguments = text.partition(_MISTRAL_ARGUMENTS)
+    if not mark:
+        raise _NoCall
+    return _call({"name": name.partition(_MISTRAL_ID)[0].strip(), "arguments": _json(arguments)}, "arguments")
+
+
+def _read_xml(text: str) -> tuple[str, list[ToolCall]]:
+    content, *rest = text.split(_HERMES_OPEN)
+    calls = []
+    for part in rest:
+        body, _, after = part.partition(_HERMES_CLOSE)
+        function = _FUNCTION.fullmatch(body)
+        if function is None or _PARAMETER.sub("", function[2]).strip():
+            raise _NoCall
+        arguments = {match[1].strip(): match[2] for match in _PARAMETER.finditer(function[2])}
+        calls.append(_call({"name": function[1].strip(), "arguments": arguments}, "arguments"))
+        content += after
+    return content.rstrip(), calls
 
 
 def _read_pythonic(text: str) -> tuple[str, list[ToolCall]]:
@@ -210,6 +285,7 @@ FORMATS = {
     form.name: form
     for form in (
         ToolCallFormat("hermes", _parser(_read_hermes), _settled_before(_HERMES_OPEN)),
+        ToolCallFormat("xml", _parser(_read_xml), _settled_before(_HERMES_OPEN)),
         ToolCallFormat("llama3_json", _parser(_read_llama3), _settled_unless("{", _LLAMA_OPEN), True),
         ToolCallFormat("mistral", _parser(_read_mistral), _settled_before(_MISTRAL_OPEN), True),
         ToolCallFormat("pythonic", _parser(_read_pythonic), _settled_unless("["), False),

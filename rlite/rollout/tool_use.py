@@ -14,7 +14,8 @@ from rlite.errors import ConfigError, DataError
 from rlite.rollout.conversation import Conversation, History, check_history
 from rlite.rollout.rewards import RewardFunction
 from rlite.rollout.template import Message
-from rlite.rollout.tool_calls import ToolCallFormat, numbered, tool_call_format
+from rlite.rollout.tool_calls import ToolCallFormat, numbered, typed
+from rlite.rollout.tool_format import tool_call_format
 from rlite.rollout.tools import Toolbox
 from rlite.rollout.transcript import check_turns
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, prompt_ids, reward_arguments
@@ -49,7 +50,7 @@ class ToolUseWorkflow(RolloutWorkflow):
         chat_template_options: further keyword arguments for `apply_chat_template`.
         history: "tokens" or "template". See `Conversation`.
 
-    Raises: ConfigError for options out of range, and tools that are none.
+    Raises: ConfigError for options out of range, tools that are none, and a chat template whose calls cannot be read.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class ToolUseWorkflow(RolloutWorkflow):
         self.gconfig: GenerationHyperparameters = GenerationHyperparameters.from_mapping(gconfig)
         self.tokenizer = tokenizer
         self.max_turns = max_turns
-        self.tool_format = tool_call_format(tool_format, tokenizer)
+        self.tool_format = tool_call_format(tool_format, tokenizer, chat_template_options)
         self.chat_template_options = {**(chat_template_options or {}), "tools": self.toolbox.schemas}
         self._begin = partial(
             Conversation,
@@ -95,7 +96,8 @@ class ToolUseWorkflow(RolloutWorkflow):
         numbers = itertools.count(1)
         while (response := await conversation.ask(engine, self.gconfig)) is not None:
             first, last = first or response, response
-            content, calls = self.tool_format.parse(self._text(response))
+            content, found = self.tool_format.parse(self._text(response))
+            calls = typed(found, self.toolbox.schemas)
             answer = {"role": "assistant", "content": content if calls else conversation.answer}
             if not calls or conversation.transcript.num_turns == self.max_turns:
                 break

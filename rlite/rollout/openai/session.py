@@ -8,6 +8,7 @@ import itertools
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDict
@@ -24,7 +25,8 @@ from rlite.rollout.openai.requests import ModelRequest, parse_json, read_chat, r
 from rlite.rollout.openai.responses import Choice, Delta, Envelope
 from rlite.rollout.openai.text import TextStream
 from rlite.rollout.seeds import mix
-from rlite.rollout.tool_calls import ToolCallFormat, tool_call_format
+from rlite.rollout.tool_calls import ToolCallFormat
+from rlite.rollout.tool_format import tool_call_format
 from rlite.rollout.workflow import Tokenizer, context_length
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest
 
@@ -87,7 +89,8 @@ class AgentSession:
         """the longest request that is read"""
         if limit is not None:
             self.max_body_bytes = min(MAX_BODY_BYTES, max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * limit))
-        self._tool_format = tool_call_format(tool_format, tokenizer)
+        self._find_format = partial(tool_call_format, tool_format, tokenizer, chat_template_options)
+        self._tool_format = self._find_format() if tool_format is not None else None
         self._max_length = max_length
         self._is_sampling_fixed = is_sampling_fixed
         self._rid = uuid.uuid4().hex
@@ -148,6 +151,7 @@ class AgentSession:
         with _refused():
             request = read_chat(body, self.model, self._gconfig)
             assert request.messages is not None
+            self._check_format(request)
             prompt = self._prompts.chat(request.messages, request.tools, self.recording.turns)
         envelope = Envelope(f"chatcmpl-{uuid.uuid4().hex}", self.model, request, True, self._prompts.tokenizer)
         return Reply(request.is_stream, self._messages(request, prompt, envelope))
@@ -160,6 +164,16 @@ class AgentSession:
             prompt = self._prompts.text(request.prompt, self.recording.turns)
         envelope = Envelope(f"cmpl-{uuid.uuid4().hex}", self.model, request, False, self._prompts.tokenizer)
         return Reply(request.is_stream, self._messages(request, prompt, envelope))
+
+    def _check_format(self, request: ModelRequest) -> None:
+        """Know how calls are written before the first is asked for. Raises: ApiError; the failure is the run's."""
+        if not request.may_call or self._tool_format is not None:
+            return
+        try:
+            self._tool_format = self._find_format()
+        except ConfigError as error:
+            self.failure = error
+            raise ApiError(f"tools: {error}", param="tools", code="unsupported_value") from error
 
     async def _messages(
         self, request: ModelRequest, prompt: Prompt, envelope: Envelope
@@ -230,7 +244,7 @@ class AgentSession:
         if gconfig.seed is not None and index:
             gconfig = gconfig.new(seed=mix(gconfig.seed, index))
         form = self._tool_format if request.may_call else None
-        text = TextStream(self._prompts.tokenizer, gconfig.stop, form)
+        text = TextStream(self._prompts.tokenizer, gconfig.stop, form, request.tools)
         turn = Turn(
             id=envelope.id if request.num_choices == 1 else f"{envelope.id}:{index}",
             prompt_ids=prompt.token_ids,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from rlite.rollout.tool_calls import ToolCall, ToolCallFormat, num_before
+from rlite.rollout.tool_calls import ToolCall, ToolCallFormat, num_before, typed
 from rlite.rollout.workflow import Tokenizer
 
 
@@ -15,12 +16,20 @@ class TextStream:
         tokenizer: of the model.
         stops: the text ends before the first of them.
         form: how calls of tools are written; None looks for none.
+        tools: schemas, by which arguments that are written as text get their types.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), form: ToolCallFormat | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        form: ToolCallFormat | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._form = form
+        self._tools = tools
         self._skips = form is None or not form.shows_special_tokens
         self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
         self._tokens: list[int] = []
@@ -49,7 +58,7 @@ class TextStream:
     def finish(self) -> tuple[str, list[ToolCall], str]:
         """After the last token: the content, the calls, and the content that has not been handed out."""
         content, calls = (self.text, []) if self._form is None else self._form.parse(self.text)
-        return content, calls, self._send(content)
+        return content, typed(calls, self._tools), self._send(content)
 
     def _send(self, text: str) -> str:
         settled, self._sent = text[self._sent :], max(self._sent, len(text))

@@ -14,7 +14,8 @@ from rlite.errors import ConfigError, DataError
 from rlite.rollout.openai.export import Style, check_style
 from rlite.rollout.openai.session import AgentSession
 from rlite.rollout.reward_process import as_number
-from rlite.rollout.tool_calls import ToolCallFormat, tool_call_format
+from rlite.rollout.tool_calls import ToolCallFormat
+from rlite.rollout.tool_format import tool_call_format
 from rlite.rollout.transcript import check_turn_discount
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
 from rlite.types import AsyncInference, GenerationHyperparameters
@@ -72,6 +73,8 @@ class AgentWorkflow(RolloutWorkflow):
         if turn_discount is not None:
             check_turn_discount(turn_discount)
         check_style(style)
+        if tool_format is not None:
+            tool_format = tool_call_format(tool_format, tokenizer, chat_template_options)
         self.agent = agent
         self.gconfig: GenerationHyperparameters = GenerationHyperparameters.from_mapping(gconfig)
         self.tokenizer = tokenizer
@@ -80,7 +83,7 @@ class AgentWorkflow(RolloutWorkflow):
         self._session = partial(
             AgentSession,
             model=model,
-            tool_format=tool_call_format(tool_format, tokenizer),
+            tool_format=tool_format,
             chat_template_options=chat_template_options,
             max_length=max_length,
             is_sampling_fixed=is_sampling_fixed,

@@ -8,11 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.errors import ConfigError
-from rlite.rollout.tool_calls import FORMATS, ToolCall, find_format, tool_call_format
+from rlite.rollout.tool_calls import FORMATS, ToolCall, typed
 
 ADD = ToolCall("add", {"a": 1, "b": [2, {"c": None}]})
+SCHEMAS = [{"name": "add", "parameters": {"properties": {"a": {"type": "integer"}, "b": {"type": "array"}}}}]
 ASK = ToolCall("web.search", {"query": 'what "is" </this>; \\d?'})
+
+
+def as_text(value):
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def written(name: str, calls: list[ToolCall]) -> str:
@@ -20,6 +24,15 @@ def written(name: str, calls: list[ToolCall]) -> str:
     if name == "hermes":
         bodies = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in calls]
         return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+    if name == "xml":
+        bodies = [
+            "".join(f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in call.arguments.items())
+            for call in calls
+        ]
+        return "\n".join(
+            f"<tool_call>\n<function={call.name}>\n{body}</function>\n</tool_call>"
+            for call, body in zip(calls, bodies, strict=True)
+        )
     if name == "llama3_json":
         return "; ".join(json.dumps({"name": call.name, "parameters": call.arguments}) for call in calls)
     if name == "mistral":
@@ -30,13 +43,15 @@ def written(name: str, calls: list[ToolCall]) -> str:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_are_read_in_their_order_with_their_values(name):
-    assert FORMATS[name].parse(written(name, [ADD, ASK])) == ("", [ADD, ASK])
-    assert FORMATS[name].parse(written(name, [ADD])) == ("", [ADD])
+    for calls in ([ADD, ASK], [ADD]):
+        content, found = FORMATS[name].parse(written(name, calls))
+        assert (content, typed(found, SCHEMAS)) == ("", calls)
 
 
-@pytest.mark.parametrize("name", ["hermes", "mistral"])
+@pytest.mark.parametrize("name", ["hermes", "mistral", "xml"])
 def test_what_is_said_before_the_calls_is_content(name):
-    assert FORMATS[name].parse("Let me see.\n\n" + written(name, [ADD])) == ("Let me see.", [ADD])
+    content, calls = FORMATS[name].parse("Let me see.\n\n" + written(name, [ADD]))
+    assert (content, typed(calls, SCHEMAS)) == ("Let me see.", [ADD])
 
 
 def test_a_call_whose_closing_mark_is_missing_counts():
@@ -60,6 +75,11 @@ def test_a_call_whose_closing_mark_is_missing_counts():
         ("llama3_json", '{"name": "add", "parameters": {}} and so on'),
         ("llama3_json", "{" * 100_000),
         ("mistral", '[TOOL_CALLS] {"name": "add"}'),
+        ("mistral", "[TOOL_CALLS]add"),
+        ("mistral", "[TOOL_CALLS]add[ARGS]1"),
+        ("xml", "<tool_call><function=add><parameter=a>1</function></tool_call>"),
+        ("xml", "<tool_call><function=add>1</function></tool_call>"),
+        ("xml", "<tool_call>add</tool_call>"),
         ("mistral", '[{"name": "add", "arguments": {}}]'),
         ("pythonic", "[add(1, 2)]"),
         ("pythonic", "[add(**x)]"),
@@ -123,7 +143,7 @@ arguments = st.dictionaries(
 )
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"xml"}))
 @given(values=arguments)
 def test_every_json_value_survives(name, values):
     call = ToolCall("lookup", json.loads(json.dumps(values)))
@@ -133,13 +153,19 @@ def test_every_json_value_survives(name, values):
     assert FORMATS[name].parse(text) == ("", [call])
 
 
-def test_a_template_says_which_format_it_teaches():
-    assert find_format("... [TOOL_CALLS] ...").name == "mistral"
-    assert find_format("{{ '<tool_call>' }}").name == "hermes"
-    assert find_format("<|start_header_id|>ipython<|end_header_id|>").name == "llama3_json"
-    assert find_format("{{ message }}").name == "hermes"
-    with pytest.raises(ConfigError, match="did you mean 'hermes'"):
-        tool_call_format("herms", None)
-    with pytest.raises(ConfigError, match="tool call format 5: known: hermes"):
-        tool_call_format(5, None)
-    assert tool_call_format(FORMATS["mistral"], None) is FORMATS["mistral"]
+def test_mistrals_newer_calls_name_the_function_before_its_arguments():
+    calls = [ToolCall("add", {"a": 1}), ToolCall("now", {})]
+    assert FORMATS["mistral"].parse('Hm. [TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}') == ("Hm.", calls)
+    assert FORMATS["mistral"].parse('[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1}') == ("", calls[:1])
+
+
+def test_texts_become_what_the_schema_asks_for_if_they_can():
+    kinds = {"i": "integer", "n": "number", "b": "boolean", "o": ["object", "null"], "s": "string", "u": None}
+    tools = [{"function": {"name": "f", "parameters": {"properties": {k: {"type": v} for k, v in kinds.items()}}}}]
+    values = {"i": " 3 ", "n": "2.5", "b": "True", "o": "None", "s": "3", "u": "3", "x": "3"}
+    assert typed([ToolCall("f", values)], tools) == [
+        ToolCall("f", {"i": 3, "n": 2.5, "b": True, "o": None, "s": "3", "u": "3", "x": "3"})
+    ]
+    for wrong in ({"i": "three"}, {"i": "3.5"}, {"o": "[1]"}, {"n": "NaN"}):
+        assert typed([ToolCall("f", wrong)], tools) == [ToolCall("f", wrong)]
+    assert typed([ToolCall("g", {"i": "3"})], None) == [ToolCall("g", {"i": "3"})]
