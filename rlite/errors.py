@@ -8,7 +8,12 @@ A message says what was expected, what was found, where, and what to do.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import errno
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class RliteError(Exception):
@@ -43,6 +48,10 @@ class ResidencyError(RliteError, RuntimeError):
 
 class WeightSyncError(RliteError, RuntimeError):
     """Weights could not be moved whole; the target must not be used until a sync succeeds."""
+
+
+class StorageError(RliteError, OSError):
+    """A file could not be written: a full disk, a quota, a limit."""
 
 
 class CheckpointError(RliteError, RuntimeError):
@@ -85,6 +94,34 @@ class CallTimeout(RliteError, TimeoutError):
 
 class RemoteTraceback(RliteError):
     """The cause of an exception that was raised in a worker: the worker's name and its traceback, as text."""
+
+
+_NO_ROOM = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file is larger than this process may write (ulimit -f) or than the file system can hold",
+}
+
+
+def why_not_written(error: BaseException) -> str:
+    """Say why a write failed. A full disk, a used-up quota and a limit of file sizes are named."""
+    cause: BaseException | None = error
+    while cause is not None:
+        told = re.search(r"os error (\d+)", str(cause))
+        number = cause.errno if isinstance(cause, OSError) else int(told[1]) if told else None
+        if number in _NO_ROOM:
+            return f"{_NO_ROOM[number]} ({os.strerror(number)})"
+        cause = cause.__cause__ or cause.__context__
+    return str(error)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise StorageError, naming the path, for what cannot be written inside."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path}: could not be written: {why_not_written(error)}") from error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

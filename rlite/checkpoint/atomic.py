@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ Record = dict[str, Any]
 def staging(path: Path) -> Path:
     """An empty folder beside `path` to write into."""
     folder = path.with_name(f".{path.name}.writing")
-    shutil.rmtree(folder, ignore_errors=True)
+    discard(folder)
     folder.mkdir(parents=True)
     return folder
 
@@ -64,11 +65,14 @@ def seal(folder: Path, facts: Mapping[str, Any], known: Mapping[str, Record] | N
 
 
 def publish(folder: Path, path: Path) -> None:
-    """Rename `folder` to `path`; what was there before is there until then, and is removed after."""
-    if path.exists():
+    """Rename `folder` to `path`; what was there before is there until then, and is removed after.
+
+    A link there is replaced; what it points to stays as it is.
+    """
+    if os.path.lexists(path):
         if not _exchange(folder, path):  # then there is a moment without either
             old = path.with_name(f".{path.name}.replaced")
-            shutil.rmtree(old, ignore_errors=True)
+            discard(old)
             path.rename(old)
             folder.rename(path)
             folder = old
@@ -77,7 +81,16 @@ def publish(folder: Path, path: Path) -> None:
         folder = path
     _sync(path.parent)
     if folder != path:
-        shutil.rmtree(folder, ignore_errors=True)
+        discard(folder)
+
+
+def discard(path: Path) -> None:
+    """Delete a folder with all that is in it, or a link or file; as far as it is there and can be deleted."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def verify(path: Path) -> dict[str, Any]:

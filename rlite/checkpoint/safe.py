@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from rlite.errors import CheckpointError, DamagedCheckpointError
+from rlite.errors import CheckpointError, DamagedCheckpointError, why_not_written
 
 METADATA = "metadata.json"
 """which part of which tensor is where"""
@@ -76,6 +76,13 @@ class _Place:
 
 class JsonWriter(FileSystemWriter):
     """torch's writer with its table of contents in `metadata.json`."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part. Raises: OSError that says why, of which torch tells a position in the file alone."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise OSError(why_not_written(error)) from None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the table."""

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from rlite.checkpoint.atomic import hash_files, publish, seal
 from rlite.checkpoint.randomness import random_state, set_random_state
 from rlite.checkpoint.safe import JsonReader, JsonWriter, PlainLoadPlanner, load_values
-from rlite.errors import CheckpointError
+from rlite.errors import CheckpointError, why_not_written
 from rlite.parallel.arena import HostMemory
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
@@ -127,7 +127,7 @@ def _write_own(own: dict[str, Any], folder: Path, rank: int) -> dict[str, Any] |
             os.fsync(stream.fileno())
         return hash_files(folder, [file.name, *(part.name for part in folder.glob(f"__{rank}_*"))])
     except (OSError, RuntimeError) as error:  # torch.save makes either of a full disk
-        return str(error)
+        return why_not_written(error)
 
 
 def load(
@@ -180,8 +180,8 @@ def load(
 def _reason(error: BaseException) -> str:
     """What went wrong on which ranks, without their tracebacks."""
     if not isinstance(error, CheckpointException):
-        return str(error)
-    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
+        return why_not_written(error)
+    return "; ".join(f"rank {rank}: {why_not_written(failure[0])}" for rank, failure in sorted(error.failures.items()))
 
 
 def _shared(module: nn.Module, optimizer: torch.optim.Optimizer | None, gradients: list[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,15 @@ class ShuffledOrder:
         return int(self._permutation[offset])
 
 
+def check_content(state: Mapping[str, Any], digest: str) -> None:
+    """Raise CheckpointError if a state holds the digest of other data. States of earlier versions hold none."""
+    if state.get("content", digest) != digest:
+        raise CheckpointError(
+            "the checkpoint was made with as many items of data, but with another content or in another order: resume "
+            "with the same data, tokenizer and max_length, or start anew from the weights"
+        )
+
+
 class BatchLoader:
     """Shuffled batches of token rows, epoch by epoch.
 
@@ -87,6 +97,7 @@ class BatchLoader:
         self._batch_size = batch_size
         self._num_epochs = n_epochs
         self._order = ShuffledOrder(len(rows), seed)
+        self._content = cache(rows.digest)
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -113,10 +124,11 @@ class BatchLoader:
         while self._order.epoch < self._num_epochs:
             yield self._rows.batch(self._order.take(min(self._batch_size, self._order.left_in_epoch)))
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the loader is, as a few numbers."""
-        return self._order.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is, as a few numbers, and a digest of the data."""
+        return {**self._order.state_dict(), "content": self._content()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where another loader was. Raises: CheckpointError if the number of items differs."""
+        """Go on from where another loader was. Raises: CheckpointError if its data was other data."""
         self._order.load_state_dict(state)
+        check_content(state, self._content())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 from rlite.data.chat import check_messages
-from rlite.data.loader import ShuffledOrder
+from rlite.data.loader import ShuffledOrder, check_content
 from rlite.data.tables import check_text
 from rlite.errors import ConfigError, DataError
 
@@ -48,6 +51,7 @@ class PromptStream:
         self._rows = rows
         self._batch_size = batch_size
         self._order = ShuffledOrder(len(rows), seed)
+        self._content = cache(partial(rows_digest, rows))
 
     @property
     def position(self) -> int:
@@ -62,10 +66,20 @@ class PromptStream:
         """The next `batch_size` rows, or `count` of them; a batch may span two epochs."""
         return [self._rows[number] for number in self._order.take(self._batch_size if count is None else count)]
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the stream is, as a few numbers."""
-        return self._order.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream is, as a few numbers, and a digest of the rows."""
+        return {**self._order.state_dict(), "content": self._content()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where another stream was. Raises: CheckpointError if the number of rows differs."""
+        """Go on from where another stream was. Raises: CheckpointError if its rows were other rows."""
         self._order.load_state_dict(state)
+        check_content(state, self._content())
+
+
+def rows_digest(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a hash of the rows in their order. Of values that JSON cannot hold it knows the type alone."""
+    digest = hashlib.sha256()
+    for row in rows:
+        text = json.dumps(dict(row), skipkeys=True, default=lambda value: type(value).__name__)
+        digest.update(f"{text}\n".encode())
+    return digest.hexdigest()

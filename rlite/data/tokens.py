@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,15 @@ class TokenRows:
     def lengths(self) -> np.ndarray:
         """int64 [N]: tokens of each row."""
         return np.diff(self.starts)
+
+    def digest(self) -> str:
+        """Return a hash of all tokens, masks and further keys in their order."""
+        digest = hashlib.sha256()
+        arrays = {"input_ids": self.input_ids, "loss_mask": self.loss_mask, "starts": self.starts, **self.per_row}
+        for name, values in arrays.items():
+            digest.update(f"{name} {values.dtype} {values.shape}".encode())
+            digest.update(np.ascontiguousarray(values).data)
+        return digest.hexdigest()
 
     def batch(self, items: Sequence[int]) -> TensorDict:
         """A right-padded batch of these items, their rows side by side in this order.

@@ -22,7 +22,7 @@ from rlite.data.packs import check_batch, companions, sequence_lengths
 from rlite.dispatch import cuts_sequences, gather, gather_of, plan_shares, scatter
 from rlite.engine.base import Engine, Weights
 from rlite.engine.weight_sync import OnInflight, SyncReport, sync_weights
-from rlite.errors import CheckpointError, ConfigError, DataError, RliteError
+from rlite.errors import CheckpointError, ConfigError, DataError, RliteError, why_not_written
 from rlite.nn.base import BaseTrainModule, is_on_meta
 from rlite.nn.huggingface import local_checkpoint
 from rlite.nn.liger import check_liger
@@ -363,9 +363,10 @@ class RliteTrainEngine(Engine):
         final = Path(path).absolute()
         try:
             folder = staging(final)
-            torch.save({"random": random_state(), "kept": dict(kept or {})}, folder / DRIVER_STATE)
+            with (folder / DRIVER_STATE).open("wb") as file:
+                torch.save({"random": random_state(), "kept": dict(kept or {})}, file)
         except (OSError, RuntimeError) as error:  # torch.save makes either of a full disk
-            raise CheckpointError(f"{final}: could not be written: {error}") from error
+            raise CheckpointError(f"{final}: could not be written: {why_not_written(error)}") from error
         self._writing = StateWriting(final, self.group)
         known = {"module": type(self.module).__name__, **facts}
         self.group.broadcast("save_state", str(folder), str(final), known, asynchronous)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
+from rlite.errors import ConfigError, UnknownOptionError, did_you_mean, writing
 
 
 class MetricSink(Protocol):
@@ -56,20 +56,18 @@ class JsonlSink:
         self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line. Raises: ConfigError for a metric named `step`."""
+        """Append one line. Raises: ConfigError for a metric named `step`; StorageError."""
         if "step" in metrics:
             raise ConfigError("a metric cannot be named 'step': that key holds the step's number")
         row = {"step": step, **{key: _jsonable(value) for key, value in metrics.items()}}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with writing(self.path):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
 
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps, which an exact resume is going to write again."""
         self._file.close()
-        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= step]
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        os.replace(partial, self.path)
+        drop_later_lines(self.path, step)
         self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
@@ -156,6 +154,24 @@ def _opener(name: str) -> Any:
         raise ConfigError(
             f"metric sink {name!r} needs the package {entry.extra}: pip install 'rlite[{entry.extra}]'"
         ) from error
+
+
+def drop_later_lines(path: Path, step: int) -> None:
+    """Rewrite a JSONL file without the lines of later steps, and without what a kill or a full disk left of others."""
+    with path.open("rb") as file:
+        kept = [line for line in file if (found := _step_of(line)) is not None and found <= step]
+    partial = path.with_name(f"{path.name}.partial")  # a kill in here must not lose them
+    with writing(path):
+        partial.write_bytes(b"".join(kept))
+        os.replace(partial, path)
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a whole line; None for half of one, which may end inside a character."""
+    try:
+        return json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 def _jsonable(value: float) -> float | int | str:

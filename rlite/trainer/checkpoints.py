@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlite.checkpoint.atomic import MANIFEST, is_sound, verify
+from rlite.checkpoint.atomic import MANIFEST, discard, is_sound, verify
 from rlite.engine.train import RliteTrainEngine, StateWriting
 from rlite.errors import CheckpointError, DamagedCheckpointError
 
@@ -175,7 +174,7 @@ class Checkpoints:
             if step > self._good and step in self._own:
                 for folder in [path, *self._folder.glob(f"{path.name}-*")]:
                     renamed = folder.with_name(folder.name.replace("step-", "diverged-", 1))
-                    shutil.rmtree(renamed, ignore_errors=True)
+                    discard(renamed)
                     folder.rename(renamed)
                 aside.append(path.with_name(f"diverged-{step}"))
         left = _steps(self._folder)
@@ -194,7 +193,7 @@ class Checkpoints:
             if not path.with_name(path.name.rpartition("-")[0]).exists():
                 _remove(path)
         for left in self._folder.glob(".step-*"):  # by a run that was killed while it wrote or deleted
-            shutil.rmtree(left, ignore_errors=True)
+            discard(left)
 
     def _delete(self, path: Path) -> None:
         """A checkpoint and what belongs to it, as far as it is there."""
@@ -223,6 +222,6 @@ def _is_whole(path: Path, names: Iterable[str]) -> bool:
 
 def _remove(path: Path) -> None:
     renamed = path.with_name(f".{path.name}.deleted")  # half of one must not count
-    shutil.rmtree(renamed, ignore_errors=True)
+    discard(renamed)
     path.rename(renamed)
-    shutil.rmtree(renamed)
+    discard(renamed)

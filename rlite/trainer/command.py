@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from rlite.errors import RliteError
+from rlite.errors import RliteError, why_not_written
 from rlite.trainer.interruption import INTERRUPTION, Terminated
 
 
@@ -22,6 +22,10 @@ def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[st
         # what a worker raised has its traceback there
         details = f"{error.__cause__}" if type(error.__cause__).__name__ == "RemoteTraceback" else ""
         sys.exit(f"rlite {name}: {type(error).__name__}: {error}{details}")
+    except OSError as error:
+        if (reason := why_not_written(error)) == str(error):
+            raise
+        sys.exit(f"rlite {name}: {reason}{f': {error.filename}' if error.filename else ''}")
     except Terminated:
         _leave(name, "SIGTERM", 143)
     except KeyboardInterrupt:

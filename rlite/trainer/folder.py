@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rlite.checkpoint.atomic import discard
 from rlite.errors import ConfigError
 
 CONFIG = "config.yaml"
@@ -68,10 +68,7 @@ def checkpoint_to_load(
 def clear(folder: Path) -> None:
     """Delete the models and checkpoints of the run that is overwritten; opening its metrics replaces them."""
     for path in (folder / "state", folder / "best", folder / "latest", *folder.glob("*_latest")):
-        if path.is_symlink():
-            path.unlink()
-        elif path.is_dir():
-            shutil.rmtree(path)
+        discard(path)
 
 
 def _differences(file: Path, options: Mapping[str, Any], load_ckpt_from: str | None) -> list[str]:

@@ -23,7 +23,7 @@ from rlite import config
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream, check_prompts
 from rlite.data.tables import read_rows
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, writing
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.environments import environment_workflow
@@ -217,7 +217,8 @@ class PpoTrainer:
     def _sample_rollouts(self, batch: TensorDict, count: int = 4) -> None:
         """Append a few of the step's rollouts to rollouts.jsonl."""
         tokenizer = self.engines.rollout.tokenizer
-        with (self.run.folder / "rollouts.jsonl").open("a", encoding="utf-8") as file:
+        path = self.run.folder / "rollouts.jsonl"
+        with writing(path), path.open("a", encoding="utf-8") as file:
             for row in batch[:count]:
                 ids = row["input_ids"][row["attention_mask"].bool()]
                 first = int(row["loss_mask"].int().argmax())  # of what was generated; environments answer in between

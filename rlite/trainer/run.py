@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import logging
 import math
 import sys
@@ -15,10 +14,10 @@ from typing import Any
 
 from rlite import config
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CheckpointError, ConfigError, DivergedError
+from rlite.errors import CheckpointError, ConfigError, DivergedError, why_not_written
 from rlite.observability import stats_tracker, trace
 from rlite.observability.console import ConsoleReporter
-from rlite.observability.sinks import Run, open_sinks
+from rlite.observability.sinks import Run, drop_later_lines, open_sinks
 from rlite.trainer.checkpoints import NO_ENGINES, Checkpoints
 from rlite.trainer.divergence import WATCHED, DivergenceWatch
 from rlite.trainer.folder import begins_anew, checkpoint_to_load, clear
@@ -147,7 +146,9 @@ class TrainingRun:
                 clear(self.folder)
             config.save(self._config, self.folder / "config.yaml")
         except OSError as error:
-            raise ConfigError(f"trainer.save_dir={self.folder}: cannot be written to: {error.strerror}") from error
+            raise ConfigError(
+                f"trainer.save_dir={self.folder}: cannot be written to: {why_not_written(error)}"
+            ) from error
         options = self._options
         self._sinks = open_sinks(
             options.sinks,
@@ -202,11 +203,7 @@ class TrainingRun:
         """Forget the samples of steps that a resumed run makes again, and of an earlier run in this folder."""
         path = self.folder / "rollouts.jsonl"
         if path.exists():
-            *lines, _ = path.read_text(encoding="utf-8").split("\n")  # what follows the last newline was cut off
-            kept = [line for line in lines if json.loads(line)["step"] <= self.step]
-            partial = path.with_name(f"{path.name}.partial")  # a kill in here must not lose them
-            partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-            partial.replace(path)
+            drop_later_lines(path, self.step)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of the step that has just ended.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 import shutil
 import threading
 import time
@@ -346,6 +347,29 @@ def steps_until_it_is_heard(checkpoints: Checkpoints) -> None:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("step-*"))
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("num_bytes", [500, 3_000, 50_000], ids=["driver.pt", "rank-0.pt", "__0_0.distcp"])
+def test_a_limit_of_file_sizes_is_named(build: Build, tmp_path: Path, num_bytes: int) -> None:
+    engine = build()
+    engine.save_state(tmp_path / "state", step=1)
+    expected = engine.state_dict()
+    for write in (engine.save_state, engine.save):
+        path = tmp_path / ("state" if write == engine.save_state else "latest")
+        with files_of_at_most(num_bytes), pytest.raises(CheckpointError, match=rf"{path}: could not.*\(ulimit -f\)"):
+            write(path)
+    assert engine.load_state(tmp_path / "state")["step"] == 1
+    assert same(engine.state_dict(), expected)
 
 
 def test_another_model_under_the_same_name_is_refused_and_changes_nothing(build: Build, tmp_path: Path) -> None:

@@ -298,6 +298,12 @@ def test_a_checkpoint_of_other_data_is_refused(model: str, tmp_path: Path, sessi
     other.run.loader = BatchLoader(token_rows("sft", 100, seed=0), 32, seed=42)
     with pytest.raises(CheckpointError, match=r"256 items of data; now there are 100"):
         other.fit()
+    rlite.shutdown()
+    rlite.init(num_devices=1, num_threads=1)
+    other = trainer("sft", model, tmp_path, "trainer.load_ckpt_from=latest")
+    other.run.loader = BatchLoader(token_rows("sft", 256, seed=1), 32, seed=42)
+    with pytest.raises(CheckpointError, match=r"as many items of data, but with another content"):
+        other.fit()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from rlite.cluster.host import WorkerContext
 from rlite.data.packs import companions, pack, unpack
 from rlite.engine.base import Backend, Part
 from rlite.engine.fsdp2.options import Fsdp2Options
-from rlite.errors import CheckpointError, ConfigError
+from rlite.errors import CheckpointError, ConfigError, why_not_written
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, exported_class, local_checkpoint
 from rlite.nn.liger import use_liger_kernels
@@ -352,7 +352,7 @@ class Fsdp2Worker:
             if self._context.rank == 0:
                 self._write(Path(path), served, trained)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: could not be written: {error}") from error
+            raise CheckpointError(f"{path}: could not be written: {why_not_written(error)}") from error
         finally:  # gathering is a collective: a full disk on rank 0 must not leave its peers in one
             for _ in served:
                 pass

@@ -94,3 +94,18 @@ def test_a_model_larger_than_a_file_is_split_with_an_index(tmp_path: Path, monke
     assert len(set(index["weight_map"].values())) == 3
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / "model" / file)[name], tensors[name])
+
+
+@pytest.mark.parametrize("is_dangling", [False, True])
+def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path, is_dangling: bool) -> None:
+    path, target = tmp_path / "latest", tmp_path / "base model"
+    if not is_dangling:
+        target.mkdir()
+        (target / "file").write_text("precious")
+    path.symlink_to(target)
+    for text in ("first", "second"):
+        write(path, text)
+        assert not path.is_symlink()
+        assert (path / "deep" / "file").read_text() == text
+    assert is_dangling or (target / "file").read_text() == "precious"
+    assert {child.name for child in tmp_path.iterdir()} == {"latest"} | (set() if is_dangling else {"base model"})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlite.data.prompts import PromptStream, check_prompts
-from rlite.errors import DataError
+from rlite.errors import CheckpointError, DataError
 
 MESSAGES = [{"role": "user", "content": "a"}]
 
@@ -47,3 +47,17 @@ def test_a_stream_deals_every_row_once_per_epoch_and_goes_on_from_a_position() -
     again = PromptStream(rows, 3, seed=2)
     again.load_state_dict(resumed.state_dict())
     assert [row["prompt"] for row in again.next()] == dealt[9:12]
+
+
+def test_a_stream_of_other_rows_is_refused_and_one_of_the_same_goes_on() -> None:
+    rows = [{"prompt": str(number), "extra_info": {"at": object(), 3: number}} for number in range(6)]
+    stream = PromptStream(rows, 2, seed=0)
+    stream.next()
+    state = stream.state_dict()
+    same = PromptStream([{**row, "extra_info": {"at": object(), 3: row["extra_info"][3]}} for row in rows], 2, seed=0)
+    same.load_state_dict(state)
+    assert same.position == 2
+    for others in ([{**rows[0], "prompt": "x"}, *rows[1:]], rows[::-1]):
+        with pytest.raises(CheckpointError, match="another content"):
+            PromptStream(others, 2, seed=0).load_state_dict(state)
+    PromptStream(rows[::-1], 2, seed=0).load_state_dict({key: state[key] for key in state if key != "content"})

@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from rlite.errors import ConfigError, UnknownOptionError
-from rlite.observability.sinks import JsonlSink, MetricSinks, Run, open_sinks
+from rlite.errors import ConfigError, StorageError, UnknownOptionError
+from rlite.observability.sinks import JsonlSink, MetricSinks, Run, drop_later_lines, open_sinks
 
 
 def read(path: Path) -> list[dict]:
@@ -128,3 +129,29 @@ def test_a_sink_that_fails_to_close_does_not_keep_the_others_open() -> None:
     with pytest.raises(OSError, match="disk full"):
         MetricSinks(sinks).close()
     assert all(sink.closed for sink in sinks)
+
+
+def test_lines_that_are_cut_anywhere_cost_themselves_alone(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    whole = [
+        json.dumps({"step": step, "text": "äß\u2028漢"}, ensure_ascii=False).encode() + b"\n" for step in range(1, 5)
+    ]
+    for end in range(1, len(whole[2])):
+        path.write_bytes(b"".join([*whole[:2], whole[2][:end]]))
+        drop_later_lines(path, 9)
+        assert path.read_bytes() == b"".join(whole[:2])
+    path.write_bytes(b"".join([whole[0], whole[2][:20], b"\n", b"\xff\n", b"3\n", *whole[1:]]))
+    drop_later_lines(path, 3)
+    assert path.read_bytes() == b"".join(whole[:3])
+
+
+def test_a_limit_of_file_sizes_is_named_with_the_file(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        with pytest.raises(StorageError, match=r"metrics\.jsonl: could not be written: .*\(ulimit -f\)"):
+            sink.log(1, {"loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    sink.close()

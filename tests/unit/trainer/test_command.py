@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
@@ -29,6 +30,15 @@ def test_an_error_of_ours_is_one_line(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as ended:
         run("sft", main, [])
     assert ended.value.code == "rlite sft: ConfigError: data.path=missing.json: no such file"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT])
+def test_a_full_disk_is_named_wherever_it_is_met(number: int) -> None:
+    def main(arguments: object) -> None:
+        raise OSError(number, "?", "rows.arrow")
+
+    with pytest.raises(SystemExit, match=r"rlite sft: (the disk is full|the disk quota|a file is larger).*rows\.arrow"):
+        run("sft", main, [])
 
 
 def test_an_error_of_others_keeps_its_traceback() -> None:
