@@ -42,6 +42,20 @@ _NULLS = ("null", "none", "~")
 _BOOLS = {"true": True, "false": False}
 
 
+class Interpolated(str):
+    """A text that was given as an interpolation: its value, which remembers its `source`."""
+
+    source: str
+
+    def __new__(cls, value: str, source: str) -> Interpolated:
+        text = super().__new__(cls, value)
+        text.source = source
+        return text
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return str(self), self.source
+
+
 def load(cls: type[C], argv: Sequence[str], *, aliases: Mapping[str, str] | None = None) -> C:
     """Read `cls` from `--config FILE.yaml` (repeatable, later ones win) and, winning over files, `a.b.c=value`.
 
@@ -67,7 +81,10 @@ def from_mapping(cls: type[C], given: Mapping[str, Any]) -> C:
 
 
 def save(config: Any, path: str | Path) -> None:
-    """Write a config as yaml that `load` reads back as an equal one. The file appears whole or not at all."""
+    """Write a config as yaml that `load` reads back as an equal one. The file appears whole or not at all.
+
+    Texts that were given as interpolations (`${oc.env:KEY}`) are written as they were given, not as their values.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -76,7 +93,7 @@ def save(config: Any, path: str | Path) -> None:
 
 
 def to_container(config: Any) -> Any:
-    """A config as nested dicts and lists of plain values."""
+    """A config as nested dicts and lists of plain values; interpolated texts as they were given, so without secrets."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {f.name: to_container(getattr(config, f.name)) for f in dataclasses.fields(config) if f.init}
     if isinstance(config, Mapping):
@@ -85,6 +102,8 @@ def to_container(config: Any) -> Any:
         return [to_container(value) for value in config]
     if isinstance(config, enum.Enum):
         return config.name
+    if isinstance(config, Interpolated):
+        return config.source
     if isinstance(config, Path):
         config = str(config)
     return config.replace("${", r"\${") if isinstance(config, str) else config
@@ -181,10 +200,31 @@ def _resolved(cls: type, tree: DictConfig) -> dict[str, Any]:
 
 
 def _restrict(values: Any, shape: Any) -> Any:
-    """`values` without the keys that `shape` lacks; what a file left open stays open, whatever the default."""
+    """`values` without the keys that `shape` lacks; what a file left open stays open, whatever the default.
+
+    Texts that `shape` interpolates remember it.
+    """
     if isinstance(values, dict) and isinstance(shape, dict):
         return {key: _restrict(values[key], shape[key]) for key in shape}
-    return shape if isinstance(shape, str) and shape == "???" else values
+    if isinstance(values, list) and isinstance(shape, list):
+        return [_restrict(value, item) for value, item in zip(values, shape, strict=True)]
+    if not isinstance(shape, str):
+        return values
+    if shape == "???":
+        return shape
+    return _remembering(values, shape) if "${" in shape else values
+
+
+def _remembering(value: Any, source: str) -> Any:
+    """What an interpolation stands for; of a group or a list (`${group}`) each text remembers its own place there."""
+    if isinstance(value, (dict, list)):
+        whole = source.removesuffix("}").rstrip()
+        if whole.startswith("${."):  # relative to where it stands, which is one level further down from here on
+            whole = "${." + whole.removeprefix("${")
+        if isinstance(value, dict):
+            return {key: _remembering(item, f"{whole}.{key}}}") for key, item in value.items()}
+        return [_remembering(item, f"{whole}[{place}]}}") for place, item in enumerate(value)]
+    return Interpolated(value, source) if isinstance(value, str) else value
 
 
 def _from_text(cls: type, key: str, text: str) -> Any:
@@ -511,6 +551,8 @@ def _show(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, Interpolated):
+        return value.source
     return value if isinstance(value, str) else repr(value)
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import enum
+import pickle
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.config import describe, from_mapping, inherit, load, save
+from rlite.config import describe, from_mapping, inherit, load, save, to_container
 from rlite.errors import ConfigError, UnknownOptionError
 
 
@@ -107,6 +109,29 @@ def test_a_group_can_be_left_out_and_switched_off(tmp_path: Path) -> None:
     assert load(Run, ["--config", recipe]).sampling == Sampling(max_new_tokens=4)
     assert load(Run, ["--config", recipe, "sampling=null"]).sampling is None
     assert load(Run, ["data.path=x", "sampling={max_new_tokens: 7}"]).sampling == Sampling(max_new_tokens=7)
+
+
+def test_what_the_environment_says_is_saved_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY", "hunter2")
+    recipe = """
+data: {path: "https://me:${oc.env:KEY}@host/rows"}
+name: ${data.path}
+actor: {model_name: "${oc.env:KEY}"}
+critic: ${actor}
+sampling: {max_new_tokens: 1, stop: ["${oc.env:KEY}", '\\${plain}']}
+extra: {key: "${oc.env:KEY}", deep: {list: ["a ${extra.key}"]}, again: "${.deep}", stop: "${sampling.stop}"}
+"""
+    config = load(Run, ["--config", write(tmp_path, recipe)])
+    assert (config.data.path, config.critic.model_name) == ("https://me:hunter2@host/rows", "hunter2")
+    assert config.extra["again"] == {"list": ["a hunter2"]}
+    copied = pickle.loads(pickle.dumps(dataclasses.replace(config, name=config.data.path)))
+    for each in (config, copied):
+        save(each, tmp_path / "config.yaml")
+        assert "hunter2" not in (tmp_path / "config.yaml").read_text()
+        assert "hunter2" not in str(to_container(each))
+        assert load(Run, ["--config", str(tmp_path / "config.yaml")]) == config
+    with pytest.raises(ConfigError, match=r"sampling\.max_new_tokens=\$\{oc\.env:KEY\}: expected an int"):
+        load(Run, ["--config", write(tmp_path, recipe), "sampling.max_new_tokens=${oc.env:KEY}"])
 
 
 def test_interpolations_see_arguments_and_defaults(tmp_path: Path) -> None:
