@@ -21,9 +21,10 @@ quickstart: $(VENV)/.installed  ## GRPO on a small reasoning task, on CPU, in a 
 test: $(VENV)/.peers-installed  ## all tests; those marked gpu skip themselves without one
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests
 
-gpu-check: $(VENV)/.installed  ## on a machine with a GPU: its tests, and a training benchmark
+gpu-check: $(VENV)/.installed  ## on a machine with a GPU: what works there, its tests, and a training benchmark
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check: torch %s finds no CUDA device here. On a machine with one: make gpu-check VENV=.venv-gpu RLITE_TORCH_INDEX=https://download.pytorch.org/whl/cu130" % torch.__version__)'
 	$(BIN)/pip install --quiet -c constraints-cpu.txt -e ".[liger]"
+	$(BIN)/python -m benchmarks.gpu_bringup --seconds 1800 --out outputs/bringup
 	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python -m benchmarks.gpu_training
 	$(BIN)/python -m benchmarks.gpu_training --use-liger-kernel
