@@ -52,8 +52,8 @@ every class in transformers' causal language mapping, made with transformers {ve
 *Train* and *serve* are one device; *tp 2* and *sp 2* split matrices and tokens over two (`tp_size=2`, `sp_size=2`), and
 *serve tp 2* is `tensor_parallel_size=2` of the inference engine. Encoders are given `is_decoder=true`. A checkpoint may
 differ from its class's default config, for instance by a sliding window: `build` looks at the checkpoint's config.
-Sliding windows are computed layer by layer as the model asks for them, in training and in serving alike. With rotary
-angles that depend on the longest sequence (`longrope`, `dynamic`), sequences may be as long as the angles stay the same.
+Sliding windows are computed layer by layer as the model asks for them, in training and in serving alike. If
+rotary angles depend on the longest sequence (`longrope`, `dynamic`), sequences may be as long as the angles stay equal.
 
 A module with a forward of its own can say that it knows better by overriding `check_architecture()`; another
 `executor` of the inference engine does its own checks.

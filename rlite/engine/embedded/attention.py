@@ -13,12 +13,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from rlite.engine.embedded.cache import BLOCK, Bags, SlotCache
 from rlite.engine.embedded.scheduler import Chunk
-from rlite.nn.attention import causal_mask, refuse_other_attention
+from rlite.nn.attention import Bounds, causal_mask, refuse_other_attention, varlen
 
 ATTENTION = "rlite_slots"
 TILE_ROWS = BLOCK
@@ -82,15 +81,16 @@ class PrefillPlan:
         self.tokens = torch.tensor([t for c in chunks for t in c.tokens], device=device)
         self.positions = torch.tensor([p for c in chunks for p in range(c.start, c.stop)], device=device)
         self._targets = cache.targets(slots, self.positions)
-        self.is_varlen = (
+        is_varlen = (
             device.type == "cuda"
             and cache.values.dtype in (torch.float16, torch.bfloat16)
             and all(c.start == 0 for c in chunks)
         )
-        if self.is_varlen:
-            self.longest = max(lengths)
-            ends = list(accumulate(lengths, initial=0))
-            self.cumulative = torch.tensor(ends, dtype=torch.int32, device=device)
+        self._bounds: Bounds | None = None
+        """of the chunks, if one call of variable-length attention takes them all"""
+        if is_varlen:
+            ends = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
+            self._bounds = Bounds(ends, ends, max(lengths), max(lengths))
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.cache.write(layer, self._targets, key, value)
@@ -105,20 +105,8 @@ class PrefillPlan:
         window: int | None = None,
     ) -> torch.Tensor:
         self.write(layer, key, value)
-        if self.is_varlen:
-            out = varlen_attn(
-                query,
-                key,
-                value,
-                self.cumulative,
-                self.cumulative,
-                self.longest,
-                self.longest,
-                scale=scale,
-                window_size=(-1 if window is None else window - 1, 0),
-                enable_gqa=True,
-            )
-            return out  # type: ignore[return-value]  # a tuple only where more was asked for
+        if self._bounds is not None:
+            return varlen(query, key, value, self._bounds, scale, window)
         query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
         outputs = []
         begin = 0
