@@ -13,6 +13,8 @@ A replica is what lives and dies together. Unless its owner says otherwise (`div
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import threading
 import time
@@ -24,11 +26,17 @@ from typing import Any, Protocol
 
 import cloudpickle
 
-from rlite.cluster.host import Outcome, WorkerContext, WorkerKey, worker_name
+from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerKey, worker_name
 from rlite.cluster.placement import Device
 from rlite.errors import FORKED, CallTimeout, RliteError, WorkerDied, WorkerError
 from rlite.observability import stats_tracker, trace
 
+logger = logging.getLogger(__name__)
+
+UNEVEN_S = 30.0
+"""how long after the first return of a replica's workers it is looked at where the others are"""
+LOOK_S = 2.0
+"""how long a worker may take to say where it is"""
 PEER_GRACE_S = 4.0
 """how long the peers of a failed rank may go on before they count as stuck in a collective"""
 
@@ -47,6 +55,10 @@ class WorkerHandle(Protocol):
     def call(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Future[Outcome]: ...
 
     def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Future[Outcome]: ...
+
+    def look(self) -> Future[Whereabouts]:
+        """Where the call under way is, asked beside it."""
+        ...
 
     def stop(self, key: WorkerKey) -> None: ...
 
@@ -250,9 +262,10 @@ def collect(calls: Sequence[PendingCall], what: str, timeout: float) -> list[Any
     called = dict.fromkeys((call.group, rank) for call in calls for rank in call.group.replica_of(call.rank))
     deaths = {(group, rank): group.handles[rank].death for group, rank in called}
     has_collective = len({call.group for call in calls}) > 1  # of several replicas
+    uneven = _UnevenReturns(what, calls, has_collective)
     pending = list(calls)
     while pending:
-        left = max(deadline - time.monotonic(), 0)
+        left = max(min(deadline, uneven.look_at) - time.monotonic(), 0)
         wait([call.answer for call in pending] + [*deaths.values()], timeout=left, return_when=FIRST_COMPLETED)
         done: list[PendingCall] = []
         waiting: list[PendingCall] = []
@@ -270,6 +283,7 @@ def collect(calls: Sequence[PendingCall], what: str, timeout: float) -> list[Any
                 _raise_deaths(deaths, pending, pending, what, has_collective)
                 _stop_stuck(peers, f"{what} raised on {call.name}")
                 call.answer.result().unwrap(call.name)
+        uneven.check(pending)
         if pending and time.monotonic() >= deadline:
             late = tuple(call.name for call in pending)
             raise CallTimeout(
@@ -282,6 +296,58 @@ def collect(calls: Sequence[PendingCall], what: str, timeout: float) -> list[Any
         if call.is_reporter and (recorded := call.answer.result().recorded) is not None:
             stats_tracker.add(recorded)
     return results
+
+
+class _UnevenReturns:
+    """Says once, long before the time-out, if workers wait in a collective for peers that have returned."""
+
+    def __init__(self, what: str, calls: Sequence[PendingCall], has_collective: bool) -> None:
+        self._what = what
+        self._calls = calls
+        self._has_collective = has_collective
+        self._has_said = False
+        self.look_at = math.inf
+        """when to look at the workers, by time.monotonic()"""
+
+    def check(self, pending: Sequence[PendingCall]) -> None:
+        """Look at those whose peers have returned `UNEVEN_S` ago."""
+        late, peers = self._split(pending)
+        if self._has_said or not late or not peers:
+            return
+        now = time.monotonic()
+        if self.look_at == math.inf:
+            self.look_at = now + UNEVEN_S
+        elif now >= self.look_at:
+            self.look_at = now + UNEVEN_S
+            self._look(late, peers)
+
+    def _split(self, pending: Sequence[PendingCall]) -> tuple[list[PendingCall], list[PendingCall]]:
+        """The calls whose peers have returned, and the calls of these peers."""
+        if self._has_collective:
+            return list(pending), [call for call in self._calls if call.answer.done()]
+        waiting = {call.replica for call in pending}
+        peers = [call for call in self._calls if call.answer.done() and call.replica in waiting]
+        returned = {call.replica for call in peers}
+        return [call for call in pending if call.replica in returned], peers
+
+    def _look(self, late: Sequence[PendingCall], peers: Sequence[PendingCall]) -> None:
+        looks = [(call, call.group.handles[call.rank].look()) for call in late]
+        wait([look for _, look in looks], timeout=LOOK_S)
+        found = [(call, look.result()) for call, look in looks if look.done() and look.exception() is None]
+        stuck = [(call, at.place) for call, at in found if at.is_collective]
+        if not stuck:  # at work, as far as anyone can tell
+            return
+        self._has_said, self.look_at = True, math.inf
+        places = "; ".join(f"{call.name} in {place}" for call, place in stuck)
+        logger.warning(
+            "%s: returned on %s; for %g s and more waits in a collective: %s. Each rank has to come to the same "
+            "collectives, equally often and in the same order: look for an early return, or a branch on the rank or on "
+            "data that differs between ranks.",
+            self._what,
+            "; ".join(call.name for call in peers),
+            UNEVEN_S,
+            places,
+        )
 
 
 def _draw(track: trace.Track, what: str, answer: Future[Outcome]) -> None:

@@ -10,10 +10,12 @@ import contextlib
 import gc
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn
 
 import cloudpickle
@@ -77,11 +79,23 @@ class Outcome:
         raise self.error
 
 
+@dataclass(frozen=True)
+class Whereabouts:
+    """What the call under way in a worker process is doing."""
+
+    place: str = ""
+    """ "all_reduce (distributed_c10d.py:3007), called from train_step (policy.py:12)"; empty if there is no call"""
+    is_collective: bool = False
+    """it communicates, and so may wait for its peers"""
+
+
 class WorkerHost:
     """Keeps this process's workers by key and applies functions to them, one call at a time."""
 
     def __init__(self) -> None:
         self._workers: dict[WorkerKey, Any] = {}
+        self._thread: int | None = None
+        """that runs the call under way"""
 
     def create(self, key: WorkerKey, factory: bytes, context: WorkerContext) -> Outcome:
         """Make the worker `key` by calling the pickled factory with its context."""
@@ -89,15 +103,15 @@ class WorkerHost:
         def make() -> None:
             self._workers[key] = cloudpickle.loads(factory)(context)
 
-        return _outcome(make)
+        return self._outcome(make)
 
     def call(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Outcome:
-        return _outcome(lambda: getattr(self._workers[key], method)(*args, **kwargs))
+        return self._outcome(lambda: getattr(self._workers[key], method)(*args, **kwargs))
 
     def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Outcome:
         """Call a pickled function with this process's workers `keys` (None stays None) before its arguments."""
         workers = [None if key is None else self._workers[key] for key in keys]
-        return _outcome(lambda: cloudpickle.loads(function)(*workers, *args))
+        return self._outcome(lambda: cloudpickle.loads(function)(*workers, *args))
 
     def drop(self, key: WorkerKey) -> Outcome:
         """Forget the worker `key` and give its memory back."""
@@ -106,21 +120,40 @@ class WorkerHost:
             self._workers.pop(key, None)
             gc.collect()  # modules refer to themselves
 
-        return _outcome(forget)
+        return self._outcome(forget)
+
+    def look(self) -> Whereabouts:
+        """Where the call under way is. This is for another thread than the one that serves calls."""
+        frame = None if self._thread is None else sys._current_frames().get(self._thread)
+        return Whereabouts() if frame is None else _whereabouts(frame)
+
+    def _outcome(self, act: Callable[[], Any]) -> Outcome:
+        error, trace, value = None, "", None
+        started, self._thread = time.perf_counter(), threading.get_ident()
+        with stats_tracker.apart() as recording:
+            try:
+                with _children_end_here():
+                    value = act()
+            except Exception as raised:  # the boundary: everything a worker raises belongs to the caller
+                trace = traceback.format_exc()
+                error = _portable(raised)
+        self._thread = None
+        recorded = recording if recording.stats else None
+        return Outcome(value, error, trace, recorded, time.perf_counter() - started)
 
 
-def _outcome(act: Callable[[], Any]) -> Outcome:
-    error, trace, value = None, "", None
-    started = time.perf_counter()
-    with stats_tracker.apart() as recording:
-        try:
-            with _children_end_here():
-                value = act()
-        except Exception as raised:  # the boundary: everything a worker raises belongs to the caller
-            trace = traceback.format_exc()
-            error = _portable(raised)
-    recorded = recording if recording.stats else None
-    return Outcome(value, error, trace, recorded, time.perf_counter() - started)
+def _whereabouts(frame: FrameType) -> Whereabouts:
+    frames = [
+        inner for inner, _ in traceback.walk_stack(frame) if not inner.f_code.co_filename.endswith("torch/_ops.py")
+    ]
+    is_collective = "/torch/distributed/" in frames[0].f_code.co_filename
+    caller = next((outer for outer in frames if "/torch/" not in outer.f_code.co_filename), frames[0])
+    place = _name(frames[0]) if caller is frames[0] else f"{_name(frames[0])}, called from {_name(caller)}"
+    return Whereabouts(place, is_collective)
+
+
+def _name(frame: FrameType) -> str:
+    return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rlite.cluster.group import WorkerGroup
-from rlite.cluster.host import Outcome, WorkerContext, WorkerHost, WorkerKey
+from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerHost, WorkerKey
 from rlite.cluster.placement import Device, DeviceKind
 from rlite.parallel.processes import join_alone, leave
 
@@ -31,6 +31,11 @@ class InprocessHandle:
 
     def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Future[Outcome]:
         return self._run(self._host.apply, keys, function, args)
+
+    def look(self) -> Future[Whereabouts]:
+        future: Future[Whereabouts] = Future()
+        future.set_result(self._host.look())
+        return future
 
     def stop(self, key: WorkerKey) -> None:
         self._run(self._host.drop, key)

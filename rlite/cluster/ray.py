@@ -26,7 +26,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.guard import Guard, end_at_sigterm
-from rlite.cluster.host import Outcome, WorkerContext, WorkerHost, WorkerKey, default_cpu_slots, worker_name
+from rlite.cluster.host import (
+    Outcome,
+    Whereabouts,
+    WorkerContext,
+    WorkerHost,
+    WorkerKey,
+    default_cpu_slots,
+    worker_name,
+)
 from rlite.cluster.placement import Device, DeviceKind
 from rlite.errors import ConfigError, PlacementError, WorkerDied, WorkerError
 from rlite.parallel.processes import join, keep_for_ever, open_store
@@ -42,7 +50,7 @@ CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """where `ray start` writes its address; the file outlives a cluster that was killed"""
 
 
-@ray.remote(max_restarts=0, num_cpus=0, concurrency_groups={"pulse": 1})
+@ray.remote(max_restarts=0, num_cpus=0, concurrency_groups={"pulse": 1, "look": 1})
 class RayHost(WorkerHost):
     """A worker process. Calls run one at a time, in order; `pulse` never returns, so its end tells of a death."""
 
@@ -53,6 +61,10 @@ class RayHost(WorkerHost):
     @ray.method(concurrency_group="pulse")
     def pulse(self) -> None:
         threading.Event().wait()
+
+    @ray.method(concurrency_group="look")
+    def look(self) -> Whereabouts:
+        return super().look()
 
     def pid(self) -> int:
         return os.getpid()
@@ -76,6 +88,9 @@ class RayHandle:
 
     def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Future[Outcome]:
         return self._future(self._actor.apply.remote(keys, function, args))
+
+    def look(self) -> Future[Whereabouts]:
+        return self._future(self._actor.look.remote())
 
     def stop(self, key: WorkerKey) -> None:
         """End the process and wait until it is gone, so that its memory is free again."""

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -27,10 +28,10 @@ import torch.distributed as dist
 
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.guard import end_with_parent
-from rlite.cluster.host import Outcome, WorkerContext, WorkerHost, WorkerKey
+from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerHost, WorkerKey
 from rlite.cluster.placement import Device, DeviceKind
 from rlite.errors import PlacementError, WorkerDied, WorkerError
-from rlite.parallel.processes import COLLECTIVE_TIMEOUT, backend_for, leave
+from rlite.parallel.processes import COLLECTIVE_TIMEOUT, backend_for, leave, make_program_a_world
 
 IDLE_TIMEOUT = timedelta(days=365)  # a rank may wait this long for the driver's next call
 SHUTDOWN_S = 60.0
@@ -42,6 +43,7 @@ FREE_S = 10.0
 AGENT_S = 60.0
 """how long torchrun's agent may take to accept a connection; where it is gone the answer comes at once"""
 LENGTH_TAG, BODY_TAG = 1, 2
+LOOK, STOP_LOOKING = b"look", b"stop"
 
 Call = tuple[str, tuple]
 """method of WorkerHost, its arguments"""
@@ -70,8 +72,11 @@ def _refusal(what: str, error: Exception) -> Outcome:
 class _Process:
     """One rank as the driver sees it: a queue of calls that are answered in order, by one thread."""
 
-    def __init__(self, rank: int, perform: Callable[[Call], Outcome], name: str) -> None:
+    def __init__(
+        self, rank: int, perform: Callable[[Call], Outcome], look: Callable[[], Whereabouts], name: str
+    ) -> None:
         self.rank = rank
+        self._look = look
         self.death: Future[Any] = Future()
         self.dropping: Future[Outcome] | None = None
         """the last worker to be forgotten; not done as long as the process is busy with a call from before"""
@@ -84,6 +89,19 @@ class _Process:
     def submit(self, call: Call) -> Future[Outcome]:
         answer: Future[Outcome] = Future()
         self._calls.put((call, answer))
+        return answer
+
+    def look(self) -> Future[Whereabouts]:
+        """Ask where the call under way is, beside the calls."""
+        answer: Future[Whereabouts] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(self._look())
+            except RuntimeError:  # gloo's, for a lost connection: whoever waits for the call will hear of it
+                answer.set_result(Whereabouts())
+
+        threading.Thread(target=ask, daemon=True).start()
         return answer
 
     def finish(self, deadline: float) -> bool:
@@ -125,6 +143,9 @@ class TorchrunHandle:
     def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Future[Outcome]:
         return self._process.submit(("apply", (keys, function, args)))
 
+    def look(self) -> Future[Whereabouts]:
+        return self._process.look()
+
     def stop(self, key: WorkerKey) -> None:
         """Forget the worker as soon as the process is free; torchrun's processes live as long as the run."""
         self._process.dropping = self._process.submit(("drop", (key,)))
@@ -151,22 +172,25 @@ class TorchrunLauncher:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(backend_for(device), timeout=COLLECTIVE_TIMEOUT)
         self._control = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
+        self._looks = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
         here = Device(_node_name(), int(os.environ["LOCAL_RANK"]), _node_ip(), device)
         gathered: list[Any] = [None] * world_size
         dist.all_gather_object(gathered, (here, int(os.environ.get("GROUP_RANK", "0"))), group=self._control)
         places = _told_apart(gathered)
         host = WorkerHost()
         if rank != 0:
-            _serve(host, self._control)
+            _serve(host, self._control, self._looks)
         self._call_timeout = call_timeout
         self._num_threads = num_threads
         self._rank_of = {place: r for r, place in enumerate(places)}
         self.devices = tuple(sorted(self._rank_of))
         self._processes = [
-            _Process(r, self._performer(r, host), f"rank {r} on {place}") for r, place in enumerate(places)
+            _Process(r, self._performer(r, host), self._looker(r, host), f"rank {r} on {place}")
+            for r, place in enumerate(places)
         ]
         self._order = threading.RLock()
         self._groups: list[WorkerGroup] = []
+        make_program_a_world()
 
     def _performer(self, rank: int, host: WorkerHost) -> Callable[[Call], Outcome]:
         def here(call: Call) -> Outcome:
@@ -185,6 +209,13 @@ class TorchrunLauncher:
                 return _refusal(f"the result of {call[0]}", error)
 
         return here if rank == 0 else there
+
+    def _looker(self, rank: int, host: WorkerHost) -> Callable[[], Whereabouts]:
+        def there() -> Whereabouts:
+            _send(LOOK, rank, self._looks)
+            return cloudpickle.loads(_receive(rank, self._looks))
+
+        return host.look if rank == 0 else there
 
     def start(self, name: str, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
         ranks = [self._rank_of[device] for device in devices]
@@ -227,6 +258,8 @@ class TorchrunLauncher:
         """Let the other ranks end. If a rank is stuck in a collective the run cannot end well: it ends at once."""
         for process in self._processes[1:]:
             process.submit(("exit", ()))
+            with suppress(RuntimeError):  # that rank is gone
+                _send(STOP_LOOKING, process.rank, self._looks)
         has_failed = any(group.failure is not None for group in self._groups)
         deadline = time.monotonic() + (FAILED_SHUTDOWN_S if has_failed else SHUTDOWN_S)
         finished = [process.finish(deadline) for process in self._processes]
@@ -237,8 +270,10 @@ class TorchrunLauncher:
         leave()
 
 
-def _serve(host: WorkerHost, control: dist.ProcessGroup) -> None:
+def _serve(host: WorkerHost, control: dist.ProcessGroup, looks: dist.ProcessGroup) -> None:
     """Answer the driver's calls until it says exit, then end this process: the program runs on rank 0 alone."""
+    looking = threading.Thread(target=_serve_looks, args=(host, looks), name="rlite-looks", daemon=True)
+    looking.start()
     while True:
         message = _receive(0, control)
         try:
@@ -248,9 +283,17 @@ def _serve(host: WorkerHost, control: dist.ProcessGroup) -> None:
             continue
         if method == "exit":
             _send(cloudpickle.dumps(Outcome()), 0, control)
+            looking.join()
             leave()
             sys.exit(0)
         _send(_encoded(getattr(host, method)(*args)), 0, control)
+
+
+def _serve_looks(host: WorkerHost, looks: dist.ProcessGroup) -> None:
+    """Tell the driver where this rank's call is, whenever it asks."""
+    with suppress(RuntimeError):  # the driver is gone, and so will this process be
+        while _receive(0, looks) == LOOK:
+            _send(cloudpickle.dumps(host.look()), 0, looks)
 
 
 def _encoded(answer: Outcome) -> bytes:

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -81,10 +82,36 @@ def _interface(ip: str) -> str | None:
     return next(found, None)
 
 
+class _ProgramWorld(c10d._World):
+    """What torch.distributed knows in rank 0 under torchrun: its main thread is no rank, but a world of its own."""
+
+    alone: dist.ProcessGroup
+
+    @property
+    def default_pg(self) -> dist.ProcessGroup | None:
+        is_program = threading.current_thread() is threading.main_thread()
+        return self.alone if is_program and self._default_pg is not None else self._default_pg
+
+    @default_pg.setter
+    def default_pg(self, value: dist.ProcessGroup | None) -> None:
+        self._default_pg = value  # type: ignore[assignment]
+
+
+def make_program_a_world() -> None:
+    """Let a collective of the main thread return at once: the other ranks serve it and will never join it.
+
+    Every other thread goes on in the group of all ranks.
+    """
+    alone = _new_group(dist.HashStore(), "program", [0], 0, dist.get_backend())
+    world: Any = c10d._world
+    world.__class__, world.alone = _ProgramWorld, alone
+
+
 def leave() -> None:
     """Leave torch.distributed, and close the stores that were opened here."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    c10d._world.__class__ = c10d._World
     _subgroups.clear()
     _open_stores.clear()
 
@@ -120,19 +147,25 @@ def subgroup(ranks: Sequence[int], purpose: str = "", backend: str | None = None
     members = tuple(ranks)
     key = (purpose, members)
     if key not in _subgroups:
-        group, _ = c10d._new_process_group_helper(
-            len(members),
-            members.index(dist.get_rank()),
-            list(members),
-            dist.Backend(backend or dist.get_backend()),
-            c10d._get_default_store(),
-            c10d.GroupName(f"rlite-{purpose}-{'-'.join(map(str, members))}"),
-            timeout=COLLECTIVE_TIMEOUT,
+        _subgroups[key] = _new_group(
+            c10d._get_default_store(), purpose, members, members.index(dist.get_rank()), backend or dist.get_backend()
         )
-        assert isinstance(group, dist.ProcessGroup)  # a rank that is not a member gets a sentinel instead
-        c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
-        _subgroups[key] = group
     return _subgroups[key]
+
+
+def _new_group(store: dist.Store, purpose: str, members: Sequence[int], rank: int, backend: str) -> dist.ProcessGroup:
+    group, _ = c10d._new_process_group_helper(
+        len(members),
+        rank,
+        list(members),
+        dist.Backend(backend),
+        store,
+        c10d.GroupName(f"rlite-{purpose}-{'-'.join(map(str, members))}"),
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    assert isinstance(group, dist.ProcessGroup)  # a rank that is not a member gets a sentinel instead
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
+    return group
 
 
 def set_up_device(torch_device: str, num_threads: int) -> torch.device:

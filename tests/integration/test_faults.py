@@ -22,6 +22,7 @@ from transformers import LlamaForCausalLM
 
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
+from rlite.cluster import group
 from rlite.cluster.group import apply_on_processes
 from rlite.engine.base import Engine
 from rlite.errors import CallTimeout, ResidencyError, RliteError, WorkerDied, WorkerError
@@ -53,6 +54,10 @@ class Fragile(Policy, LlamaForCausalLM):
     def wait_for_one_rank(self, late: int) -> float:
         self.sleep_on_one_rank(late, 600.0)
         return self.sum_over_ranks()
+
+    def return_early(self, early: int) -> None:
+        if dist.get_rank() != early:
+            self.sum_over_ranks()
 
     def train_for_ever(self, rows: list[list[int]]) -> None:
         while True:
@@ -147,6 +152,24 @@ def test_an_exception_on_every_rank_leaves_the_engine_sound(train: RliteTrainEng
     with soon(), pytest.raises(IndexError):
         train.first_tokens([[]])
     assert sound(train).group.failure is None
+
+
+def test_ranks_that_wait_for_one_that_returned_are_named_with_the_place(
+    train: RliteTrainEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sound(train)
+    monkeypatch.setattr(group, "UNEVEN_S", 0.5)
+    with soon(), pytest.raises(CallTimeout):
+        train.return_early(0, timeout=3.0)
+    (said,) = [record.getMessage() for record in caplog.records if "waits in a collective" in record.getMessage()]
+    early, late = train.group.describe(0), train.group.describe(1)
+    assert said.startswith(f"return_early: returned on {early}; for 0.5 s and more waits in a collective: {late} in ")
+    assert re.search(r"all_reduce \(distributed_c10d.py:\d+\), called from sum_over_ranks \(test_faults.py:\d+\)", said)
+    caplog.clear()
+    train.return_early(1)  # the other's turn, so that their collectives meet
+    train.sleep_on_one_rank(1, 1.5)
+    assert not caplog.records, "who is late at work is no news"
+    sound(train)
 
 
 def test_a_worker_that_dies_in_training_is_named(train: RliteTrainEngine) -> None:
@@ -312,6 +335,39 @@ def test_an_engine_under_torchrun_is_not_built_where_a_peer_is_stuck_and_says_so
     assert ran.returncode != 0
     assert seconds < 4 * SOON_S
     assert "cannot start on rank 0: a call of a stopped engine is still under way" in ran.stderr
+
+
+COLLECTIVES = """
+import torch, torch.distributed as dist
+from rlite.cluster import group
+from rlite.errors import CallTimeout
+
+group.UNEVEN_S = 0.5
+dist.barrier()
+own = torch.ones(1)
+dist.all_reduce(own)
+print("alone:", own.item(), dist.get_world_size(), "together:", engine.sum_over_ranks())
+for early in (0, 1):
+    try:
+        engine.return_early(early, timeout=2.0)
+    except CallTimeout as error:
+        print(error)
+print("together:", engine.sum_over_ranks())
+"""
+
+
+def test_under_torchrun_a_collective_of_the_program_returns_and_uneven_ranks_are_named(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    program = PROGRAM.replace("getattr(engine, sys.argv[2])(int(sys.argv[3]))", COLLECTIVES)
+    ran, seconds = run_under_torchrun(models["llama"], tmp_path, "", 0, program)
+    assert ran.returncode == 0, ran.stderr
+    assert seconds < 2 * SOON_S
+    assert "alone: 1.0 1 together: [2.0, 2.0]" in ran.stdout
+    assert ran.stdout.count("together: [2.0, 2.0]") == 2
+    assert re.search(
+        r"return_early: returned on train-0 rank 0 .*; for 0.5 s .* train-0 rank 1 on .* in all_reduce", ran.stderr
+    )
 
 
 @pytest.mark.parametrize("moment", ["in a call", "at the start"])

@@ -13,7 +13,7 @@ import pytest
 
 from rlite.cluster import group as group_module
 from rlite.cluster.group import WorkerGroup, apply_on_processes
-from rlite.cluster.host import Outcome, WorkerContext, WorkerHost, WorkerKey
+from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerHost, WorkerKey
 from rlite.cluster.placement import Device
 from rlite.errors import CallTimeout, WorkerDied, WorkerError
 
@@ -38,6 +38,11 @@ class ThreadHandle:
 
     def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Future[Outcome]:
         return self._submit(lambda: self._host.apply(keys, function, args))
+
+    def look(self) -> Future[Whereabouts]:
+        answer: Future[Whereabouts] = Future()
+        answer.set_result(self._host.look())
+        return answer
 
     def stop(self, key: WorkerKey) -> None:
         self.stopped.append(key)
