@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -43,6 +43,10 @@ logger = logging.getLogger(__name__)
 
 GPU_SHARE = 0.02  # of a device's Ray resource per worker, so that up to fifty workers can share it in turns
 STOP_TIMEOUT_S = 10.0
+AUTHENTICATES_SINCE = (2, 59)
+"""Ray's first version whose local clusters ask for a token unless RAY_AUTH_MODE says otherwise"""
+TOKEN = Path.home() / ".ray" / "auth_token"
+VISIBILITY = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 CONTROL_PATIENCE_S = 30.0
 """A cluster that rlite did not start may start its control service again. After 60 s Ray itself ends the driver."""
 RECONNECT_S = 0.2
@@ -181,6 +185,7 @@ class RayLauncher:
         self._guard: Guard | None = None
         self._control: ControlService | None = None
         self._started: list[tuple[WorkerGroup, list[RayHandle]]] = []
+        check_version(ray.__version__)
         self._is_connected = not ray.is_initialized()
         try:
             if self._is_connected and not _join(address):
@@ -235,6 +240,12 @@ class RayLauncher:
         return group
 
     def _meet(self, group: WorkerGroup) -> None:
+        blob = cloudpickle.dumps(check_visibility)
+        checked = {
+            rank: handle.apply((), blob, (device.kind, str(device)))
+            for rank, (handle, device) in enumerate(zip(group.handles, group.devices, strict=True))
+        }
+        group.gather(checked, what="look for the device", timeout=self._start_timeout)
         is_one_node = len({device.node for device in group.devices}) == 1
         ip = "127.0.0.1" if is_one_node else group.devices[0].ip
         opened = group.handles[0].apply((), cloudpickle.dumps(open_store), (ip,))
@@ -314,6 +325,25 @@ def _keep_native_objects() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
+def check_version(version: str) -> None:
+    """Raise ConfigError for a Ray whose local clusters serve whoever reaches their ports."""
+    if tuple(map(int, version.split(".")[:2])) < AUTHENTICATES_SINCE:
+        since = ".".join(map(str, AUTHENTICATES_SINCE))
+        raise ConfigError(
+            f"Ray {version}: its local clusters do not authenticate, so anyone who reaches this machine could run code "
+            f"here. rlite needs ray>={since}: pip install -U 'rlite[ray]'"
+        )
+
+
+def check_visibility(kind: DeviceKind, device: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError in a worker process whose device is a GPU, but which sees all of them."""
+    if kind == "cuda" and environment.get(VISIBILITY, "").lower() in ("1", "true"):
+        raise ConfigError(
+            f"{device}: {VISIBILITY} is set, so Ray does not restrict a worker to its GPU and every worker would take "
+            "the first. Unset it, on every node before `ray start`."
+        )
+
+
 def _join(address: str | None) -> bool:
     """Connect to the cluster at `address`, in RAY_ADDRESS or started on this machine; False: there is none."""
     address = address or os.environ.get("RAY_ADDRESS") or _cluster_here()
@@ -339,6 +369,8 @@ def _start(device: DeviceKind, num_devices: int | None) -> None:
     """Start Ray for this program alone."""
     cpus = (num_devices or default_cpu_slots(os.cpu_count() or 1)) if device == "cpu" else None
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.ERROR)
+    with suppress(OSError):  # there is none if the token comes from the environment
+        TOKEN.chmod(0o600)  # Ray lets everyone read it who may enter the home folder
 
 
 def _reserve(resource: str, num_devices: int | None, timeout: float) -> Any:

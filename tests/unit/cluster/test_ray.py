@@ -1,0 +1,25 @@
+"""What the Ray launcher refuses before anything runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlite.cluster.ray import VISIBILITY, check_version, check_visibility
+from rlite.errors import ConfigError
+
+
+def test_a_ray_whose_local_clusters_do_not_authenticate_is_refused() -> None:
+    for version in ("2.59.0", "2.60.1", "3.0.0", "2.100.0rc1"):
+        check_version(version)
+    for version in ("2.58.1", "2.9.3", "1.13.0"):
+        with pytest.raises(ConfigError, match=r"do not authenticate.*ray>=2\.59"):
+            check_version(version)
+
+
+def test_a_gpu_worker_that_sees_every_gpu_is_refused() -> None:
+    for kind, value in (("cuda", ""), ("cuda", "0"), ("cpu", "1")):
+        check_visibility(kind, "n1/cuda:1", {VISIBILITY: value})  # type: ignore[arg-type]
+    check_visibility("cuda", "n1/cuda:1", {})
+    for value in ("1", "true", "True"):
+        with pytest.raises(ConfigError, match=f"n1/cuda:1: {VISIBILITY} is set"):
+            check_visibility("cuda", "n1/cuda:1", {VISIBILITY: value})
