@@ -3,7 +3,7 @@
     python examples/tutorial.py [MODEL]                          # all CPU cores (Ray), or all GPUs
     torchrun --nproc_per_node=2 examples/tutorial.py [MODEL]     # the same program without Ray
 
-Without MODEL, a folder of a Qwen2 or any other causal model of your choice, a tiny Qwen3 is made on the spot.
+MODEL is the folder of a Qwen3; for another family derive from its class. Without it a tiny one is made on the spot.
 """
 
 import sys
@@ -29,15 +29,17 @@ class Policy(rlite.nn.HuggingFaceFsdp2TrainModule, Qwen3ForCausalLM):
     def on_weights_materialized(self):  # in every worker, when its shard of the weights is on the device
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    def imitate(self, sequences: list[list[int]]) -> float:
+    def train_step(self, sequences: list[list[int]], grad_acc_steps: int = 1) -> float:
         rows = [torch.tensor(row, device=self.device) for row in sequences]
         labels = pad_sequence(rows, batch_first=True, padding_value=IGNORE)
         logits = self(labels.clamp(min=0)).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
-        loss.backward()
+        (loss / grad_acc_steps).backward()  # gradients add up until the optimizer's step
+        return loss.item()
+
+    def optimizer_step(self):
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.item()
 
 
 def main(model: str) -> None:
@@ -56,10 +58,15 @@ def main(model: str) -> None:
     train = RliteTrainEngine(module, executor="fsdp2")
     train.build(tensor_parallel_size=len(rlite.current_session().devices), colocate_with=inference)
 
-    # Your method, called on every rank; NeedParallel is split, the results come back as a list.
+    # Your methods, called on every rank. NeedParallel is split, other arguments are copied, and the results come back
+    # as a list. Each step of the optimizer takes the gradients of two batches.
     sequences = [[*rollout.prompt_token_ids, *rollout.outputs[0].token_ids] for rollout in rollouts]
+    batches = [sequences[0::2], sequences[1::2]]
     for step in range(4):
-        losses = train.imitate(NeedParallel(sequences))
+        losses = []
+        for batch in batches:
+            losses += train.train_step(NeedParallel(batch), grad_acc_steps=len(batches))
+        train.optimizer_step()
         print(f"step {step}: loss {sum(losses) / len(losses):.3f}")
 
     # Memory for the served weights, the weights themselves, then memory for generation.
