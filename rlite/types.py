@@ -27,7 +27,8 @@ class GenerationHyperparameters:
     n_samples: int = 1
     """completions per prompt"""
     max_new_tokens: int = 16384
-    """a completion ends with `stop_reason="length"` here, or at the engine's `max_model_len` if that is nearer"""
+    """a completion ends with `stop_reason="length"` here, or at the engine's `max_model_len` if that is nearer; the
+    default is the same for every executor and every way to ask"""
     min_new_tokens: int = 0
     """stop tokens cannot be sampled before so many tokens"""
     greedy: bool = False

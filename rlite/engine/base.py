@@ -19,6 +19,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, ClassVar, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from rlite.cluster.group import WorkerGroup, apply_on_processes
@@ -262,10 +263,26 @@ class Engine:
 
     # -- residency -----------------------------------------------------------------------------------------------
 
-    def cuda(self, what: Part = "all") -> None:
-        """Move to the device: everything, only the weights, or only the KV cache. On a CPU slot the device is CPU."""
-        if what not in ("all", "weights", "kv_cache"):
-            raise ConfigError(f'cuda({what!r}): expected "weights", "kv_cache" or nothing')
+    def cuda(self, *parts: Part | Sequence[Part], **options: Any) -> None:
+        """Move to the device: everything, or only the parts that are named. On a CPU slot the device is CPU.
+
+        Args:
+            *parts: "weights", "kv_cache" or both, as arguments or in a list; without any, or with "all", everything.
+            **options: none is known. Where an engine's devices are is said to `build`.
+
+        Raises: ConfigError for anything else; ResidencyError if there is nothing to move.
+        """
+        named = [part for given in parts for part in ([given] if isinstance(given, str) else _listed(given))]
+        if options or any(part not in ("all", "weights", "kv_cache") for part in named):
+            given = ", ".join([*map(repr, parts), *(f"{name}={value!r}" for name, value in options.items())])
+            raise ConfigError(f'cuda({given}): expected "weights", "kv_cache", both, or nothing')
+        if not named or "all" in named:
+            self._bring("all")
+        else:
+            for part in sorted(set(named), reverse=True):  # weights first
+                self._bring(part)
+
+    def _bring(self, what: Part) -> None:
         group = self.group
         if what == "all" and self.weights is Weights.RELEASED:
             raise ResidencyError(
@@ -297,12 +314,12 @@ class Engine:
             self.weights = Weights.RELEASED
             self._moved("all", resident=False)
 
-    def to(self, device: str) -> None:
+    def to(self, device: str | torch.device) -> None:
         """`to("cuda")`, `to("cpu")`, `to("meta")`, as in PyTorch."""
-        moves = {"cuda": self.cuda, "cpu": self.cpu, "meta": self.meta}
-        if device not in moves:
+        moves: dict[str, Callable[[], None]] = {"cuda": self.cuda, "cpu": self.cpu, "meta": self.meta}
+        if str(device) not in moves:
             raise ConfigError(f"to({device!r}): expected one of {', '.join(map(repr, moves))}")
-        moves[device]()
+        moves[str(device)]()
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
@@ -393,6 +410,10 @@ def check_neighbours(session: Session, owner: str, group: WorkerGroup) -> None:
     pids = apply_on_processes(calls, os.getpid, others, "look for a process id", group.call_timeout)
     calls = [(group, own, (), (pid,)) for (own, _, _), pid in zip(pairs, pids, strict=True)]
     apply_on_processes(calls, check_gpu_sharing, [group], "look whether memory can be shared", group.call_timeout)
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple | set) else [given]
 
 
 def _names(engines: Engine | Sequence[Engine] | None) -> tuple[str, ...]:

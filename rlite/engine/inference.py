@@ -121,7 +121,8 @@ class RliteInferenceEngine(Engine):
         Args:
             prompts: texts, lists of token ids, or dicts with `prompt_token_ids`; or one text or dict. A text begins,
                 once, with what the tokenizer puts before every text.
-            sampling_params: in AReaL's or vLLM's names; one for all prompts.
+            sampling_params: in AReaL's or vLLM's names; one for all prompts. Without `max_new_tokens` a completion may
+                take 16,384 tokens, or what `max_model_len` leaves, whatever the executor's own default is.
             timeout: seconds for the whole call.
 
         Raises: DataError for a prompt that cannot be used (one longer than `max_model_len`, or that is too much for the

@@ -212,12 +212,50 @@ def test_every_residency_state_says_what_it_needs(engine, path):
     assert engine.memory_bytes()[0] == {"weights": 0, "kv_cache": 0}
     with pytest.raises(ResidencyError, match="gone"):
         engine.cuda()
-    engine.cuda("weights")
-    engine.cuda("kv_cache")
+    engine.cuda("kv_cache", "weights")
     with pytest.raises(ResidencyError, match="sync"):
         engine.generate(["Hello"], GREEDY)
     engine.load(path)
     assert engine.generate(["Hello"], GREEDY)[0].outputs[0].token_ids == before
+
+
+def test_parts_come_to_the_device_in_any_form_that_names_them(engine):
+    before = engine.generate(["Hello"], GREEDY)[0].outputs[0].token_ids
+    for forms in [
+        ("weights", "kv_cache"),
+        (["weights", "kv_cache"],),
+        ("weights", "weights", "kv_cache"),
+        ("all",),
+        (),
+    ]:
+        engine.cpu()
+        engine.cuda(*forms)
+        assert engine.generate(["Hello"], GREEDY)[0].outputs[0].token_ids == before
+    engine.to("cpu")
+    engine.to(torch.device("cuda"))
+    assert engine.generate(["Hello"], GREEDY)[0].outputs[0].token_ids == before
+
+
+@pytest.mark.parametrize(
+    ("parts", "options", "says"),
+    [
+        (("weight",), {}, r"cuda\('weight'\): expected"),
+        (("weights", 0), {}, r"cuda\('weights', 0\): expected"),
+        ((["weights", "cache"],), {}, r"cuda\(\['weights', 'cache'\]\): expected"),
+        ((), {"device": 0}, r"cuda\(device=0\): expected"),
+    ],
+)
+def test_parts_that_are_none_are_named(engine, parts, options, says):
+    with pytest.raises(ConfigError, match=says):
+        engine.cuda(*parts, **options)
+
+
+def test_without_parameters_a_completion_may_take_what_the_context_leaves(engine):
+    default = GenerationHyperparameters.from_mapping(None)
+    assert default == LLMRequest(input_ids=[1]).gconfig == GenerationHyperparameters(max_new_tokens=16384)
+    (answer,) = engine.generate([[1] * (engine.options.max_model_len - 3)])
+    assert len(answer.outputs[0].token_ids) <= 3
+    assert answer.outputs[0].finish_reason in ("stop", "length")
 
 
 def test_options_of_rollouts_that_come_too_late_are_refused(engine):
