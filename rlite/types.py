@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import operator
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
-from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
+from rlite.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
 
 StopReason = Literal["stop", "length", "abort"]
 SMALLEST, LARGEST = 1e-6, 1e6
@@ -148,14 +148,62 @@ def _is_text(value: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
+def token_ids(value: Any, where: str) -> list[int]:
+    """Return the token ids of one prompt as Python's integers.
+
+    Args:
+        value: a list, array or tensor of whole numbers, [L] or [1, L], or a mapping with such `input_ids`, which
+            `apply_chat_template(tokenize=True)` returns.
+        where: names the value in messages.
+
+    Raises: DataError for anything else, padded or several rows included.
+    """
+    if isinstance(value, Mapping):
+        if "input_ids" not in value:
+            raise DataError(f"{where} has the keys {sorted(map(str, value))}: expected input_ids")
+        mask = value.get("attention_mask")
+        if mask is not None and not all(token_ids(mask, f"{where}'s attention_mask")):
+            raise DataError(f"{where} is padded: expected a prompt without padding")
+        value = value["input_ids"]
+    if type(value) is list and set(map(type, value)) <= {int}:
+        return value
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise DataError(f"{where} is {value!r:.80}: expected token ids")
+    rows = [row for row in value if isinstance(row, Sequence) or len(getattr(row, "shape", ()))]
+    if rows and (len(value) > 1 or isinstance(rows[0], str | bytes)):
+        raise DataError(f"{where} holds {rows[0]!r:.80}: expected the token ids of one prompt, found {len(value)} rows")
+    if rows:
+        return token_ids(rows[0], where)
+    try:
+        ids = [operator.index(token) for token in value if not _is_bool(token)]
+    except TypeError as error:
+        wrong = next(token for token in value if not hasattr(token, "__index__"))
+        raise DataError(f"{where} holds {wrong!r}: token ids are whole numbers") from error
+    if len(ids) < len(value):
+        raise DataError(f"{where} holds true or false: token ids are whole numbers")
+    return ids
+
+
+def _is_bool(value: Any) -> bool:
+    """Python's or NumPy's."""
+    return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LLMRequest:
-    """One request for one completion. `rid` is affinity, not identity: concurrent requests may share one."""
+    """One request for one completion. `rid` is affinity, not identity: concurrent requests may share one.
+
+    `input_ids` takes what `token_ids` takes, and holds a list. Raises: DataError for other values.
+    """
 
     input_ids: list[int]
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "input_ids", token_ids(self.input_ids, "LLMRequest.input_ids"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,13 +53,13 @@ from rlite.types import (
     RequestOutput,
     SequenceRequest,
     TokenChunk,
+    token_ids,
 )
 
 logger = logging.getLogger(__name__)
 
 MAX_AFFINITIES = 65536
 """request ids whose replica is remembered"""
-PROMPT_TYPES = "a text, a list of token ids, or a dict with prompt_token_ids"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +119,9 @@ class RliteInferenceEngine(Engine):
         """Complete every prompt; results come in the order of the prompts.
 
         Args:
-            prompts: texts, lists of token ids, or dicts with `prompt_token_ids`; or one text or dict. A text begins,
-                once, with what the tokenizer puts before every text.
+            prompts: texts, token ids (lists, arrays or tensors), or mappings with `prompt_token_ids` or `input_ids`, as
+                `apply_chat_template(tokenize=True)` returns; or one text or mapping. A text begins, once, with what the
+                tokenizer puts before every text.
             sampling_params: in AReaL's or vLLM's names; one for all prompts. Without `max_new_tokens` a completion may
                 take 16,384 tokens, or what `max_model_len` leaves, whatever the executor's own default is.
             timeout: seconds for the whole call.
@@ -293,12 +294,8 @@ class RliteInferenceEngine(Engine):
             prompt = prompt["prompt_token_ids"]
         if isinstance(prompt, str):
             ids = raw_prompts(self.tokenizer, [prompt])[0]
-        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            ids = list(prompt)
-            if others := [token for token in ids if not isinstance(token, int)]:
-                raise DataError(f"prompt {index} holds {others[0]!r}: expected {PROMPT_TYPES}")
         else:
-            raise DataError(f"prompt {index} is {type(prompt).__name__}: expected {PROMPT_TYPES}")
+            ids = list(token_ids(prompt, f"prompt {index}"))
         if not ids:
             raise DataError(f"prompt {index} is empty: expected at least one token")
         wrong = [token for token in ids if not 0 <= token < self._config.vocab_size]

@@ -15,7 +15,7 @@ from rlite.errors import DataError, RliteError
 from rlite.rollout.background import beside_loop
 from rlite.rollout.batch import sequence_row
 from rlite.rollout.rewards import RewardFunction
-from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse
+from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse, token_ids
 
 
 class RolloutError(RliteError, RuntimeError):
@@ -153,7 +153,7 @@ def prompt_ids(
         longer than `limit` tokens.
     """
     if "input_ids" in data:
-        return [int(token) for token in data["input_ids"]]
+        return token_ids(data["input_ids"], "the item's input_ids")
     prompt = _prompt(data)
     if isinstance(prompt, str):
         return raw_prompts(tokenizer, [prompt], limit)[0]
@@ -165,7 +165,7 @@ def prompt_text(
 ) -> str:
     """An item's prompt as the text that `prompt_ids` are the tokens of; raw, without what a tokenizer puts before."""
     if "input_ids" in data:
-        return tokenizer.decode(data["input_ids"])
+        return tokenizer.decode(token_ids(data["input_ids"], "the item's input_ids"))
     prompt = _prompt(data)
     if isinstance(prompt, str):
         return prompt

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding
 
 import rlite
 from rlite import RliteInferenceEngine
@@ -43,6 +43,11 @@ def test_results_come_in_the_order_of_the_prompts_whatever_form_they_have(engine
     from_ids = engine.generate(as_ids, GREEDY)
     from_dicts = engine.generate([{"prompt_token_ids": ids} for ids in as_ids], GREEDY)
     alone = engine.generate({"prompt_token_ids": as_ids[1]}, GREEDY)
+    from_encoding = engine.generate([BatchEncoding({"input_ids": torch.tensor([ids])}) for ids in as_ids], GREEDY)
+    assert [output.outputs[0].token_ids for output in from_encoding] == [o.outputs[0].token_ids for o in from_dicts]
+    for wrong in ([1.5], [True], {"ids": [1]}, BatchEncoding({"input_ids": [[1], [2]]})):
+        with pytest.raises(DataError, match="prompt 0"):
+            engine.generate([wrong], GREEDY)
     assert alone[0].outputs[0].token_ids == from_text[1].outputs[0].token_ids
     assert [output.prompt for output in from_text] == texts
     assert [output.prompt_token_ids for output in from_text] == as_ids
