@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import rlite
+from benchmarks.gpu_bringup_steps import ipc
 from rlite import RliteInferenceEngine, RliteTrainEngine
+from rlite.parallel.arena import HostMemory, aligned_bytes
 from rlite.trainer.policy import OptimizerOptions, policy_module
 from tests.integration.modules import make_batch, num_counted, token_loss
 from tests.tiny import build_model_dir
@@ -57,3 +59,21 @@ def test_memory_that_training_only_caches_is_given_back_before_others_allocate(p
     assert cached > SLACK, "the step's activations are cached"
     served.cuda("weights")
     assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < SLACK
+
+
+def test_host_memory_is_pinned_and_not_a_byte_larger_than_what_it_holds() -> None:
+    memory = HostMemory()
+    tensors = [torch.randn(3_000_000, device="cuda"), torch.randn(7, device="cuda").bfloat16()]
+    copies = memory.copies(tensors)
+    torch.cuda.synchronize()
+    assert all(
+        copy.is_pinned() and torch.equal(copy, tensor.cpu()) for copy, tensor in zip(copies, tensors, strict=True)
+    )
+    assert copies[0].untyped_storage().nbytes() == sum(aligned_bytes(tuple(t.shape), t.dtype) for t in tensors)
+    del memory, copies
+    torch.zeros(1, device="cuda")  # giving the memory back was no error
+
+
+def test_weights_for_another_process_leave_nothing_behind(tmp_path: Path) -> None:
+    *_, last = ipc("cuda", tmp_path)
+    assert last["grown_gib"] < 0.05
