@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite.errors import DataError
+from rlite.rollout.reward_process import Reward
 
 FILL: dict[str, float] = {"versions": -1}
 """what stands in the padding, where that is not 0"""
@@ -21,6 +22,9 @@ FILL: dict[str, float] = {"versions": -1}
 PER_TOKEN = ("attention_mask", "loss_mask", "logprobs", "versions", "token_rewards")
 
 INTEGER = ("input_ids", "versions")
+
+NAMED_REWARD = "reward/"
+"""begins the columns of rewards that others are made of; NaN stands for one that did not count"""
 
 
 def sequence_row(
@@ -45,6 +49,13 @@ def sequence_row(
         "truncated": torch.tensor([is_truncated]),
     }
     return TensorDict(columns, batch_size=[1])
+
+
+def of_trajectory(count: int, **values: float) -> dict[str, Tensor]:
+    """Return columns [count] for values of a whole trajectory, and for the parts of a reward that has some."""
+    parts = [value.parts for value in values.values() if isinstance(value, Reward)]
+    named = {f"{NAMED_REWARD}{name}": part for own in parts for name, part in own.items()}
+    return {key: torch.full((count,), value, dtype=torch.float32) for key, value in (values | named).items()}
 
 
 def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
@@ -75,7 +86,8 @@ def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
                 f"{what}: rewards has shape {list(value.shape)}; expected [{shape[0]}], one for each row, or "
                 f"{list(shape)}, one for each token"
             )
-        if value.is_floating_point() and not value.isfinite().all():
+        is_part = str(key).startswith(NAMED_REWARD)
+        if value.is_floating_point() and not is_part and not value.isfinite().all():
             raise DataError(f"{what}: {key} holds a value that is not finite: {value.flatten()[:8].tolist()}")
     for key in INTEGER:
         if key in trajectory and (trajectory[key].is_floating_point() or trajectory[key].dtype == torch.bool):

@@ -9,21 +9,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlite.errors import ConfigError
-from rlite.rollout.reward_process import Unusable, as_number
+from rlite.rollout.reward_process import Sum, Unusable, as_number
 
 
 def from_trl(
     fn: Callable[..., Any] | Sequence[Callable[..., Any]],
     is_conversational: bool = False,
     weights: Sequence[float] | None = None,
-) -> Callable[..., Any]:
+) -> TrlReward:
     """Functions of TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list`, for RewardFunction.
 
     They are called with lists of one; with `RewardFunction(..., batch_size=n)` or its `batch`, with longer ones.
 
     Args:
-        fn: one function or several, synchronous or async. The reward is the sum of theirs. An entry that is None does
-            not count, as in TRL; where all are None there is no reward, and the call ends as invalid.
+        fn: one function or several, synchronous or async. The reward is the sum of their rewards. The rewards of several
+            functions are also reported one by one, as `reward/NAME`. An entry that is None does not count, as in TRL;
+            if all are None there is no reward, and the call ends as invalid.
         is_conversational: prompts are lists of messages (the row's `messages`) and completions lists of one assistant
             message, as TRL gives them for conversational data.
         weights: of the functions, TRL's `reward_weights`; default: 1 each.
@@ -35,14 +36,22 @@ def from_trl(
     factors = (1.0,) * len(fns) if weights is None else tuple(weights)
     if not fns or len(fns) != len(factors):
         raise ConfigError(f"from_trl: {len(fns)} functions and {len(factors)} weights; expected one weight for each")
-    return _TrlReward(fns, factors, is_conversational)
+    return TrlReward(fns, factors, is_conversational)
 
 
 @dataclass(frozen=True)
-class _TrlReward:
+class TrlReward:
+    """What `from_trl` returns."""
+
     fns: tuple[Callable[..., Any], ...]
     weights: tuple[float, ...]
     is_conversational: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the functions, if they are several; one of a name that came before has a number, too."""
+        names = [getattr(fn, "__name__", type(fn).__name__) for fn in self.fns] if len(self.fns) > 1 else []
+        return tuple(f"{name}_{i}" if name in names[:i] else name for i, name in enumerate(names))
 
     def __call__(self, prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, **data: Any) -> Any:
         is_batch = not isinstance(completions, str)
@@ -79,7 +88,8 @@ class _TrlReward:
         for _, entry in numbers:
             if as_number(entry) is None:
                 return Unusable(repr(entry))
-        return sum(weight * float(entry) for weight, entry in numbers) if numbers else None
+        total = sum(weight * float(entry) for weight, entry in numbers) if numbers else None
+        return Sum(total, list(entries)) if len(entries) > 1 else total
 
 
 def _trainers_own(fn: Callable[..., Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import resource
 import struct
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -55,6 +55,21 @@ class Unusable(NamedTuple):
     """What a function returns whose result is no reward, to say why."""
 
     why: str
+
+
+class Sum(NamedTuple):
+    """What a function returns whose reward is the weighted sum of several."""
+
+    total: Any
+    parts: list[Any]
+    """each before its weight; None does not count"""
+
+
+class Reward(float):
+    """A reward that is a weighted sum, with its parts by name."""
+
+    parts: Mapping[str, float]
+    """each before its weight; NaN does not count"""
 
 
 def serve(descriptor: int) -> None:
@@ -203,18 +218,33 @@ def _checked_batch(values: Any, count: int) -> Passed | Unusable:
     return Passed([checked_result(value) for value in values])
 
 
-def read_batch(answer: Any, count: int) -> list[tuple[str, Any]] | None:
-    """What a BatchFunction passed: for each completion (VALUE, a finite number) or (INVALID, a description).
+def read_reward(answer: Any, names: Sequence[str] = ()) -> float | None:
+    """Return the reward in an answer, a `Reward` if its parts have names; None if the answer is something else."""
+    if isinstance(answer, Reward):
+        return answer
+    if not names:
+        return as_number(answer)
+    match answer:
+        case [int() | float() as number, [*parts]] if len(parts) == len(names) and as_number(number) is not None:
+            numbers = [math.nan if part is None else as_number(part) for part in parts]
+            reward = Reward(number)
+            reward.parts = {name: part for name, part in zip(names, numbers, strict=True) if part is not None}
+            return reward if len(reward.parts) == len(names) else None
+    return None
 
-    None if it is something else: the process may have forged it.
+
+def read_batch(answer: Any, count: int, names: Sequence[str] = ()) -> list[tuple[str, Any]] | None:
+    """What a BatchFunction passed: for each completion (VALUE, its reward) or (INVALID, a description).
+
+    None if it is something else: the process may have forged it. `names` as for `read_reward`.
     """
     if not isinstance(answer, list) or len(answer) != count:
         return None
     results: list[tuple[str, Any]] = []
     for entry in answer:
         match entry:
-            case ["value", int() | float() as number] if as_number(number) is not None:
-                results.append((VALUE, float(number)))
+            case ["value", value] if (reward := read_reward(value, names)) is not None:
+                results.append((VALUE, reward))
             case ["invalid", str() as description]:
                 results.append((INVALID, description))
             case _:
@@ -223,11 +253,14 @@ def read_batch(answer: Any, count: int) -> list[tuple[str, Any]] | None:
 
 
 def checked_result(value: Any) -> tuple[str, Any]:
-    """(VALUE, a finite number, or what was `Passed`) or (INVALID, a description)."""
+    """(VALUE, a finite number, the form of a `Sum`, or what was `Passed`) or (INVALID, a description)."""
     if isinstance(value, Passed):
         return VALUE, value.value
     if isinstance(value, Unusable):
         return INVALID, value.why
+    if isinstance(value, Sum):
+        kind, total = checked_result(value.total)
+        return (kind, total) if kind == INVALID else (VALUE, [total, [as_number(part) for part in value.parts]])
     number = as_number(value)
     return (VALUE, number) if number is not None else (INVALID, _text(value))
 

@@ -18,7 +18,7 @@ import cloudpickle
 
 from rlite.errors import ConfigError, DataError
 from rlite.observability import trace
-from rlite.rollout.reward_adapters import from_trl, from_verl
+from rlite.rollout.reward_adapters import TrlReward, from_trl, from_verl
 from rlite.rollout.reward_call import (
     RewardCode,
     RewardCrash,
@@ -34,9 +34,9 @@ from rlite.rollout.reward_process import (
     INVALID,
     MAX_ANSWER,
     BatchFunction,
-    as_number,
     checked_result,
     read_batch,
+    read_reward,
     told,
 )
 
@@ -138,6 +138,7 @@ class RewardFunction:
         self.outcomes: Counter[str] = Counter()
         self.env_vars = frozenset(env_vars)
         self.max_answer = max_answer
+        self._names = fn.names if isinstance(fn, TrlReward) else ()
         self._slots = None if max_concurrent is None else Slots(max_concurrent)
         self._loop = RewardLoop()
         self._batch_function = BatchFunction(fn)
@@ -160,7 +161,10 @@ class RewardFunction:
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
     ) -> float:
-        """The reward of one completion. Raises: RewardError; DataError if `data` cannot be pickled."""
+        """The reward of one completion; a `Reward`, with its parts, if it is the sum of several functions'.
+
+        Raises: RewardError; DataError if `data` cannot be pickled.
+        """
         return await self.run(
             prompt=prompt, completions=completions, prompt_ids=prompt_ids, completion_ids=completion_ids, **data
         )
@@ -216,7 +220,7 @@ class RewardFunction:
 
     async def _once(self, keywords: dict[str, Any]) -> float:
         call = self._call(keywords) if self.batch_size is None else self._join_batch(keywords)
-        return await self._counted(call, as_number)
+        return await self._counted(call, lambda answer: read_reward(answer, self._names))
 
     async def _counted(self, call: Awaitable[Any], read: Callable[[Any], Any]) -> Any:
         try:
@@ -272,7 +276,9 @@ class RewardFunction:
     async def _call_batch(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
-        results = read_batch(await self._call({"count": len(rows), "columns": columns}, is_batch=True), len(rows))
+        results = read_batch(
+            await self._call({"count": len(rows), "columns": columns}, is_batch=True), len(rows), self._names
+        )
         if results is None:
             raise RewardInvalid(f"{self.what} answered something else than {len(rows)} results")
         return results

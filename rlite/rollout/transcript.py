@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from rlite.data.raw import bounded_tokens
 from rlite.errors import ConfigError, DataError
-from rlite.rollout.batch import pad_trajectories, sequence_row
+from rlite.rollout.batch import of_trajectory, pad_trajectories, sequence_row
 from rlite.rollout.workflow import RolloutError, Tokenizer
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse
 
@@ -148,9 +148,7 @@ class Transcript:
             rows = rows.exclude("token_rewards")
         rows["sequence_index"] = torch.arange(count)
         rows["num_turns"] = torch.full((count,), self.num_turns)
-        for key, value in {"rewards": reward, **values}.items():
-            rows[key] = torch.full((count,), value, dtype=torch.float32)
-        return rows
+        return rows.update(of_trajectory(count, rewards=reward, **values))
 
 
 def continuation(tokenizer: Tokenizer, text: str, response: LLMResponse, limit: int | None = None) -> list[int]:

@@ -7,13 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
-import torch
 from tensordict import TensorDict
 
 from rlite.data.raw import TextTokenizer, bounded_tokens, raw_prompts
 from rlite.errors import DataError, RliteError
 from rlite.rollout.background import beside_loop
-from rlite.rollout.batch import sequence_row
+from rlite.rollout.batch import of_trajectory, sequence_row
 from rlite.rollout.rewards import RewardFunction
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse, token_ids
 
@@ -67,7 +66,7 @@ def trajectory(response: LLMResponse, reward: float | None = None) -> TensorDict
 
     `input_ids` int64, `attention_mask` and `loss_mask` bool (true on the completion), `logprobs` float32 (0 on the
     prompt), `versions` int64 (-1 on the prompt), all [1, L]; `truncated` bool [1], and with a reward `rewards`
-    float32 [1].
+    float32 [1], and `reward/NAME` for each part that it has.
     """
     num_prompt = response.input_len
     row = sequence_row(
@@ -77,9 +76,7 @@ def trajectory(response: LLMResponse, reward: float | None = None) -> TensorDict
         [-1] * num_prompt + response.output_versions,
         is_truncated=response.stop_reason == "length",
     )
-    if reward is not None:
-        row["rewards"] = torch.tensor([reward], dtype=torch.float32)
-    return row
+    return row if reward is None else row.update(of_trajectory(1, rewards=reward))
 
 
 class SingleTurnWorkflow(RolloutWorkflow):

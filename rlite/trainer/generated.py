@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlite.rollout.batch import first_rows, trajectory_index
+from rlite.rollout.batch import NAMED_REWARD, first_rows, trajectory_index
 
 SAID_ONCE = {
     "scores": "score",
@@ -15,8 +15,6 @@ SAID_ONCE = {
     "num_tool_errors": "tool_errors",
 }
 """what workflows say of a whole trajectory, and the metric that its mean is"""
-NAMED_REWARD = "reward/"
-"""begins the columns in which a workflow has the rewards of its functions one by one, and their metrics"""
 PERCENTILES = {"p50": 0.5, "p95": 0.95}
 
 
@@ -49,7 +47,7 @@ class Generated:
         parts, self._parts = self._parts, []
         keys = dict.fromkeys(key for part in parts for key in part)
         values = {key: torch.cat([part[key].double() for part in parts if key in part]) for key in keys}
-        metrics = {key: value.mean().item() for key, value in values.items() if len(value)}
+        metrics = {key: value.nanmean().item() for key, value in values.items() if not value.isnan().all()}
         for key in ("reward", "response_length"):
             metrics |= {f"{key}_min": values[key].min().item(), f"{key}_max": values[key].max().item()}
         metrics["reward_std"] = values["reward"].std(correction=0).item()
