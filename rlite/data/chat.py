@@ -17,6 +17,7 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from rlite.data.special_tokens import EscapingTokenizer
 from rlite.data.tables import check_text
 from rlite.errors import ConfigError, DataError
 
@@ -83,14 +84,16 @@ class ChatEncoder:
 
     Args:
         tokenizer: a fast one with a chat template.
+        escape_special_tokens: make special tokens in messages plain text, but for the assistant's. See
+            `EscapingTokenizer`.
         options: for `apply_chat_template`, such as `enable_thinking=False`.
 
     Raises:
         ConfigError: the tokenizer has no chat template, is not a fast one, or its template's turns cannot be found.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, **options: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, escape_special_tokens: bool = False, **options: Any) -> None:
+        self._tokenizer: Any = tokenizer
         self._options = options
         if not tokenizer.is_fast:
             raise ConfigError(f"{type(tokenizer).__name__} gives no offsets; messages need a fast tokenizer")
@@ -101,7 +104,9 @@ class ChatEncoder:
                 "the model's tokenizer has no chat template, which 'messages' need; give raw texts, or set "
                 "tokenizer.chat_template and save the tokenizer"
             ) from error
-        self._is_marked = bool(_GENERATION_MARK.search(template))
+        self._is_marked = bool(_GENERATION_MARK.search(template)) and not escape_special_tokens
+        if escape_special_tokens:
+            self._tokenizer = EscapingTokenizer(tokenizer)
         if not self._is_marked:
             self._learn_turns()
 

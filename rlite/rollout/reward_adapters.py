@@ -22,9 +22,9 @@ def from_trl(
     They are called with lists of one; with `RewardFunction(..., batch_size=n)` or its `batch`, with longer ones.
 
     Args:
-        fn: one function or several, synchronous or async. The reward is the sum of their rewards. The rewards of several
-            functions are also reported one by one, as `reward/NAME`. An entry that is None does not count, as in TRL;
-            if all are None there is no reward, and the call ends as invalid.
+        fn: one function or several, synchronous or async. The reward is the sum of their rewards, and the rewards of
+            several functions are reported one by one, as `reward/NAME`. An entry that is None does not count, as in
+            TRL; if all are None there is no reward, and the call ends as invalid.
         is_conversational: prompts are lists of messages (the row's `messages`) and completions lists of one assistant
             message, as TRL gives them for conversational data.
         weights: of the functions, TRL's `reward_weights`; default: 1 each.

@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 from tensordict import TensorDict
 
 from rlite.data.raw import TextTokenizer, bounded_tokens, raw_prompts
+from rlite.data.special_tokens import plain_text
 from rlite.errors import DataError, RliteError
 from rlite.rollout.background import beside_loop
 from rlite.rollout.batch import of_trajectory, sequence_row
@@ -126,7 +127,7 @@ def reward_arguments(
     """What a reward function is called with for one completion of an item: these four, and the item's other keys."""
     return {
         **item,
-        "prompt": prompt,
+        "prompt": plain_text(prompt),
         "completions": completion,
         "prompt_ids": prompt_ids,
         "completion_ids": completion_ids,

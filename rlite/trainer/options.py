@@ -130,6 +130,8 @@ class DataOptions:
     """longest row in tokens; a longer one is cut at its end, and counted"""
     batch_size: int = 128
     """rows (of preferences: pairs) in one optimizer step"""
+    escape_special_tokens: bool = False
+    """special tokens in messages, but for the assistant's, are plain text"""
 
     def __post_init__(self) -> None:
         for name, least in (("max_length", 2), ("batch_size", 1)):

@@ -22,6 +22,7 @@ import rlite
 from rlite import config
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream, check_prompts
+from rlite.data.special_tokens import EscapingTokenizer
 from rlite.data.tables import read_rows
 from rlite.errors import ConfigError, writing
 from rlite.observability import stats_tracker
@@ -322,7 +323,9 @@ def main(argv: Sequence[str]) -> None:
     make_workflow = environment_workflow(
         env_path, rollout.env_timeout, rollout.env_processes, rollout.env_memory_limit_gib, rollout.env_vars
     )
-    tokenizer = load_tokenizer(options.actor.model_name)
+    tokenizer: Any = load_tokenizer(options.actor.model_name)
+    if rollout.escape_special_tokens:
+        tokenizer = EscapingTokenizer(tokenizer)
     init_devices(options.launcher, options.num_devices)
 
     def workflow(sampling: SamplingOptions) -> RolloutWorkflow:

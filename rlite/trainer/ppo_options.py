@@ -298,6 +298,8 @@ class RolloutOptions:
     """further attempts at an episode that raised"""
     max_consecutive_failures: int = 16
     """groups lost to exceptions, next to each other in the order of their start, that end the run"""
+    escape_special_tokens: bool = False
+    """special tokens in messages, but for the assistant's, are plain text"""
     env_path: str | None = None
     """Python file with `async step(state, action, extra_info)`, which returns the keys `rlite.rollout.env.STEP_KEYS`;
     or with `make(**env_options)`, which returns a Gym-like environment: then rows have a `seed`, and no prompt"""

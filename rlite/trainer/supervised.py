@@ -179,7 +179,8 @@ def read_tokens(
     tokenizer = load_tokenizer(model_name)
 
     def rows(key: str, path: str) -> TokenRows:
-        return tokenise(read_rows(path, key), tokenizer, options.data.max_length, f"{key}={path}")
+        escapes = {"escape_special_tokens": True} if options.data.escape_special_tokens else {}
+        return tokenise(read_rows(path, key), tokenizer, options.data.max_length, f"{key}={path}", **escapes)
 
     test_path = options.test_data.path
     return rows("data.path", options.data.path), rows("test_data.path", test_path) if test_path else None

@@ -1,0 +1,117 @@
+"""Special tokens in text of users: a chat template turns `<|im_end|>` in a message into the end of a turn."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import AddedToken, PreTrainedTokenizerBase
+
+from rlite.errors import ConfigError
+
+BREAK = "\U000f1ce5"
+"""stands within the name of a special token that is plain text; a private character, in no text"""
+_ALIAS = "\U000f1ce6"
+
+
+class EscapingTokenizer:
+    """A tokenizer whose chat template leaves special tokens in messages as the plain text that they are.
+
+    It takes the tokenizer's place in workflows, sessions and `ChatEncoder`. Every message but the assistant's is
+    escaped, and so are tools. Texts without special tokens give the same tokens as before; raw texts are not escaped.
+
+    Args:
+        tokenizer: a fast one.
+
+    Raises: ConfigError for a slow tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if not tokenizer.is_fast:
+            raise ConfigError(f"{type(tokenizer).__name__} is no fast tokenizer, which escape_special_tokens needs")
+        self._tokenizer = tokenizer
+        special = {token.content: token for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._names = sorted(filter(None, special), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
+        # a copy that knows the special tokens of the template by other names, and by their own names none
+        self._aliases = {name: f"{_ALIAS}{number}{_ALIAS}" for number, name in enumerate(self._names)}
+        self._plain: Any = copy.deepcopy(tokenizer)
+        self._plain.add_tokens([_renamed(special[name], alias) for name, alias in self._aliases.items()])
+        self._plain.split_special_tokens = True
+        self._plain.backend_tokenizer.encode_special_tokens = True  # now: no call of any thread changes it later
+        self._ids = {
+            self._plain.convert_tokens_to_ids(alias): tokenizer.convert_tokens_to_ids(name)
+            for name, alias in self._aliases.items()
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_tokenizer":  # a copy in the making
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
+
+    def apply_chat_template(self, conversation: Any, tools: Any = None, tokenize: bool = True, **options: Any) -> Any:
+        """Render a conversation as text with BREAK in the names that are plain text, or as a list of tokens."""
+        messages = [message if message["role"] == "assistant" else self._escaped(message) for message in conversation]
+        kept = {key: value for key, value in options.items() if key not in ("return_dict", "return_tensors")}
+        text = self._tokenizer.apply_chat_template(messages, tools=self._escaped(tools), tokenize=False, **kept)
+        return self(text, add_special_tokens=False)["input_ids"] if tokenize else text
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        """Tokenise text, or a list of texts, that was rendered; offsets are those of the text as it is given."""
+        if not isinstance(text, str):
+            rows = [self(one, **options) for one in text]
+            return {key: [row[key] for row in rows] for key in (rows[0] if rows else ("input_ids",))}
+        if BREAK not in text:
+            return dict(self._tokenizer(text, **options))
+        renamed, origin = self._rename(text)
+        encoded: dict[str, Any] = dict(self._plain(renamed, **options))
+        encoded["input_ids"] = [self._ids.get(token, token) for token in encoded["input_ids"]]
+        if "offset_mapping" in encoded:
+            encoded["offset_mapping"] = [
+                (origin[start], origin[end - 1] + 1) if end > start else (origin[start], origin[start])
+                for start, end in encoded["offset_mapping"]
+            ]
+        return encoded
+
+    def _rename(self, text: str) -> tuple[str, list[int]]:
+        """The text without BREAK, the template's special tokens by other names, and where each character was."""
+        parts: list[str] = []
+        origin: list[int] = []
+        at = 0
+        for found in re.finditer(f"{BREAK}|{self._special.pattern}", text):
+            start, end = found.span()
+            parts.append(text[at:start])
+            origin += range(at, start)
+            if found[0] != BREAK:
+                alias = self._aliases[found[0]]
+                parts.append(alias)
+                origin += [start] * (len(alias) - 1) + [end - 1]
+            at = end
+        return "".join([*parts, text[at:]]), [*origin, *range(at, len(text) + 1)]
+
+    def _escaped(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._escaped_text(value.replace(BREAK, "").replace(_ALIAS, ""))
+        if isinstance(value, Mapping):
+            return {key: part if key == "role" else self._escaped(part) for key, part in value.items()}
+        if isinstance(value, Sequence):
+            return [self._escaped(part) for part in value]
+        return value
+
+    def _escaped_text(self, text: str) -> str:
+        text = self._special.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
+        # what the template writes next to it may make a name of it
+        ends = any(text.endswith(name[:size]) for name in self._names for size in range(1, len(name)))
+        begins = any(text.startswith(name[-size:]) for name in self._names for size in range(1, len(name)))
+        return BREAK * begins + text + BREAK * ends
+
+
+def plain_text(text: str) -> str:
+    """Return a rendered text as a person reads it, without BREAK."""
+    return text.replace(BREAK, "")
+
+
+def _renamed(token: Any, name: str) -> AddedToken:
+    return AddedToken(name, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=False)
