@@ -102,6 +102,7 @@ class RliteInferenceEngine(Engine):
         self._may_run = threading.Event()
         self._is_paused = False
         self._is_receiving = False
+        self._has_noted_truncation = False
         self._has_cache = False
         self._ids = itertools.count()
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -172,6 +173,7 @@ class RliteInferenceEngine(Engine):
             except asyncio.CancelledError:
                 self._cancel([flight])
                 raise
+        self._note_truncation(flight)
         return LLMResponse(
             input_tokens=list(request.input_ids),
             output_tokens=flight.token_ids,
@@ -401,6 +403,7 @@ class RliteInferenceEngine(Engine):
             pump.cancel([flight.request.request_id for flight in flights])
 
     def _output(self, index: int, flight: Flight) -> CompletionOutput:
+        self._note_truncation(flight)
         text = self.tokenizer.decode(flight.token_ids, skip_special_tokens=True)
         for stop in flight.request.gconfig.stop:
             text = text.partition(stop)[0]
@@ -412,6 +415,19 @@ class RliteInferenceEngine(Engine):
             sampling_logprobs=flight.sampling_logprobs,
             versions=flight.versions,
             finish_reason=flight.finish_reason,
+        )
+
+    def _note_truncation(self, flight: Flight) -> None:
+        """Warn once if a completion ended at a context length that nobody chose."""
+        asked, made = flight.request.gconfig.max_new_tokens, len(flight.token_ids)
+        is_known = self._has_noted_truncation or vars(self.options).get("max_model_len") is not None
+        if is_known or flight.finish_reason != "length" or made >= asked:
+            return
+        self._has_noted_truncation = True
+        logger.warning(
+            "%s: a completion ended after %d of %d new tokens, at the default context length of %d tokens; "
+            "build(max_model_len=...) sets another one, up to the model's own limit",
+            *(self.name, made, asked, len(flight.request.input_ids) + made),
         )
 
     def _check_ready(self, what: str, may_wait: bool = False) -> None:

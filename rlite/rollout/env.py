@@ -141,6 +141,9 @@ class EnvironmentWorkflow(RolloutWorkflow):
             return None
         return prompt_ids(data, self.tokenizer, self.chat_template_options)
 
+    def longest_sequence(self, opening: int) -> int | None:
+        return opening + self.gconfig.max_new_tokens if self.max_turns == 1 else None
+
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
         limit = context_length(engine, self.max_length)
         state, tokens, info = await self._start(data, limit)

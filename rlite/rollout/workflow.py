@@ -53,6 +53,10 @@ class RolloutWorkflow(ABC):
         """The tokens that an item's episodes begin with, if they are known before: trainers check how many they are."""
         return None
 
+    def longest_sequence(self, opening: int) -> int | None:
+        """Return the most tokens that a sequence can have after an opening of so many; None if nothing bounds it."""
+        return None
+
 
 class Tokenizer(TextTokenizer, Protocol):
     """What a workflow needs of a Hugging Face tokenizer."""
@@ -108,6 +112,9 @@ class SingleTurnWorkflow(RolloutWorkflow):
 
     def opening(self, data: Mapping[str, Any]) -> list[int]:
         return prompt_ids(data, self.tokenizer, self.chat_template_options)
+
+    def longest_sequence(self, opening: int) -> int:
+        return opening + self.gconfig.max_new_tokens
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
         prompt = prompt_text(data, self.tokenizer, self.chat_template_options)

@@ -27,9 +27,14 @@ class Engines:
     All are on all devices, unless rollouts run ahead: then the rollout engine has devices of its own, and the others
     share the rest. Those that take turns are on the device one at a time: `bring` one, and the one before leaves. The
     rollout engine leaves without its weights, which the next `sync` writes; the others to host memory.
+
+    Args:
+        options: the run's config.
+        max_model_len: longest sequence that the rollout engine serves, in tokens; None is the engine's default.
     """
 
-    def __init__(self, options: PpoConfig) -> None:
+    def __init__(self, options: PpoConfig, max_model_len: int | None = None) -> None:
+        self._max_model_len = max_model_len
         actor, trainer = options.actor, options.trainer
         self._options = options
         self._takes_turns: dict[Engine, bool] = {}
@@ -68,7 +73,7 @@ class Engines:
             data_parallel_size=num_generating // rollout.tp_size,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             max_num_seqs=rollout.max_num_seqs,
-            max_model_len=rollout.max_model_len,
+            max_model_len=self._max_model_len,
             dtype=rollout.dtype,
             seed=options.trainer.seed,
             **own_options,

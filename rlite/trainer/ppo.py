@@ -35,6 +35,7 @@ from rlite.trainer.critic import find_critic
 from rlite.trainer.engines import Engines, init_devices
 from rlite.trainer.evaluation import ErrorLimit, evaluation_metrics
 from rlite.trainer.generated import mean_reward
+from rlite.trainer.lengths import Context, context_limit, make_context
 from rlite.trainer.policy import OwnLogprobs, PolicyLoss
 from rlite.trainer.ppo_options import PpoConfig, SamplingOptions
 from rlite.trainer.reference import find_reference
@@ -92,13 +93,16 @@ class PpoTrainer:
         self.options = options
         self.workflow = workflow
         self.test_workflow = test_workflow or _for_evaluation(workflow, options)
+        limit, longest = context_limit(options), []
         for own, rows, where in (
             (self.workflow, train_rows, "train_data"),
             (self.test_workflow, test_rows, "test_data"),
         ):
             if own.needs_prompt:
                 check_prompts(rows, where)
-                check_openings(rows, own, options.max_length, where)
+            if rows:
+                longest.append((own, check_openings(rows, own, limit, where) if own.needs_prompt else 0))
+        self.context = make_context(options, limit, longest)
         self.test_rows = list(test_rows)
         self.test_errors: Counter[str] = Counter()
         """episodes that failed in the last evaluation, by reason"""
@@ -108,7 +112,7 @@ class PpoTrainer:
         self.loss = _loss(options)
         self.credit = Credit(options.adv, options.kl, is_single=options.responses_per_prompt == 1)
         self.run = TrainingRun(options.trainer, options, SHOWN, options.trainer.total_steps)
-        self.engines = Engines(options)
+        self.engines = Engines(options, self.context.length)
         self.critic = find_critic(options, self.engines)
         self.reference = find_reference(options, self.engines)
         self.selection = make_selection(options, self.engines.actor, self.loss)
@@ -145,7 +149,7 @@ class PpoTrainer:
             self.engines.rollout.set_version(self.run.step)
             self.rollouts.load_state_dict(facts["rollouts"])
         self.run.open()
-        self.run.console.report("rlite ppo", batch_plan(self.options, self.engines))
+        self.run.console.report("rlite ppo", batch_plan(self.options, self.engines, self.context))
         if self.run.step == 0 and self.test_rows:
             self.run.log(evaluation := self.evaluate())
             self._is_kept(evaluation)
@@ -239,7 +243,7 @@ def _for_evaluation(workflow: RolloutWorkflow, options: PpoConfig) -> RolloutWor
     return workflow.sampled_by(options.rollout.evaluation_sampling.gconfig(workflow.gconfig))
 
 
-def batch_plan(options: PpoConfig, engines: Engines) -> dict[str, str]:
+def batch_plan(options: PpoConfig, engines: Engines, context: Context) -> dict[str, str]:
     """How a step's work is divided, in words and numbers."""
     data, actor, rollout, trainer = options.train_data, options.actor, options.rollout, options.trainer
     session, dims = rlite.current_session(), engines.actor.dims
@@ -255,6 +259,7 @@ def batch_plan(options: PpoConfig, engines: Engines) -> dict[str, str]:
         f"sequences, at most {rollout.train_sampling_params.max_new_tokens} new tokens in each of {rollout.max_turns} "
         "turn(s)",
         "sampling": f"{_sampling(rollout.train_sampling_params)}; evaluation {_sampling(rollout.evaluation_sampling)}",
+        "context": context.describe(rollout.train_sampling_params.max_new_tokens),
         "update": f"{actor.update_per_rollout} optimizer step(s) of {per_update} sequences: {per_update // ranks} on "
         f"each of {ranks} data rank(s), in packs of at most {actor.max_length_per_device * dims.num_peers} tokens",
         "filter": "groups of equal rewards are replaced" if options.has_dynamic_filtering else "every group is kept",
@@ -326,10 +331,11 @@ def main(argv: Sequence[str]) -> None:
     tokenizer: Any = load_tokenizer(options.actor.model_name)
     if rollout.escape_special_tokens:
         tokenizer = EscapingTokenizer(tokenizer)
+    limit = context_limit(options)
     init_devices(options.launcher, options.num_devices)
 
     def workflow(sampling: SamplingOptions) -> RolloutWorkflow:
-        return make_workflow(sampling.gconfig(), tokenizer, rollout.max_turns, options.max_length)
+        return make_workflow(sampling.gconfig(), tokenizer, rollout.max_turns, limit)
 
     evaluating = workflow(rollout.evaluation_sampling)
     PpoTrainer(options, workflow(rollout.train_sampling_params), train_rows, test_rows, evaluating).fit()

@@ -276,7 +276,8 @@ class RolloutOptions:
     max_num_seqs: int = 256
     """sequences that a replica decodes at once"""
     max_model_len: int | None = None
-    """longest prompt and response together"""
+    """longest prompt and responses together, in tokens; default: what the longest prompt and max_new_tokens need; in
+    several turns, or if prompts are not known before, as much as the models and devices can take"""
     deterministic: bool = False
     """the same tokens and log-probabilities, bit by bit, after a resume as without it; executor torch alone, slower"""
     max_head_offpolicyness: int = 0

@@ -155,9 +155,13 @@ class _Batches:
             yield self._prompts.next()
 
 
-def check_openings(rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, max_length: int, where: str) -> None:
-    """Raise DataError, naming the row, if the chat template refuses the prompt of one, or it leaves no room for an
-    answer in `max_length` tokens."""
+def check_openings(rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, max_length: int, where: str) -> int:
+    """Return the length of the longest prompt in tokens, as far as prompts are known before; 0 if none is.
+
+    Raises: DataError, naming the row, if the chat template refuses its prompt, or the prompt leaves no room for an
+        answer in `max_length` tokens.
+    """
+    longest = 0
     console = Console(file=sys.stderr)
     is_quiet = len(rows) < MANY_ROWS or not console.is_terminal
     for number, row in enumerate(
@@ -167,12 +171,14 @@ def check_openings(rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow,
             opening = workflow.opening(row)
         except DataError as error:
             raise DataError(f"{where}, row {number}: {error}") from error
-        if opening is not None and len(opening) >= max_length:
+        longest = max(longest, len(opening or ()))
+        if longest >= max_length:
             raise DataError(
-                f"{where}, row {number}: its prompt has {len(opening)} tokens, which leaves no room for an answer in "
-                f"{max_length} (the least of max_length_per_device x tp_size x sp_size of the models, and "
-                "rollout.max_model_len); raise those, or drop the row"
+                f"{where}, row {number}: its prompt has {longest} tokens, which leaves no room for an answer in "
+                f"{max_length} (the least of max_length_per_device x tp_size x sp_size of the models, "
+                "the models' max_position_embeddings, and rollout.max_model_len); raise those, or drop the row"
             )
+    return longest
 
 
 def find_rollouts(

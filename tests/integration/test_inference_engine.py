@@ -12,6 +12,7 @@ from rlite import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, ResidencyError, UnknownOptionError
 from rlite.rollout import CollectorOptions
 from rlite.types import GenerationHyperparameters, LLMRequest
+from tests.tiny import build_model_dir
 
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 
@@ -282,3 +283,18 @@ def test_wrong_engines_are_refused_before_anything_starts(path, tmp_path):
         engine.build(max_num_seq=4)
     with pytest.raises(ConfigError, match="tensor_parallel_size=3"):
         engine.build(tensor_parallel_size=3)
+
+
+def test_a_completion_that_ends_at_the_default_context_says_so_once(engine, tmp_path, caplog):
+    path = build_model_dir(tmp_path / "long", hidden=64, layers=1, max_position_embeddings=8192)
+    unbounded = RliteInferenceEngine(path)
+    unbounded.build(colocate_with=engine, data_parallel_size=1, max_num_seqs=2)
+    wanted = {"max_tokens": 20, "ignore_eos": True}
+    for _ in range(2):
+        (made,) = unbounded.generate([[5] * 4090], wanted)
+        assert len(made.outputs[0].token_ids) == 6
+    (warning,) = [record.getMessage() for record in caplog.records if "context length" in record.getMessage()]
+    assert "after 6 of 20 new tokens, at the default context length of 4096 tokens" in warning
+    with pytest.raises(DataError, match=r"max_model_len=4096 \(the default: .*\) leaves room for 4095"):
+        unbounded.generate([[5] * 5000], wanted)
+    unbounded.release()

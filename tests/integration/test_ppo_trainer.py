@@ -110,6 +110,21 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_named_before_anything_is_
         trainer(model, tmp_path, total_steps=1, rows=rows)
 
 
+def test_the_context_is_as_long_as_prompts_and_answers_need_and_the_plan_says_so(tmp_path, session, capsys):
+    model = build_model_dir(tmp_path / "model", "qwen3", hidden=32, max_position_embeddings=16384)
+    sampling = SamplingOptions(max_new_tokens=5000)
+    options = PpoConfig(
+        actor=ActorOptions(model_name=str(model)),
+        rollout=RolloutOptions(train_sampling_params=sampling, max_num_seqs=2),
+        trainer=TrainerOptions(save_dir=str(tmp_path / "run"), total_steps=1),
+    )
+    made = PpoTrainer(options, SingleTurnWorkflow(digits, sampling.gconfig(), byte_tokenizer()), [{"prompt": "2+3="}])
+    made.start()
+    assert made.engines.rollout.options.max_model_len == 5004
+    assert "context  at most 5004 tokens; prompts of at most 4\n" in capsys.readouterr().out
+    made.run.close()
+
+
 def test_a_stopped_run_goes_on_from_its_newest_checkpoint(model, tmp_path, session):
     out = tmp_path / "run"
     first = trainer(model, out, total_steps=6)

@@ -186,7 +186,12 @@ class EmbeddedWorker:
             return "the prompt is empty; give at least one token"
         if len(ids) > self.max_model_len - 1:
             room = self.max_model_len - 1
-            return f"the prompt has {len(ids)} tokens, max_model_len={self.max_model_len} leaves room for {room}"
+            default = (
+                "" if self.options.max_model_len else f" (the default: the model's limit, at most {CONTEXT_LIMIT})"
+            )
+            return (
+                f"the prompt has {len(ids)} tokens, max_model_len={self.max_model_len}{default} leaves room for {room}"
+            )
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
             return f"token id {wrong} is not in the vocabulary of {self.vocab_size}"
