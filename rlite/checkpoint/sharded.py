@@ -88,11 +88,11 @@ def start_writing(
     """
     where = torch.cuda.device(torch.cuda.current_device()) if torch.cuda.is_initialized() else nullcontext()
 
-    def act() -> None:
+    def write_there(*args: Any) -> None:
         with where:
-            write(state, folder, path, facts, rank, group)
+            write(*args)
 
-    return _writer.submit(act)
+    return _writer.submit(write_there, state, folder, path, facts, rank, group)
 
 
 def write(
