@@ -140,6 +140,7 @@ class TrainingRun:
 
         Raises: ConfigError if the folder cannot be written to, or another process has a run there.
         """
+        stats_tracker.export()  # a run that was stopped in a step may have left what belongs to no step of this one
         try:
             self._lock()
             if self._options.overwrite and begins_anew(self.folder, self._options.load_ckpt_from):
