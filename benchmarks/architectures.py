@@ -15,7 +15,6 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from rlite.errors import RliteError
 from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.nn.architecture import TOLERANCE, alone, difference, packed, sequences, summary
 from rlite.nn.huggingface import causal_lm_class
-from rlite.nn.miniature import miniature, save
+from rlite.nn.miniature import miniature, saved
 from rlite.nn.tiny import byte_tokenizer
 from tests.integration.worlds import world
 
@@ -107,8 +106,7 @@ def verdicts(config_class: type[PreTrainedConfig]) -> list[Verdict]:
         expected = alone(model).detach()
     except Exception as error:
         return [Verdict(NOT_BUILT, summary(error))] * 5
-    with TemporaryDirectory() as folder:
-        save(model, folder)
+    with saved(model) as folder:
         byte_tokenizer().save_pretrained(folder)
         return [
             verdict(lambda: train_error(folder, expected) + gradient_error(model)),

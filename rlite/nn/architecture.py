@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlite.errors import ConfigError, RliteError
+from rlite.errors import ConfigError, RliteError, StorageError
 from rlite.nn.attention import PACKED, PackedLayout, attention
 from rlite.nn.meta import real_tensors
-from rlite.nn.miniature import LENGTH_DEPENDENT_ROPE, SPECIAL_IDS, WINDOW, miniature, save
+from rlite.nn.miniature import LENGTH_DEPENDENT_ROPE, SPECIAL_IDS, WINDOW, miniature, saved
 from rlite.parallel.shards import CheckpointReader
 
 LENGTHS = (WINDOW + 2, 2 * WINDOW + 3, 1)
@@ -76,6 +75,8 @@ def _find_reason(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | 
         if is_equal:
             return _renamed(model)
         return _why(model, expected) or "computes masks or positions itself"
+    except StorageError:  # says nothing of the class
+        raise
     except Exception as error:
         return _why(model, expected) or f"does not run with sequences in packs: {summary(error)}"
 
@@ -87,8 +88,7 @@ def _experts(names: Iterable[str]) -> str | None:
 
 def _renamed(model: PreTrainedModel) -> str | None:
     """Say which tensor transformers renames or converts when it reads a checkpoint: rlite reads tensors as they are."""
-    with TemporaryDirectory() as folder:
-        save(model, folder)
+    with saved(model) as folder:
         stored = set(CheckpointReader(folder).names())
     missing = next((name for name, _ in model.named_parameters() if name not in stored), None)
     return missing and f"has checkpoints that name tensors otherwise ({missing}), and rlite does not convert them"

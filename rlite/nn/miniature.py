@@ -6,14 +6,18 @@ size (kinds of layers, rotary embeddings, biases, windows) stays, because the sm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from rlite.errors import StorageError, why_not_written
 from rlite.nn.meta import real_tensors
 
 NUM_HEADS, HEAD_DIM, ROPE_HEAD_DIM = 4, 16, 8
@@ -62,15 +66,26 @@ def miniature(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTraine
     return model.eval()
 
 
-def save(model: PreTrainedModel, folder: str) -> None:
-    """Write a checkpoint without a progress bar: nobody asked for one."""
+@contextmanager
+def saved(model: PreTrainedModel) -> Iterator[str]:
+    """Write a checkpoint into a temporary folder, without a progress bar: nobody asked for one.
+
+    Raises: StorageError if it cannot be written.
+    """
     shows_progress = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        model.save_pretrained(folder)
-    finally:
-        if shows_progress:
-            logging.enable_progress_bar()
+    with TemporaryDirectory() as folder:
+        logging.disable_progress_bar()
+        try:
+            model.save_pretrained(folder)
+        except (OSError, SafetensorError) as error:
+            raise StorageError(
+                f"{folder}: a small model, which tells whether this one works, could not be written: "
+                f"{why_not_written(error)}"
+            ) from error
+        finally:
+            if shows_progress:
+                logging.enable_progress_bar()
+        yield folder
 
 
 def miniature_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, StorageError, why_not_written
 
 logger = logging.getLogger(__name__)
 
@@ -204,8 +204,11 @@ class SharedArena(Arena):
     def __init__(self, nbytes: int) -> None:
         nbytes = max(nbytes, ALIGNMENT)
         self._fd = os.memfd_create("rlite-arena") if can_share_memory() else -1
-        if self._fd >= 0:
-            os.ftruncate(self._fd, nbytes)
+        try:
+            if self._fd >= 0:
+                os.ftruncate(self._fd, nbytes)
+        except OSError as error:  # a limit of file sizes counts here, too
+            raise StorageError(f"{nbytes} bytes of shared memory for weights: {why_not_written(error)}") from error
         self._inode = os.fstat(self._fd).st_ino if self._fd >= 0 else 0
         self._map = mmap.mmap(self._fd, nbytes)
         super().__init__(torch.frombuffer(self._map, dtype=torch.uint8))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from tempfile import TemporaryDirectory
-
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
-from rlite.errors import CheckpointError, ConfigError
+from rlite.errors import CheckpointError, ConfigError, StorageError
 from rlite.nn.architecture import REMEDY, TOLERANCE, check_architecture, sequences, summary
 from rlite.nn.meta import meta_parameters, real_tensors
-from rlite.nn.miniature import miniature, save
+from rlite.nn.miniature import miniature, saved
 from rlite.parallel.tensor import check_tensor_parallel
 from rlite.types import GenerationHyperparameters, SequenceRequest
 
@@ -52,9 +50,10 @@ def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
 def _find_reason(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
     model = miniature(cls, config)
     try:
-        with real_tensors(), torch.inference_mode(), TemporaryDirectory() as folder:
-            save(model, folder)
+        with real_tensors(), torch.inference_mode(), saved(model) as folder:
             is_equal = largest_error(model, folder) <= TOLERANCE
+    except StorageError:  # says nothing of the class
+        raise
     except Exception as error:  # of any kind: the class's own code
         return f"cannot be served: a small copy of it fails with {summary(error)}"
     return None if is_equal else "computes something else when it is served"

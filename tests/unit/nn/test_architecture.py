@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.data.packs import pack
-from rlite.errors import ConfigError
+from rlite.engine.embedded.check import refusal as embedded_refusal
+from rlite.errors import ConfigError, StorageError
 from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.nn.architecture import refusal, rope_limit
 from rlite.nn.huggingface import causal_lm_class
@@ -200,3 +202,17 @@ def test_the_page_of_models_lists_every_class_of_the_version_that_it_names() -> 
     if f"made with transformers {transformers.__version__}:" in page:
         assert set(listed) == {(key.model_type, model.__name__) for key, model in MODEL_FOR_CAUSAL_LM_MAPPING.items()}
     assert re.search(r"made with transformers \d+\.\d+", page)
+
+
+@pytest.mark.parametrize("find", [refusal, embedded_refusal])
+def test_a_full_disk_during_the_check_is_no_fault_of_the_model(find: Any) -> None:
+    config = config_of("qwen2", num_key_value_heads=4, rms_norm_eps=1.75e-6)  # one that no other test has checked
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        with pytest.raises(StorageError, match=r"could not be written: a file is larger .*\(ulimit -f\)"):
+            find(cls, config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert find(cls, config) is None, "the failure is not remembered"

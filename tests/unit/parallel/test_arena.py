@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 from dataclasses import replace
 
 import pytest
 import torch
 
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, StorageError
 from rlite.parallel.arena import (
     ArenaReader,
     DeviceArena,
@@ -157,3 +158,13 @@ def test_memory_that_another_process_may_not_open_is_refused_with_what_to_do(mon
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(ConfigError, match=rf"process {child.pid} .*Leave expandable_segments out, or"):
         check_gpu_sharing(child.pid)  # it is gone: for a process that may not be looked into the call fails likewise
+
+
+def test_a_limit_of_file_sizes_is_named_for_shared_memory() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        with pytest.raises(StorageError, match=r"4096 bytes of shared memory.*\(ulimit -f\)"):
+            SharedArena(4096)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
