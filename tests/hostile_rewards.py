@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import struct
@@ -62,6 +63,14 @@ def forge(marker: str) -> None:
     """Answers for calls that it was not given."""
     for number in (0, 1, 2, 2**40):
         write_to_all(frame(f'["value",{number},1000.0]') * 2)
+    time.sleep(60)
+
+
+def forge_ends(marker: str) -> None:
+    """A fork that cannot be, and its end by a signal that there is not, in the name of its own call."""
+    guard = next(one for one in gc.get_objects() if type(one).__name__ == "Guard")
+    guard.say("forked", 1 << 20)
+    guard.say("ended", -1000)
     time.sleep(60)
 
 
@@ -125,6 +134,7 @@ def many_forks(marker: str) -> None:
 ENDS = {
     pickle_bomb: ("crash",),
     forge: ("crash",),
+    forge_ends: ("crash",),
     flood: ("crash",),
     flood_of_frames: ("crash",),
     large_answer: ("crash",),

@@ -14,6 +14,7 @@ import inspect
 import math
 import os
 import pickle
+import re
 import resource
 import struct
 import sys
@@ -40,6 +41,7 @@ MAX_TEXT = 4000
 MAX_ANSWER = 1 << 20
 """raw bytes that an answer may have; that of a function which passes states on, MAX_STATE"""
 MAX_STATE = 32 << 20
+_UNPRINTABLE = re.compile(r"[^\n\t\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]")
 BRAKE = 2
 """allocations fail at so many times the memory limit; the limit itself is watched, for a function can catch a
 MemoryError and go on as if nothing had happened"""
@@ -192,6 +194,11 @@ def text_of(error: BaseException) -> str:
         return f"<its text cannot be made: {type(failure).__name__}>"
 
 
+def shown(text: str) -> str:
+    """Return a text of a process that is not trusted as a log or a terminal may have it: short and printable."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode-escape").decode(), text[: 3 * MAX_TEXT])
+
+
 class BatchFunction:
     """A function of columns, lists with one entry for each completion, that returns a list of as many rewards.
 
@@ -246,7 +253,7 @@ def read_batch(answer: Any, count: int, names: Sequence[str] = ()) -> list[tuple
             case ["value", value] if (reward := read_reward(value, names)) is not None:
                 results.append((VALUE, reward))
             case ["invalid", str() as description]:
-                results.append((INVALID, description))
+                results.append((INVALID, shown(description)))
             case _:
                 return None
     return results

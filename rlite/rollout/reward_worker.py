@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from rlite.rollout.reward_call import Call
-from rlite.rollout.reward_process import HEADER, READY, VALUE, Chunk
+from rlite.rollout.reward_process import HEADER, READY, VALUE, Chunk, shown
 from rlite.sandbox import wire
 from rlite.sandbox.confine import descendants, passed_environment
 from rlite.sandbox.foreign import ENDED
@@ -33,6 +33,8 @@ LOAD_TIMEOUT = 120.0
 """seconds in which a process must be ready, and a function and its arguments loaded"""
 SEND_TIMEOUT = 10.0
 """seconds in which an idle process must take a message, and one that has answered must say how it found itself"""
+EXIT_CODES = range(1 - signal.NSIG, 256)
+"""of processes; a negative one is that of a signal"""
 KILL_TIMEOUT = 5.0
 """seconds in which a killed process must be gone; one that is not is left to the kernel"""
 
@@ -137,12 +139,12 @@ class Worker:
             case ["value", int() as number, value] if number == due:
                 return VALUE, value
             case ["invalid" | "raised" | "memory" as kind, int() as number, str() as text] if number == due:
-                return kind, text
+                return kind, shown(text)
             case ["clean" | "dirty" as kind, 0, str() | None as changed] if self.answered and due is None:
                 return kind, changed
-            case ["forked", int() as number, int() as pid] if number == due and self.fork is None:
+            case ["forked", int() as number, int() as pid] if number == due and self.fork is None and 1 < pid < 2**31:
                 self.fork = pid
-            case ["ended", int() as number, int() as code] if number == due and self.fork is not None:
+            case ["ended", int() as number, int() as code] if number == due and self.fork and code in EXIT_CODES:
                 return ENDED, code
             case ["tainted", int() as number, None] if number == due and not self.is_tainted:
                 self.is_tainted = self.calls[0].code.is_alone = True

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import math
 import os
 import sys
@@ -19,8 +20,8 @@ from rlite.rollout.env import Environment
 from rlite.rollout.env_process import read_step
 from rlite.rollout.gym_process import read_turn
 from rlite.rollout.reward_pool import close_shared_pool
-from rlite.rollout.reward_process import Passed
-from rlite.rollout.rewards import RewardError, RewardInvalid
+from rlite.rollout.reward_process import Passed, read_batch
+from rlite.rollout.rewards import RewardError, RewardInvalid, RewardRaised
 from tests import hostile_rewards as hostile
 
 has_landlock = sys.platform == "linux" and ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) >= 6
@@ -228,6 +229,19 @@ def test_a_value_that_was_not_asked_for_is_an_invalid_reward() -> None:
         with pytest.raises(RewardInvalid, match="which is not what was asked for"):
             asyncio.run(reward.run(value=value))
         assert reward.outcomes == {"invalid": 1}
+
+
+def test_what_a_process_says_went_wrong_is_short_and_printable() -> None:
+    def fail() -> Any:
+        guard = next(one for one in gc.get_objects() if type(one).__name__ == "Guard")
+        guard.say("raised", "\x1b[2J\ud800\n" + "x" * 1_000_000)
+        time.sleep(60)
+
+    with pytest.raises(RewardRaised) as caught:
+        asyncio.run(RewardFunction(fail).run())
+    assert "raised \\x1b[2J\\ud800\nxxx" in str(caught.value)
+    assert len(str(caught.value)) < 20_000
+    assert read_batch([["invalid", "\x1b"]], 1) == [("invalid", "\\x1b")]
 
 
 def test_a_state_that_is_too_large_to_be_kept_is_said() -> None:
