@@ -10,9 +10,13 @@ import gc
 import os
 import pickle
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from rlite.sandbox.confine import children
 
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "MY_PASSWORD")
 FAIR = 0.25
@@ -131,6 +135,15 @@ def many_forks(marker: str) -> None:
     time.sleep(3600)
 
 
+def endless_forks(marker: str) -> None:
+    """A chain of processes of which each lives for a moment, in sessions of their own."""
+    while os.fork() == 0:
+        os.setsid()
+        if os.fork() != 0:
+            os._exit(0)
+    time.sleep(60)
+
+
 ENDS = {
     pickle_bomb: ("crash",),
     forge: ("crash",),
@@ -143,6 +156,7 @@ ENDS = {
     leave: ("crash",),
     stop_clocks: ("timeout",),
     many_forks: ("timeout",),
+    endless_forks: ("timeout",),
 }
 """attacks, with the outcomes that one call of each may have"""
 ATTACKS = {function.__name__: function for function in ENDS}
@@ -245,3 +259,24 @@ def end_parent(is_foreign: bool = False) -> float:
     except PermissionError:
         return 1.0
     return 0.0
+
+
+def start_program(code: str, keep: bool = False) -> float:
+    """Run a program, as a function does that tests what a model has written; returns the number of its children."""
+    global kept
+    if keep and kept is None:
+        kept = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    subprocess.run([sys.executable, "-c", code], check=False)
+    time.sleep(0.4)
+    return float(len(children(os.getpid())))
+
+
+kept: subprocess.Popen[bytes] | None = None
+DAEMON = """
+import os, signal, time
+reward_process = os.getppid()
+if os.fork() == 0:
+    os.setsid()
+    time.sleep(0.7)
+    os.kill(reward_process, signal.SIGKILL)
+"""

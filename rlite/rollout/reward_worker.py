@@ -26,7 +26,7 @@ import psutil
 from rlite.rollout.reward_call import Call
 from rlite.rollout.reward_process import HEADER, READY, VALUE, Chunk, shown
 from rlite.sandbox import wire
-from rlite.sandbox.confine import descendants, passed_environment
+from rlite.sandbox.confine import MAX_PASSES, descendants, passed_environment
 from rlite.sandbox.foreign import ENDED
 
 LOAD_TIMEOUT = 120.0
@@ -160,12 +160,18 @@ class Worker:
         self.channel.close()
         if self.exit_fd is not None:
             os.close(self.exit_fd)
-        strays = descendants(self.process.pid)  # some may have left its session
+        self.process.send_signal(signal.SIGSTOP)  # orphans still come to it, where they are found
+        strays: set[int] = set()
+        for _ in range(MAX_PASSES):  # some may have left its session, and fork meanwhile
+            new = set(descendants(self.process.pid)) - strays
+            strays |= new
+            for stray in new:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(stray, signal.SIGKILL)
+            if not new:
+                break
         with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or (macOS) a zombie
             os.killpg(self.process.pid, signal.SIGKILL)
-        for stray in strays:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(stray, signal.SIGKILL)
         try:
             return self.process.wait(timeout=KILL_TIMEOUT)
         except subprocess.TimeoutExpired:  # stuck in the kernel; `subprocess` reaps it when it starts another

@@ -13,7 +13,7 @@ import re
 import signal
 import struct
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 _PASSED = re.compile(
@@ -23,7 +23,10 @@ _PASSED = re.compile(
 )
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446
+_GIVE_UP_PRIVILEGES = 38
 _MAKE_BLOCK_DEVICES, _SCOPE_SIGNALS = 1 << 11, 1 << 1
+MAX_PASSES = 1000
+"""in which processes must be ended that fork meanwhile"""
 
 
 def passed_environment(environment: Mapping[str, str], further: Collection[str] = ()) -> dict[str, str]:
@@ -42,9 +45,16 @@ def part() -> None:
     """Part this process from the one that has started it: it ends with it, and cannot touch it."""
     if sys.platform != "linux":
         return
-    set_death_signal, become_subreaper, give_up_privileges = 1, 36, 38
+    set_death_signal, become_subreaper = 1, 36
     _LIBC.prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)  # a hung function cannot see its driver go
     _LIBC.prctl(become_subreaper, 1, 0, 0, 0)  # orphans of its children stay below it, where they are found
+    restrict()
+
+
+def restrict() -> None:
+    """Leave this process only what it starts itself to read, trace and signal; Linux with Landlock."""
+    if sys.platform != "linux":
+        return
     abi = _LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     if abi < 1:
         return
@@ -52,7 +62,7 @@ def part() -> None:
     rules = struct.pack("<QQQ", 0, 0, _SCOPE_SIGNALS) if abi >= 6 else struct.pack("<Q", _MAKE_BLOCK_DEVICES)
     descriptor = _LIBC.syscall(_LANDLOCK_CREATE, rules, ctypes.c_size_t(len(rules)), 0)
     if descriptor >= 0:
-        _LIBC.prctl(give_up_privileges, 1, 0, 0, 0)  # Landlock's condition
+        _LIBC.prctl(_GIVE_UP_PRIVILEGES, 1, 0, 0, 0)  # Landlock's condition
         _LIBC.syscall(_LANDLOCK_RESTRICT, descriptor, 0)
         os.close(descriptor)
 
@@ -65,13 +75,42 @@ def silence() -> None:
     os.close(null)
 
 
-def descendants(pid: int) -> list[int]:
-    """Return what a process has started, and what that has; nothing where the system does not say so."""
-    found, todo = list[int](), [pid]
-    while todo:
-        with contextlib.suppress(OSError):
-            for children in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
-                new = [*map(int, children.read_text().split())]
-                found += new
-                todo += new
+def children(pid: int) -> set[int]:
+    """Return what a process has started or taken over; nothing where the system does not say so."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as listed:
+                found.update(map(int, listed.read().split()))
     return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Return what a process has started, and what that has."""
+    found = [*children(pid)]
+    for child in found:
+        found += children(child)
+    return found
+
+
+def end_descendants(kept: Callable[[], Collection[int]] = tuple) -> bool:
+    """End all that this process has started but the children `kept` and what is below them; returns whether it did.
+
+    Those that fork while they are ended are met again, as orphans.
+    """
+    for _ in range(MAX_PASSES):
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # there is none
+            return True
+        spared = set(kept())
+        found = [pid for child in children(os.getpid()) - spared for pid in (child, *descendants(child))]
+        if not found:
+            return True
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.waitpid(pid, 0)
+    return False

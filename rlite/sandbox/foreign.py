@@ -25,7 +25,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from rlite.sandbox import wire
-from rlite.sandbox.confine import descendants, part
+from rlite.sandbox.confine import children, end_descendants, part, restrict
 
 STARTED, TAINTED, FORKED, ENDED = "started", "tainted", "forked", "ended"
 """what a process says of a call: its function and arguments are loaded; it runs such code itself; it has forked (the
@@ -106,6 +106,7 @@ class Guard:
         self._is_watching = False  # what a function forks itself cannot answer, and may do what it likes
         with contextlib.suppress(OSError):
             os.close(self._descriptor)
+        restrict()
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if not self._is_watching or event not in ("exec", "function.__new__"):
@@ -121,7 +122,7 @@ class Guard:
             self._fork()
 
     def _fork(self) -> None:
-        before = set(descendants(os.getpid()))
+        before = children(os.getpid())
         timers = [signal.setitimer(timer, 0) for timer in _TIMERS]  # a function's own time-out goes with it
         reader, writer = os.pipe()
         with warnings.catch_warnings():  # newer versions warn of native threads
@@ -161,10 +162,7 @@ class Guard:
         """End the fork with all that it has started, and hand its answer on."""
         os.kill(child, signal.SIGKILL)  # one that is ending keeps its exit code
         _, status = os.waitpid(child, 0)
-        for stray in set(descendants(os.getpid())) - before:
-            with contextlib.suppress(OSError):
-                os.kill(stray, signal.SIGKILL)
-                os.waitpid(stray, 0)
+        end_descendants(lambda: before)
         with contextlib.suppress(wire.WireError):  # longer in this form than in the fork's own
             if answer is not None:
                 self.say(*answer)

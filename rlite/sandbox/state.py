@@ -6,10 +6,13 @@ import gc
 import os
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from types import FunctionType, ModuleType
 from typing import Any
+
+from rlite.sandbox.confine import children, end_descendants
 
 _LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
@@ -70,6 +73,10 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
+_HOLDERS = {"Popen": "pid", "PtyProcess": "pid", "ResourceTracker": "_pid", "ForkServer": "_forkserver_pid"}
+"""classes of the standard library, joblib and pexpect that stand for a process, with the name of its number"""
+
+
 class ProcessState:
     """Settings of the process, and the functions, classes and modules that names of modules stand for.
 
@@ -84,6 +91,7 @@ class ProcessState:
         self._settings = {name: get() for name, (get, _) in _SETTINGS.items()}
         self._names: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._num_modules = 0
+        self._kept: set[int] = set()
         self._watch_modules()
         for function in functions:
             self._watch_function(function)
@@ -94,12 +102,21 @@ class ProcessState:
 
     def restore(self) -> str | None:
         """Put back what has changed. Returns what was, None if nothing; or raises what putting it back raised."""
+        if not end_descendants(self._keep_children):
+            raise OSError("processes that it has started fork faster than they can be ended")
         changed = [name for name in _SETTINGS if self._has_restored(name)]
         for names, saved in list(self._names.values()):
             if not _are_same(names, saved):
                 changed += _restored(names, saved)
         self._watch_modules()
         return ", ".join(changed) or None
+
+    def _keep_children(self) -> set[int]:
+        """Return the children that an object still stands for: functions may keep helpers, such as a pool."""
+        if not children(os.getpid()) <= self._kept:
+            held = ((one, _HOLDERS.get(type(one).__name__)) for one in gc.get_objects())
+            self._kept = {getattr(one, name, None) for one, name in held if name and one not in subprocess._active}
+        return self._kept
 
     def _has_restored(self, setting: str) -> bool:
         get, put = _SETTINGS[setting]

@@ -150,6 +150,15 @@ def test_a_function_with_threads_runs_such_code_itself_and_its_process_is_replac
     assert len(set(calls)) == 3
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_a_program_leaves_behind_is_ended_before_the_next_call_and_what_a_function_keeps_is_not() -> None:
+    reward = RewardFunction(hostile.start_program, num_processes=1)
+    daemons = [asyncio.run(outcome(reward, code=hostile.DAEMON)) for _ in range(4)]
+    assert daemons == [1.0] * 4, "each met its own alone, and none was killed"
+    assert [asyncio.run(outcome(reward, code="", keep=True)) for _ in range(3)] == [1.0] * 3
+    assert asyncio.run(outcome(reward, code=hostile.DAEMON)) == 2.0
+
+
 def test_a_time_out_of_the_functions_own_holds_for_code_that_it_runs() -> None:
     def limited(code: str) -> float:
         import signal
