@@ -55,6 +55,8 @@ OFF: dict[str, tuple[Any, ...]] = {
 """parameters that are understood and cannot be honoured but at these values"""
 NOTES = ("user", "safety_identifier", "prompt_cache_key", "metadata")
 """parameters that say nothing about the answer"""
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+"""stop strings of a request, and characters of one: after each token they are looked for in the event loop"""
 MAX_DEPTH = 100
 """levels of a body, schemas of tools included"""
 JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
@@ -293,6 +295,9 @@ def _sampling(values: dict[str, Any], defaults: GenerationHyperparameters) -> Ge
         if name in changes and changes[name] != value:
             raise _invalid(key, value, f"{changes[name]!r}, which max_tokens says")
         changes[name] = value
+    stops = [changes["stop"]] if isinstance(changes.get("stop"), str) else changes.get("stop", [])
+    if len(stops) > MAX_STOPS or any(isinstance(stop, str) and len(stop) > MAX_STOP_LENGTH for stop in stops):
+        raise _invalid("stop", changes["stop"], f"at most {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters")
     if "temperature" in changes and changes["temperature"] > 0:
         changes["greedy"] = False
     if "max_new_tokens" in changes:  # the session's own lower bound gives way

@@ -28,6 +28,7 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
+        self._reach = max(map(len, stops), default=0)
         self._form = form
         self._tools = tools
         self._skips = form is None or not form.shows_special_tokens
@@ -50,7 +51,10 @@ class TextStream:
         if len(whole) > len(known) and (is_last or not whole.endswith("\ufffd")):
             self._append(whole[len(known) :])
             self._start, self._read = self._read, len(self._tokens)
-        end = len(self.text) if self._has_stopped else num_before(self.text, self._stops)
+        end = len(self.text)
+        if not self._has_stopped:
+            tail = self.text[max(end - self._reach, 0) :]
+            end += num_before(tail, self._stops) - len(tail)
         if self._form is not None:
             end = min(end, self._form.num_settled(self.text))
         return self._send(self.text[:end])
@@ -67,8 +71,9 @@ class TextStream:
     def _append(self, text: str) -> None:
         if self._has_stopped:
             return
+        start = max(len(self.text) - self._reach, 0)
         self.text += text
-        found = [at for stop in self._stops if (at := self.text.find(stop)) >= 0]
+        found = [at for stop in self._stops if (at := self.text.find(stop, start)) >= 0]
         if found:
             self.text, self._has_stopped = self.text[: min(found)], True
 

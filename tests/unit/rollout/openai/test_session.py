@@ -331,6 +331,8 @@ REFUSED = [
     ({"temperature": 10**400}, 400, "temperature", "in [1e-06, 1e+06]"),
     ({"top_p": 1e-320}, 400, "top_p", "in [1e-06, 1]"),
     ({"stop": ["\ud800"]}, 400, "stop", "non-empty strings"),
+    ({"stop": ["x"] * 17}, 400, "stop", "at most 16 texts of at most 256 characters"),
+    ({"stop": "x" * 257}, 400, "stop", "at most 16 texts of at most 256 characters"),
     ({"stop_token_ids": ["a"]}, 400, "stop_token_ids", "token ids"),
     ({"stop_token_ids": [1 << 70]}, 400, "stop_token_ids", "token ids"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages", "half of a surrogate pair"),
