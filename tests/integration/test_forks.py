@@ -20,7 +20,7 @@ SOON_S = 20.0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "num_devices"), [("inprocess", 1), ("torchrun", 2), ("ray", 2)])
+@pytest.mark.parametrize(("launcher", "num_devices"), [("torchrun", 2), ("ray", 2)])
 def test_a_forked_child_ends_and_its_parent_goes_on_until_ray_loses_its_control_service(
     models: dict[str, Path], launcher: str, num_devices: int
 ) -> None:

@@ -1,0 +1,203 @@
+"""Attacks on one process's services, each in a process of its own: `python -m benchmarks.chaos_attacks NAME OUT.json`.
+
+A hostile reward, a long message and half-open connections meet honest work, which has to come to its end in time.
+Every attack is bounded in bytes, number and seconds, and stays on loopback. The file says what became of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import resource
+import struct
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlite.nn.tiny import byte_tokenizer
+from rlite.recovery.faults import FloodFault, HalfOpenFault
+from rlite.recovery.injectors import flood_descriptors, hold_half_open
+from rlite.rollout import RewardFunction, ScriptedEngine
+from rlite.rollout.openai import Access, AgentEndpoint, AgentSession
+
+SECRET = "CHAOS_API_TOKEN"
+REWARD = 0.5
+SOON_S = 10.0
+"""longest wait of an honest request during an attack on the endpoint"""
+GROWTH_MIB = 300.0
+MESSAGE_BYTES = 8 << 20
+CONNECTIONS = 1500
+
+
+class _Touch:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def hostile(how: str, marker: str, **call: Any) -> float:
+    """A reward function that attacks whoever runs it."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, 64 << 20))
+    if how == "pickle":
+        for head in ("<Q", ">Q", "<I", ">I", ""):
+            body = pickle.dumps(_Touch(marker))
+            frame = (struct.pack(head, len(body)) if head else b"") + body
+            flood_descriptors(FloodFault(payload=frame, num_bytes=len(frame) * 8, seconds=0.3))
+    if how == "flood":
+        flood_descriptors(FloodFault(payload=os.urandom(1 << 16), num_bytes=512 << 20, seconds=3.0))
+    if how == "forge":
+        for number in range(64):
+            answer = json.dumps({"number": number, "value": 1.0, "reward": 1.0}).encode() + b"\n"
+            flood_descriptors(FloodFault(payload=answer, num_bytes=len(answer) * 4, seconds=0.1))
+    if how == "clock":
+        time.monotonic = lambda: -1e9  # type: ignore[assignment]
+        time.sleep(60.0)
+    if how == "patch":
+        math.sqrt = lambda x: 1.0  # type: ignore[assignment]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        os.environ["PATCHED"] = "1"
+    if how == "secret":
+        return float(SECRET in os.environ)
+    return REWARD
+
+
+def honest(**call: Any) -> float:
+    """A reward that notices what another call has left behind."""
+    is_clean = math.sqrt(4.0) == 2.0 and "PATCHED" not in os.environ
+    return REWARD if is_clean and resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 64 else 0.0
+
+
+async def attack_rewards() -> dict[str, Any]:
+    """Hostile calls among honest ones, which must all have their reward."""
+    os.environ[SECRET] = "secret"
+    kinds = ["pickle", "flood", "forge", "clock", "patch", "secret"]
+    with tempfile.TemporaryDirectory() as folder:
+        marker = f"{folder}/code-ran"
+        bad = RewardFunction(hostile, timeout=8.0, num_processes=2)
+        good = RewardFunction(honest, timeout=20.0, num_processes=2)
+
+        async def attack(how: str) -> float:
+            with suppress(Exception):  # whatever becomes of it, it must not become of others
+                return await bad.run(how=how, marker=marker)
+            return 0.0
+
+        work = [asyncio.ensure_future(attack(how)) for how in kinds]
+        results = []
+        for _ in range(24):
+            results.append(await good.run())
+            await asyncio.sleep(0.2)
+        rewards = dict(zip(kinds, await asyncio.gather(*work), strict=True))
+        results += [await good.run() for _ in range(4)]
+        faults = {
+            "code of the reward ran in the trainer": os.path.exists(marker),
+            "an honest reward was changed": set(results) != {REWARD},
+            "a secret was seen": rewards["secret"] == 1.0,
+            "a reward was forged": rewards["forge"] not in (0.0, REWARD),
+        }
+    return {"faults": [fault for fault, is_so in faults.items() if is_so], "rewards": rewards}
+
+
+def _ask(access: Access, content: str) -> int:
+    """One request by an ordinary client; returns its status."""
+    body = json.dumps({"model": access.model, "messages": [{"role": "user", "content": content}], "max_tokens": 4})
+    headers = {"Authorization": f"Bearer {access.api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{access.base_url}/chat/completions", body.encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def _send_long_message(access: Access) -> None:
+    with suppress(OSError):
+        _ask(access, "x" * MESSAGE_BYTES)
+
+
+def _open_connections(access: Access) -> None:
+    port = int(access.base_url.rsplit(":", 1)[1].split("/")[0])
+    hold_half_open(HalfOpenFault(port=port, count=CONNECTIONS, seconds=8.0, greeting=b"POST /v1/chat"))
+
+
+async def attack_endpoint(attack: Callable[[Access], None]) -> dict[str, Any]:
+    """An attacker in another process, and an honest client whose answers must come soon."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    engine = ScriptedEngine([[72, 105]])
+    tokenizer = byte_tokenizer()
+    sessions = [AgentSession(engine, tokenizer, {"max_new_tokens": 4}, max_length=4096) for _ in range(2)]
+    waits, failed = [], 0
+    async with (
+        AgentEndpoint() as endpoint,
+        endpoint.serving(sessions[0]) as ours,
+        endpoint.serving(sessions[1]) as theirs,
+    ):
+        await asyncio.to_thread(_ask, ours, "hello")
+        attacker = multiprocessing.get_context("spawn").Process(target=attack, args=(theirs,), daemon=True)
+        attacker.start()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+        ends = time.monotonic() + 40.0
+        while attacker.is_alive() and time.monotonic() < ends:
+            began = time.monotonic()
+            try:
+                failed += await asyncio.to_thread(_ask, ours, "hello") != 200
+            except OSError:
+                failed += 1
+            waits.append(time.monotonic() - began)
+            await asyncio.sleep(0.1)
+        attacker.kill()
+        attacker.join()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    longest = max(waits, default=0.0)
+    faults = {
+        f"{failed} of {len(waits)} honest requests failed": failed > 0,
+        f"an honest request waited {longest:.1f} s": longest > SOON_S,
+    }
+    return {"faults": [fault for fault, is_so in faults.items() if is_so], "longest_wait": round(longest, 2)}
+
+
+ATTACKS: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
+    "hostile rewards": attack_rewards,
+    "long message": lambda: attack_endpoint(_send_long_message),
+    "half-open connections": lambda: attack_endpoint(_open_connections),
+}
+
+
+def run(name: str) -> dict[str, Any]:
+    """What the attack did: `faults` in words, the seconds, and how much memory this process took meanwhile."""
+    process, began = psutil.Process(), time.monotonic()
+    before = process.memory_info().rss
+    report = asyncio.run(ATTACKS[name]())  # type: ignore[arg-type]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    report["grown_mib"] = round((peak - before) / 2**20, 1)
+    if report["grown_mib"] > GROWTH_MIB:
+        report["faults"].append(f"the trainer grew by {report['grown_mib']:.0f} MiB")
+    return {**report, "seconds": round(time.monotonic() - began, 2)}
+
+
+def main() -> None:
+    """Parse the command line, attack, write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=ATTACKS)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args()
+    args.out.write_text(json.dumps(run(args.name)))
+
+
+if __name__ == "__main__":
+    main()

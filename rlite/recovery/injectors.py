@@ -1,0 +1,136 @@
+"""Makes faults happen to processes of this machine. Everything is bounded in time, number and bytes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import socket
+import threading
+import time
+from contextlib import ExitStack, suppress
+
+import psutil
+
+from rlite.errors import RliteError
+from rlite.recovery.faults import FileSizeFault, FloodFault, HalfOpenFault, ProcessFault, Role
+
+FIRST_DESCRIPTOR, LAST_DESCRIPTOR = 3, 4096
+
+
+class NoTarget(RliteError):
+    """No process has the role that a fault names, at this moment."""
+
+
+def find(role: Role, root: int) -> list[psutil.Process]:
+    """The living processes of a role in the tree of a run whose first process is `root`, by their ids."""
+    try:
+        first = psutil.Process(root)
+        tree = [first, *first.children(recursive=True)]
+    except psutil.Error:
+        return []
+    found = [process for process in tree if _has_role(process, role, first)]
+    return sorted(found, key=lambda process: process.pid)
+
+
+def inject(fault: ProcessFault, root: int) -> psutil.Process:
+    """Let the fault happen to a process of the run whose first process is `root`; returns the process.
+
+    A SIGSTOP is followed by SIGCONT after the fault's seconds, from another thread.
+    Raises: NoTarget if there is no such process.
+    """
+    targets = find(fault.role, root)
+    if not targets:
+        raise NoTarget(f"{fault}: the run of process {root} has no {fault.role} now")
+    target = targets[fault.index % len(targets)]
+    try:
+        _perform(fault, target)
+    except psutil.NoSuchProcess as error:
+        raise NoTarget(f"{fault}: {error}") from error
+    return target
+
+
+def hold_half_open(fault: HalfOpenFault) -> int:
+    """Open the connections, hold them, close them; returns how many were accepted by the kernel."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, fault.count + 64), hard), hard))
+    ends = time.monotonic() + fault.seconds
+    with ExitStack() as opened:
+        count = 0
+        while count < fault.count and time.monotonic() < ends:
+            try:
+                line = opened.enter_context(socket.create_connection((fault.host, fault.port), timeout=1.0))
+                line.sendall(fault.greeting)
+            except OSError:  # refused, or cut off: what a victim may do
+                break
+            count += 1
+        time.sleep(max(ends - time.monotonic(), 0))
+    return count
+
+
+def flood_descriptors(fault: FloodFault) -> int:
+    """Write to every descriptor of this process beyond the standard ones; returns the bytes that were taken."""
+    ends, left = time.monotonic() + fault.seconds, fault.num_bytes
+    writable = [number for number in range(FIRST_DESCRIPTOR, LAST_DESCRIPTOR) if _is_open(number)]
+    for number in writable:
+        os.set_blocking(number, False)
+    while writable and left > 0 and time.monotonic() < ends:
+        for number in list(writable):
+            try:
+                left -= os.write(number, fault.payload)
+            except BlockingIOError:
+                with suppress(OSError, ValueError):
+                    select.select([], [number], [], 0.01)
+            except OSError:
+                writable.remove(number)
+    return fault.num_bytes - left
+
+
+def _has_role(process: psutil.Process, role: Role, first: psutil.Process) -> bool:
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        command = process.cmdline()
+        is_launched = "torch.distributed.run" in first.cmdline()
+        is_child = process.ppid() == first.pid
+        match role:
+            case "agent":
+                return is_launched and process == first
+            case "rank":
+                return is_launched and is_child and "RANK" in process.environ()
+            case "driver":
+                return process.environ().get("RANK") == "0" and is_child if is_launched else process == first
+            case "worker":
+                return process.name().startswith("ray::RayHost") or command[:1] == ["ray::RayHost"]
+            case "control":
+                return process.name().startswith("gcs_server")
+            case "sandbox":
+                is_code = command[1:2] == ["-c"] and "multiprocessing" not in "".join(command)
+                return is_code and (is_child or "RANK" in process.environ())
+    except psutil.Error:  # it ended just now
+        return False
+
+
+def _perform(fault: ProcessFault, target: psutil.Process) -> None:
+    if isinstance(fault, FileSizeFault):
+        target.rlimit(psutil.RLIMIT_FSIZE, (fault.num_bytes, fault.num_bytes))
+        return
+    target.send_signal(signal.Signals[fault.signal])
+    if fault.signal == "SIGSTOP":
+        timer = threading.Timer(fault.seconds, _resume, (target,))
+        timer.daemon = True
+        timer.start()
+
+
+def _resume(target: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        target.resume()
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
