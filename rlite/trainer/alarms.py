@@ -11,6 +11,7 @@ LOST = "rollout/lost/"
 DRIFT_LIMIT = 0.1
 """mean |log p(trainer) - log p(engine)| per token, in nats, above which the two are not the same policy, or, where
 rollouts run ahead, the policy has moved too far since"""
+LOOK = {"look at": "rollouts.jsonl, the reward function, how hard the prompts are, and the temperature of sampling"}
 REPEAT_AFTER = 50
 """steps after which an alarm whose cause lasts is given again"""
 
@@ -44,13 +45,14 @@ class Alarms:
         return True
 
     def _equal_rewards(self, metrics: Mapping[str, float]) -> tuple[str, dict[str, str]]:
-        """Why the rewards of a step teach nothing; "" if they do."""
+        """Why nothing is learnt from the rewards of a step; "" if something is."""
         lowest, highest = metrics.get("reward_min"), metrics.get("reward_max")
         if lowest is not None and lowest == highest:
-            return "all rewards are equal, and teach nothing", {"reward": f"{lowest:g} for every response"}
+            found = {"reward": f"{lowest:g} for every response"}
+            return "all rewards are equal, and no response is better than another", {**found, **LOOK}
         if metrics.get("uniform_groups") == 1 and not self._is_taught_by_uniform:
-            rewards = f"from {lowest} to {highest}, but the same for all responses to a prompt"
-            return "in every group all rewards are equal, and teach nothing", {"rewards": rewards}
+            found = {"rewards": f"from {lowest:g} to {highest:g}, but the same for all responses to a prompt"}
+            return "in every group all rewards are equal, and teach nothing", {**found, **LOOK}
         return "", {}
 
     def _drift(self, metrics: Mapping[str, float]) -> tuple[str, dict[str, str]]:

@@ -29,6 +29,7 @@ MAY_DIFFER = {
 }
 """options that may change while a run is still the same run: where and how long it runs, and what it writes"""
 MAX_SHOWN = 8
+NOT_SET = "nothing"
 
 
 def begins_anew(folder: Path, load_ckpt_from: str | None) -> bool:
@@ -54,9 +55,16 @@ def checkpoint_to_load(
     used = [name for name in TRACES if (folder / name).exists()]
     if is_overwritten or not used or not begins_anew(folder, load_ckpt_from):
         return load_ckpt_from
-    different = _differences(folder / CONFIG, options, load_ckpt_from) if CONFIG in used else ["config.yaml is missing"]
+    saved = _read(folder / CONFIG)
+    different = [saved] if isinstance(saved, str) else _differences(saved, options, load_ckpt_from)
     if not different:
         return "latest" if any((folder / "state").glob("step-*")) else load_ckpt_from
+    foreign = [] if isinstance(saved, str) else [key for key in saved if key not in options]
+    if foreign:
+        raise ConfigError(
+            f"trainer.save_dir={folder}: it holds the results of another trainer ({', '.join(foreign)}: no "
+            "option of this one). Choose another folder, or replace its results (trainer.overwrite=true)"
+        )
     more = f"; and {len(different) - MAX_SHOWN} more" if len(different) > MAX_SHOWN else ""
     raise ConfigError(
         f"trainer.save_dir={folder}: it holds the results of another run ({'; '.join(different[:MAX_SHOWN])}{more}). "
@@ -71,17 +79,22 @@ def clear(folder: Path) -> None:
         discard(path)
 
 
-def _differences(file: Path, options: Mapping[str, Any], load_ckpt_from: str | None) -> list[str]:
-    """Say which options differ from those in the file; an option that is not in it is newer than it."""
+def _read(file: Path) -> Mapping[str, Any] | str:
+    """Return the options in the file, or why there are none."""
     try:
         saved = yaml.safe_load(file.read_bytes())
+    except FileNotFoundError:
+        return f"{CONFIG} is missing"
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        return [f"{CONFIG} cannot be read: {type(error).__name__}"]
-    if not isinstance(saved, Mapping):
-        return [f"{CONFIG} is not of a run"]
+        return f"{CONFIG} cannot be read: {type(error).__name__}"
+    return saved if isinstance(saved, Mapping) else f"{CONFIG} is not of a run"
+
+
+def _differences(saved: Mapping[str, Any], options: Mapping[str, Any], load_ckpt_from: str | None) -> list[str]:
+    """Say which options differ from those saved; an option that is not among these is newer than they are."""
     before, now = dict(_leaves(saved)), dict(_leaves(options))
     found = [
-        f"{key}: {_shown(before[key])} there, {_shown(now.get(key))} here"
+        f"{key}: {_shown(before[key])} there, {_shown(_at(options, key))} here"
         for key in before
         if key not in MAY_DIFFER and not (key in now and before[key] == now[key])
     ]
@@ -98,6 +111,13 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _at(tree: Any, path: str) -> Any:
+    """Return the value or the group at a path, NOT_SET if there is none."""
+    for name in path.split("."):
+        tree = tree.get(name, NOT_SET) if isinstance(tree, Mapping) else NOT_SET
+    return tree
 
 
 def _shown(value: Any) -> str:

@@ -58,9 +58,9 @@ def test_an_option_that_the_old_run_did_not_have_yet_is_no_difference(used: Path
     ("key", "value", "said"),
     [
         ("actor.lr", 1e-4, r"actor\.lr: 0\.001 there, 0\.0001 here"),
-        ("actor.lora", {"rank": 8}, r"actor\.lora: null there, null here|actor\.lora: null there"),
+        ("actor.lora", {"rank": 8}, r"actor\.lora: null there, \{'rank': 8\} here"),
         ("trainer.seed", 2, r"trainer\.seed: 1 there, 2 here"),
-        ("actor", {"lora": None}, r"actor\.lr: 0\.001 there, null here"),
+        ("actor", {"lora": None}, r"actor\.lr: 0\.001 there, nothing here"),
     ],
 )
 def test_another_run_is_refused_with_what_differs_and_the_ways_out(used: Path, key: str, value: Any, said: str) -> None:
@@ -79,6 +79,14 @@ def test_results_without_a_config_that_can_be_read_are_not_touched(used: Path, c
         (used / "config.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=r"results of another run \(config\.yaml (is|cannot be read)"):
         decide(used, OPTIONS)
+
+
+def test_the_results_of_another_trainer_are_named_as_such(used: Path) -> None:
+    options = {"critic": OPTIONS["actor"], "trainer": OPTIONS["trainer"], "num_devices": None}
+    with pytest.raises(ConfigError, match=r"of another trainer \(actor: no option of this one\)") as refused:
+        decide(used, options)
+    assert "load_ckpt_from" not in str(refused.value), "its checkpoints are of no use here"
+    assert decide(used, options, is_overwritten=True) is None
 
 
 def test_a_run_that_began_elsewhere_goes_on_from_its_own_newest(used: Path) -> None:
