@@ -195,7 +195,8 @@ def _resolved(cls: type, tree: DictConfig) -> dict[str, Any]:
         known = OmegaConf.to_container(OmegaConf.merge(defaults, tree), resolve=True)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError(f"{where}{error.msg or error}") from error
+        reason = (error.msg or str(error)).splitlines()[0]  # what follows is of OmegaConf's own objects
+        raise ConfigError(f"{where}{reason}") from error
     return _restrict(known, OmegaConf.to_container(tree))
 
 
