@@ -5,8 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from rlite.errors import RliteError, why_not_written
+from rlite.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    RemoteTraceback,
+    RliteError,
+    StorageError,
+    why_not_written,
+)
 from rlite.trainer.interruption import INTERRUPTION, Terminated
+
+EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError)
 
 
 def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
@@ -19,8 +29,9 @@ def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[st
     try:
         main(arguments)
     except RliteError as error:
-        # what a worker raised has its traceback there
-        details = f"{error.__cause__}" if type(error.__cause__).__name__ == "RemoteTraceback" else ""
+        # what a worker raised has its traceback there; these errors say all that a user can act on
+        is_traced = isinstance(error.__cause__, RemoteTraceback) and not isinstance(error, EXPLAINED)
+        details = f"{error.__cause__}" if is_traced else ""
         sys.exit(f"rlite {name}: {type(error).__name__}: {error}{details}")
     except OSError as error:
         if (reason := why_not_written(error)) == str(error):
@@ -36,8 +47,7 @@ def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[st
 
 def _leave(name: str, signal_name: str, status: int) -> None:
     print(
-        f"rlite {name}: ended by {signal_name}. The same command goes on from the newest checkpoint; "
-        "what came after it is not saved.",
+        f"rlite {name}: ended by {signal_name}. {INTERRUPTION.advice}",
         file=sys.stderr,
     )
     sys.exit(status)

@@ -12,6 +12,9 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM; like Ctrl-C it is no Exception, which something on the way might catch."""
 
 
+NOT_BEGUN = "The run had not begun, and nothing was changed."
+
+
 class Interruption:
     """What the signals of this process asked for. A process has one: `INTERRUPTION`."""
 
@@ -19,6 +22,8 @@ class Interruption:
         self._is_followed = False
         self._may_wait = False
         self._asked: type[KeyboardInterrupt] | None = None
+        self.advice = NOT_BEGUN
+        """how to go on after the signal, in words"""
 
     def follow(self) -> None:
         """Take over this process's SIGINT and SIGTERM.
@@ -29,9 +34,10 @@ class Interruption:
         self._is_followed = "TORCHELASTIC_RUN_ID" not in os.environ
         self._install()
 
-    def begin(self) -> None:
-        """A run is under way: from here on a signal waits for the end of the step."""
+    def begin(self, advice: str) -> None:
+        """A run is under way: from here on a signal waits for the end of the step. `advice` says how to go on then."""
         self._may_wait = self._is_followed
+        self.advice = advice
         self._install()  # what a launcher installed meanwhile would end the process at once
 
     def end(self) -> None:
@@ -42,6 +48,7 @@ class Interruption:
         """No run of this process waits for signals any more."""
         self._is_followed = self._may_wait = False
         self._asked = None
+        self.advice = NOT_BEGUN
 
     @property
     def is_asked(self) -> bool:

@@ -165,7 +165,12 @@ class TrainingRun:
         self.console = ConsoleReporter(self.total_steps, metrics=self._shown, done_steps=self.step)
         self._follow_trace()
         self._report_resume()
-        INTERRUPTION.begin()
+        INTERRUPTION.begin(f"{self._way_on()} goes on from the newest checkpoint, or anew if there is none.")
+
+    def _way_on(self) -> str:
+        """Name the command that goes on with this run."""
+        is_lost = self._options.overwrite and begins_anew(self.folder, self._options.load_ckpt_from)
+        return "The same command without trainer.overwrite=true" if is_lost else "The same command"
 
     def _report_resume(self) -> None:
         if self._checkpoints.found is None:
@@ -282,6 +287,8 @@ class TrainingRun:
             self._save(engine, beside, kept, facts, is_exported=not is_suspect)
         if INTERRUPTION.is_asked:
             self.close()
+            if not is_suspect:
+                INTERRUPTION.advice = f"Step {self.step} is saved. {self._way_on()} goes on from there."
             INTERRUPTION.obey()
 
     def _save(

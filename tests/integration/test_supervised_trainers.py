@@ -229,9 +229,15 @@ def test_a_finished_run_says_so_and_ends(
     assert [row["step"] for row in logged(tmp_path)] == list(range(1, 17))
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status", "overwrite", "way"),
+    [
+        (signal.SIGINT, 130, "true", "The same command without trainer.overwrite=true"),  # it would delete the step
+        (signal.SIGTERM, 143, "false", "The same command"),
+    ],
+)
 def test_a_signal_saves_a_checkpoint_at_the_end_of_the_step(
-    number: int, status: int, model: str, tmp_path: Path
+    number: int, status: int, overwrite: str, way: str, model: str, tmp_path: Path
 ) -> None:
     (tmp_path / "rows.json").write_text(json.dumps(demonstrations(4096, seed=0)))
     options = [
@@ -239,6 +245,7 @@ def test_a_signal_saves_a_checkpoint_at_the_end_of_the_step(
         f"data.path={tmp_path}/rows.json",
         "data.batch_size=8",
         "data.max_length=32",
+        f"trainer.overwrite={overwrite}",
     ]
     command = [sys.executable, "-m", "rlite.trainer.sft", *options, f"trainer.save_dir={tmp_path}/run"]
     with subprocess.Popen(
@@ -257,6 +264,7 @@ def test_a_signal_saves_a_checkpoint_at_the_end_of_the_step(
     assert "Traceback" not in complaint
     last = logged(tmp_path / "run")[-1]["step"]
     assert (tmp_path / "run" / "state" / f"step-{last}").is_dir(), "of the step that was under way"
+    assert f"Step {last} is saved. {way} goes on from there." in complaint
     assert (tmp_path / "run" / "latest" / "model.safetensors").exists()
 
 

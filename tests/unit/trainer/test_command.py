@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rlite.errors import ConfigError
+from rlite.errors import CheckpointError, ConfigError, DataError, RemoteTraceback, RliteError, WorkerError
 from rlite.trainer.command import run
 
 SLEEP = """
@@ -32,6 +32,17 @@ def test_an_error_of_ours_is_one_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert ended.value.code == "rlite sft: ConfigError: data.path=missing.json: no such file"
 
 
+@pytest.mark.parametrize("kind", [ConfigError, CheckpointError, DataError, WorkerError])
+def test_an_error_that_says_what_to_do_comes_without_the_traceback_of_its_worker(kind: type[RliteError]) -> None:
+    def main(arguments: object) -> None:
+        raise kind("weights hold NaN") from RemoteTraceback("raised in worker train-0")
+
+    with pytest.raises(SystemExit) as ended:
+        run("sft", main, [])
+    message = f"rlite sft: {kind.__name__}: weights hold NaN"
+    assert ended.value.code == (f"{message}raised in worker train-0" if kind is WorkerError else message)
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT])
 def test_a_full_disk_is_named_wherever_it_is_met(number: int) -> None:
     def main(arguments: object) -> None:
@@ -47,7 +58,7 @@ def test_an_error_of_others_keeps_its_traceback() -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_it_with_a_word_on_how_to_go_on(number: int, status: int) -> None:
+def test_a_signal_before_the_run_ends_it_with_a_word(number: int, status: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SLEEP],
         stdout=subprocess.PIPE,
@@ -61,7 +72,8 @@ def test_a_signal_ends_it_with_a_word_on_how_to_go_on(number: int, status: int) 
     process.send_signal(number)
     _, complaint = process.communicate(timeout=30)
     assert process.returncode == status
-    assert "The same command goes on from the newest checkpoint" in complaint
+    assert "ended by SIG" in complaint
+    assert "The run had not begun, and nothing was changed." in complaint
     assert "Traceback" not in complaint
 
 
@@ -71,7 +83,7 @@ from rlite.trainer.command import run
 from rlite.trainer.interruption import INTERRUPTION
 
 def main(arguments):
-    INTERRUPTION.begin()
+    INTERRUPTION.begin("Start it again.")
     print("ready", flush=True)
     time.sleep(60)
 
@@ -90,5 +102,6 @@ def test_the_second_signal_ends_a_run_that_waits_for_its_step() -> None:
         assert process.stderr.readline() == "\n"
         assert "a second signal ends the run at once" in process.stderr.readline()
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        _, complaint = process.communicate(timeout=30)
     assert process.returncode == 143
+    assert complaint == "rlite sft: ended by SIGTERM. Start it again.\n"
