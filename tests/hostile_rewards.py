@@ -232,10 +232,12 @@ def lower_hard_limits(**call: Any) -> float:
 
 
 def count_secrets(parent: int) -> float:
-    """Secrets that it finds in its environment and in its parent's."""
+    """Secrets that it finds in its environment, and more if it can read its parent's."""
     found = sum(name in os.environ for name in SECRETS)
     with contextlib.suppress(OSError):
-        found += sum(name.encode() in Path(f"/proc/{parent}/environ").read_bytes() for name in SECRETS)
+        found += Path(f"/proc/{parent}/environ").read_bytes() != b""
+    with contextlib.suppress(OSError):
+        found += subprocess.run(["cat", f"/proc/{parent}/environ"], capture_output=True).stdout != b""
     return float(found)
 
 

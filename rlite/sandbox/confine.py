@@ -23,7 +23,8 @@ _PASSED = re.compile(
 )
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446
-_GIVE_UP_PRIVILEGES = 38
+_GIVE_UP_PRIVILEGES, _DROP_FROM_BOUNDING_SET = 38, 24
+_CAP_SYS_ADMIN, _CAP_PERFMON = 21, 38
 _MAKE_BLOCK_DEVICES, _SCOPE_SIGNALS = 1 << 11, 1 << 1
 MAX_PASSES = 1000
 """in which processes must be ended that fork meanwhile"""
@@ -38,7 +39,22 @@ def confine() -> None:
     """Prepare this process for user code: it ends before its parent and with it, and leaves others alone."""
     with contextlib.suppress(OSError):  # when memory runs out, Linux shall end this process, not its driver
         Path("/proc/self/oom_score_adj").write_text("1000")
+    if sys.platform == "linux":
+        _give_up_capabilities()
     part()
+
+
+def _give_up_capabilities() -> None:
+    """Give up what lets root look into other processes past Landlock (since Linux 6.16)."""
+    header, sets = struct.pack("<Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
+    if _LIBC.capget(header, sets) != 0:
+        return
+    words = [*struct.unpack("<6I", sets.raw)]  # effective, permitted and inheritable ones, twice 32 bits
+    for capability in (_CAP_SYS_ADMIN, _CAP_PERFMON):
+        _LIBC.prctl(_DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)
+        for kind in range(3):
+            words[capability // 32 * 3 + kind] &= ~(1 << capability % 32)
+    _LIBC.capset(header, struct.pack("<6I", *words))
 
 
 def part() -> None:

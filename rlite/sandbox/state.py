@@ -115,7 +115,9 @@ class ProcessState:
         """Return the children that an object still stands for: functions may keep helpers, such as a pool."""
         if not children(os.getpid()) <= self._kept:
             held = ((one, _HOLDERS.get(type(one).__name__)) for one in gc.get_objects())
-            self._kept = {getattr(one, name, None) for one, name in held if name and one not in subprocess._active}
+            left = subprocess._active  # type: ignore[attr-defined]  # those whose object has gone
+            numbers = (getattr(one, name, None) for one, name in held if name and one not in left)
+            self._kept = {number for number in numbers if isinstance(number, int)}
         return self._kept
 
     def _has_restored(self, setting: str) -> bool:
