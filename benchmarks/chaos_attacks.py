@@ -135,9 +135,16 @@ def _open_connections(access: Access) -> None:
     hold_half_open(HalfOpenFault(port=port, count=CONNECTIONS, seconds=8.0, greeting=b"POST /v1/chat"))
 
 
+def _attack_when_told(attack: Callable[[Access], None], told: Any) -> None:
+    attack(told.recv())
+
+
 async def attack_endpoint(attack: Callable[[Access], None]) -> dict[str, Any]:
-    """An attacker in another process, and an honest client whose answers must come soon."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """An attacker in another process, and an honest client whose answers must come soon, with 1,024 descriptors."""
+    told, tell = multiprocessing.Pipe(duplex=False)
+    attacker = multiprocessing.get_context("spawn").Process(target=_attack_when_told, args=(attack, told), daemon=True)
+    attacker.start()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))  # the attacker has begun, and may have more
     engine = ScriptedEngine([[72, 105]])
     tokenizer = byte_tokenizer()
     sessions = [AgentSession(engine, tokenizer, {"max_new_tokens": 4}, max_length=4096) for _ in range(2)]
@@ -148,9 +155,7 @@ async def attack_endpoint(attack: Callable[[Access], None]) -> dict[str, Any]:
         endpoint.serving(sessions[1]) as theirs,
     ):
         await asyncio.to_thread(_ask, ours, "hello")
-        attacker = multiprocessing.get_context("spawn").Process(target=attack, args=(theirs,), daemon=True)
-        attacker.start()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+        tell.send(theirs)
         ends = time.monotonic() + 40.0
         while attacker.is_alive() and time.monotonic() < ends:
             began = time.monotonic()
@@ -162,7 +167,6 @@ async def attack_endpoint(attack: Callable[[Access], None]) -> dict[str, Any]:
             await asyncio.sleep(0.1)
         attacker.kill()
         attacker.join()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     longest = max(waits, default=0.0)
     faults = {
         f"{failed} of {len(waits)} honest requests failed": failed > 0,
