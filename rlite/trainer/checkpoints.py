@@ -93,7 +93,7 @@ class Checkpoints:
             if good is not None:
                 remedy = f"the last good one is {good}: trainer.load_ckpt_from=latest_good goes on from there"
             elif self._wanted == "latest":
-                remedy = f"no checkpoint in {self._folder} is whole"
+                remedy = f"no checkpoint in {self._folder} is whole; another run may begin from the weights in latest/"
             else:
                 remedy = "it cannot be resumed from"
             raise DamagedCheckpointError(f"{error}; {remedy}") from error

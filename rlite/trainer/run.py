@@ -244,7 +244,8 @@ class TrainingRun:
     def _diverged(self, cause: str) -> DivergedError:
         """What ends the run. Checkpoints after which no step was finite are set aside: `latest` passes them over."""
         aside, good = self._checkpoints.set_aside()
-        way = f"Resume from {good}" if good else "Start anew"
+        bad = "an earlier one, if the metrics were bad before"
+        way = f"Resume with trainer.load_ckpt_from={good} (or {bad}), and" if good else "Start anew"
         moved = f" {aside[-1]} is set aside, because no step after it was finite." if aside else ""
         return DivergedError(
             f"training diverged at step {self.step}: {cause}. Updates were skipped in {self._watch.describe()}.{moved} "

@@ -141,7 +141,7 @@ def test_a_diverged_run_displaces_no_good_checkpoint(model: Path, tmp_path: Path
     assert names(tmp_path) == ["step-3"]
     new_session()
     resume = f"trainer.load_ckpt_from={tmp_path}/state/step-3"
-    with pytest.raises(DivergedError, match=r"Resume from .*state/step-3 with a lower lr"):
+    with pytest.raises(DivergedError, match=r"Resume with trainer\.load_ckpt_from=\S*state/step-3 .*with a lower lr"):
         trainer("sft", model, tmp_path, HUGE_LR, "trainer.max_skipped_steps=2", resume).fit()
     assert names(tmp_path) == ["diverged-4", "step-3"]
     new_session()

@@ -229,6 +229,14 @@ def test_a_finished_run_says_so_and_ends(
     assert [row["step"] for row in logged(tmp_path)] == list(range(1, 17))
 
 
+def test_the_plan_of_a_batch_larger_than_the_data_counts_the_data(
+    model: str, tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learner = trainer("sft", model, tmp_path, "data.batch_size=999")
+    learner.fit()
+    assert f"step     {len(learner.run.rows)} items, about" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("number", "status", "overwrite", "way"),
     [
