@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from rlite.sandbox import wire
 from rlite.sandbox.confine import confine, silence
-from rlite.sandbox.foreign import STARTED, Guard
+from rlite.sandbox.foreign import STARTED, Guard, Moved
 from rlite.sandbox.state import ProcessState
 
 READY, CLEAN, DIRTY = "ready", "clean", "dirty"
@@ -175,6 +175,8 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 def _failure(error: BaseException) -> tuple[str, str]:
     """The answer to a call that raised."""
+    if isinstance(error, Moved):
+        return RAISED, ""  # void; its traceback costs as much as the fork
     _brake(None)  # else there may be no memory for the answer
     return (MEMORY, "an allocation failed") if isinstance(error, MemoryError) else (RAISED, told(error))
 
