@@ -1,4 +1,4 @@
-"""Watches the updates of a run: one whose loss or gradients are not finite is skipped, and a run of those must end."""
+"""Watches the updates of a run: if its loss or gradients are not finite, or its loss explodes, the run must end."""
 
 from __future__ import annotations
 
@@ -7,33 +7,55 @@ from collections import deque
 from collections.abc import Mapping
 
 WATCHED = ("loss", "grad_norm", "critic/loss", "critic/grad_norm")
+EXPLOSION = 10.0
+"""times the first loss (at least 1) beyond which a loss has exploded"""
+NOT_FINITE = "the loss or the gradients are not finite, the weights are"
 
 
 class DivergenceWatch:
     """Decides from the metrics of each step whether training still learns.
 
     Args:
-        max_skipped: skipped steps in a row after which the run has diverged. Half of the last `4 * max_skipped` steps
-            count the same: a run that alternates learns little, too.
+        max_bad: bad steps in a row after which the run has diverged. Half of the last `4 * max_bad` steps count the
+            same: a run that alternates learns little, too.
+        has_absolute_loss: the loss of one step can be compared with that of another, as in supervised training.
     """
 
-    def __init__(self, max_skipped: int) -> None:
-        self._max = max_skipped
-        self._recent: deque[bool] = deque(maxlen=4 * max_skipped)
-        self.num_skipped = 0
-        """steps in a row, up to the last one, with an update that was skipped"""
+    def __init__(self, max_bad: int, has_absolute_loss: bool = False) -> None:
+        self._max = max_bad
+        self._has_absolute_loss = has_absolute_loss
+        self._first_loss: float | None = None
+        self._recent: deque[bool] = deque(maxlen=4 * max_bad)
+        self.num_bad = 0
+        """bad steps in a row, up to the last one"""
+        self.cause = ""
+        """why the last step was bad; empty if it was not"""
 
     def see(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether every update of this step was finite, as far as the metrics say."""
+        """Return whether this step was a good one, as far as the metrics say."""
         is_finite = all(math.isfinite(metrics[key]) for key in WATCHED if key in metrics)
-        self._recent.append(not is_finite)
-        self.num_skipped = 0 if is_finite else self.num_skipped + 1
-        return is_finite
+        self.cause = self._explosion(metrics) if is_finite else NOT_FINITE
+        self._recent.append(bool(self.cause))
+        self.num_bad = self.num_bad + 1 if self.cause else 0
+        return not self.cause
+
+    def _explosion(self, metrics: Mapping[str, float]) -> str:
+        """Say how a finite loss shows that nothing is learnt any more; "" if it does not."""
+        if not self._has_absolute_loss or not {"loss", "grad_norm"} <= metrics.keys():
+            return ""
+        loss = metrics["loss"]
+        if self._first_loss is None:
+            self._first_loss = loss
+        if loss > EXPLOSION * max(self._first_loss, 1.0):
+            return f"the loss is more than {EXPLOSION:g} times that of the first step, {self._first_loss:.3g}"
+        if metrics["grad_norm"] == 0 and loss > 0.9 * self._first_loss:
+            return "the gradient is 0, and the loss is not below that of the first step"
+        return ""
 
     @property
     def has_diverged(self) -> bool:
-        return self.num_skipped >= self._max or sum(self._recent) >= 2 * self._max
+        return self.num_bad >= self._max or sum(self._recent) >= 2 * self._max
 
     def describe(self) -> str:
-        """Say how often updates were skipped."""
-        return f"{self.num_skipped} step(s) in a row, {sum(self._recent)} of the last {len(self._recent)}"
+        """Say how many steps were bad."""
+        return f"{self.num_bad} in a row, {sum(self._recent)} of the last {len(self._recent)}"

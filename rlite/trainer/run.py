@@ -19,7 +19,7 @@ from rlite.observability import stats_tracker, trace
 from rlite.observability.console import ConsoleReporter
 from rlite.observability.sinks import Run, drop_later_lines, open_sinks
 from rlite.trainer.checkpoints import NO_ENGINES, Checkpoints
-from rlite.trainer.divergence import WATCHED, DivergenceWatch
+from rlite.trainer.divergence import NOT_FINITE, WATCHED, DivergenceWatch
 from rlite.trainer.folder import begins_anew, checkpoint_to_load, clear
 from rlite.trainer.interruption import INTERRUPTION
 
@@ -37,10 +37,11 @@ class RunOptions:
     save_async: bool = True
     """write checkpoints while training goes on, from a copy in host memory"""
     keep: int = 2
-    """checkpoints to keep; an old one is deleted once a step after a newer one was finite"""
+    """checkpoints to keep; an old one is deleted once a step after a newer one was good"""
     max_skipped_steps: int = 5
-    """steps in a row without an update, because the loss or the gradients are not finite, after which the run stops; so
-    does one in which half of the last 4 times as many were skipped"""
+    """bad steps in a row after which the run stops. A step is bad if its loss or gradients are not finite, and in
+    supervised training if its loss explodes or its gradient vanishes. If half of the last 4 times as many steps were
+    bad, the run stops, too"""
     best_metric: str | None = None
     """metric of the evaluation (test_loss; ppo: accuracy) whose best model so far is kept in best/ (Hugging Face)"""
     best_is_highest: bool | None = None
@@ -97,7 +98,14 @@ class TrainerOptions(RunOptions):
 class TrainingRun:
     """A run's folder and what is written there. `step` counts finished steps; resuming continues from it."""
 
-    def __init__(self, options: RunOptions, resolved: Any, shown: Sequence[str], total_steps: int) -> None:
+    def __init__(
+        self,
+        options: RunOptions,
+        resolved: Any,
+        shown: Sequence[str],
+        total_steps: int,
+        has_absolute_loss: bool = False,
+    ) -> None:
         self.folder = Path(options.save_dir)
         self._options = options
         self._shown = tuple(shown)
@@ -107,7 +115,7 @@ class TrainingRun:
         self.step = 0
         self._best: float | None = None
         self._has_missed_best = False
-        self._watch = DivergenceWatch(options.max_skipped_steps)
+        self._watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
         self._engines: Mapping[str, RliteTrainEngine] = {}
         wanted = checkpoint_to_load(
             self.folder, options.load_ckpt_from, options.overwrite, config.to_container(resolved)
@@ -222,33 +230,34 @@ class TrainingRun:
         self._follow_trace()
         if self._watch.see(metrics):
             self._checkpoints.confirm()
-        elif self._watch.num_skipped == 1 or self._watch.has_diverged:
+        elif self._watch.num_bad == 1 or self._watch.has_diverged:
             self._alarm(metrics)
 
     def _alarm(self, metrics: Mapping[str, float]) -> None:
-        """Report the first skipped update of several. Raises: DivergedError if there were too many."""
+        """Report the first bad step of several. Raises: DivergedError if there were too many."""
         damage = self._nonfinite_weights()
-        cause = damage or "the loss or the gradients are not finite, the weights are"
+        cause = damage or self._watch.cause
         if damage or self._watch.has_diverged:
             raise self._diverged(cause)
         values = ", ".join(f"{key} {metrics[key]}" for key in WATCHED if key in metrics)
         self.console.report(
-            f"ALARM at step {self.step}: an update was skipped",
+            f"ALARM at step {self.step}: "
+            + ("an update was skipped" if self._watch.cause == NOT_FINITE else "training diverges"),
             {
                 "cause": f"{cause} ({values}); a lower lr is the usual remedy",
-                "from here": f"no checkpoint is written until a step is finite, and the run stops after "
+                "from here": f"no checkpoint is written until a step is good, and the run stops after "
                 f"trainer.max_skipped_steps={self._options.max_skipped_steps} such steps in a row",
             },
         )
 
     def _diverged(self, cause: str) -> DivergedError:
-        """What ends the run. Checkpoints after which no step was finite are set aside: `latest` passes them over."""
+        """What ends the run. Checkpoints after which no step was good are set aside: `latest` passes them over."""
         aside, good = self._checkpoints.set_aside()
         bad = "an earlier one, if the metrics were bad before"
         way = f"Resume with trainer.load_ckpt_from={good} (or {bad}), and" if good else "Start anew"
-        moved = f" {aside[-1]} is set aside, because no step after it was finite." if aside else ""
+        moved = f" {aside[-1]} is set aside, because no step after it was good." if aside else ""
         return DivergedError(
-            f"training diverged at step {self.step}: {cause}. Updates were skipped in {self._watch.describe()}.{moved} "
+            f"training diverged at step {self.step}: {cause}. Bad steps: {self._watch.describe()}.{moved} "
             f"{way} with a lower lr or max_grad_norm, or look at the data and the loss"
         )
 
@@ -283,7 +292,7 @@ class TrainingRun:
 
         Raises: CheckpointError; the KeyboardInterrupt that waited for this.
         """
-        is_suspect = self._watch.num_skipped > 0
+        is_suspect = self._watch.num_bad > 0
         if not is_suspect or self.step == self.total_steps:
             self._save(engine, beside, kept, facts, is_exported=not is_suspect)
         if INTERRUPTION.is_asked:
@@ -336,12 +345,12 @@ class TrainingRun:
     def close(self) -> None:
         """Wait for the last checkpoint; close the sinks and the progress bar.
 
-        Raises: CheckpointError; DivergedError if the last updates were skipped.
+        Raises: CheckpointError; DivergedError if the last steps were bad.
         """
         try:
             self._checkpoints.finish()
-            if self._watch.num_skipped and not INTERRUPTION.is_asked:
-                raise self._diverged("the last updates were skipped, for a loss or gradients that are not finite")
+            if self._watch.num_bad and not INTERRUPTION.is_asked:
+                raise self._diverged(f"the last steps were bad: {self._watch.cause}")
             self._checkpoints.confirm()
         finally:
             if self._options.trace:

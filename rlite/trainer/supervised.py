@@ -90,7 +90,7 @@ class SupervisedRun:
         self._lengths: list[int] = []
         check_best_metric(trainer, test_rows is not None, [f"test_{name}" for name in ("loss", *loss.reported)])
         self.loader = BatchLoader(rows, data.batch_size, trainer.seed, trainer.n_epochs)
-        self.run = TrainingRun(trainer, options, shown, self.loader.num_batches)
+        self.run = TrainingRun(trainer, options, shown, self.loader.num_batches, has_absolute_loss=True)
         try:
             self.build_options = model.build_options(len(rlite.current_session().devices), trainer.seed)
         except ConfigError as error:

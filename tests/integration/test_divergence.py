@@ -117,7 +117,9 @@ def test_a_run_that_diverges_says_so_at_once_and_ends_with_the_reason(
     kind: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    with pytest.raises(DivergedError, match=r"diverged at step 4: the loss or the gradients are not finite.*3 step"):
+    with pytest.raises(
+        DivergedError, match=r"diverged at step 4: the loss or the gradients are not finite.*3 in a row"
+    ):
         trainer(kind, model, out, HUGE_LR, "trainer.max_skipped_steps=3").fit()
     said = capsys.readouterr().out
     assert said.index("ALARM at step 2: an update was skipped") < said.index("step 3/12")
@@ -129,7 +131,7 @@ def test_a_run_that_diverges_says_so_at_once_and_ends_with_the_reason(
 def test_reinforcement_learning_that_diverges_says_so_and_ends_with_the_reason(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(DivergedError, match=r"Updates were skipped in 3 step\(s\) in a row"):
+    with pytest.raises(DivergedError, match=r"Bad steps: 3 in a row"):
         trainer("ppo", model, tmp_path, 1e3, "trainer.max_skipped_steps=3").fit()
     last = logged(tmp_path)[-1]["step"]
     assert f"ALARM at step {last - 2}: an update was skipped" in capsys.readouterr().out
@@ -151,8 +153,21 @@ def test_a_diverged_run_displaces_no_good_checkpoint(model: Path, tmp_path: Path
     assert names(tmp_path) == ["diverged-4", "step-12"]
 
 
+def test_a_loss_that_explodes_and_stays_finite_displaces_no_good_checkpoint(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop_after(trainer("sft", model, tmp_path, 1e-4, "trainer.save_async=false"), 3)
+    new_session()
+    options = ("trainer.max_skipped_steps=3", f"trainer.load_ckpt_from={tmp_path}/state/step-3")
+    with pytest.raises(DivergedError, match="the loss is more than 10 times|the gradient is 0"):
+        trainer("sft", model, tmp_path, 1e3, *options).fit()
+    assert all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in logged(tmp_path))
+    assert "training diverges" in capsys.readouterr().out
+    assert names(tmp_path) == ["diverged-4", "step-3"]
+
+
 def test_a_run_whose_last_updates_were_skipped_ends_with_an_error(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(DivergedError, match="the last updates were skipped"):
+    with pytest.raises(DivergedError, match="the last steps were bad: the loss or the gradients"):
         trainer("sft", model, tmp_path, HUGE_LR, "trainer.max_skipped_steps=99").fit()
     assert names(tmp_path) == ["diverged-1", "diverged-12"]
 

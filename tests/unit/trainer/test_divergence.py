@@ -46,3 +46,19 @@ def test_a_step_without_an_update_and_a_mean_over_nothing_beside_it_count_for_no
     watch = DivergenceWatch(1)
     assert watch.see({"accuracy": 0.5, "test_loss": math.nan})
     assert not watch.has_diverged
+
+
+def test_a_loss_that_explodes_and_stays_finite_counts_where_losses_compare() -> None:
+    watch = DivergenceWatch(3, has_absolute_loss=True)
+    assert watch.see({"loss": 5.6, "grad_norm": 1.0})
+    assert not watch.see({"loss": 1e7, "grad_norm": 1e9})
+    assert "more than 10 times" in watch.cause
+    assert not watch.see({"loss": 5.55, "grad_norm": 0.0})
+    assert not watch.see({"loss": 5.55, "grad_norm": 0.0})
+    assert watch.has_diverged
+    assert DivergenceWatch(3).see({"loss": 1e7, "grad_norm": 0.0}), "a policy's loss says nothing by its size"
+
+
+def test_pairs_that_are_told_apart_perfectly_are_no_divergence() -> None:
+    watch = DivergenceWatch(3, has_absolute_loss=True)
+    assert [watch.see({"loss": loss, "grad_norm": loss}) for loss in (0.69, 0.1, 0.0, 0.0)] == [True] * 4
