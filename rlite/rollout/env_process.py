@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from rlite.errors import ConfigError
 from rlite.rollout.env_file import identify, import_file
-from rlite.rollout.reward_process import Passed, as_number
+from rlite.rollout.reward_process import MAX_OBSERVATION, Passed, as_number
 
 STEP_KEYS = ("next_state", "reward", "score", "done", "extra_info")
 
@@ -87,6 +87,10 @@ def checked_step(response: Any, path: str) -> Step:
     next_state = response["next_state"]
     if not isinstance(next_state, str | None):
         raise ConfigError(f"step() in {path} returned next_state={next_state!r}; expected a text or None")
+    if next_state is not None and len(next_state) > MAX_OBSERVATION:
+        raise ConfigError(
+            f"step() in {path} returned {len(next_state)} characters; at most {MAX_OBSERVATION} are taken"
+        )
     return Step(next_state, **numbers, is_done=bool(response["done"]), extra_info=pickle.dumps(response["extra_info"]))
 
 
@@ -94,6 +98,6 @@ def read_step(answer: Any) -> Step | None:
     """The Step that a process has passed; None if it is none."""
     match answer:
         case [str() | None as state, float() as reward, float() as score, bool() as is_done, bytes() as extra_info]:
-            if math.isfinite(reward) and math.isfinite(score):
+            if math.isfinite(reward) and math.isfinite(score) and len(state or "") <= MAX_OBSERVATION:
                 return Step(state, reward, score, is_done, extra_info)
     return None

@@ -19,7 +19,7 @@ import cloudpickle
 
 from rlite.errors import ConfigError
 from rlite.rollout.env_file import identify, import_file
-from rlite.rollout.reward_process import Passed, as_number
+from rlite.rollout.reward_process import MAX_OBSERVATION, Passed, as_number
 
 
 class Turn(NamedTuple):
@@ -61,8 +61,9 @@ class GymFunction:
 def read_turn(answer: Any) -> tuple[bytes, Turn] | None:
     """The state, pickled, and the Turn that a process has passed; None if it is none."""
     match answer:
-        case [bytes() as state, [str() as observation, float() as reward, bool() as is_done]] if math.isfinite(reward):
-            return state, Turn(observation, reward, is_done)
+        case [bytes() as state, [str() as observation, float() as reward, bool() as is_done]]:
+            if math.isfinite(reward) and len(observation) <= MAX_OBSERVATION:
+                return state, Turn(observation, reward, is_done)
     return None
 
 
@@ -149,6 +150,8 @@ def advance(environment: Any, action: str) -> Turn:
     is_done = any(ends)
     if not isinstance(observation, str) and not is_done:
         raise ConfigError(f"step() returned the observation {_shown(observation)}; expected a text")
+    if isinstance(observation, str) and len(observation) > MAX_OBSERVATION:
+        raise ConfigError(f"step() returned {len(observation)} characters; at most {MAX_OBSERVATION} are taken")
     if is_done:
         close(environment)
     return Turn(observation if isinstance(observation, str) else "", number, is_done)

@@ -41,6 +41,8 @@ MAX_TEXT = 4000
 MAX_ANSWER = 1 << 20
 """raw bytes that an answer may have; that of a function which passes states on, MAX_STATE"""
 MAX_STATE = 32 << 20
+MAX_OBSERVATION = 1 << 20
+"""characters of what an environment says; more would hold up the event loop that tokenises it"""
 _UNPRINTABLE = re.compile(r"[^\n\t\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]")
 BRAKE = 2
 """allocations fail at so many times the memory limit; the limit itself is watched, for a function can catch a

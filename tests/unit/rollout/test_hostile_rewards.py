@@ -20,7 +20,7 @@ from rlite.rollout.env import Environment
 from rlite.rollout.env_process import read_step
 from rlite.rollout.gym_process import read_turn
 from rlite.rollout.reward_pool import close_shared_pool
-from rlite.rollout.reward_process import Passed, read_batch
+from rlite.rollout.reward_process import MAX_OBSERVATION, Passed, read_batch
 from rlite.rollout.rewards import RewardError, RewardInvalid, RewardRaised
 from tests import hostile_rewards as hostile
 
@@ -230,6 +230,27 @@ def test_an_environments_state_is_loaded_by_nobody_but_its_processes(tmp_path: P
 def test_a_forged_step_of_an_environment_is_no_step(answer: Any) -> None:
     assert read_step(answer) is None
     assert read_turn(answer) is None
+
+
+def test_an_observation_that_would_hold_up_the_event_loop_is_refused() -> None:
+    text = "x" * (MAX_OBSERVATION + 1)
+    for answer in ([text, 1.0, 1.0, True, b""], [b"", [text, 1.0, True]]):
+        assert read_step(answer) is None
+        assert read_turn(answer) is None
+
+    class Talkative:
+        def reset(self, seed: int) -> Any:
+            return "go", {}
+
+        def step(self, action: str) -> Any:
+            return text, 0.0, False, False, {}
+
+    async def one_step() -> None:
+        async with GymEnvironment(Talkative, num_processes=1).episode(0) as episode:
+            await episode.step("a")
+
+    with pytest.raises(RewardError, match="step\\(\\) returned 1048577 characters; at most 1048576 are taken"):
+        asyncio.run(one_step())
 
 
 def test_a_value_that_was_not_asked_for_is_an_invalid_reward() -> None:
