@@ -141,12 +141,6 @@ class CallQueue:
         with self._lock:
             self._calls.extendleft(reversed(calls))
 
-    def clear(self) -> list[Call]:
-        with self._lock:
-            calls = list(self._calls)
-            self._calls.clear()
-        return calls
-
     def take(self, most: int) -> list[Call]:
         """Take those to be sent together: one, or several that are quick and have the same limit."""
         taken: list[Call] = []

@@ -61,6 +61,7 @@ class RewardPool:
         self.env_vars = env_vars
         self.owner = os.getpid()
         self._queue = CallQueue()
+        self._unsettled: set[Future[Any]] = set()
         self._lock = threading.Lock()
         self._processes: list[Worker] = []
         self._failed_starts = 0
@@ -85,7 +86,9 @@ class RewardPool:
         with self._lock:
             if self._failure is not None:
                 raise RliteError("the reward pool has stopped") from self._failure
+            self._unsettled.add(future)
             self._queue.put(Call(code, arguments, timeout, memory_limit, future))
+        future.add_done_callback(self._unsettled.discard)
         self._ring()
         return future
 
@@ -134,12 +137,11 @@ class RewardPool:
             failure = error
         with self._lock:
             self._failure = failure
-            unanswered = self._queue.clear()
+        for future in list(self._unsettled):  # wherever their calls were
+            if future.set_running_or_notify_cancel():
+                future.set_exception(RliteError(str(failure)))
         for process in list(self._processes):
-            unanswered += [*process.answered, *process.calls]
             self._end(process)
-        for call in unanswered:
-            call.fail(RliteError(str(failure)))
         self._selector.close()
         self._bell.close()
         self._ringer.close()

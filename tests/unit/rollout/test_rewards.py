@@ -20,7 +20,7 @@ import pytest
 import tenacity
 
 from benchmarks import reward_faults
-from rlite.errors import ConfigError, DataError
+from rlite.errors import ConfigError, DataError, RliteError
 from rlite.rollout.reward_pool import RewardCode, RewardPool, close_shared_pool
 from rlite.rollout.reward_process import told
 from rlite.rollout.rewards import (
@@ -172,6 +172,17 @@ def test_an_answer_that_is_read_together_with_garbage_counts() -> None:
         assert busy.result(timeout=60) == reward_faults.REWARD
     finally:
         pool.close()
+
+
+def test_every_call_ends_if_the_pool_fails() -> None:
+    pool, code = RewardPool(1), RewardCode(b"key", cloudpickle.dumps(lambda: 1.0))
+    calls = [pool.submit(code, cloudpickle.dumps({}), timeout) for timeout in ("soon", 20)]  # type: ignore[arg-type]
+    for call in calls:
+        with pytest.raises(RliteError, match="unsupported operand"):
+            call.result(timeout=60)
+    assert not pool.is_usable
+    pool.close()  # waits for its thread
+    assert not pool._processes
 
 
 def test_a_function_whose_loading_ends_its_process_is_a_crash() -> None:
