@@ -29,7 +29,7 @@ from rlite import RliteInferenceEngine
 from rlite.rollout import RewardFunction
 
 ROOT = Path(__file__).parents[1]
-NUM_REWARDS = 2_000
+NUM_REWARDS = 4_000
 NUM_EXEC_REWARDS = 200
 CALL = {"prompt": "2+2=", "completions": "4", "prompt_ids": [1, 2], "completion_ids": [3]}
 
@@ -72,7 +72,7 @@ def reward(fn: Callable[..., float], count: int, name: str, found: dict[str, flo
         assert set(rewards) == {1.0}
 
     function = RewardFunction(fn)
-    asyncio.run(all_of_them(function, 50))
+    asyncio.run(all_of_them(function, count))  # processes start, and calls learn to travel together
     with timed(found, f"{name}, milliseconds each", count / 1000):
         asyncio.run(all_of_them(function, count))
 
