@@ -175,7 +175,7 @@ def test_an_answer_that_is_read_together_with_garbage_counts() -> None:
 
 
 def test_every_call_ends_if_the_pool_fails() -> None:
-    pool, code = RewardPool(1), RewardCode(b"key", cloudpickle.dumps(lambda: 1.0))
+    pool, code = RewardPool(1), RewardCode(b"key", cloudpickle.dumps(lambda: time.sleep(2)))
     call = pool.submit(code, cloudpickle.dumps({}), timeout="soon")  # type: ignore[arg-type]
     with pytest.raises(RliteError, match="unsupported operand"):
         call.result(timeout=60)
