@@ -29,7 +29,7 @@ from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.nn.architecture import TOLERANCE, alone, difference, packed, sequences, summary
 from rlite.nn.huggingface import causal_lm_class
 from rlite.nn.miniature import miniature, saved
-from rlite.nn.tiny import byte_tokenizer
+from rlite.quickstart.tiny import byte_tokenizer
 from tests.integration.worlds import world
 
 EQUAL, REFUSED, WRONG, NOT_BUILT = "equal", "refused", "WRONG", "not built"

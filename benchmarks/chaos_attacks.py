@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from rlite.nn.tiny import byte_tokenizer
+from rlite.quickstart.tiny import byte_tokenizer
 from rlite.recovery.faults import FloodFault, HalfOpenFault
 from rlite.recovery.injectors import flood_descriptors, hold_half_open
 from rlite.rollout import RewardFunction, ScriptedEngine

@@ -39,9 +39,10 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from rlite.data.reasoning import held_out_split, impatient_demonstrations
-from rlite.nn.tiny import build_tiny_qwen3, byte_tokenizer
+from rlite.data.reasoning import held_out_split
 from rlite.observability.plots import plot_learning_curve
+from rlite.quickstart.teacher import impatient_demonstrations
+from rlite.quickstart.tiny import build_tiny_qwen3, byte_tokenizer
 
 try:
     from benchmarks.environments_gem import make as make_game

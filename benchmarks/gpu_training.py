@@ -34,7 +34,7 @@ from tensordict import TensorDict
 
 from rlite.engine.train import RliteTrainEngine
 from rlite.trainer.policy import OptimizerOptions, OwnLogprobs, PolicyLoss, SftLoss, policy_module
-from rlite.trainer.usage import usage_metrics
+from rlite.trainer.run.mfu import usage_metrics
 from tests.tiny import build_model_dir
 
 SHAPES: dict[str, dict[str, Any]] = {

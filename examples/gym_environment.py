@@ -12,11 +12,11 @@ import tempfile
 
 import rlite
 from rlite.data.reasoning import build_problems, question_of, verify_exactly
-from rlite.nn.tiny import build_tiny_qwen3, byte_tokenizer
+from rlite.quickstart.tiny import build_tiny_qwen3, byte_tokenizer
 from rlite.rollout import GymEnvironment, GymWorkflow
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.ppo_options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions, SamplingOptions
-from rlite.trainer.run import TrainerOptions
+from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions, SamplingOptions
+from rlite.trainer.run.run import TrainerOptions
 
 
 class TwoAttempts:

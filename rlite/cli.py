@@ -12,9 +12,10 @@ import sys
 
 import rlite
 from rlite.errors import did_you_mean
-from rlite.trainer.command import run
+from rlite.trainer.run.command import run
 
-COMMANDS = {name: f"rlite.trainer.{name}" for name in ("quickstart", "sft", "rm", "dpo", "ppo", "plan")}
+TRAINERS = {name: f"rlite.trainer.{name}" for name in ("sft", "rm", "dpo", "ppo", "plan")}
+COMMANDS = {"quickstart": "rlite.quickstart.run", **TRAINERS}
 
 
 def main() -> None:

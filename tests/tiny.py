@@ -9,7 +9,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from rlite.nn.tiny import byte_tokenizer
+from rlite.quickstart.tiny import byte_tokenizer
 
 Kind = Literal["qwen2", "qwen3", "llama"]
 

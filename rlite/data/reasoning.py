@@ -5,7 +5,6 @@ A row is plain data: it can be written to JSONL, sent to another process, and sc
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -99,23 +98,6 @@ def verify_exactly(
     Full means equal to 1: partial credits are sums of fractions, which can end a rounding error above or below.
     """
     return float(verify(prompt, completions, prompt_ids, completion_ids, **data) == 1.0)
-
-
-def impatient_demonstrations(
-    problems: Sequence[Mapping[str, Any]], seed: int, *, patience: int, impatience: float
-) -> list[str]:
-    """One demonstrated answer for each problem, by a teacher who is often too impatient to finish.
-
-    Answers of at most `patience` characters are demonstrated whole; of a longer one the teacher writes only so many
-    characters in a share `impatience` of the cases, drawn from `seed`. A model that imitates this teacher well
-    therefore fails most long problems, although it has seen how they are solved.
-    """
-    rng = random.Random(seed)
-    hurries = [rng.random() < impatience for _ in problems]
-    return [
-        problem["answer"][:patience] if hurry else problem["answer"]
-        for problem, hurry in zip(problems, hurries, strict=True)
-    ]
 
 
 def _dataset(name: str, **options: Any) -> Any:

@@ -40,9 +40,9 @@ from rlite.errors import (
 from rlite.nn.huggingface import local_checkpoint
 from rlite.observability import trace
 from rlite.parallel.tensor import attention_shape
-from rlite.rollout.collector import RolloutCollector
-from rlite.rollout.options import CollectorOptions
-from rlite.rollout.seeds import mix
+from rlite.rollout.collector.collector import RolloutCollector
+from rlite.rollout.collector.options import CollectorOptions
+from rlite.rollout.collector.seeds import mix
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.types import (
     CompletionOutput,

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 from rlite import lazy
 
 if TYPE_CHECKING:
-    from rlite.rollout.batch import check_trajectory, pad_trajectories
-    from rlite.rollout.collector import RolloutCollector
-    from rlite.rollout.conversation import Conversation
-    from rlite.rollout.env import Environment, EnvironmentWorkflow
-    from rlite.rollout.gym import GymEnvironment, GymWorkflow
-    from rlite.rollout.multi_turn import MultiTurnWorkflow
-    from rlite.rollout.options import CollectorOptions
-    from rlite.rollout.rewards import (
+    from rlite.rollout.chat.conversation import Conversation
+    from rlite.rollout.chat.retries import MultiTurnWorkflow
+    from rlite.rollout.chat.transcript import Transcript
+    from rlite.rollout.collector.collector import RolloutCollector
+    from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger, capacity
+    from rlite.rollout.collector.options import CollectorOptions
+    from rlite.rollout.environments.gym import GymEnvironment, GymWorkflow
+    from rlite.rollout.environments.step import Environment, EnvironmentWorkflow
+    from rlite.rollout.rewards.function import (
         RewardCrash,
         RewardError,
         RewardFunction,
@@ -26,10 +27,9 @@ if TYPE_CHECKING:
         from_verl,
     )
     from rlite.rollout.scripted import ScriptedEngine
-    from rlite.rollout.staleness import RolloutCounters, RolloutLedger, capacity
-    from rlite.rollout.tool_use import ToolUseWorkflow
-    from rlite.rollout.tools import Tool
-    from rlite.rollout.transcript import Transcript
+    from rlite.rollout.tools.toolbox import Tool
+    from rlite.rollout.tools.workflow import ToolUseWorkflow
+    from rlite.rollout.trajectories import check_trajectory, pad_trajectories
     from rlite.rollout.workflow import RolloutError, RolloutWorkflow, SingleTurnWorkflow, trajectory
     from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
 
@@ -37,22 +37,22 @@ if TYPE_CHECKING:
 __all__, __getattr__, __dir__ = lazy.exports(
     __name__,
     {
-        "rlite.rollout.batch": "check_trajectory pad_trajectories",
-        "rlite.rollout.collector": "RolloutCollector",
-        "rlite.rollout.conversation": "Conversation",
-        "rlite.rollout.env": "Environment EnvironmentWorkflow",
-        "rlite.rollout.gym": "GymEnvironment GymWorkflow",
-        "rlite.rollout.multi_turn": "MultiTurnWorkflow",
-        "rlite.rollout.options": "CollectorOptions",
-        "rlite.rollout.rewards": (
+        "rlite.rollout.trajectories": "check_trajectory pad_trajectories",
+        "rlite.rollout.collector.collector": "RolloutCollector",
+        "rlite.rollout.chat.conversation": "Conversation",
+        "rlite.rollout.environments.step": "Environment EnvironmentWorkflow",
+        "rlite.rollout.environments.gym": "GymEnvironment GymWorkflow",
+        "rlite.rollout.chat.retries": "MultiTurnWorkflow",
+        "rlite.rollout.collector.options": "CollectorOptions",
+        "rlite.rollout.rewards.function": (
             "RewardCrash RewardError RewardFunction RewardInvalid RewardMemory RewardRaised RewardTimeout from_trl "
             "from_verl"
         ),
         "rlite.rollout.scripted": "ScriptedEngine",
-        "rlite.rollout.staleness": "RolloutCounters RolloutLedger capacity",
-        "rlite.rollout.tool_use": "ToolUseWorkflow",
-        "rlite.rollout.tools": "Tool",
-        "rlite.rollout.transcript": "Transcript",
+        "rlite.rollout.collector.ledger": "RolloutCounters RolloutLedger capacity",
+        "rlite.rollout.tools.workflow": "ToolUseWorkflow",
+        "rlite.rollout.tools.toolbox": "Tool",
+        "rlite.rollout.chat.transcript": "Transcript",
         "rlite.rollout.workflow": "RolloutError RolloutWorkflow SingleTurnWorkflow trajectory",
         "rlite.types": "GenerationHyperparameters LLMRequest LLMResponse",
     },

@@ -13,8 +13,8 @@ from rlite.data.raw import TextTokenizer, bounded_tokens, raw_prompts
 from rlite.data.special_tokens import plain_text
 from rlite.errors import DataError, RliteError
 from rlite.rollout.background import beside_loop
-from rlite.rollout.batch import of_trajectory, sequence_row
-from rlite.rollout.rewards import RewardFunction
+from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.trajectories import of_trajectory, sequence_row
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse, token_ids
 
 

@@ -27,23 +27,23 @@ from rlite.data.tables import read_rows
 from rlite.errors import ConfigError, writing
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
-from rlite.rollout.environments import environment_workflow
-from rlite.trainer.alarms import Alarms
-from rlite.trainer.command import run
-from rlite.trainer.credit import Credit
-from rlite.trainer.critic import find_critic
-from rlite.trainer.engines import Engines, init_devices
-from rlite.trainer.evaluation import ErrorLimit, evaluation_metrics
-from rlite.trainer.generated import mean_reward
-from rlite.trainer.lengths import Context, context_limit, make_context
+from rlite.rollout.environments.workflow import environment_workflow
 from rlite.trainer.policy import OwnLogprobs, PolicyLoss
-from rlite.trainer.ppo_options import PpoConfig, SamplingOptions
-from rlite.trainer.reference import find_reference
-from rlite.trainer.rollouts import check_openings, find_rollouts
-from rlite.trainer.run import TrainingRun, check_best_metric, step_metrics
-from rlite.trainer.selection import make_selection
+from rlite.trainer.rl.advantages import Credit
+from rlite.trainer.rl.config import PpoConfig, SamplingOptions
+from rlite.trainer.rl.critic import find_critic
+from rlite.trainer.rl.engines import Engines, init_devices
+from rlite.trainer.rl.evaluation import ErrorLimit, evaluation_metrics
+from rlite.trainer.rl.generated import mean_reward
+from rlite.trainer.rl.lengths import Context, context_limit, make_context
+from rlite.trainer.rl.reference import find_reference
+from rlite.trainer.rl.rollouts import check_openings, find_rollouts
+from rlite.trainer.rl.selection import make_selection
+from rlite.trainer.run.alarms import Alarms
+from rlite.trainer.run.command import run
+from rlite.trainer.run.mfu import usage_metrics
+from rlite.trainer.run.run import TrainingRun, check_best_metric, step_metrics
 from rlite.trainer.supervised import load_tokenizer, serve_if_worker
-from rlite.trainer.usage import usage_metrics
 
 ALIASES = {"actor.rollout.env_path": "rollout.env_path", "actor.entropy.coef": "actor.entropy_coef"}
 SHOWN = (

@@ -20,10 +20,10 @@ from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
-from rlite.trainer.command import run
-from rlite.trainer.engines import init_devices
 from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions, TestDataOptions
 from rlite.trainer.policy import SftLoss, policy_module
+from rlite.trainer.rl.engines import init_devices
+from rlite.trainer.run.command import run
 from rlite.trainer.supervised import EpochOptions, SupervisedRun, num_steps, read_tokens, serve_if_worker
 
 SHOWN = ("loss", "test_loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "seconds")

@@ -20,10 +20,10 @@ from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
 from rlite.nn.huggingface import local_checkpoint
 from rlite.observability import stats_tracker
-from rlite.trainer.engines import init_devices
 from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions
-from rlite.trainer.run import RunOptions, TrainingRun, check_best_metric, step_metrics
-from rlite.trainer.usage import usage_metrics
+from rlite.trainer.rl.engines import init_devices
+from rlite.trainer.run.mfu import usage_metrics
+from rlite.trainer.run.run import RunOptions, TrainingRun, check_best_metric, step_metrics
 
 
 @dataclass(frozen=True, kw_only=True)

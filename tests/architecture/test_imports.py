@@ -18,12 +18,12 @@ HOMES = {
     "sglang": "rlite/engine/sglang/",
     "peft": "rlite/nn/lora.py",
     "liger_kernel": "rlite/nn/liger.py",
-    "math_verify": "rlite/rollout/scorers/mathematics.py",
+    "math_verify": "rlite/rollout/rewards/math.py",
     "aiohttp": "rlite/rollout/openai/endpoint.py",
     "openai": "rlite/rollout/openai/client.py",
-    "wandb": "rlite/observability/",
-    "tensorboard": "rlite/observability/",
-    "trackio": "rlite/observability/",
+    "wandb": "rlite/observability/sinks/",
+    "tensorboard": "rlite/observability/sinks/",
+    "trackio": "rlite/observability/sinks/",
 }
 """where each optional package may be imported: everything else must work without it"""
 

@@ -6,13 +6,13 @@ import pytest
 
 import rlite
 from rlite.errors import ConfigError
-from rlite.nn.tiny import byte_tokenizer
+from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import SingleTurnWorkflow
-from rlite.trainer.engines import divide_devices
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.ppo_options import ActorOptions, PolicyLossOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.ppo_options import SamplingOptions as Sampling
-from rlite.trainer.run import TrainerOptions
+from rlite.trainer.rl.config import ActorOptions, PolicyLossOptions, PpoConfig, PromptOptions, RolloutOptions
+from rlite.trainer.rl.config import SamplingOptions as Sampling
+from rlite.trainer.rl.engines import divide_devices
+from rlite.trainer.run.run import TrainerOptions
 from tests.tiny import build_model_dir
 
 ROWS = [{"prompt": f"{number}:", "number": number} for number in range(10, 90)]

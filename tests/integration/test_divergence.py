@@ -17,11 +17,11 @@ from rlite.config import load
 from rlite.data.preferences import preference_rows
 from rlite.data.sft import sft_rows
 from rlite.errors import CheckpointError, DivergedError
-from rlite.nn.tiny import byte_tokenizer
+from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import SingleTurnWorkflow
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.ppo_options import PpoConfig
+from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rm import RmConfig, RmTrainer
 from rlite.trainer.sft import SftConfig, SftTrainer
 from rlite.types import GenerationHyperparameters

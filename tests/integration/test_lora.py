@@ -21,12 +21,12 @@ from rlite.data.sft import sft_rows
 from rlite.engine.weight_sync import Transport, sync_weights
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
-from rlite.nn.tiny import byte_tokenizer
+from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout.workflow import SingleTurnWorkflow
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.policy import OptimizerOptions, OwnLogprobs, critic_module, policy_module
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.ppo_options import (
+from rlite.trainer.rl.config import (
     ActorOptions,
     AdvantageOptions,
     KlOptions,
@@ -36,7 +36,7 @@ from rlite.trainer.ppo_options import (
     SamplingOptions,
 )
 from rlite.trainer.rm import RmConfig, RmTrainer
-from rlite.trainer.run import TrainerOptions
+from rlite.trainer.run.run import TrainerOptions
 from rlite.trainer.sft import SftConfig, SftTrainer
 from tests.integration.modules import make_batch, next_token_logprobs, num_counted, token_loss
 from tests.integration.worlds import world

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import rlite
-from rlite.nn.tiny import byte_tokenizer
+from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import Environment, EnvironmentWorkflow
 from rlite.trainer import ppo
-from rlite.trainer.ppo_options import (
+from rlite.trainer.rl.config import (
     ActorOptions,
     AdvantageOptions,
     CriticOptions,
@@ -22,7 +22,7 @@ from rlite.trainer.ppo_options import (
     RolloutOptions,
     SamplingOptions,
 )
-from rlite.trainer.run import TrainerOptions
+from rlite.trainer.run.run import TrainerOptions
 from tests.tiny import build_model_dir
 
 ROWS = [{"prompt": f"{a}+{b}=", "extra_info": {"answer": str(a + b)}} for a in range(4) for b in range(4)]

@@ -11,11 +11,11 @@ import rlite
 from rlite import cli
 from rlite.config import load
 from rlite.errors import CheckpointError, ConfigError, DataError, RliteError
-from rlite.nn.tiny import byte_tokenizer
 from rlite.observability import stats_tracker, trace
+from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.ppo_options import (
+from rlite.trainer.rl.config import (
     ActorOptions,
     EvaluationSamplingOptions,
     PpoConfig,
@@ -23,7 +23,7 @@ from rlite.trainer.ppo_options import (
     RolloutOptions,
     SamplingOptions,
 )
-from rlite.trainer.run import TrainerOptions
+from rlite.trainer.run.run import TrainerOptions
 from tests.tiny import build_model_dir
 from tests.trace_format import read_trace, rows_of
 

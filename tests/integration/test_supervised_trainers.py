@@ -26,8 +26,8 @@ from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import CheckpointError, ConfigError
-from rlite.nn.tiny import byte_tokenizer
 from rlite.observability import stats_tracker
+from rlite.quickstart.tiny import byte_tokenizer
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.rm import RmConfig, RmTrainer
 from rlite.trainer.sft import SftConfig, SftTrainer

@@ -7,7 +7,7 @@ import pytest
 from rlite.config import load
 from rlite.errors import ConfigError
 from rlite.trainer.dpo import DpoConfig
-from rlite.trainer.ppo_options import PpoConfig
+from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rm import RmConfig
 from rlite.trainer.sft import SftConfig
 

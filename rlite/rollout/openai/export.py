@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict
 
 from rlite.errors import ConfigError
-from rlite.rollout.batch import pad_trajectories, sequence_row
 from rlite.rollout.openai.recording import Recording, Turn, leaves, path
+from rlite.rollout.trajectories import pad_trajectories, sequence_row
 from rlite.rollout.workflow import RolloutError
 
 Style = Literal["individual", "concat"]

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from rlite.data.chat import STAND_IN
 from rlite.data.raw import bounded_tokens, raw_prompts
 from rlite.errors import DataError
+from rlite.rollout.chat.template import Message, TemplateRefusal, render
 from rlite.rollout.openai.recording import Turn
-from rlite.rollout.template import Message, TemplateRefusal, render
 from rlite.rollout.workflow import Tokenizer
 
 

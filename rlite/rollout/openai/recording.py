@@ -13,10 +13,10 @@ from itertools import pairwise
 from typing import Any
 
 from rlite.errors import DataError
-from rlite.rollout.reward_process import as_number
-from rlite.rollout.template import Message
-from rlite.rollout.transcript import check_turn_discount
+from rlite.rollout.chat.template import Message
+from rlite.rollout.chat.transcript import check_turn_discount
 from rlite.rollout.workflow import RolloutError
+from rlite.sandbox.child import as_number
 from rlite.types import StopReason
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlite.errors import RliteError
+from rlite.rollout.chat.template import Message
 from rlite.rollout.openai.errors import ApiError, unknown_model
-from rlite.rollout.template import Message
 from rlite.types import GenerationHyperparameters
 
 SAMPLING = {

@@ -10,11 +10,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlite.rollout.chat.template import Message
 from rlite.rollout.openai.errors import ApiError
 from rlite.rollout.openai.recording import Turn
 from rlite.rollout.openai.requests import ModelRequest
-from rlite.rollout.template import Message
-from rlite.rollout.tool_calls import ToolCall, numbered
+from rlite.rollout.tools.formats import ToolCall, numbered
 from rlite.rollout.workflow import Tokenizer
 from rlite.types import TokenChunk
 

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from rlite.data.raw import TooManyTokens
 from rlite.errors import ConfigError, DataError, RliteError
 from rlite.rollout.background import beside_loop
+from rlite.rollout.collector.seeds import mix
 from rlite.rollout.openai import responses
 from rlite.rollout.openai.errors import ApiError
 from rlite.rollout.openai.export import Style, export
@@ -24,9 +25,8 @@ from rlite.rollout.openai.recording import Recording, Turn
 from rlite.rollout.openai.requests import ModelRequest, parse_json, read_chat, read_completion
 from rlite.rollout.openai.responses import Choice, Delta, Envelope
 from rlite.rollout.openai.text import TextStream
-from rlite.rollout.seeds import mix
-from rlite.rollout.tool_calls import ToolCallFormat
-from rlite.rollout.tool_format import tool_call_format
+from rlite.rollout.tools.formats import ToolCallFormat
+from rlite.rollout.tools.probe import tool_call_format
 from rlite.rollout.workflow import Tokenizer, context_length
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest
 
@@ -58,8 +58,8 @@ class AgentSession:
         tokenizer: of the model.
         gconfig: how to sample where a request does not say.
         model: the name that requests must give.
-        tool_format: a name in `rlite.rollout.tool_calls.FORMATS`, or a ToolCallFormat; default: what the chat template
-            teaches.
+        tool_format: a name in `rlite.rollout.tools.formats.FORMATS`, or a ToolCallFormat; default: the format that
+            the chat template teaches.
         chat_template_options: further keyword arguments for `apply_chat_template`.
         max_length: tokens of prompt and answer together; None is as many as the engine takes.
         is_sampling_fixed: temperature, top_p and top_k are those of `gconfig`, whatever a request says.

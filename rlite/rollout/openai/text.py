@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlite.rollout.tool_calls import ToolCall, ToolCallFormat, num_before, typed
+from rlite.rollout.tools.formats import ToolCall, ToolCallFormat, num_before, typed
 from rlite.rollout.workflow import Tokenizer
 
 

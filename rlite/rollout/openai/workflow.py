@@ -11,13 +11,13 @@ from typing import Any, Literal
 from tensordict import TensorDict
 
 from rlite.errors import ConfigError, DataError
+from rlite.rollout.chat.transcript import check_turn_discount
 from rlite.rollout.openai.export import Style, check_style
 from rlite.rollout.openai.session import AgentSession
-from rlite.rollout.reward_process import as_number
-from rlite.rollout.tool_calls import ToolCallFormat
-from rlite.rollout.tool_format import tool_call_format
-from rlite.rollout.transcript import check_turn_discount
+from rlite.rollout.tools.formats import ToolCallFormat
+from rlite.rollout.tools.probe import tool_call_format
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
+from rlite.sandbox.child import as_number
 from rlite.types import AsyncInference, GenerationHyperparameters
 
 Interface = Literal["client", "http"]
@@ -41,8 +41,8 @@ class AgentWorkflow(RolloutWorkflow):
         style: "concat" or "individual". See `rlite.rollout.openai.export.export`.
         turn_discount: earlier interactions share in what later ones are worth; None leaves rewards as they are set.
         model: the name that the agent asks for.
-        tool_format: a name in `rlite.rollout.tool_calls.FORMATS`, or a ToolCallFormat; default: what the chat template
-            teaches.
+        tool_format: a name in `rlite.rollout.tools.formats.FORMATS`, or a ToolCallFormat; default: the format that
+            the chat template teaches.
         chat_template_options: further keyword arguments for `apply_chat_template`.
         max_length: tokens of one sequence; None is as many as the engine takes.
         is_sampling_fixed: temperature, top_p and top_k are those of `gconfig`, whatever the agent asks for: a trainer

@@ -23,7 +23,7 @@ from benchmarks.environments import (
     training_rise,
 )
 from rlite import config
-from rlite.trainer.ppo_options import PpoConfig
+from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.sft import SftConfig
 
 

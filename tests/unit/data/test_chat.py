@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlite.data.chat import ChatEncoder
 from rlite.errors import ConfigError, DataError
-from rlite.nn.tiny import CHATML, byte_tokenizer
+from rlite.quickstart.tiny import CHATML, byte_tokenizer
 
 ORACLE = json.loads((Path(__file__).parents[2] / "oracles/10_chat_assistant_masks.json").read_text())
 

@@ -10,7 +10,7 @@ from rlite.data.packing import plan_microbatches
 from rlite.data.packs import sequence_lengths
 from rlite.data.preferences import preference_rows
 from rlite.errors import DataError
-from rlite.nn.tiny import byte_tokenizer
+from rlite.quickstart.tiny import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]

@@ -11,12 +11,12 @@ import pytest
 from rlite.data.reasoning import (
     build_problems,
     held_out_split,
-    impatient_demonstrations,
     question_of,
     verify,
     verify_exactly,
 )
 from rlite.errors import ConfigError, DataError
+from rlite.quickstart.teacher import impatient_demonstrations
 
 
 def score(reward: Any, completion: str, row: dict[str, Any]) -> float:

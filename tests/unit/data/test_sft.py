@@ -9,7 +9,7 @@ import pytest
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError, DataError
-from rlite.nn.tiny import byte_tokenizer
+from rlite.quickstart.tiny import byte_tokenizer
 from tests.tiny import tokenizer_with_bos
 
 TOKENIZER = byte_tokenizer()

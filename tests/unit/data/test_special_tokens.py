@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rlite.data.chat import ChatEncoder
 from rlite.data.sft import sft_rows
 from rlite.data.special_tokens import EscapingTokenizer
-from rlite.nn.tiny import CHATML, build_tiny_qwen3, byte_tokenizer
+from rlite.quickstart.tiny import CHATML, build_tiny_qwen3, byte_tokenizer
 from rlite.rollout import Conversation, GenerationHyperparameters, ScriptedEngine, SingleTurnWorkflow
 from rlite.rollout.openai import AgentSession
 from rlite.trainer.options import DataOptions

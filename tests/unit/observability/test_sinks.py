@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlite.errors import ConfigError, StorageError, UnknownOptionError
-from rlite.observability.sinks import JsonlSink, MetricSinks, Run, drop_later_lines, open_sinks
+from rlite.observability.sinks.base import MetricSinks, Run, open_sinks
+from rlite.observability.sinks.jsonl import JsonlSink, drop_later_lines
 
 
 def read(path: Path) -> list[dict]:
@@ -62,7 +63,7 @@ def test_an_absent_package_is_an_error_that_names_its_extra(name: str, tmp_path:
         "import sys, pathlib\n"
         f"sys.modules[{name!r}] = None\n"
         "from rlite.errors import ConfigError\n"
-        "from rlite.observability.sinks import Run, open_sinks\n"
+        "from rlite.observability.sinks.base import Run, open_sinks\n"
         f"try: open_sinks(['jsonl', {name!r}], Run(directory=pathlib.Path({str(tmp_path)!r})))\n"
         "except ConfigError as error: print(error)\n"
     )
@@ -98,7 +99,7 @@ def test_wandb_goes_on_with_the_run_that_is_resumed(
 def test_trackio_goes_on_with_the_run_that_is_resumed(tmp_path: Path) -> None:
     program = (
         "import pathlib, trackio\n"
-        "from rlite.observability.sinks import Run, open_sinks\n"
+        "from rlite.observability.sinks.base import Run, open_sinks\n"
         "for resume_after in (None, 1):\n"
         "    run = Run(directory=pathlib.Path('.'), project='p', name='r', resume_after=resume_after)\n"
         "    sinks = open_sinks(['trackio'], run)\n"

@@ -7,7 +7,7 @@ import pytest
 
 from rlite.data.sft import sft_rows
 from rlite.errors import DataError
-from rlite.nn.tiny import byte_tokenizer
+from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import (
     GenerationHyperparameters,
     LLMRequest,

@@ -6,7 +6,7 @@ from rlite.config import load, to_container
 from rlite.errors import ConfigError, UnknownOptionError
 from rlite.rollout import CollectorOptions
 from rlite.trainer.dpo import DpoConfig
-from rlite.trainer.ppo_options import PpoConfig
+from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.sft import SftConfig
 from rlite.types import GenerationHyperparameters
 

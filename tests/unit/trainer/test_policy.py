@@ -7,7 +7,7 @@ from rlite.algorithms import POLICY_LOSSES, TokenLogprobs, TokenLoss, gather_log
 from rlite.config import load
 from rlite.errors import ConfigError
 from rlite.trainer.policy import OptimizerOptions, OwnLogprobs, PolicyLoss, SftLoss, schedule
-from rlite.trainer.ppo_options import ActorOptions, PpoConfig
+from rlite.trainer.rl.config import ActorOptions, PpoConfig
 
 
 def pack(lengths, prompt=2, vocab=11, seed=0):

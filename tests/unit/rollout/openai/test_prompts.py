@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlite.nn.tiny import CHATML, byte_tokenizer
+from rlite.quickstart.tiny import CHATML, byte_tokenizer
 from rlite.rollout.openai.prompts import ChatPrompts
 from rlite.rollout.openai.recording import Turn
 from tests.agents import ADD, WITH_TOOLS

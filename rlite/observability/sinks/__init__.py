@@ -1,0 +1,1 @@
+"""Sinks: places that keep a run's metrics."""

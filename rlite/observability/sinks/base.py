@@ -1,0 +1,104 @@
+"""Where metrics go. A sink is `log(step, metrics)` and `close()`.
+
+`open_sinks` builds them by name; each optional one lives in its own module with its own imports, so that a run that
+does not ask for it never loads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
+
+
+class MetricSink(Protocol):
+    """Keeps metrics."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep the metrics of a step; steps do not go backwards."""
+
+    def close(self) -> None:
+        """Write out what is held; nothing is logged afterwards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Which run the metrics belong to."""
+
+    directory: Path
+    """files are written under it"""
+    project: str = "rlite"
+    name: str = "run"
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """the resolved config, shown beside the metrics where the sink can"""
+    resume_after: int | None = None
+    """the last step to keep of what an earlier attempt logged, for exact resume; None appends"""
+
+
+class MetricSinks:
+    """Several sinks as one."""
+
+    def __init__(self, sinks: Sequence[MetricSink]) -> None:
+        self.sinks = tuple(sinks)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log to each."""
+        for sink in self.sinks:
+            sink.log(step, metrics)
+
+    def close(self) -> None:
+        """Close each, also when another one fails."""
+        with contextlib.ExitStack() as stack:
+            for sink in self.sinks:
+                stack.callback(sink.close)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    module: str
+    opener: str
+    extra: str | None = None
+
+
+_REGISTRY = {
+    "jsonl": _Entry("rlite.observability.sinks.jsonl", "open_jsonl"),
+    "tensorboard": _Entry("rlite.observability.sinks.tensorboard", "open_tensorboard", "tensorboard"),
+    "wandb": _Entry("rlite.observability.sinks.wandb", "open_wandb", "wandb"),
+    "trackio": _Entry("rlite.observability.sinks.trackio", "open_trackio", "trackio"),
+}
+
+
+def open_sinks(names: Sequence[str], run: Run) -> MetricSinks:
+    """Open sinks by name: `jsonl`, `tensorboard`, `wandb`, `trackio`.
+
+    Raises: UnknownOptionError for another name; ConfigError naming the extra to install for an absent package. Then
+    none stays open.
+    """
+    for name in names:
+        if name not in _REGISTRY:
+            raise UnknownOptionError(f"unknown metric sink {name!r}; {did_you_mean(name, _REGISTRY)}")
+    openers = [_opener(name) for name in names]
+    with contextlib.ExitStack() as stack:
+        sinks = []
+        for opener in openers:
+            sinks.append(opener(run))
+            stack.callback(sinks[-1].close)
+        stack.pop_all()
+    return MetricSinks(sinks)
+
+
+def _opener(name: str) -> Any:
+    entry = _REGISTRY[name]
+    try:
+        return getattr(importlib.import_module(entry.module), entry.opener)
+    except ModuleNotFoundError as error:
+        if entry.extra is None or (error.name or "").partition(".")[0] != entry.extra:
+            raise
+        raise ConfigError(
+            f"metric sink {name!r} needs the package {entry.extra}: pip install 'rlite[{entry.extra}]'"
+        ) from error

@@ -1,0 +1,86 @@
+"""Metrics as JSON lines: `DIRECTORY/metrics.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlite.errors import ConfigError, writing
+from rlite.observability.sinks.base import MetricSink, Run
+
+
+class JsonlSink:
+    """One JSON object per step: `{"step": 3, "loss": 0.25, ...}`, on disk when `log` returns.
+
+    JSON has no nan and no infinity: they are written as the strings "nan", "inf" and "-inf".
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._drop_torn_line()
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line. Raises: ConfigError for a metric named `step`; StorageError."""
+        if "step" in metrics:
+            raise ConfigError("a metric cannot be named 'step': that key holds the step's number")
+        row = {"step": step, **{key: _jsonable(value) for key, value in metrics.items()}}
+        with writing(self.path):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the lines of later steps, which an exact resume is going to write again."""
+        self._file.close()
+        drop_later_lines(self.path, step)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _drop_torn_line(self) -> None:
+        """A process that was killed while it wrote leaves half a line; appending to it would spoil the next one too."""
+        if not self.path.exists():
+            return
+        written = self.path.read_bytes()
+        whole = written.rfind(b"\n") + 1
+        if whole < len(written):
+            os.truncate(self.path, whole)
+
+
+def open_jsonl(run: Run) -> MetricSink:
+    """`DIRECTORY/metrics.jsonl`."""
+    sink = JsonlSink(run.directory / "metrics.jsonl")
+    if run.resume_after is not None:
+        sink.truncate_after(run.resume_after)
+    return sink
+
+
+def drop_later_lines(path: Path, step: int) -> None:
+    """Rewrite a JSONL file without the lines of later steps, and without what a kill or a full disk left of others."""
+    with path.open("rb") as file:
+        kept = [line for line in file if (found := _step_of(line)) is not None and found <= step]
+    partial = path.with_name(f"{path.name}.partial")  # a kill in here must not lose them
+    with writing(path):
+        partial.write_bytes(b"".join(kept))
+        os.replace(partial, path)
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a whole line; None for half of one, which may end inside a character."""
+    try:
+        return json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+def _jsonable(value: float) -> float | int | str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else str(number)

@@ -1,0 +1,184 @@
+"""The quickstart: a small language model learns to spell words backwards, by reinforcement learning, on a CPU.
+
+    make quickstart        or        rlite quickstart [steps=60 folder=runs/quickstart seed=0]
+
+    1. a Qwen3 of 0.4 million parameters and a byte tokenizer are made in code
+    2. warm start: it imitates a teacher who is right about short words and too impatient for long ones
+    3. GRPO: it tries each word several times, reasoning-gym's verifier says which tries are right, it does more of that
+
+Killed and started again, it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+import rlite
+from rlite import config
+from rlite.data.loader import ShuffledOrder
+from rlite.data.reasoning import held_out_split, verify_exactly
+from rlite.data.sft import sft_rows
+from rlite.engine.train import RliteTrainEngine
+from rlite.observability.console import ConsoleReporter
+from rlite.observability.plots import plot_learning_curve
+from rlite.quickstart.teacher import impatient_demonstrations
+from rlite.quickstart.tiny import build_tiny_qwen3
+from rlite.rollout import RewardFunction, SingleTurnWorkflow
+from rlite.trainer.policy import OptimizerOptions, SftLoss, policy_module
+from rlite.trainer.ppo import PpoTrainer
+from rlite.trainer.rl.config import (
+    ActorOptions,
+    EvaluationSamplingOptions,
+    PpoConfig,
+    PromptOptions,
+    RolloutOptions,
+    SamplingOptions,
+)
+from rlite.trainer.run.run import TrainerOptions
+
+TASK = "spell_backward"
+MAX_NEW_TOKENS = 12
+MAX_LENGTH = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickstartConfig:
+    """All that the quickstart lets you change."""
+
+    folder: str = "runs/quickstart"
+    """everything is written here"""
+    seed: int = 0
+    """of problems, weights and sampling"""
+    num_train: int = 16000
+    """training problems"""
+    num_held_out: int = 256
+    """problems that are only tested on"""
+    warm_steps: int = 700
+    """supervised steps"""
+    steps: int = 60
+    """GRPO steps"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the quickstart, or what is left of it."""
+    options = config.load(QuickstartConfig, argv)
+    folder = Path(options.folder)
+    train, held_out = problems(options, folder)
+    rlite.init(num_devices=1)
+    warm = folder / "warm"
+    if not warm.exists():
+        warm_start(options, folder, train)
+    summary = reinforce(options, folder, warm, train, held_out)
+    rlite.shutdown()
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2))
+    plot_learning_curve(
+        folder / "metrics.jsonl",
+        folder / "learning_curve.png",
+        metrics=("accuracy", "reward"),
+        title="Spelling backwards, learned by GRPO",
+    )
+    ConsoleReporter().report("quickstart is done", report_rows(folder, summary))
+
+
+def problems(options: QuickstartConfig, folder: Path) -> tuple[list[Any], list[Any]]:
+    """Training and held-out problems; written beside the run for you to read."""
+    train, held_out = (
+        [shortened(row) for row in rows]
+        for rows in held_out_split(TASK, options.num_train, options.num_held_out, options.seed)
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train", train), ("held_out", held_out)):
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    return train, held_out
+
+
+def shortened(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with a question of a few bytes: a model that starts from nothing needs no long instruction."""
+    return {**row, "messages": [{"role": "user", "content": f"reverse {row['metadata']['word']}"}]}
+
+
+def warm_start(options: QuickstartConfig, folder: Path, train: Sequence[Any]) -> None:
+    """Teach the format, and short words, by imitation; writes folder/warm."""
+    blank = build_tiny_qwen3(folder / "blank", seed=options.seed, hidden_size=128, intermediate_size=256)
+    answers = impatient_demonstrations(train, options.seed, patience=4, impatience=0.6)
+    chats = [
+        {"messages": [*row["messages"], {"role": "assistant", "content": answer}]}
+        for row, answer in zip(train, answers, strict=True)
+    ]
+    rows = sft_rows(chats, AutoTokenizer.from_pretrained(blank), MAX_LENGTH)
+    optimizer = OptimizerOptions(
+        lr=2e-3, weight_decay=0.0, scheduler="cosine", warmup_steps=10, total_steps=options.warm_steps
+    )
+    engine = RliteTrainEngine(policy_module(blank, optimizer))
+    engine.build()
+    console = ConsoleReporter(options.warm_steps, metrics=("loss",))
+    console.report("1/2 warm start", {"imitate": f"{len(rows)} demonstrations, {options.warm_steps} steps of 64"})
+    order, loss = ShuffledOrder(len(rows), options.seed), SftLoss()
+    for step in range(options.warm_steps):
+        stats = engine.train_batch(rows.batch(order.take(64)), loss, loss.weight)
+        engine.step_lr_scheduler()
+        if (step + 1) % 25 == 0:
+            console.log(step + 1, stats)
+    console.close()
+    engine.save(folder / "warm")
+    engine.release()
+
+
+def reinforce(
+    options: QuickstartConfig, folder: Path, warm: Path, train: Sequence[Any], held_out: Sequence[Any]
+) -> dict[str, float]:
+    """GRPO from the warm start; returns held-out accuracy before and after."""
+    run = PpoConfig(
+        actor=ActorOptions(model_name=str(warm), lr=5e-4, weight_decay=0.0, gradient_checkpointing=False),
+        train_data=PromptOptions(prompts_per_rollout=32, responses_per_prompt=8),
+        rollout=RolloutOptions(
+            train_sampling_params=SamplingOptions(max_new_tokens=MAX_NEW_TOKENS),
+            test_sampling_params=EvaluationSamplingOptions(max_new_tokens=MAX_NEW_TOKENS),
+            max_model_len=MAX_LENGTH,
+            dynamic_filtering=False,
+        ),
+        trainer=TrainerOptions(
+            save_dir=str(folder),
+            total_steps=options.steps,
+            save_freq=20,
+            test_freq=20,
+            load_ckpt_from="latest",
+            sinks=["jsonl", "tensorboard"],
+            experiment_name="quickstart",
+            seed=options.seed,
+        ),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(warm)
+    reward = RewardFunction(verify_exactly)
+    sampling = run.rollout
+    PpoTrainer(
+        run,
+        SingleTurnWorkflow(reward, sampling.train_sampling_params.gconfig(), tokenizer),
+        train,
+        held_out,
+        SingleTurnWorkflow(reward, sampling.evaluation_sampling.gconfig(), tokenizer),
+    ).fit()
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    accuracies = [row["accuracy"] for row in logged if "accuracy" in row]
+    return {"accuracy_before": accuracies[0], "accuracy_after": accuracies[-1], "steps": logged[-1]["step"]}
+
+
+def report_rows(folder: Path, summary: dict[str, float]) -> dict[str, str]:
+    """What came out, where it lies, and what to do next."""
+    return {
+        "held-out accuracy": f"{summary['accuracy_before']:.2f} after the warm start, "
+        f"{summary['accuracy_after']:.2f} after {summary['steps']:.0f} GRPO steps",
+        "curve": f"{folder}/learning_curve.png",
+        "rollouts": f"{folder}/rollouts.jsonl: what the model tried, and what it got for it",
+        "metrics": f"{folder}/metrics.jsonl, or: tensorboard --logdir {folder}",
+        "model": f"{folder}/latest, opens with transformers",
+        "next": "examples/grpo.py configures this run for your own model and reward; "
+        "examples/grpo_from_engines.py writes the loop itself",
+    }

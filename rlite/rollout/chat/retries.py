@@ -1,0 +1,103 @@
+"""Retries: a wrong answer is told so, and the model goes on from its own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from tensordict import TensorDict
+
+from rlite.errors import ConfigError
+from rlite.rollout.chat.conversation import Conversation, History, check_history
+from rlite.rollout.chat.transcript import check_turn_discount, check_turns
+from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, prompt_ids, reward_arguments
+from rlite.types import AsyncInference, GenerationHyperparameters
+
+Feedback = str | Callable[[Mapping[str, Any], str, float], str]
+
+FEEDBACK = "Your answer is wrong. Check your reasoning and try again."
+
+
+class MultiTurnWorkflow(RolloutWorkflow):
+    """Attempts at one problem, until the verifier is content or `max_turns` are over.
+
+    The item is as `SingleTurnWorkflow` takes it, and each attempt is verified as that workflow's only one: by its text
+    (`completions`) and its own tokens (`completion_ids`). An attempt that is worth less than `solved` is followed by
+    the feedback, a user's message by the chat template, or after a raw prompt a raw text.
+
+    The trajectory has the keys of `trajectory()`, all attempts in one sequence (see `Conversation` for
+    history="template"), and `sequence_index`, `num_turns` [k]. Its `rewards` [k] are the last attempt's reward times
+    `turn_discount` once for each retry: the discount is in there, and is not applied again. `scores` [k] is the last
+    attempt's reward itself.
+
+    Args:
+        reward_fn: a RewardFunction, or a function to make one of.
+        gconfig: how to sample; `max_new_tokens` of each attempt.
+        tokenizer: of the model.
+        max_turns: attempts.
+        turn_discount: in [0, 1].
+        feedback: a text, or a function of the item, the answer and its reward that returns one.
+        solved: the reward from which on an attempt is right.
+        max_length: tokens of one sequence at which generation stops; None is as many as the engine takes.
+        chat_template_options: further keyword arguments for `apply_chat_template`.
+        history: "tokens" or "template". See `Conversation`.
+
+    Raises: ConfigError for options out of range.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFunction | Callable[..., Any],
+        gconfig: GenerationHyperparameters | Mapping[str, Any],
+        tokenizer: Tokenizer,
+        max_turns: int = 3,
+        turn_discount: float = 1.0,
+        feedback: Feedback = FEEDBACK,
+        solved: float = 1.0,
+        max_length: int | None = None,
+        chat_template_options: Mapping[str, Any] | None = None,
+        history: History = "tokens",
+    ) -> None:
+        check_turns(max_turns)
+        check_history(history)
+        check_turn_discount(turn_discount)
+        self.reward_fn = reward_fn if isinstance(reward_fn, RewardFunction) else RewardFunction(reward_fn)
+        self.gconfig: GenerationHyperparameters = GenerationHyperparameters.from_mapping(gconfig)
+        self.tokenizer = tokenizer
+        self.max_turns = max_turns
+        self.turn_discount = turn_discount
+        self.feedback = feedback
+        self.solved = solved
+        self.chat_template_options = dict(chat_template_options or {})
+        self._begin = partial(
+            Conversation,
+            tokenizer,
+            chat_template_options=self.chat_template_options,
+            history=history,
+            max_length=max_length,
+        )
+
+    def opening(self, data: Mapping[str, Any]) -> list[int]:
+        return prompt_ids(data, self.tokenizer, self.chat_template_options)
+
+    async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
+        conversation, score = self._begin(data), 0.0
+        while (response := await conversation.ask(engine, self.gconfig)) is not None:
+            answer = conversation.answer
+            read, written = response.input_tokens, response.output_tokens
+            score = await self.reward_fn(**reward_arguments(data, conversation.prompt, answer, read, written))
+            if score >= self.solved or conversation.transcript.num_turns == self.max_turns:
+                break
+            conversation.reply({"role": "user", "content": self._feedback(data, answer, score)})
+        transcript = conversation.transcript
+        return transcript.trajectory(score * self.turn_discount ** (transcript.num_turns - 1), scores=score)
+
+    def _feedback(self, data: Mapping[str, Any], answer: str, reward: float) -> str:
+        if isinstance(self.feedback, str):
+            return self.feedback
+        text = self.feedback(data, answer, reward)
+        if not isinstance(text, str):
+            raise ConfigError(f"feedback returned {text!r}; expected a text")
+        return text

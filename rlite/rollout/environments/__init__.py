@@ -1,0 +1,1 @@
+"""Environments: files with `step` or Gym-like classes, run in processes of their own."""

@@ -1,0 +1,226 @@
+"""Gym-like environments: an object with `reset(seed=...)` and `step(action)` that speaks in texts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import operator
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from tensordict import TensorDict
+
+from rlite.errors import ConfigError, DataError
+from rlite.rollout.chat.conversation import Conversation, History, check_history
+from rlite.rollout.chat.transcript import check_turns
+from rlite.rollout.environments.gym_child import GymFunction, MakeFromFile, Turn, advance, close, read_turn, start
+from rlite.rollout.rewards.function import RewardError, RewardFunction, limited
+from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
+from rlite.sandbox.child import MAX_STATE
+from rlite.types import AsyncInference, GenerationHyperparameters
+
+
+class GymEpisode(Protocol):
+    """An environment that has been reset."""
+
+    observation: str
+    """what it said first"""
+
+    async def step(self, action: str) -> Turn: ...
+
+
+class GymEnvironment:
+    """Environments of one kind, made by a factory for each episode and run in processes that can be killed.
+
+        reset(seed=...) -> (observation, info)
+        step(action) -> (observation, reward, terminated, truncated, info)
+
+    as Gymnasium has them; observations and actions are texts. GEM's (`gem.make`) and TextArena's games of one player
+    (`textarena.make`) are such environments. Between two steps an environment is pickled, with the state of the random
+    numbers of `random` and NumPy, which its seed decides, so that it depends on that alone. One that holds what cannot
+    be pickled (a connection, a process) runs `in_process`.
+
+    Args:
+        make: a function that returns a new environment, or the path of a Python file with such a function `make`. Its
+            keyword arguments are the row's `env_options`.
+        timeout: seconds for one call: for making and resetting it, and for each step.
+        num_processes: calls that run at the same time; default: the cores, at most 8.
+        in_process: run environments in threads of this process instead. A call that is late ends its episode, but its
+            thread goes on; and the random numbers of `random` and NumPy are those of the program.
+        memory_limit_gib: resident memory that its process may have, in GiB; None leaves it to the machine.
+        env_vars: names of environment variables that its process gets as well (see RewardFunction).
+
+    Raises: ConfigError if the file is not there, `make` cannot be pickled, or an option is out of range.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Any] | str | Path,
+        timeout: float = 60.0,
+        num_processes: int | None = None,
+        in_process: bool = False,
+        memory_limit_gib: float | None = None,
+        env_vars: Sequence[str] = (),
+    ) -> None:
+        self.make = MakeFromFile(make) if isinstance(make, str | Path) else make
+        self.timeout = timeout
+        self.in_process = in_process
+        self.name = f"the environment {make if isinstance(make, str | Path) else getattr(make, '__name__', make)}"
+        self._function = RewardFunction(
+            GymFunction(self.make),
+            timeout,
+            num_processes=num_processes,
+            in_process=in_process,
+            memory_limit_gib=memory_limit_gib,
+            what=self.name,
+            env_vars=env_vars,
+            max_answer=MAX_STATE,
+        )
+
+    def check(self) -> None:
+        """Load the factory where it will run; not from within an event loop. Raises: RewardError with the reason."""
+        if not self.in_process:
+            asyncio.run(self._function.ask(bool, method="check"))
+
+    @contextlib.asynccontextmanager
+    async def episode(self, seed: int, options: Mapping[str, Any] | None = None) -> AsyncIterator[GymEpisode]:
+        """A new environment. It, and its steps, raise RewardError that says what became of the call."""
+        if not self.in_process:
+            yield await _InRewardProcess.begin(self._function, seed, options or {})
+            return
+        episode = await _InThread.begin(self, seed, options or {})
+        try:
+            yield episode
+        finally:
+            if not episode.is_done:
+                with contextlib.suppress(RewardError):  # it was abandoned, for a reason that matters more
+                    await episode.close()
+
+
+class _InRewardProcess:
+    """The environment is bytes here, and is run in reward processes."""
+
+    def __init__(self, function: RewardFunction, state: bytes, observation: str) -> None:
+        self._function, self._state, self.observation = function, state, observation
+
+    @classmethod
+    async def begin(cls, function: RewardFunction, seed: int, options: Mapping[str, Any]) -> _InRewardProcess:
+        state, turn = await function.ask(read_turn, method="reset", seed=seed, options=dict(options))
+        return cls(function, state, turn.observation)
+
+    async def step(self, action: str) -> Turn:
+        self._state, turn = await self._function.ask(read_turn, method="step", state=self._state, action=action)
+        return turn
+
+
+class _InThread:
+    """The environment lives here, and each call to it has a thread."""
+
+    def __init__(self, owner: GymEnvironment, environment: Any, observation: str) -> None:
+        self._owner, self._environment, self.observation = owner, environment, observation
+        self.is_done = False
+
+    @classmethod
+    async def begin(cls, owner: GymEnvironment, seed: int, options: Mapping[str, Any]) -> _InThread:
+        environment, turn = await _in_thread(owner, start, owner.make, seed, options)
+        return cls(owner, environment, turn.observation)
+
+    async def step(self, action: str) -> Turn:
+        turn = await _in_thread(self._owner, advance, self._environment, action)
+        self.is_done = turn.is_done
+        return turn
+
+    async def close(self) -> None:
+        await _in_thread(self._owner, close, self._environment)
+
+
+async def _in_thread(owner: GymEnvironment, function: Callable[..., Any], *arguments: Any) -> Any:
+    async with limited(owner.name, owner.timeout):
+        return await asyncio.to_thread(function, *arguments)
+
+
+class GymWorkflow(RolloutWorkflow):
+    """Turns of the model and of a Gym-like environment, until it has ended or `max_turns` are over.
+
+    The item has a `seed`, a whole number from 0, which the siblings of a group share, and perhaps `env_options`, the
+    factory's keyword arguments. Observations are messages of a user by the chat template, or raw texts; actions are
+    the model's turns as texts. What the model has written is never tokenised again.
+
+    A trajectory has the keys of `trajectory()`, all turns in one sequence (see `Conversation` for history="template"),
+    `token_rewards` [k, L], the reward of each turn on its last token, `rewards` [k], their sum, and `sequence_index`
+    and `num_turns` [k].
+
+    Args:
+        environment: what answers.
+        gconfig: how to sample; `max_new_tokens` of each turn.
+        tokenizer: of the model.
+        max_turns: turns of the model in one episode.
+        max_length: tokens of one sequence at which generation stops; None is as many as the engine takes.
+        system_prompt: a message before the first observation; before raw texts, a text.
+        is_chat: whether observations are messages; default: if the tokenizer has a chat template.
+        chat_template_options: further keyword arguments for `apply_chat_template`.
+        history: "tokens" or "template". See `Conversation`.
+
+    Raises: ConfigError for options out of range.
+    """
+
+    needs_prompt = False
+
+    def __init__(
+        self,
+        environment: GymEnvironment,
+        gconfig: GenerationHyperparameters | Mapping[str, Any],
+        tokenizer: Tokenizer,
+        max_turns: int = 16,
+        max_length: int | None = None,
+        system_prompt: str | None = None,
+        is_chat: bool | None = None,
+        chat_template_options: Mapping[str, Any] | None = None,
+        history: History = "tokens",
+    ) -> None:
+        check_turns(max_turns)
+        check_history(history)
+        has_template = getattr(tokenizer, "chat_template", None) is not None
+        if is_chat and not has_template:
+            raise ConfigError("is_chat=True: the tokenizer has no chat template")
+        self.environment = environment
+        self.gconfig: GenerationHyperparameters = GenerationHyperparameters.from_mapping(gconfig)
+        self.tokenizer = tokenizer
+        self.max_turns = max_turns
+        self.system_prompt = system_prompt
+        self.is_chat = has_template if is_chat is None else is_chat
+        self._begin = partial(
+            Conversation, tokenizer, chat_template_options=chat_template_options, history=history, max_length=max_length
+        )
+
+    async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
+        async with self.environment.episode(_seed(data), data.get("env_options")) as episode:
+            conversation = self._begin(self._prompt(episode.observation))
+            while await conversation.ask(engine, self.gconfig) is not None:
+                transcript = conversation.transcript
+                turn = await episode.step(conversation.answer)
+                transcript.reward(turn.reward)
+                if turn.is_done or transcript.num_turns == self.max_turns:
+                    break
+                conversation.reply({"role": "user", "content": turn.observation})
+            return conversation.transcript.trajectory()
+
+    def _prompt(self, observation: str) -> dict[str, Any]:
+        if not self.is_chat:
+            return {"prompt": (self.system_prompt or "") + observation}
+        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+        return {"messages": [*system, {"role": "user", "content": observation}]}
+
+
+def _seed(data: Mapping[str, Any]) -> int:
+    try:
+        seed = operator.index(data.get("seed"))  # type: ignore[arg-type]
+    except TypeError:
+        seed = -1
+    if seed < 0:
+        raise DataError(
+            f"the item has seed={data.get('seed')!r} (keys: {sorted(data)}): expected a seed, a whole number from 0"
+        )
+    return seed

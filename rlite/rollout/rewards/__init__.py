@@ -1,0 +1,24 @@
+"""Reward functions that run in processes of their own, adapters to other libraries' signatures, and ready rewards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlite import lazy
+
+if TYPE_CHECKING:
+    from rlite.rollout.rewards.adapters import from_trl, from_verl
+    from rlite.rollout.rewards.function import RewardFunction
+    from rlite.rollout.rewards.math import math_verify_reward
+    from rlite.rollout.rewards.reasoning import reasoning_gym_reward
+
+# lazy: ready rewards are built on packages that take a second to import, and a reward process needs one of them
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "rlite.rollout.rewards.adapters": "from_trl from_verl",
+        "rlite.rollout.rewards.function": "RewardFunction",
+        "rlite.rollout.rewards.math": "math_verify_reward",
+        "rlite.rollout.rewards.reasoning": "reasoning_gym_reward",
+    },
+)

@@ -1,0 +1,135 @@
+"""Reward functions with the signatures of other libraries. It imports no torch: reward processes load it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlite.errors import ConfigError
+from rlite.sandbox.child import Sum, Unusable, as_number
+
+
+def from_trl(
+    fn: Callable[..., Any] | Sequence[Callable[..., Any]],
+    is_conversational: bool = False,
+    weights: Sequence[float] | None = None,
+) -> TrlReward:
+    """Functions of TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list`, for RewardFunction.
+
+    They are called with lists of one; with `RewardFunction(..., batch_size=n)` or its `batch`, with longer ones.
+
+    Args:
+        fn: one function or several, synchronous or async. The reward is the sum of their rewards, and the rewards of
+            several functions are reported one by one, as `reward/NAME`. An entry that is None does not count, as in
+            TRL; if all are None there is no reward, and the call ends as invalid.
+        is_conversational: prompts are lists of messages (the row's `messages`) and completions lists of one assistant
+            message, as TRL gives them for conversational data.
+        weights: of the functions, TRL's `reward_weights`; default: 1 each.
+
+    Those that accept TRL's `trainer_state`, `log_extra` and `log_metric` get None and two functions that do nothing.
+    Raises: ConfigError if weights and functions differ in number.
+    """
+    fns = (fn,) if callable(fn) else tuple(fn)
+    factors = (1.0,) * len(fns) if weights is None else tuple(weights)
+    if not fns or len(fns) != len(factors):
+        raise ConfigError(f"from_trl: {len(fns)} functions and {len(factors)} weights; expected one weight for each")
+    return TrlReward(fns, factors, is_conversational)
+
+
+@dataclass(frozen=True)
+class TrlReward:
+    """What `from_trl` returns."""
+
+    fns: tuple[Callable[..., Any], ...]
+    weights: tuple[float, ...]
+    is_conversational: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the functions, if they are several; one of a name that came before has a number, too."""
+        names = [getattr(fn, "__name__", type(fn).__name__) for fn in self.fns] if len(self.fns) > 1 else []
+        return tuple(f"{name}_{i}" if name in names[:i] else name for i, name in enumerate(names))
+
+    def __call__(self, prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, **data: Any) -> Any:
+        is_batch = not isinstance(completions, str)
+        columns = {"prompts": prompt, "completions": completions, "completion_ids": completion_ids, **data}
+        if not is_batch:
+            columns = {key: [value] for key, value in columns.items()}
+        columns["completion_ids"] = [list(ids) for ids in columns["completion_ids"]]
+        if self.is_conversational:
+            columns["prompts"] = columns.pop("messages")
+            columns["completions"] = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
+        count = len(columns["completions"])
+        results = [fn(**columns, **_trainers_own(fn)) for fn in self.fns]
+        if any(map(inspect.isawaitable, results)):
+            return self._later(results, count, is_batch)
+        return self._sum(results, count, is_batch)
+
+    async def _later(self, results: list[Any], count: int, is_batch: bool) -> Any:
+        async def value_of(result: Any) -> Any:
+            return await result if inspect.isawaitable(result) else result
+
+        return self._sum(await asyncio.gather(*map(value_of, results)), count, is_batch)
+
+    def _sum(self, results: Sequence[Any], count: int, is_batch: bool) -> Any:
+        lists = [list(result) if hasattr(result, "__len__") else result for result in results]
+        for fn, values in zip(self.fns, lists, strict=True):
+            if not isinstance(values, list) or len(values) != count:
+                found = f"{len(values)} values" if isinstance(values, list) else repr(values)
+                return Unusable(f"{found} from {getattr(fn, '__name__', fn)} for {count} completions")
+        sums = [self._sum_of_one(entries) for entries in zip(*lists, strict=True)]
+        return sums if is_batch else sums[0]
+
+    def _sum_of_one(self, entries: tuple[Any, ...]) -> Any:
+        numbers = [(weight, entry) for weight, entry in zip(self.weights, entries, strict=True) if entry is not None]
+        for _, entry in numbers:
+            if as_number(entry) is None:
+                return Unusable(repr(entry))
+        total = sum(weight * float(entry) for weight, entry in numbers) if numbers else None
+        return Sum(total, list(entries)) if len(entries) > 1 else total
+
+
+def _trainers_own(fn: Callable[..., Any]) -> dict[str, Any]:
+    """What TRL's trainer passes beside the columns, as far as the function accepts it."""
+    parameters = inspect.signature(fn).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    given = {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
+    return {key: value for key, value in given.items() if takes_all or key in parameters}
+
+
+def _ignore(*args: Any, **options: Any) -> None:
+    """Log nothing."""
+
+
+def from_verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of verl's signature, `compute_score(data_source, solution_str, ground_truth, extra_info)`, for
+    RewardFunction; synchronous or async.
+
+    The row holds `data_source`, `reward_model: {ground_truth}` (or `ground_truth`) and perhaps `extra_info`, as verl's
+    files do; one without a ground truth raises. A result that is a dict counts with its `score`.
+    """
+    return _VerlReward(compute_score)
+
+
+@dataclass(frozen=True)
+class _VerlReward:
+    compute_score: Callable[..., Any]
+
+    def __call__(self, completions: str, **data: Any) -> Any:
+        result = self.compute_score(
+            data_source=data.get("data_source"),
+            solution_str=completions,
+            ground_truth=data["reward_model"]["ground_truth"] if "reward_model" in data else data["ground_truth"],
+            extra_info=data.get("extra_info") or {},
+        )
+        return self._later(result) if inspect.isawaitable(result) else _score(result)
+
+    async def _later(self, result: Awaitable[Any]) -> Any:
+        return _score(await result)
+
+
+def _score(result: Any) -> Any:
+    return result["score"] if isinstance(result, dict) else result

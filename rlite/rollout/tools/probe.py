@@ -1,0 +1,92 @@
+"""The format in which a model's chat template writes calls of tools: found by writing one and reading it back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from rlite.data.raw import raw_tokens
+from rlite.errors import ConfigError, did_you_mean
+from rlite.rollout.chat.template import Message, TemplateRefusal, render
+from rlite.rollout.tools.formats import FORMATS, ToolCall, ToolCallFormat, numbered, template_format, typed
+
+PROBE = ToolCall("find_probe_record", {"text": "red apple", "count": 3})
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": PROBE.name,
+        "description": "Find a record.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string", "description": "what to find"},
+                "count": {"type": "integer", "description": "how many"},
+            },
+            "required": ["text", "count"],
+        },
+    },
+}
+QUESTION: Message = {"role": "user", "content": "question"}
+
+
+def tool_call_format(
+    form: str | ToolCallFormat | None, tokenizer: Any, chat_template_options: Mapping[str, Any] | None = None
+) -> ToolCallFormat:
+    """Return the format in which calls are read.
+
+    Args:
+        form: a ToolCallFormat, which is taken as it is; the name of one; or None for the format that the tokenizer's
+            response template or chat template has. A template that writes no calls says nothing: then it is hermes.
+        tokenizer: of the model.
+        chat_template_options: further keyword arguments for `apply_chat_template`.
+
+    Raises: ConfigError for an unknown name, or if the chat template writes a call that the format does not read back.
+    """
+    if isinstance(form, ToolCallFormat):
+        return form
+    if form is not None and (not isinstance(form, str) or form not in FORMATS):
+        raise ConfigError(f"tool call format {form!r}: {did_you_mean(str(form), FORMATS)}")
+    prompt, written = _write_probe(tokenizer, chat_template_options or {})
+    if form is not None:
+        candidates = [FORMATS[form]]
+    elif getattr(tokenizer, "response_template", None) is not None:
+        candidates = [template_format(tokenizer, prompt)]
+    else:
+        candidates = list(FORMATS.values())
+    if not written:
+        return candidates[0]
+    for candidate in candidates:
+        if _reads(candidate, tokenizer, written):
+            return candidate
+    names = ", ".join(candidate.name for candidate in candidates)
+    raise ConfigError(
+        f"the model's chat template writes a call of a tool as {tokenizer.decode(written)!r}, which cannot be read "
+        f"back (tried: {names}): give tool_format=, a name ({', '.join(FORMATS)}) or a ToolCallFormat of your own"
+    )
+
+
+def _write_probe(tokenizer: Any, options: Mapping[str, Any]) -> tuple[str, list[int]]:
+    """A prompt, and the tokens of an answer that calls a tool; no tokens if the template writes no calls."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return "", []
+    options = {**options, "tools": [TOOL]}
+    answer = {"role": "assistant", "content": "", "tool_calls": numbered([PROBE], itertools.count(1))}
+    try:
+        prompt = render(tokenizer, [QUESTION], {**options, "add_generation_prompt": True})
+        whole = render(tokenizer, [QUESTION, answer], {**options, "add_generation_prompt": False})
+    except TemplateRefusal:
+        return "", []
+    shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
+    written = whole[shared:]
+    return prompt, raw_tokens(tokenizer, [written])[0] if PROBE.name in written else []
+
+
+def _reads(form: ToolCallFormat, tokenizer: Any, written: list[int]) -> bool:
+    """Whether the probe is found in what the template wrote, decoded as an answer of the model is."""
+    special = set(getattr(tokenizer, "all_special_ids", ()))
+    end = len(written)
+    while end and (written[end - 1] in special or not tokenizer.decode(written[end - 1 : end]).strip()):
+        end -= 1  # the end of the turn is not said
+    text = tokenizer.decode(written[:end], skip_special_tokens=not form.shows_special_tokens)
+    return typed(form.parse(text)[1], [TOOL]) == [PROBE]

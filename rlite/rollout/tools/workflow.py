@@ -1,0 +1,134 @@
+"""Tool use: the model calls tools, reads what they return, and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from tensordict import TensorDict
+
+from rlite.errors import ConfigError, DataError
+from rlite.rollout.chat.conversation import Conversation, History, check_history
+from rlite.rollout.chat.template import Message
+from rlite.rollout.chat.transcript import check_turns
+from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.tools.formats import ToolCallFormat, numbered, typed
+from rlite.rollout.tools.probe import tool_call_format
+from rlite.rollout.tools.toolbox import Toolbox
+from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, prompt_ids, reward_arguments
+from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
+
+
+class ToolUseWorkflow(RolloutWorkflow):
+    """Turns in which the model calls tools, until it calls none or `max_turns` are over; then a reward.
+
+    The item holds `messages`, or such a `prompt`. The chat template shows the tools and says their results, as messages
+    of the role tool; the calls of one turn are made side by side. What goes wrong with a call, a name that there is
+    not, an exception, a time-out, is a result that the model reads. What it has written is never tokenised again.
+
+    The reward function is called once, with the item, `completions` (the last turn's text), `completion_ids` (its
+    tokens), `prompt` and `prompt_ids` (of the first turn), and `conversation`, all messages from the first to the last.
+
+    The trajectory has the keys of `trajectory()`, all turns in one sequence (see `Conversation` for
+    history="template"), and `sequence_index`, `num_turns`, `num_tool_calls` and `num_tool_errors` [k].
+
+    Args:
+        tools: functions with type hints and a docstring with `Args:`, or {"schema": ..., "call": function}. See `Tool`
+            for where they run.
+        reward_fn: a RewardFunction, or a function to make one of.
+        gconfig: how to sample; `max_new_tokens` of each turn.
+        tokenizer: of the model, with a chat template that shows tools.
+        max_turns: turns of the model in one episode.
+        tool_timeout: seconds for one call.
+        tool_env_vars: names of environment variables that the processes of tools get as well (see RewardFunction).
+        tool_format: a name in `rlite.rollout.tools.formats.FORMATS`, or a ToolCallFormat; default: the format that
+            the chat template teaches.
+        max_length: tokens of one sequence at which generation stops; None is as many as the engine takes.
+        chat_template_options: further keyword arguments for `apply_chat_template`.
+        history: "tokens" or "template". See `Conversation`.
+
+    Raises: ConfigError for options out of range, tools that are none, and a chat template whose calls cannot be read.
+    """
+
+    def __init__(
+        self,
+        tools: Iterable[Any],
+        reward_fn: RewardFunction | Callable[..., Any],
+        gconfig: GenerationHyperparameters | Mapping[str, Any],
+        tokenizer: Tokenizer,
+        max_turns: int = 8,
+        tool_timeout: float = 30.0,
+        tool_format: str | ToolCallFormat | None = None,
+        max_length: int | None = None,
+        chat_template_options: Mapping[str, Any] | None = None,
+        history: History = "tokens",
+        tool_env_vars: Sequence[str] = (),
+    ) -> None:
+        check_turns(max_turns)
+        check_history(history)
+        self.toolbox = Toolbox(tools, tool_timeout, tool_env_vars)
+        self.reward_fn = reward_fn if isinstance(reward_fn, RewardFunction) else RewardFunction(reward_fn)
+        self.gconfig: GenerationHyperparameters = GenerationHyperparameters.from_mapping(gconfig)
+        self.tokenizer = tokenizer
+        self.max_turns = max_turns
+        self.tool_format = tool_call_format(tool_format, tokenizer, chat_template_options)
+        self.chat_template_options = {**(chat_template_options or {}), "tools": self.toolbox.schemas}
+        self._begin = partial(
+            Conversation,
+            tokenizer,
+            chat_template_options=self.chat_template_options,
+            history=history,
+            max_length=max_length,
+        )
+
+    def opening(self, data: Mapping[str, Any]) -> list[int]:
+        return prompt_ids(data, self.tokenizer, self.chat_template_options)
+
+    async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
+        conversation = self._begin(data)
+        self._check_shown(conversation)
+        num_calls = num_errors = 0
+        answer: Message = {}
+        first: LLMResponse | None = None
+        numbers = itertools.count(1)
+        while (response := await conversation.ask(engine, self.gconfig)) is not None:
+            first, last = first or response, response
+            content, found = self.tool_format.parse(self._text(response))
+            calls = typed(found, self.toolbox.schemas)
+            answer = {"role": "assistant", "content": content if calls else conversation.answer}
+            if not calls or conversation.transcript.num_turns == self.max_turns:
+                break
+            asked = numbered(calls, numbers)
+            answer = {**answer, "tool_calls": asked}
+            results = await asyncio.gather(*(self.toolbox.call(call) for call in calls))
+            num_calls, num_errors = num_calls + len(calls), num_errors + sum(result.is_error for result in results)
+            said = [
+                {"role": "tool", "name": call.name, "tool_call_id": entry["id"], "content": result.text}
+                for call, entry, result in zip(calls, asked, results, strict=True)
+            ]
+            conversation.reply(*said, answer=answer)
+        assert first is not None  # the first turn has room, or the prompt is refused
+        prompt, written = first.input_tokens, last.output_tokens
+        arguments = reward_arguments(data, conversation.prompt, answer["content"], prompt, written)
+        arguments["conversation"] = [*conversation.messages, *([answer] if conversation.is_answered else [])]
+        reward = await self.reward_fn(**arguments)
+        return conversation.transcript.trajectory(reward, num_tool_calls=num_calls, num_tool_errors=num_errors)
+
+    def _check_shown(self, conversation: Conversation) -> None:
+        if not conversation.is_chat:
+            raise DataError("tools are shown by the chat template: expected an item with messages, found a raw prompt")
+        hidden = [name for name in self.toolbox.names if name not in conversation.prompt]
+        if hidden:
+            raise ConfigError(f"the model's chat template does not show the tools {', '.join(hidden)}")
+
+    def _text(self, response: LLMResponse) -> str:
+        """A turn as text in which calls are found."""
+        if not self.tool_format.shows_special_tokens:
+            return self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+        tokens = response.output_tokens
+        if tokens[-1] in getattr(self.tokenizer, "all_special_ids", ()):  # the end of the turn is not said
+            tokens = tokens[:-1]
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)

@@ -1,0 +1,185 @@
+"""The engines of a reinforcement-learning trainer: on the same devices, taking turns where memory asks for it, or
+apart, where rollouts run ahead of training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+
+import rlite
+from rlite.engine.base import Engine
+from rlite.engine.inference import RliteInferenceEngine
+from rlite.engine.train import RliteTrainEngine
+from rlite.engine.weight_sync import SyncReport
+from rlite.errors import ConfigError
+from rlite.trainer.options import ModelOptions
+from rlite.trainer.policy import critic_module, policy_module
+from rlite.trainer.rl.config import PpoConfig, RolloutOptions
+
+
+class Engines:
+    """Actor, rollout engine, and where the algorithm has them a critic and a reference.
+
+    All are on all devices, unless rollouts run ahead: then the rollout engine has devices of its own, and the others
+    share the rest. Those that take turns are on the device one at a time: `bring` one, and the one before leaves. The
+    rollout engine leaves without its weights, which the next `sync` writes; the others to host memory.
+
+    Args:
+        options: the run's config.
+        max_model_len: longest sequence that the rollout engine serves, in tokens; None is the engine's default.
+    """
+
+    def __init__(self, options: PpoConfig, max_model_len: int | None = None) -> None:
+        self._max_model_len = max_model_len
+        actor, trainer = options.actor, options.trainer
+        self._options = options
+        self._takes_turns: dict[Engine, bool] = {}
+        self._resident: Engine | None = None
+        self.rollout = RliteInferenceEngine(actor.model_name, executor=options.rollout.executor)
+        num_updates = max(trainer.total_steps - actor.freeze_steps, 1) * actor.update_per_rollout
+        self.actor = RliteTrainEngine(
+            policy_module(actor.model_name, actor.optimizer(num_updates), actor.lora, actor.disable_dropout)
+        )
+        self.critic: RliteTrainEngine | None = None
+        self.reference: RliteTrainEngine | None = None
+        if options.has_critic:
+            critic = options.critic.as_model(actor)
+            optimizer = critic.optimizer(trainer.total_steps * actor.update_per_rollout)
+            self.critic = RliteTrainEngine(
+                critic_module(critic.model_name, optimizer, critic.lora, critic.disable_dropout)
+            )
+        if options.has_reference and not options.is_base_reference:
+            self.reference = RliteTrainEngine(policy_module(options.ref_actor.as_model(actor).model_name))
+
+    def build(self) -> None:
+        """Place them. Raises: ConfigError if the sizes do not divide the devices, or there are too few."""
+        session, options = rlite.current_session(), self._options
+        rollout, actor = options.rollout, options.actor
+        num_training, num_generating = divide_devices(len(session.devices), rollout)
+        train_engines: list[tuple[RliteTrainEngine, ModelOptions, bool | None]] = [
+            (self.actor, actor, actor.offload_model)
+        ]
+        for engine, others in ((self.critic, options.critic), (self.reference, options.ref_actor)):
+            if engine is not None:
+                train_engines.append((engine, others.as_model(actor), others.offload_model))
+        build_options = [model.build_options(num_training, options.trainer.seed) for _, model, _ in train_engines]
+        own_options: dict[str, Any] = {"deterministic": True} if rollout.deterministic else {}
+        self.rollout.build(
+            tensor_parallel_size=rollout.tp_size,
+            data_parallel_size=num_generating // rollout.tp_size,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            max_num_seqs=rollout.max_num_seqs,
+            max_model_len=self._max_model_len,
+            dtype=rollout.dtype,
+            seed=options.trainer.seed,
+            **own_options,
+        )
+        self.rollout.rollout_options = options.collector_options()
+        default = session.device == "cuda" if actor.offload_model is None else actor.offload_model
+        self._is_apart = rollout.max_head_offpolicyness > 0
+        self._takes_turns = {self.rollout: default and not self._is_apart}
+        self._resident = self.rollout if self._takes_turns[self.rollout] else None
+        for (engine, _, offload), keywords in zip(train_engines, build_options, strict=True):
+            own = untrained(keywords, session.device) if engine is self.reference else keywords
+            shared = None if self._is_apart and engine is self.actor else self._sharing()
+            engine.build(**own, colocate_with=shared)
+            self._takes_turns[engine] = default if offload is None else offload
+
+    def _sharing(self) -> Engine:
+        """Whose devices a model beside the actor is on."""
+        return self.actor if self._is_apart else self.rollout
+
+    @property
+    def beside(self) -> dict[str, RliteTrainEngine]:
+        """What is trained beside the actor, by name."""
+        return {} if self.critic is None else {"critic": self.critic}
+
+    def take_turns(self) -> None:
+        """From here on; before, all of them are on the device."""
+        for engine, takes_turns in self._takes_turns.items():
+            if takes_turns and engine is not self.rollout:
+                engine.cpu()
+
+    def bring(self, engine: Engine) -> None:
+        """Give the devices to this one; the one that had them leaves."""
+        if not self._takes_turns[engine] or self._resident is engine:
+            return
+        self._leave()
+        engine.cuda()
+        self._resident = engine
+
+    def _leave(self) -> None:
+        if self._resident is self.rollout:
+            self.rollout.meta()
+        elif self._resident is not None:
+            self._resident.cpu()
+        self._resident = None
+
+    @contextmanager
+    def trained_on_device(self) -> Iterator[None]:
+        """Around a checkpoint: all that is trained on the device, what is served on the host meanwhile."""
+        trained = [engine for engine in (self.actor, *self.beside.values()) if self._takes_turns[engine]]
+        if self._resident is self.rollout:
+            self.rollout.cpu()
+        for engine in trained:
+            engine.cuda()
+        yield
+        for engine in trained:
+            if engine is not self._resident:
+                engine.cpu()
+        if self._resident is self.rollout:
+            self.rollout.cuda()
+
+    def sync(self) -> SyncReport:
+        """Write the actor's weights into the rollout engine, and give it the devices."""
+        self.bring(self.actor)
+        if not self._takes_turns[self.rollout]:
+            report = self.actor.p2p_weight_sync(self.rollout)
+            if not self._is_apart:
+                self._leave()
+            return report
+        self.rollout.cuda("weights")
+        report = self.actor.p2p_weight_sync(self.rollout)
+        self.actor.cpu()
+        self.rollout.cuda("kv_cache")
+        self._resident = self.rollout
+        return report
+
+
+def untrained(build_options: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Those of a model that stays as it is, on such devices: held in the dtype that it computes in.
+
+    Master weights in float32 are for the small steps of an optimizer; without any they are bits that nothing reads.
+    """
+    return {**build_options, "param_dtype": "bfloat16" if device == "cuda" else "float32"}
+
+
+def divide_devices(world: int, rollout: RolloutOptions) -> tuple[int, int]:
+    """Devices that train, and devices that generate: all of them both, or apart where rollouts run ahead.
+
+    Raises: ConfigError if they cannot be divided so.
+    """
+    generating = world
+    if rollout.max_head_offpolicyness:
+        generating = rollout.num_devices or max(world // 2 // rollout.tp_size, 1) * rollout.tp_size
+        if not 0 < generating < world:
+            raise ConfigError(
+                f"rollout.max_head_offpolicyness={rollout.max_head_offpolicyness}: rollouts that run beside training "
+                f"need devices of their own, {generating} of them, and there are {world} in all. Give more "
+                "(num_devices=2 launcher=ray), or let them take turns (rollout.max_head_offpolicyness=0)"
+            )
+    if generating % rollout.tp_size:
+        raise ConfigError(f"rollout.tp_size={rollout.tp_size} does not divide {generating} devices for generation")
+    return world if generating == world else world - generating, generating
+
+
+def init_devices(launcher: Literal["inprocess", "torchrun", "ray"] | None, num_devices: int | None) -> None:
+    """`rlite.init` as trainers do it: one device under plain python on CPU, else as rlite.init chooses."""
+    is_plain = launcher is None and "TORCHELASTIC_RUN_ID" not in os.environ
+    if is_plain and num_devices is None and not torch.cuda.is_available():
+        num_devices = 1
+    rlite.init(launcher=launcher, num_devices=num_devices)

@@ -1,0 +1,64 @@
+"""What an evaluation says: every episode counts, also those that failed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from rlite.observability.console import ConsoleReporter
+from rlite.rollout.collector.collected import Collected
+from rlite.rollout.collector.reasons import in_a_line, kind_of
+from rlite.rollout.trajectories import first_rows
+
+NUM_NAMED = 3
+"""reasons that the console names"""
+
+
+def evaluation_metrics(found: Collected) -> dict[str, float]:
+    """Return `accuracy`, the mean score of all episodes; if the workflow gives none, the mean reward.
+
+    A failed episode is wrong: it counts 0, or the lowest score of the evaluation if that is below. `accuracy_finished`
+    is the mean without failed episodes, and missing if all of them failed. `num_errors` counts them, and
+    `errors/REASON` each reason.
+    """
+    num_errors = found.lost.total()
+    kinds: Counter[str] = Counter()
+    for reason, count in found.lost.items():
+        kinds[kind_of(reason)] += count
+    counts = {"num_errors": num_errors, **{f"errors/{kind}": count for kind, count in kinds.items()}}
+    if found.batch is None:
+        return {"accuracy": 0.0, **counts}
+    key = "scores" if "scores" in found.batch else "rewards"
+    scores = found.batch[key][first_rows(found.batch)].double()
+    finished, wrong = scores.mean().item(), min(0.0, scores.min().item())
+    share = num_errors / found.num_groups
+    return {"accuracy": finished * (1 - share) + wrong * share, "accuracy_finished": finished, **counts}
+
+
+class ErrorLimit:
+    """Tells evaluations that count from those in which too many episodes failed, and says so once.
+
+    Args:
+        max_share: share of failed episodes above which an evaluation is invalid.
+        num_episodes: episodes of an evaluation.
+    """
+
+    def __init__(self, max_share: float, num_episodes: int) -> None:
+        self._max_share = max_share
+        self._num_episodes = num_episodes
+        self._has_told = False
+
+    def is_kept(
+        self, evaluation: Mapping[str, float], reasons: Counter[str], step: int, console: ConsoleReporter
+    ) -> bool:
+        """Whether the evaluation is valid. The first one that is not is reported with its reasons."""
+        num_errors = evaluation.get("num_errors", 0)
+        is_valid = num_errors <= self._max_share * self._num_episodes
+        if not is_valid and not self._has_told:
+            self._has_told = True
+            console.report(
+                f"ALARM at step {step}: the evaluation is invalid, {num_errors:g} of {self._num_episodes} episodes "
+                f"failed (test_data.max_error_share={self._max_share:g}); such evaluations choose no best checkpoint",
+                [(f"{count} x", in_a_line(reason)) for reason, count in reasons.most_common(NUM_NAMED)],
+            )
+        return is_valid

@@ -1,0 +1,60 @@
+"""Dynamic filtering (DAPO, arXiv:2503.14476): groups from which nothing can be learnt are replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from rlite.observability import stats_tracker
+from rlite.rollout.trajectories import first_rows, join_batches, layout
+
+
+def replace_uniform_groups(
+    batch: TensorDict, num_groups: int, generate: Callable[[int], TensorDict | None], max_rounds: int
+) -> TensorDict:
+    """A batch of `num_groups` groups with different rewards in each, as far as they are found.
+
+    Groups whose trajectories all have the same reward, and those that were lost, are replaced by what `generate(count)`
+    returns, at most `max_rounds` times; it returns None if it has lost all of them. What is missing then is made up
+    from the uniform groups, so that the batch keeps its size.
+    """
+    kept, uniform, num_missing, num_dropped, rounds = [], [], num_groups, 0, 0
+    found: TensorDict | None = batch
+    while True:
+        if found is not None and layout(found) == layout(batch):  # others cannot be joined
+            is_varied = torch.isin(found["group_ids"], varied_groups(found))
+            num_varied = len(found["group_ids"][is_varied].unique())
+            kept.append(found[is_varied])
+            uniform.append(found[~is_varied])
+            num_missing -= num_varied
+            num_dropped += len(found["group_ids"].unique()) - num_varied
+        elif found is not None:
+            num_odd = len(found["group_ids"].unique())
+            stats_tracker.count(**{"rollout/num_lost": num_odd, "rollout/lost/unlike_the_first_batch": num_odd})
+        if num_missing <= 0 or rounds == max_rounds:
+            break
+        rounds += 1
+        found = generate(num_missing)
+    if num_missing > 0 and num_dropped:
+        spare = join_batches([part for part in uniform if len(part)])
+        ids = list(dict.fromkeys(spare["group_ids"].tolist()))[:num_missing]
+        kept.append(spare[torch.isin(spare["group_ids"], torch.tensor(ids))])
+        num_dropped -= len(ids)
+    stats_tracker.scalar(num_filtered=num_dropped, num_refills=rounds)
+    return join_batches([part for part in kept if len(part)])
+
+
+def varied_groups(batch: TensorDict) -> Tensor:
+    """The ids of the groups whose trajectories do not all have the same reward."""
+    first = first_rows(batch)
+    rewards, groups = batch["rewards"][first], batch["group_ids"][first]
+    found = [int(group) for group in groups.unique() if len(rewards[groups == group].unique()) > 1]
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def is_varied(group: TensorDict) -> bool:
+    """Whether the trajectories of one group have different rewards."""
+    return len(group["rewards"][first_rows(group)].unique()) > 1

@@ -1,0 +1,53 @@
+"""A trainer as a command: an error of ours is one readable message, a signal is an end that says how to go on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from rlite.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    RemoteTraceback,
+    RliteError,
+    StorageError,
+    why_not_written,
+)
+from rlite.trainer.run.interruption import INTERRUPTION, Terminated
+
+EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError)
+
+
+def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
+    """Call `main`, and end the process with a message if it does not come to its end.
+
+    Exit status: 1 for an error of ours; 130 and 143 for SIGINT and SIGTERM. Any other exception is a defect, or of code
+    that is not ours, and keeps its traceback.
+    """
+    INTERRUPTION.follow()
+    try:
+        main(arguments)
+    except RliteError as error:
+        # what a worker raised has its traceback there; these errors say all that a user can act on
+        is_traced = isinstance(error.__cause__, RemoteTraceback) and not isinstance(error, EXPLAINED)
+        details = f"{error.__cause__}" if is_traced else ""
+        sys.exit(f"rlite {name}: {type(error).__name__}: {error}{details}")
+    except OSError as error:
+        if (reason := why_not_written(error)) == str(error):
+            raise
+        sys.exit(f"rlite {name}: {reason}{f': {error.filename}' if error.filename else ''}")
+    except Terminated:
+        _leave(name, "SIGTERM", 143)
+    except KeyboardInterrupt:
+        _leave(name, "SIGINT", 130)
+    finally:
+        INTERRUPTION.release()
+
+
+def _leave(name: str, signal_name: str, status: int) -> None:
+    print(
+        f"rlite {name}: ended by {signal_name}. {INTERRUPTION.advice}",
+        file=sys.stderr,
+    )
+    sys.exit(status)

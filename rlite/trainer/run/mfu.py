@@ -1,0 +1,106 @@
+"""What a training step computes, and which share of the devices' peak that is (MFU).
+
+Model FLOPs are those that the model's mathematics needs. What gradient checkpointing computes again does not count
+(that would be HFU), and the output matrix counts for every token, also where a loss reads few log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from rlite.engine.train import RliteTrainEngine
+
+PEAK_FLOPS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H800 PCIe": 756e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 149.7e12,
+    "A30": 165e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+}
+"""dense bfloat16 FLOP/s of one GPU, from NVIDIA's data sheets (half of what they say with sparsity); of the names whose
+words are all in the device's, the first applies"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """Of a transformer, what its FLOPs depend on."""
+
+    num_multiplied: int
+    """parameters that multiply every token: all but an input embedding that is not the output matrix too"""
+    num_trained: int
+    """of those, the ones that are trained"""
+    attention_width: int
+    """layers x query heads x size of a head"""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelSize | None:
+        """Of a causal model or one with a score head, on meta or not; None for a mixture of experts."""
+        config = model.config.get_text_config()
+        if getattr(config, "num_experts_per_tok", None):
+            return None
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        is_shared = head is not None and head.weight is embedding.weight
+        multiplied = [p for p in model.parameters() if is_shared or p is not embedding.weight]
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            num_multiplied=sum(p.numel() for p in multiplied),
+            num_trained=sum(p.numel() for p in multiplied if p.requires_grad),
+            attention_width=config.num_hidden_layers * config.num_attention_heads * head_dim,
+        )
+
+
+def training_flops(size: ModelSize, lengths: Iterable[int]) -> float:
+    """Model FLOPs of one forward and backward pass over causal sequences of so many tokens.
+
+    A multiplication by a parameter and the addition after it: 2 in the forward pass, 2 for the gradient of what comes
+    in, 2 for that of a trained parameter; 6 N for each token where all are trained (Kaplan et al. 2020). A query that
+    meets a key: 2 d for the score and 2 d for the weighted value, three times with the backward pass, d being
+    `attention_width` (Chowdhery et al. 2022, appendix B, whose 12 d l for each token has no causal mask). In a causal
+    sequence of l tokens l (l + 1) / 2 of them meet.
+    """
+    per_token = 4 * size.num_multiplied + 2 * size.num_trained
+    return float(sum(per_token * l + 12 * size.attention_width * (l * (l + 1) // 2) for l in lengths))
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bfloat16 FLOP/s of the device that torch calls so; None where that is not known (a slice of one, a CPU)."""
+    words = set(device_name.replace("-", " ").split())
+    if "MIG" in words:
+        return None
+    return next((peak for name, peak in PEAK_FLOPS.items() if words.issuperset(name.split())), None)
+
+
+def mfu(size: ModelSize, lengths: Iterable[int], seconds: float, device_names: Sequence[str]) -> float | None:
+    """The share of these devices' peak that training on sequences in so many seconds makes; None if one is unknown."""
+    peaks = [peak for peak in map(peak_flops, device_names) if peak is not None]
+    if len(peaks) < len(device_names) or seconds <= 0:
+        return None
+    return training_flops(size, lengths) / (seconds * sum(peaks))
+
+
+def usage_metrics(engine: RliteTrainEngine, lengths: Sequence[int], seconds: float) -> dict[str, float]:
+    """Of an engine that has been trained for so long on sequences of these lengths, each once.
+
+    Returns: `memory_gib`, of the worker that held most since the last call; and where the devices' peak is known `mfu`,
+        the model FLOPs of these sequences over what all devices could have made in that time.
+    """
+    usage, size = engine.device_usage(), ModelSize.of(engine.module)
+    metrics = {"memory_gib": max(each.peak_bytes for each in usage) / 2**30}
+    share = None if size is None else mfu(size, lengths, seconds, [each.name for each in usage])
+    return metrics if share is None else {**metrics, "mfu": share}

@@ -1,0 +1,379 @@
+"""What every trainer does around its loop: the run's folder, metrics, checkpoints, resume."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlite import config
+from rlite.engine.train import RliteTrainEngine
+from rlite.errors import CheckpointError, ConfigError, DivergedError, why_not_written
+from rlite.observability import stats_tracker, trace
+from rlite.observability.console import ConsoleReporter
+from rlite.observability.sinks.base import Run, open_sinks
+from rlite.observability.sinks.jsonl import drop_later_lines
+from rlite.trainer.run.checkpoints import NO_ENGINES, Checkpoints
+from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
+from rlite.trainer.run.folder import begins_anew, checkpoint_to_load, clear
+from rlite.trainer.run.interruption import INTERRUPTION
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Where a run lives, and what it writes there."""
+
+    save_dir: str
+    """holds config.yaml, metrics.jsonl, latest/ (Hugging Face) and state/ (to resume from)"""
+    save_freq: int = 20
+    """steps between two checkpoints"""
+    save_async: bool = True
+    """write checkpoints while training goes on, from a copy in host memory"""
+    keep: int = 2
+    """checkpoints to keep; an old one is deleted once a step after a newer one was good"""
+    max_skipped_steps: int = 5
+    """bad steps in a row after which the run stops. A step is bad if its loss or gradients are not finite, and in
+    supervised training if its loss explodes or its gradient vanishes. If half of the last 4 times as many steps were
+    bad, the run stops, too"""
+    best_metric: str | None = None
+    """metric of the evaluation (test_loss; ppo: accuracy) whose best model so far is kept in best/ (Hugging Face)"""
+    best_is_highest: bool | None = None
+    """whether the best value of best_metric is the highest or the lowest; null: the lowest if it is a loss"""
+    test_freq: int = 20
+    """steps between two evaluations on test_data, if there is some"""
+    load_ckpt_from: str | None = None
+    """a folder under some run's state/, or "latest" for the newest of this run ("latest_good": the newest that is not
+    damaged; "latest" refuses a damaged one); null goes on with the run in save_dir if its options are the same, and
+    starts anew in a folder without one"""
+    overwrite: bool = False
+    """start anew, and delete the checkpoints and metrics of the run that is in save_dir"""
+    sinks: list[str] = field(default_factory=lambda: ["jsonl"])
+    """where metrics go besides the console: jsonl, tensorboard, wandb, trackio"""
+    use_wandb: bool = False
+    """the same as wandb among the sinks"""
+    project: str = "rlite"
+    """name for wandb and trackio"""
+    experiment_name: str = "run"
+    """name for wandb and trackio"""
+    seed: int = 42
+    """order of the data, and random numbers"""
+    trace: bool = False
+    """draw who waited for whom into trace.json, which ui.perfetto.dev opens"""
+    trace_steps: list[int] = field(default_factory=list)
+    """first and last step of the trace; by default all"""
+
+    def __post_init__(self) -> None:
+        for name in ("save_freq", "keep", "test_freq", "max_skipped_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"trainer.{name}={getattr(self, name)}: expected at least 1")
+        steps = self.trace_steps
+        if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+            raise ConfigError(f"trainer.trace_steps={steps}: expected two numbers, of the first and of the last step")
+        if self.use_wandb and "wandb" not in self.sinks:
+            object.__setattr__(self, "sinks", [*self.sinks, "wandb"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions(RunOptions):
+    """A run of so many steps."""
+
+    save_dir: str = "runs/ppo"
+    """holds config.yaml, metrics.jsonl, rollouts.jsonl, latest/ (Hugging Face) and state/ (to resume from)"""
+    total_steps: int = 100
+    """rollout batches to train on"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.total_steps < 1:
+            raise ConfigError(f"trainer.total_steps={self.total_steps}: expected at least 1")
+
+
+class TrainingRun:
+    """A run's folder and what is written there. `step` counts finished steps; resuming continues from it."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        resolved: Any,
+        shown: Sequence[str],
+        total_steps: int,
+        has_absolute_loss: bool = False,
+    ) -> None:
+        self.folder = Path(options.save_dir)
+        self._options = options
+        self._shown = tuple(shown)
+        self.total_steps = total_steps
+        self._config = resolved
+        self._kind = type(resolved).__name__
+        self.step = 0
+        self._best: float | None = None
+        self._has_missed_best = False
+        self._watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
+        self._engines: Mapping[str, RliteTrainEngine] = {}
+        wanted = checkpoint_to_load(
+            self.folder, options.load_ckpt_from, options.overwrite, config.to_container(resolved)
+        )
+        self._checkpoints = Checkpoints(self.folder / "state", options.keep, wanted, is_asynchronous=options.save_async)
+
+    def restore(self, engine: RliteTrainEngine, beside: Mapping[str, RliteTrainEngine] = NO_ENGINES) -> dict[str, Any]:
+        """Load the checkpoint to resume from into the engine, and into those `beside` it, by name.
+
+        Returns: its facts ({} for a new run). Raises: CheckpointError, if it is of another trainer too, or its weights
+            are not finite.
+        """
+        self._engines = {"model": engine, **beside}
+        facts = self._checkpoints.restore(engine, beside)
+        if facts and (damage := self._nonfinite_weights()):
+            raise CheckpointError(f"{self._checkpoints.found}: {damage}; resume from an earlier one")
+        if facts and facts.get("config", self._kind) != self._kind:
+            raise CheckpointError(
+                f"{self._checkpoints.found}: saved by a run of {facts['config']}, and this one is of {self._kind}: "
+                "another trainer begins from the weights in latest/"
+            )
+        self.step = facts.get("step", 0)
+        self._best = facts.get("best")
+        return facts
+
+    def open(self) -> None:
+        """Write the resolved config and open the metric sinks, without what a resumed run will write again.
+
+        From here to `close`, Ctrl-C and SIGTERM wait for the end of the step.
+
+        Raises: ConfigError if the folder cannot be written to, or another process has a run there.
+        """
+        stats_tracker.export()  # a run that was stopped in a step may have left what belongs to no step of this one
+        try:
+            self._lock()
+            if self._options.overwrite and begins_anew(self.folder, self._options.load_ckpt_from):
+                clear(self.folder)
+            config.save(self._config, self.folder / "config.yaml")
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.save_dir={self.folder}: cannot be written to: {why_not_written(error)}"
+            ) from error
+        options = self._options
+        self._sinks = open_sinks(
+            options.sinks,
+            Run(
+                directory=self.folder,
+                project=options.project,
+                name=options.experiment_name,
+                config=config.to_container(self._config),
+                resume_after=self.step or -1,  # what stands at step 0 is of another run
+            ),
+        )
+        self._drop_later_rollouts()
+        self.console = ConsoleReporter(self.total_steps, metrics=self._shown, done_steps=self.step)
+        self._follow_trace()
+        self._report_resume()
+        INTERRUPTION.begin(f"{self._way_on()} goes on from the newest checkpoint, or anew if there is none.")
+
+    def _way_on(self) -> str:
+        """Name the command that goes on with this run."""
+        is_lost = self._options.overwrite and begins_anew(self.folder, self._options.load_ckpt_from)
+        return "The same command without trainer.overwrite=true" if is_lost else "The same command"
+
+    def _report_resume(self) -> None:
+        if self._checkpoints.found is None:
+            return
+        if self.step < self.total_steps:
+            self.console.report(f"resumed from step {self.step}", {"checkpoint": self._checkpoints.found})
+        else:
+            ways = "raise trainer.total_steps or trainer.n_epochs, or choose another trainer.save_dir"
+            self.console.report(f"finished already: step {self.step} of {self.total_steps}", {"to go on": ways})
+
+    def _lock(self) -> None:
+        """Keep other processes' runs out of the folder until this one ends, or its process."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._locked = (self.folder / ".lock").open("a")
+        try:
+            fcntl.lockf(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise ConfigError(
+                    f"trainer.save_dir={self.folder}: another run is under way there; choose another folder"
+                ) from error
+            # a file system without locks
+
+    def _follow_trace(self) -> None:
+        """Trace the next step if that is wanted, and write what was traced of the last one."""
+        if not self._options.trace:
+            return
+        first, last = self._options.trace_steps or (1, sys.maxsize)
+        if self.step >= last:
+            trace.stop()
+        elif self.step + 1 >= first and not trace.is_on():
+            trace.start(self.folder / "trace.json")
+        trace.flush()
+
+    def _drop_later_rollouts(self) -> None:
+        """Forget the samples of steps that a resumed run makes again, and of an earlier run in this folder."""
+        path = self.folder / "rollouts.jsonl"
+        if path.exists():
+            drop_later_lines(path, self.step)
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of the step that has just ended.
+
+        Raises: CheckpointError if the last checkpoint, which is written meanwhile, could not be; DivergedError.
+        """
+        self._sinks.log(self.step, metrics)
+        self.console.log(self.step, metrics)
+        self._checkpoints.look()
+        self._follow_trace()
+        if self._watch.see(metrics):
+            self._checkpoints.confirm()
+        elif self._watch.num_bad == 1 or self._watch.has_diverged:
+            self._alarm(metrics)
+
+    def _alarm(self, metrics: Mapping[str, float]) -> None:
+        """Report the first bad step of several. Raises: DivergedError if there were too many."""
+        damage = self._nonfinite_weights()
+        cause = damage or self._watch.cause
+        if damage or self._watch.has_diverged:
+            raise self._diverged(cause)
+        values = ", ".join(f"{key} {metrics[key]}" for key in WATCHED if key in metrics)
+        self.console.report(
+            f"ALARM at step {self.step}: "
+            + ("an update was skipped" if self._watch.cause == NOT_FINITE else "training diverges"),
+            {
+                "cause": f"{cause} ({values}); a lower lr is the usual remedy",
+                "from here": f"no checkpoint is written until a step is good, and the run stops after "
+                f"trainer.max_skipped_steps={self._options.max_skipped_steps} such steps in a row",
+            },
+        )
+
+    def _diverged(self, cause: str) -> DivergedError:
+        """What ends the run. Checkpoints after which no step was good are set aside: `latest` passes them over."""
+        aside, good = self._checkpoints.set_aside()
+        bad = "an earlier one, if the metrics were bad before"
+        way = f"Resume with trainer.load_ckpt_from={good} (or {bad}), and" if good else "Start anew"
+        moved = f" {aside[-1]} is set aside, because no step after it was good." if aside else ""
+        return DivergedError(
+            f"training diverged at step {self.step}: {cause}. Bad steps: {self._watch.describe()}.{moved} "
+            f"{way} with a lower lr or max_grad_norm, or look at the data and the loss"
+        )
+
+    def _nonfinite_weights(self) -> str:
+        """Name the weights that are not finite; "" if all are."""
+        found = {key: engine.nonfinite_parameters() for key, engine in self._engines.items()}
+        return "; ".join(
+            f"weights hold NaN or infinity: {key} {', '.join(names[:3])}{', ...' if names[3:] else ''}"
+            for key, names in found.items()
+            if names
+        )
+
+    def is_due(self, every: int) -> bool:
+        """Whether something that happens every so many steps, and at the end, happens now."""
+        return self.step % every == 0 or self.step == self.total_steps
+
+    def is_save_due(self) -> bool:
+        """Whether `save` is to be called: as often as the options say, at the end, and when the run is interrupted."""
+        return self.is_due(self._options.save_freq) or INTERRUPTION.is_asked
+
+    def save(
+        self,
+        engine: RliteTrainEngine,
+        beside: Mapping[str, RliteTrainEngine] = NO_ENGINES,
+        kept: Mapping[str, Any] | None = None,
+        **facts: Any,
+    ) -> None:
+        """Write latest/ for others (of those `beside` the engine NAME_latest/), and state/step-N to resume from.
+
+        `restore` returns the facts, which JSON can hold, and what is `kept` besides: plain values and tensors. After a
+        skipped update nothing is written, but for the state at the very end, which displaces no other.
+
+        Raises: CheckpointError; the KeyboardInterrupt that waited for this.
+        """
+        is_suspect = self._watch.num_bad > 0
+        if not is_suspect or self.step == self.total_steps:
+            self._save(engine, beside, kept, facts, is_exported=not is_suspect)
+        if INTERRUPTION.is_asked:
+            self.close()
+            if not is_suspect:
+                INTERRUPTION.advice = f"Step {self.step} is saved. {self._way_on()} goes on from there."
+            INTERRUPTION.obey()
+
+    def _save(
+        self,
+        engine: RliteTrainEngine,
+        beside: Mapping[str, RliteTrainEngine],
+        kept: Mapping[str, Any] | None,
+        facts: Mapping[str, Any],
+        is_exported: bool,
+    ) -> None:
+        # in this order: a run that is killed in between makes these steps again, and then both
+        with trace.span("checkpoint", step=self.step):
+            if is_exported:
+                for name, other in beside.items():
+                    other.save(self.folder / f"{name}_latest")
+                engine.save(self.folder / "latest")
+            facts = {"config": self._kind, "best": self._best, **facts}
+            self._checkpoints.save(self.step, engine, beside, facts, kept)
+
+    def save_best(self, engine: RliteTrainEngine, metrics: Mapping[str, float]) -> None:
+        """Write best/ if this evaluation is the best so far; one without best_metric costs a warning, not the run."""
+        name = self._options.best_metric
+        if name is None:
+            return
+        if name not in metrics:
+            if not self._has_missed_best:
+                self._has_missed_best = True
+                logger.warning(
+                    "trainer.best_metric=%s: the evaluation at step %d has no such metric (%s); best/ is not written",
+                    name,
+                    self.step,
+                    ", ".join(sorted(metrics)),
+                )
+            return
+        value, is_highest = metrics[name], self._options.best_is_highest
+        if is_highest is None:
+            is_highest = not name.endswith("loss")
+        if math.isnan(value):  # neither better than another, nor one to be beaten
+            return
+        if self._best is None or (value > self._best if is_highest else value < self._best):
+            self._best = value
+            engine.save(self.folder / "best")
+
+    def close(self) -> None:
+        """Wait for the last checkpoint; close the sinks and the progress bar.
+
+        Raises: CheckpointError; DivergedError if the last steps were bad.
+        """
+        try:
+            self._checkpoints.finish()
+            if self._watch.num_bad and not INTERRUPTION.is_asked:
+                raise self._diverged(f"the last steps were bad: {self._watch.cause}")
+            self._checkpoints.confirm()
+        finally:
+            if self._options.trace:
+                trace.stop()
+            self._sinks.close()
+            self.console.close()
+            self._locked.close()
+            INTERRUPTION.end()
+
+
+def check_best_metric(options: RunOptions, has_test_data: bool, evaluated: Sequence[str]) -> None:
+    """Raise ConfigError if there are no evaluations to choose the best of, or their metrics are others."""
+    name = options.best_metric
+    if name is None:
+        return
+    if not has_test_data:
+        raise ConfigError(f"trainer.best_metric={name}: nothing is evaluated without test_data.path")
+    if name not in evaluated:
+        raise ConfigError(f"trainer.best_metric={name}: expected a metric of the evaluation, {', '.join(evaluated)}")
+
+
+def step_metrics() -> dict[str, float]:
+    """What `stats_tracker` has gathered in this step; timings as "seconds_PHASE", of the step itself as "seconds"."""
+    renamed = {key.replace("timeperf/", "seconds_"): value for key, value in stats_tracker.export().items()}
+    return {"seconds" if key == "seconds_step" else key: value for key, value in renamed.items()}

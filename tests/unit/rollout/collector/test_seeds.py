@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from rlite.rollout.collector.collector import RolloutCollector
+from rlite.rollout.collector.options import CollectorOptions
+from rlite.rollout.workflow import RolloutWorkflow
+from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, OnChunk
+
+
+class Recorder:
+    """An engine that answers after a while and remembers the seeds, by (item, turn)."""
+
+    def __init__(self, version: int, delays: list[float]) -> None:
+        self._version = version
+        self._delays = delays
+        self.seeds: list[tuple[int, int | None]] = []
+
+    async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
+        self.seeds.append((request.input_ids[0], request.gconfig.seed))
+        await asyncio.sleep(self._delays[len(self.seeds) % len(self._delays)])
+        return LLMResponse(
+            input_tokens=request.input_ids,
+            output_tokens=[1],
+            output_logprobs=[0.0],
+            output_versions=[self._version],
+            stop_reason="stop",
+            latency=0.0,
+            ttft=0.0,
+        )
+
+    def get_version(self) -> int:
+        return self._version
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class TwoTurns(RolloutWorkflow):
+    def __init__(self, seed: int | None = None) -> None:
+        self.gconfig = GenerationHyperparameters(seed=seed)
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+        for _ in range(2):
+            await engine.agenerate(LLMRequest(input_ids=[data["item"]], gconfig=self.gconfig))
+        row = torch.ones(1, 2, dtype=torch.long)
+        return TensorDict(
+            {"input_ids": row, "attention_mask": row, "loss_mask": row, "rewards": torch.ones(1)}, batch_size=[1]
+        )
+
+
+def seeds(
+    version: int, delays: list[float], seed: int | None = 5, own: int | None = None, group_size: int = 3
+) -> list[tuple[int, int | None]]:
+    engine = Recorder(version, delays)
+    collector = RolloutCollector(engine, CollectorOptions(seed=seed))
+    collector.rollout_batch([{"item": item} for item in range(4)], TwoTurns(own), group_size=group_size)
+    collector.close()
+    return sorted(engine.seeds, key=str)
+
+
+def test_each_request_has_a_seed_of_its_own_whatever_the_order_of_answers() -> None:
+    found = seeds(2, [0.0])
+    assert len({seed for _, seed in found}) == 4 * 3 * 2
+    assert seeds(2, [0.0, 0.01, 0.003]) == found
+    assert not {seed for _, seed in found} & {seed for _, seed in seeds(3, [0.0])}, "another version draws others"
+
+
+def test_without_a_seed_requests_are_left_as_they_are() -> None:
+    assert {seed for _, seed in seeds(2, [0.0], seed=None)} == {None}
+
+
+def test_siblings_of_a_fixed_seed_draw_differently_and_always_the_same() -> None:
+    found = seeds(2, [0.0], own=7)
+    assert len({seed for _, seed in found}) == 3, "one for each sample of a group, whatever the item and the turn"
+    assert seeds(3, [0.0, 0.01], seed=None, own=7) == found
+    assert {seed for _, seed in seeds(2, [0.0], own=7, group_size=1)} == {7}, "which is what one request alone gets"

@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+
+from rlite.rollout import GymEnvironment, RewardFunction
+from rlite.rollout.environments.child import read_step
+from rlite.rollout.environments.gym_child import read_turn
+from rlite.rollout.environments.step import Environment
+from rlite.rollout.rewards.function import RewardError, RewardInvalid, RewardRaised
+from rlite.sandbox.child import MAX_OBSERVATION, Passed, read_batch
+from rlite.sandbox.pool import close_shared_pool
+from tests import hostile_rewards as hostile
+
+has_landlock = sys.platform == "linux" and ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) >= 6
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _these_modules_travel_by_value() -> Iterator[None]:
+    close_shared_pool()
+    modules = (hostile, sys.modules[__name__])
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    yield
+    for module in modules:
+        cloudpickle.unregister_pickle_by_value(module)
+    close_shared_pool()
+
+
+async def outcome(reward: RewardFunction, **call: Any) -> Any:
+    try:
+        return await reward.run(**call)
+    except RewardError as error:
+        return error.outcome
+
+
+@pytest.mark.parametrize("is_foreign", [False, True])
+def test_attacks_cost_their_own_call_and_neither_run_code_nor_block_nor_grow(tmp_path: Path, is_foreign: bool) -> None:
+    reward = RewardFunction(hostile.attack, timeout=1.5, num_processes=4)
+    marker = str(tmp_path / "marker")
+
+    async def all_of_them() -> list[Any]:
+        await asyncio.gather(*[outcome(reward, name="", marker=marker) for _ in range(8)])
+        attacks = [outcome(reward, name=name, marker=marker, is_foreign=is_foreign) for name in hostile.ATTACKS]
+        fair = [outcome(reward, name="", marker=marker) for _ in range(100)]
+        return await asyncio.gather(*attacks, *fair)
+
+    before, began = psutil.Process().memory_info().rss, time.monotonic()
+    found = asyncio.run(all_of_them())
+    assert time.monotonic() - began < 25
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+    assert not os.path.exists(marker)
+    for (attack, expected), end in zip(hostile.ENDS.items(), found, strict=False):
+        assert end in expected, attack.__name__
+    assert found[len(hostile.ENDS) :] == [hostile.FAIR] * 100
+
+
+def test_what_a_call_changes_does_not_reach_the_next_whoever_changed_it() -> None:
+    for function in (hostile.change_everything, hostile.change_everything_itself, hostile.lower_hard_limits):
+        reward = RewardFunction(function, num_processes=1, timeout=20)
+
+        async def together(reward: RewardFunction) -> list[float]:
+            return await asyncio.gather(*[reward.run(is_foreign=True) for _ in range(20)])
+
+        assert [asyncio.run(reward.run(is_foreign=True)) for _ in range(3)] == [0.0] * 3, function.__name__
+        assert asyncio.run(together(reward)) == [0.0] * 20, function.__name__
+        assert reward.outcomes == {"ok": 23}
+
+
+def test_quick_calls_that_ran_beside_a_change_are_done_again_alone(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def patched_sometimes(index: int) -> float:
+        with log.open("a") as file:
+            file.write(f"{index} {os.getpid()} {abs(-1)}\n")
+        value = float(abs(-index))
+        if index == 5:
+            hostile.change_everything_itself()
+        return value
+
+    close_shared_pool()
+    reward = RewardFunction(patched_sometimes, num_processes=1)
+
+    async def together(indices: range) -> list[float]:
+        return await asyncio.gather(*[reward.run(index=index) for index in indices])
+
+    asyncio.run(together(range(10, 18)))
+    assert asyncio.run(together(range(10))) == [float(index) for index in range(10)]
+    assert "1000.0" in log.read_text(), "they did go together"
+
+
+def test_code_made_in_a_call_runs_in_a_fork_that_is_gone_afterwards() -> None:
+    def pid_of(code: str | None, is_async: bool) -> Any:
+        async def later() -> float:
+            return find()
+
+        def find() -> float:
+            names: dict[str, Any] = {}
+            if code is not None:
+                exec(code, names)
+            return float(os.getpid())
+
+        return later() if is_async else find()
+
+    reward = RewardFunction(pid_of, num_processes=1)
+    plain = asyncio.run(reward.run(code=None, is_async=False))
+    for is_async in (False, True):
+        forks = [asyncio.run(reward.run(code="x = [].append(1)", is_async=is_async)) for _ in range(3)]
+        assert len({plain, *forks}) == 4
+        assert not any(psutil.pid_exists(int(pid)) for pid in forks)
+        assert asyncio.run(reward.run(code="len((1, 2)) + 1", is_async=is_async)) == plain, "a mere expression"
+        assert asyncio.run(reward.run(code=None, is_async=is_async)) == plain
+
+
+def test_a_file_that_a_call_has_written_is_imported_in_a_fork(tmp_path: Path) -> None:
+    def import_it(text: str) -> float:
+        (tmp_path / "written_by_a_model.py").write_text(text)
+        sys.path.insert(0, str(tmp_path))
+        sys.dont_write_bytecode = True
+        return float(__import__("written_by_a_model").answer)
+
+    reward = RewardFunction(import_it, num_processes=1)
+    assert asyncio.run(reward.run(text="import builtins\nbuiltins.abs = print\nanswer = 1")) == 1.0
+    assert asyncio.run(reward.run(text="answer = abs(-2)")) == 2.0
+
+
+def test_a_function_with_threads_runs_such_code_itself_and_its_process_is_replaced() -> None:
+    def threaded(code: str) -> float:
+        import threading
+
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        names: dict[str, Any] = {}
+        exec(code, names)
+        return float(os.getpid() + names["extra"])
+
+    reward = RewardFunction(threaded, num_processes=1)
+    calls = [asyncio.run(reward.run(code="import os\nextra = 0")) for _ in range(3)]
+    assert len(set(calls)) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_a_program_leaves_behind_is_ended_before_the_next_call_and_what_a_function_keeps_is_not() -> None:
+    reward = RewardFunction(hostile.start_program, num_processes=1)
+    daemons = [asyncio.run(outcome(reward, code=hostile.DAEMON)) for _ in range(4)]
+    assert daemons == [1.0] * 4, "each met its own alone, and none was killed"
+    assert [asyncio.run(outcome(reward, code="", keep=True)) for _ in range(3)] == [1.0] * 3
+    assert asyncio.run(outcome(reward, code=hostile.DAEMON)) == 2.0
+
+
+def test_a_time_out_of_the_functions_own_holds_for_code_that_it_runs() -> None:
+    def limited(code: str) -> float:
+        import signal
+
+        def too_late(*_: Any) -> None:
+            raise TimeoutError
+
+        signal.signal(signal.SIGALRM, too_late)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            exec(code)
+        except TimeoutError:
+            return 0.5
+        return 1.0
+
+    reward = RewardFunction(limited, timeout=20)
+    assert asyncio.run(reward.run(code="while True: [].append(1)")) == 0.5
+
+
+def test_processes_see_no_secrets_unless_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in hostile.SECRETS:
+        monkeypatch.setenv(name, "secret")
+    close_shared_pool()
+    parent = os.getpid() if has_landlock else -1
+    assert asyncio.run(RewardFunction(hostile.count_secrets).run(parent=parent)) == 0.0
+    named = RewardFunction(hostile.count_secrets, env_vars=["OPENAI_API_KEY", "NO_SUCH"])
+    assert asyncio.run(named.run(parent=-1)) == 1.0
+    assert asyncio.run(RewardFunction(hostile.count_secrets).run(parent=-1)) == 0.0, "in processes of their own"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_processes_hold_no_descriptor_beside_the_wire() -> None:
+    assert asyncio.run(RewardFunction(hostile.count_descriptors).run()) == 0.0
+
+
+@pytest.mark.skipif(not has_landlock, reason="needs Landlock's rules for signals, Linux 6.12")
+def test_a_process_cannot_signal_the_program_that_started_it() -> None:
+    reward = RewardFunction(hostile.end_parent)
+    assert [asyncio.run(reward.run(is_foreign=is_foreign)) for is_foreign in (False, True)] == [1.0, 1.0]
+
+
+HOSTILE_ENVIRONMENT = """
+class Bomb:
+    def __reduce__(self):
+        return eval, ("open(MARKER, 'a').write(str(__import__('os').getpid()) + ' ') and {}",)
+
+async def step(state, action, extra_info):
+    return dict(next_state="x", reward=1, score=1, done=False, extra_info=Bomb())
+"""
+
+
+def test_an_environments_state_is_loaded_by_nobody_but_its_processes(tmp_path: Path) -> None:
+    path, marker = tmp_path / "env.py", tmp_path / "pids"
+    path.write_text(HOSTILE_ENVIRONMENT.replace("MARKER", repr(str(marker))))
+    environment = Environment(path, num_processes=1)
+
+    async def steps() -> None:
+        first = await environment.step("s", "a", cloudpickle.dumps({}))
+        assert (await environment.step("s", "a", first.extra_info)).reward == 1.0
+
+    asyncio.run(steps())
+    assert marker.read_text()
+    assert str(os.getpid()) not in marker.read_text().split()
+
+
+@pytest.mark.parametrize(
+    "answer", [None, 3, ["x", 1e9, 1.0, True], ["x", math.inf, 1.0, True, b""], [1, 1.0, 1.0, True, b""]]
+)
+def test_a_forged_step_of_an_environment_is_no_step(answer: Any) -> None:
+    assert read_step(answer) is None
+    assert read_turn(answer) is None
+
+
+def test_an_observation_that_would_hold_up_the_event_loop_is_refused() -> None:
+    text = "x" * (MAX_OBSERVATION + 1)
+    for answer in ([text, 1.0, 1.0, True, b""], [b"", [text, 1.0, True]]):
+        assert read_step(answer) is None
+        assert read_turn(answer) is None
+
+    class Talkative:
+        def reset(self, seed: int) -> Any:
+            return "go", {}
+
+        def step(self, action: str) -> Any:
+            return text, 0.0, False, False, {}
+
+    async def one_step() -> None:
+        async with GymEnvironment(Talkative, num_processes=1).episode(0) as episode:
+            await episode.step("a")
+
+    with pytest.raises(RewardError, match="step\\(\\) returned 1048577 characters; at most 1048576 are taken"):
+        asyncio.run(one_step())
+
+
+def test_a_value_that_was_not_asked_for_is_an_invalid_reward() -> None:
+    for value in ("text", [1.0], {"a": 1}, b"x"):
+        reward = RewardFunction(Passed)
+        with pytest.raises(RewardInvalid, match="which is not what was asked for"):
+            asyncio.run(reward.run(value=value))
+        assert reward.outcomes == {"invalid": 1}
+
+
+def test_what_a_process_says_went_wrong_is_short_and_printable() -> None:
+    def fail() -> Any:
+        guard = next(one for one in gc.get_objects() if type(one).__name__ == "Guard")
+        guard.say("raised", "\x1b[2J\ud800\n" + "x" * 1_000_000)
+        time.sleep(60)
+
+    with pytest.raises(RewardRaised) as caught:
+        asyncio.run(RewardFunction(fail).run())
+    assert "raised \\x1b[2J\\ud800\nxxx" in str(caught.value)
+    assert len(str(caught.value)) < 20_000
+    assert read_batch([["invalid", "\x1b"]], 1) == [("invalid", "\\x1b")]
+
+
+def test_a_state_that_is_too_large_to_be_kept_is_said() -> None:
+    class Growing:
+        def reset(self, seed: int) -> Any:
+            self.memory = bytes(40 << 20)
+            return "go", {}
+
+        def step(self, action: str) -> Any: ...
+
+    async def begin() -> None:
+        async with GymEnvironment(Growing, num_processes=1).episode(0):
+            pass
+
+    with pytest.raises(RewardError, match=r"and 4\d+ of raw data; at most 262144 and 33554432 are taken"):
+        asyncio.run(begin())

@@ -1,0 +1,171 @@
+"""Tool calls in generated text, format by format."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlite.rollout.tools.formats import FORMATS, ToolCall, typed
+
+ADD = ToolCall("add", {"a": 1, "b": [2, {"c": None}]})
+SCHEMAS = [{"name": "add", "parameters": {"properties": {"a": {"type": "integer"}, "b": {"type": "array"}}}}]
+ASK = ToolCall("web.search", {"query": 'what "is" </this>; \\d?'})
+
+
+def as_text(value):
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def written(name: str, calls: list[ToolCall]) -> str:
+    """What a model that knows the format writes."""
+    if name == "hermes":
+        bodies = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in calls]
+        return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+    if name == "xml":
+        bodies = [
+            "".join(f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in call.arguments.items())
+            for call in calls
+        ]
+        return "\n".join(
+            f"<tool_call>\n<function={call.name}>\n{body}</function>\n</tool_call>"
+            for call, body in zip(calls, bodies, strict=True)
+        )
+    if name == "llama3_json":
+        return "; ".join(json.dumps({"name": call.name, "parameters": call.arguments}) for call in calls)
+    if name == "mistral":
+        return "[TOOL_CALLS] " + json.dumps([{"name": call.name, "arguments": call.arguments} for call in calls])
+    arguments = [", ".join(f"{key}={value!r}" for key, value in call.arguments.items()) for call in calls]
+    return "[" + ", ".join(f"{call.name}({text})" for call, text in zip(calls, arguments, strict=True)) + "]"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_are_read_in_their_order_with_their_values(name):
+    for calls in ([ADD, ASK], [ADD]):
+        content, found = FORMATS[name].parse(written(name, calls))
+        assert (content, typed(found, SCHEMAS)) == ("", calls)
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "xml"])
+def test_what_is_said_before_the_calls_is_content(name):
+    content, calls = FORMATS[name].parse("Let me see.\n\n" + written(name, [ADD]))
+    assert (content, typed(calls, SCHEMAS)) == ("Let me see.", [ADD])
+
+
+def test_a_call_whose_closing_mark_is_missing_counts():
+    assert FORMATS["hermes"].parse('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}') == (
+        "",
+        [ToolCall("add", {"a": 1})],
+    )
+    assert FORMATS["llama3_json"].parse('<|python_tag|>{"name": "now", "parameters": {}}') == (
+        "",
+        [ToolCall("now", {})],
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}}</tool_call><tool_call>{"name": </tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "a b", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
+        ("llama3_json", '{"name": "add", "parameters": {}} and so on'),
+        ("llama3_json", "{" * 100_000),
+        ("mistral", '[TOOL_CALLS] {"name": "add"}'),
+        ("mistral", "[TOOL_CALLS]add"),
+        ("mistral", "[TOOL_CALLS]add[ARGS]1"),
+        ("xml", "<tool_call><function=add><parameter=a>1</function></tool_call>"),
+        ("xml", "<tool_call><function=add>1</function></tool_call>"),
+        ("xml", "<tool_call>add</tool_call>"),
+        ("mistral", '[{"name": "add", "arguments": {}}]'),
+        ("pythonic", "[add(1, 2)]"),
+        ("pythonic", "[add(**x)]"),
+        ("pythonic", "[add(a=open('x'))]"),
+        ("pythonic", "[add(a={1, 2})]"),
+        ("pythonic", "[add(a=b'x')]"),
+        ("pythonic", "[add(a=" + "9" * 5000 + ")]"),
+        ("pythonic", "[1, 2]"),
+        ("pythonic", "[]"),
+    ],
+)
+def test_a_text_that_is_not_in_the_format_stays_as_it_is(name, text):
+    assert FORMATS[name].parse(text) == (text, [])
+
+
+pieces = st.sampled_from(
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "<|python_tag|>",
+        '{"name": "f", "arguments": {"x": 1}}',
+        '{"name": "f", "parameters": {}}',
+        "[f(x=1)]",
+        "[",
+        "]",
+        "{",
+        "}",
+        ";",
+        '"',
+        "\\",
+        "\n",
+        "f(",
+        "NaN",
+        "é",
+        "\x00",
+    ]
+)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(text=st.lists(pieces | st.text(max_size=5)).map("".join))
+def test_any_text_is_calls_or_itself_and_what_was_streamed_stays_said(name, text):
+    form = FORMATS[name]
+    content, calls = form.parse(text)
+    assert calls or content == text
+    for call in calls:
+        assert json.loads(json.dumps(call.arguments)) == call.arguments
+    for end in range(len(text) + 1):
+        assert content.startswith(text[: form.num_settled(text[:end])])
+
+
+arguments = st.dictionaries(
+    st.from_regex(r"[a-z]{1,8}_", fullmatch=True),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=6,
+    ),
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"xml"}))
+@given(values=arguments)
+def test_every_json_value_survives(name, values):
+    call = ToolCall("lookup", json.loads(json.dumps(values)))
+    text = written(name, [call])
+    if name == "hermes" and ("<tool_call>" in text[1:] or "</tool_call>" in text[:-12]):
+        return
+    assert FORMATS[name].parse(text) == ("", [call])
+
+
+def test_mistrals_newer_calls_name_the_function_before_its_arguments():
+    calls = [ToolCall("add", {"a": 1}), ToolCall("now", {})]
+    assert FORMATS["mistral"].parse('Hm. [TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}') == ("Hm.", calls)
+    assert FORMATS["mistral"].parse('[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1}') == ("", calls[:1])
+
+
+def test_texts_become_what_the_schema_asks_for_if_they_can():
+    kinds = {"i": "integer", "n": "number", "b": "boolean", "o": ["object", "null"], "s": "string", "u": None}
+    tools = [{"function": {"name": "f", "parameters": {"properties": {k: {"type": v} for k, v in kinds.items()}}}}]
+    values = {"i": " 3 ", "n": "2.5", "b": "True", "o": "None", "s": "3", "u": "3", "x": "3"}
+    assert typed([ToolCall("f", values)], tools) == [
+        ToolCall("f", {"i": 3, "n": 2.5, "b": True, "o": None, "s": "3", "u": "3", "x": "3"})
+    ]
+    for wrong in ({"i": "three"}, {"i": "3.5"}, {"o": "[1]"}, {"n": "NaN"}):
+        assert typed([ToolCall("f", wrong)], tools) == [ToolCall("f", wrong)]
+    assert typed([ToolCall("g", {"i": "3"})], None) == [ToolCall("g", {"i": "3"})]

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+
+import pytest
+
+from rlite.sandbox import loop as loop_module
+from rlite.sandbox.loop import LoopThread
+
+
+@pytest.fixture(autouse=True)
+def _a_logger_that_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries that other tests import switch existing loggers off."""
+    monkeypatch.setattr(loop_module, "logger", logging.getLogger(f"{__name__}.fresh"))
+
+
+def test_a_workflow_that_blocks_the_loop_is_pointed_at(caplog: pytest.LogCaptureFixture) -> None:
+    def compute_instead_of_await() -> None:
+        time.sleep(1)
+
+    loop = LoopThread("blocked", lambda death: None, look_interval=0.1)
+    changed = threading.Condition()
+    loop.call(compute_instead_of_await)
+    with caplog.at_level(logging.WARNING), changed:
+        loop.wait(changed, None)
+    loop.stop()
+    loop.join()
+    assert "blocked the rollouts' event loop" in caplog.text
+    assert "compute_instead_of_await" in caplog.text
+
+
+def test_a_workflow_that_swallows_its_cancellation_is_pointed_at(caplog: pytest.LogCaptureFixture) -> None:
+    is_running, is_over = threading.Event(), False
+
+    async def sleep_on() -> None:
+        while not is_over:
+            try:
+                is_running.set()
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue
+
+    async def episode() -> None:
+        await sleep_on()
+
+    loop = LoopThread("stubborn", lambda death: None, close_timeout=0.1)
+    loop.call(lambda: loop.start_task(episode()))
+    assert is_running.wait(timeout=10)
+    with caplog.at_level(logging.WARNING):
+        loop.stop()
+        loop.join()
+    is_over = True
+    assert "1 task(s) did not end in 0.1 s" in caplog.text
+    assert "in sleep_on" in caplog.text

@@ -1,0 +1,55 @@
+"""How long a run's sequences may get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlite.quickstart.tiny import byte_tokenizer
+from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
+from rlite.trainer.rl.config import ActorOptions, KlOptions, PpoConfig, ReferenceOptions, RolloutOptions
+from rlite.trainer.rl.lengths import Context, context_limit, make_context
+from tests.tiny import build_model_dir
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model_dir(tmp_path_factory.mktemp("m") / "long", hidden=32, max_position_embeddings=16384)
+
+
+def options(model: Path, rollout: dict[str, Any] | None = None, **changes: Any) -> PpoConfig:
+    return PpoConfig(actor=ActorOptions(model_name=str(model)), rollout=RolloutOptions(**rollout or {}), **changes)
+
+
+def single(max_new_tokens: int) -> SingleTurnWorkflow:
+    return SingleTurnWorkflow(lambda **_: 0.0, {"max_new_tokens": max_new_tokens}, byte_tokenizer())
+
+
+class Unbounded(RolloutWorkflow):
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> None:
+        return None
+
+
+def test_one_turn_serves_the_longest_prompt_and_all_new_tokens(model: Path) -> None:
+    limit = context_limit(options(model))
+    assert limit == 16384
+    assert make_context(options(model), limit, [(single(5000), 12), (single(6000), 40)]) == Context(6040, 40)
+    assert make_context(options(model), limit, [(single(16380), 12)]) == Context(16384, 12)
+
+
+def test_what_nothing_bounds_serves_all_that_models_and_devices_take(model: Path, tmp_path: Path) -> None:
+    for prompts in ([(Unbounded(), 12)], [(single(8), 12), (Unbounded(), 0)], [(single(8), 0)]):
+        assert make_context(options(model), 16384, prompts).length == 16384
+    short = build_model_dir(tmp_path / "short", hidden=32, max_position_embeddings=512)
+    assert context_limit(options(short)) == 512
+    reference = ReferenceOptions(model_name=str(short))
+    assert context_limit(options(model, ref_actor=reference, kl=KlOptions(type="loss"))) == 512
+    assert context_limit(options(model, {"max_model_len": 100})) == 100
+    assert make_context(options(model, {"max_model_len": 100}), 100, [(single(8), 12)]) == Context(100, 12)
+
+
+def test_the_plan_says_how_much_of_an_answer_fits() -> None:
+    assert Context(5012, 12).describe(5000) == "at most 5012 tokens; prompts of at most 12"
+    assert "after which 84 of 5000 new tokens fit" in Context(4096, 4012).describe(5000)

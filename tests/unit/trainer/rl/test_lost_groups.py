@@ -1,0 +1,130 @@
+"""Groups that are lost cost themselves alone, whether rollouts run ahead or not; and the console tells of them."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tensordict import TensorDict
+
+from rlite.data.prompts import PromptStream
+from rlite.observability import stats_tracker
+from rlite.observability.console import ConsoleReporter
+from rlite.rollout import (
+    CollectorOptions,
+    LLMRequest,
+    RolloutCollector,
+    RolloutError,
+    RolloutWorkflow,
+    ScriptedEngine,
+    trajectory,
+)
+from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
+from rlite.trainer.rl.rollouts import find_rollouts
+from rlite.trainer.run.alarms import Alarms
+
+NUM_ROWS = 200
+
+
+class Flaky(RolloutWorkflow):
+    """One row in twenty raises; of the others half of the groups are uniform, so that single groups are asked for."""
+
+    def __init__(self, fails: Callable[[int], bool], error: BaseException) -> None:
+        self.fails, self.error, self.count = fails, error, 0
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+        if self.fails(data["number"]):
+            raise self.error
+        response = await engine.agenerate(LLMRequest(input_ids=[1]))
+        self.count += 1
+        return trajectory(response, reward=float(self.count % 2) if data["number"] % 2 else 1.0)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Any]]:
+    """Makes what a trainer gets its batches from, around a scripted engine."""
+    collectors = []
+
+    def of(ahead: int, workflow: RolloutWorkflow, prompts: int = 4, **options: Any) -> Any:
+        engine = ScriptedEngine([[7]])
+        collector = RolloutCollector(
+            engine, CollectorOptions(consumer_batch_size=prompts, max_head_offpolicyness=ahead, request_retries=0)
+        )
+        collectors.append(collector)
+        config = PpoConfig(
+            actor=ActorOptions(model_name="x"),
+            train_data=PromptOptions(prompts_per_rollout=prompts, responses_per_prompt=4),
+            rollout=RolloutOptions(max_head_offpolicyness=ahead, max_refills=8, **options),
+        )
+        served = SimpleNamespace(collector=collector, prepare_batch=collector.prepare_batch)
+        stream = PromptStream([{"number": number} for number in range(NUM_ROWS)], prompts, seed=0)
+        engines: Any = SimpleNamespace(rollout=served)
+        rollouts = find_rollouts(config, engines, workflow, stream)
+        return SimpleNamespace(engine=engine, rollouts=rollouts, collector=collector)
+
+    stats_tracker.export()
+    yield of
+    for collector in collectors:
+        collector.close()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("has_filter", [True, False])
+def test_one_failing_row_in_twenty_stops_no_run(make: Callable[..., Any], ahead: int, has_filter: bool) -> None:
+    workflow = Flaky(lambda number: number % 20 == 0, ValueError("no answer"))
+    run = make(ahead, workflow, dynamic_filtering=has_filter)
+    lost = 0.0
+    for step in range(30):
+        batch = run.rollouts.next_batch()
+        run.engine.set_version(step + 1)
+        metrics = stats_tracker.export()
+        lost += metrics["rollout/num_lost"]
+        num_groups = len(batch["group_ids"].unique())
+        assert num_groups == 4 if has_filter or ahead else 1 <= num_groups <= 4
+    assert lost >= 3
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "reason"), [(ValueError("no answer"), "ValueError: no answer"), (asyncio.CancelledError(), "cancelled")]
+)
+def test_a_run_in_which_everything_fails_stops_with_the_reason(
+    make: Callable[..., Any], ahead: int, error: BaseException, reason: str
+) -> None:
+    run = make(ahead, Flaky(lambda number: True, error))
+    with pytest.raises(RolloutError, match=rf"groups in a row failed, the last with {reason}"):
+        run.rollouts.next_batch()
+
+
+def test_a_batch_of_which_nothing_is_left_is_asked_for_again(make: Callable[..., Any]) -> None:
+    seen: dict[int, int] = {}
+    workflow = Flaky(lambda number: seen.setdefault(number, len(seen)) < 3, ValueError("down"))
+    run = make(0, workflow, prompts=1, dynamic_filtering=False)
+    assert len(run.rollouts.next_batch()) == 4
+    assert run.collector.lost == {"ValueError: down": 3}
+
+
+def test_the_console_tells_the_first_loss_for_each_reason(make: Callable[..., Any]) -> None:
+    kinds: dict[int, BaseException] = {3: ValueError("row 3"), 5: ValueError("row 5"), 7: KeyError("answer")}
+
+    class Failing(Flaky):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+            if (error := kinds.get(data["step"])) is not None:
+                raise error
+            return await super().arun_episode(engine, {"number": 1})
+
+    collector = make(0, Flaky(lambda number: False, ValueError())).collector
+    out, alarms = io.StringIO(), Alarms(PpoConfig(actor=ActorOptions(model_name="x")))
+    for step in range(10):
+        collector.rollout_batch([{"step": step}, {"step": -1}], Failing(lambda number: False, ValueError()))
+        alarms.look(step, stats_tracker.export(), collector.first_losses, ConsoleReporter(file=out))
+    told = out.getvalue()
+    assert told.count("were lost") == 2
+    assert "step 3: 1 of 2 groups were lost" in told
+    assert "1 x  ValueError: row 3" in told
+    assert "step 7: 1 of 2 groups were lost" in told
+    assert "1 x  KeyError: 'answer'" in told

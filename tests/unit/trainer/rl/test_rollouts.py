@@ -1,0 +1,123 @@
+"""Where batches come from: what one way of making them leaves, the other takes up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlite.data.prompts import PromptStream
+from rlite.errors import DataError
+from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
+from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
+from rlite.trainer.rl.generated import Generated
+from rlite.trainer.rl.rollouts import RolloutsAhead, SynchronousRollouts, VariedGroups, check_openings, find_rollouts
+
+ROWS = [{"input_ids": [number], "number": number} for number in range(1, 25)]
+
+
+class Ask(RolloutWorkflow):
+    """One answer, whose reward is the row's number."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+        response = await engine.agenerate(LLMRequest(input_ids=data["input_ids"]))
+        return trajectory(response, reward=float(data["number"]))
+
+
+def test_a_prompt_that_the_workflow_refuses_is_named_by_its_row() -> None:
+    class Picky(Ask):
+        def opening(self, data: Any) -> list[int]:
+            if data["number"] == 3:
+                raise DataError("no system")
+            return data["input_ids"]
+
+    with pytest.raises(DataError, match="train_data, row 2: no system"):
+        check_openings(ROWS, Picky(), 8, "train_data")
+
+
+@pytest.fixture
+def rollouts() -> Iterator[Any]:
+    """Makes what the trainer gets its batches from, around a scripted engine; `version` is where it is."""
+    collectors = []
+
+    def make(ahead: int, version: int = 0, position: int = 0) -> Any:
+        engine = ScriptedEngine([[7]], version=version)
+        collectors.append(
+            RolloutCollector(engine, CollectorOptions(consumer_batch_size=4, max_head_offpolicyness=ahead))
+        )
+        options = PpoConfig(
+            actor=ActorOptions(model_name="x"),
+            train_data=PromptOptions(prompts_per_rollout=4, responses_per_prompt=1),
+            rollout=RolloutOptions(max_head_offpolicyness=ahead),
+        )
+        prompts = PromptStream(ROWS, 4, seed=0)
+        prompts.position = position
+        rollout = collectors[-1]
+        rollout.collector = rollout  # type: ignore[attr-defined]  # an engine has one
+        made = find_rollouts(options, SimpleNamespace(rollout=rollout), Ask(), prompts)  # type: ignore[arg-type]
+        assert type(made) is (RolloutsAhead if ahead else SynchronousRollouts)
+        return SimpleNamespace(engine=engine, prompts=prompts, rollouts=made, collector=rollout)
+
+    yield make
+    for collector in collectors:
+        collector.close()
+
+
+def numbers(batch: TensorDict) -> list[int]:
+    return [int(reward) for reward in batch["rewards"]]
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 1), (1, 0), (0, 1), (0, 0)])
+def test_who_goes_on_otherwise_uses_every_prompt_once(rollouts: Any, first: int, then: int) -> None:
+    before = rollouts(first)
+    used = []
+    for step in range(2):
+        used += numbers(before.rollouts.next_batch())
+        before.engine.set_version(step + 1)
+    state, position = before.rollouts.state_dict(), before.prompts.position
+    after = rollouts(then, version=2, position=position)
+    after.rollouts.load_state_dict(state)
+    for step in range(2, 6):
+        used += numbers(after.rollouts.next_batch())
+        after.engine.set_version(step + 1)
+    assert sorted(used) == [row["number"] for row in ROWS]
+
+
+def test_refills_that_ask_a_prompt_again_draw_other_samples_and_always_the_same() -> None:
+    def seeds() -> list[int | None]:
+        drawn: list[int | None] = []
+
+        def answer(request: LLMRequest) -> list[int]:
+            drawn.append(request.gconfig.seed)
+            return [7]
+
+        collector = RolloutCollector(ScriptedEngine(answer, version=3), CollectorOptions(seed=1))
+        options = PpoConfig(
+            actor=ActorOptions(model_name="x"),
+            train_data=PromptOptions(prompts_per_rollout=2, responses_per_prompt=2),
+            rollout=RolloutOptions(max_refills=3),
+        )
+        engines: Any = SimpleNamespace(rollout=SimpleNamespace(collector=collector))
+        find_rollouts(options, engines, Ask(), PromptStream(ROWS[:2], 2, seed=0)).next_batch()
+        collector.close()
+        return drawn
+
+    first = seeds()  # all rewards of a prompt are the same, so that both of them are asked in each of four rounds
+    assert len(set(first)) == len(first) == 2 * 2 * 4
+    assert sorted(seeds(), key=str) == sorted(first, key=str)
+
+
+def test_groups_that_teach_nothing_are_refused_until_that_has_cost_enough() -> None:
+    group = TensorDict({"rewards": torch.ones(3), "loss_mask": torch.ones(3, 2)}, batch_size=[3])
+    accept = VariedGroups(budget=2, generated=(generated := Generated()))
+    assert [accept(group) for _ in range(4)] == [False, False, True, True]
+    assert accept.next_batch() == 2
+    found = generated.metrics()
+    assert (found["reward"], found["uniform_groups"]) == (1.0, 1.0), "and count among what was generated"
+    assert not accept(group)
+    group["rewards"][0] = 0
+    assert accept(group)

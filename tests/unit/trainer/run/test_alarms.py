@@ -1,0 +1,54 @@
+"""What goes wrong is told when it begins, and not at every step."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from rlite.config import load
+from rlite.observability.console import ConsoleReporter
+from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.run.alarms import REPEAT_AFTER, Alarms
+
+
+def told(metrics: Mapping[int, Mapping[str, float]], *settings: str) -> list[str]:
+    """The alarms that steps with these metrics give."""
+    out = io.StringIO()
+    alarms, console = Alarms(load(PpoConfig, ["actor.model_name=x", *settings])), ConsoleReporter(file=out)
+    for step, values in metrics.items():
+        alarms.look(step, values, {}, console)
+    return [line for line in out.getvalue().splitlines() if line.startswith("ALARM")]
+
+
+def equal(reward: float, **more: Any) -> dict[str, float]:
+    return {"reward_min": reward, "reward_max": reward, "uniform_groups": 1.0, **more}
+
+
+@pytest.mark.parametrize("setting", ["adv.estimator=reinforce", "adv.estimator=gae"])
+def test_equal_rewards_are_told_at_once_and_again_while_they_last(setting: str) -> None:
+    lines = told({step: equal(0.0) for step in range(1, 2 * REPEAT_AFTER)}, setting)
+    assert lines == [  # a critic, or the KL, may teach all the same
+        f"ALARM at step {step}: all rewards are equal, and no response is better than another"
+        for step in (1, 1 + REPEAT_AFTER)
+    ]
+
+
+def test_groups_of_equal_rewards_are_told_only_if_nothing_is_learnt_from_them() -> None:
+    steps = {1: {"reward_min": 0.0, "reward_max": 1.0, "uniform_groups": 1.0}}
+    assert told(steps) == ["ALARM at step 1: in every group all rewards are equal, and teach nothing"]
+    assert told(steps, "adv.global_norm=true") == []
+    assert told({1: {"reward_min": 0.0, "reward_max": 1.0, "uniform_groups": 0.9}}) == []
+
+
+def test_log_probabilities_that_differ_are_told_once_and_then_every_so_many_steps() -> None:
+    steps = {step: {"logprob_drift": 0.5 if step % 2 else 0.01} for step in range(1, 2 * REPEAT_AFTER)}
+    lines = told(steps, "rollout.max_head_offpolicyness=1")
+    assert lines == [
+        f"ALARM at step {step}: the rollouts are far from the policy that is trained" for step in (1, 1 + REPEAT_AFTER)
+    ]
+    assert told({1: {"logprob_drift": 0.5}}) == [
+        "ALARM at step 1: the engine does not serve the policy that is trained"
+    ]

@@ -1,0 +1,25 @@
+from pathlib import Path
+
+import pytest
+
+from rlite.checkpoint.atomic import MANIFEST
+from rlite.errors import CheckpointError
+from rlite.trainer.run.checkpoints import Checkpoints
+
+
+@pytest.mark.parametrize("given", [".", "state", "latest"])
+def test_the_folder_of_a_run_in_place_of_a_checkpoint_is_refused_with_the_newest_there(tmp_path: Path, given: str):
+    run = tmp_path / "run"
+    for folder in ("state/step-9", "state/step-10", "state/step-10-critic", "latest"):
+        (run / folder).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=f"no checkpoint; the newest of that run is {run}/state/step-10 .*latest"):
+        Checkpoints(tmp_path / "other" / "state", 2, str(run / given), is_asynchronous=False)
+
+
+def test_a_checkpoint_is_taken_by_its_path_and_a_broken_one_is_left_to_say_what_it_lacks(tmp_path: Path):
+    for step in (1, 2):
+        (tmp_path / f"state/step-{step}").mkdir(parents=True)
+    (tmp_path / "state/step-1" / MANIFEST).touch()
+    for step in (1, 2):
+        wanted = tmp_path / f"state/step-{step}"
+        assert Checkpoints(tmp_path / "state", 2, str(wanted), is_asynchronous=False).found == wanted

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import errno
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rlite.errors import CheckpointError, ConfigError, DataError, RemoteTraceback, RliteError, WorkerError
+from rlite.trainer.run.command import run
+
+SLEEP = """
+import time
+from rlite.trainer.run.command import run
+
+def main(arguments):
+    print("ready", flush=True)
+    time.sleep(60)
+
+run("sft", main, [])
+"""
+
+
+def test_an_error_of_ours_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(arguments: object) -> None:
+        raise ConfigError("data.path=missing.json: no such file")
+
+    with pytest.raises(SystemExit) as ended:
+        run("sft", main, [])
+    assert ended.value.code == "rlite sft: ConfigError: data.path=missing.json: no such file"
+
+
+@pytest.mark.parametrize("kind", [ConfigError, CheckpointError, DataError, WorkerError])
+def test_an_error_that_says_what_to_do_comes_without_the_traceback_of_its_worker(kind: type[RliteError]) -> None:
+    def main(arguments: object) -> None:
+        raise kind("weights hold NaN") from RemoteTraceback("raised in worker train-0")
+
+    with pytest.raises(SystemExit) as ended:
+        run("sft", main, [])
+    message = f"rlite sft: {kind.__name__}: weights hold NaN"
+    assert ended.value.code == (f"{message}raised in worker train-0" if kind is WorkerError else message)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT])
+def test_a_full_disk_is_named_wherever_it_is_met(number: int) -> None:
+    def main(arguments: object) -> None:
+        raise OSError(number, "?", "rows.arrow")
+
+    with pytest.raises(SystemExit, match=r"rlite sft: (the disk is full|the disk quota|a file is larger).*rows\.arrow"):
+        run("sft", main, [])
+
+
+def test_an_error_of_others_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run("sft", lambda arguments: 1 / 0, [])  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_before_the_run_ends_it_with_a_word(number: int, status: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLEEP],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a shell's background jobs ignore SIGINT
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    process.send_signal(number)
+    _, complaint = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert "ended by SIG" in complaint
+    assert "The run had not begun, and nothing was changed." in complaint
+    assert "Traceback" not in complaint
+
+
+WAIT = """
+import time
+from rlite.trainer.run.command import run
+from rlite.trainer.run.interruption import INTERRUPTION
+
+def main(arguments):
+    INTERRUPTION.begin("Start it again.")
+    print("ready", flush=True)
+    time.sleep(60)
+
+run("sft", main, [])
+"""
+
+
+def test_the_second_signal_ends_a_run_that_waits_for_its_step() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WAIT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr.readline() == "\n"
+        assert "a second signal ends the run at once" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        _, complaint = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert complaint == "rlite sft: ended by SIGTERM. Start it again.\n"
