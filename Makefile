@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 SOURCES := rlite tests examples benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test gpu-check check static format bench-vllm-env bench-trl-env clean
+.PHONY: help quickstart test gpu-check check static sloc format bench-vllm-env bench-trl-env clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -36,6 +36,9 @@ static: $(VENV)/.installed  ## formatting, lint, types, layers
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+sloc:  ## source lines of the library: no blanks, comments, docstrings
+	@$(PYTHON) -m benchmarks.sloc
 
 format: $(VENV)/.installed  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix $(SOURCES)
