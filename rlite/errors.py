@@ -1,8 +1,8 @@
 """The error tree.
 
 Every error that rlite raises on purpose is an `RliteError` and also one of Python's standard errors, so that
-`except ValueError` keeps its meaning. All of them pickle, because they cross process boundaries.
-A message says what was expected, what was found, where, and what to do.
+`except ValueError` keeps its meaning. All errors pickle, because they cross process boundaries. A message says what was
+expected, what was found, where, and what to do.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ class ConfigError(RliteError, ValueError):
 
 
 class UnknownOptionError(RliteError, TypeError):
-    """An option that nobody knows, most often a typo."""
+    """An unknown option, most often a typo."""
 
 
 class PlacementError(RliteError, ValueError):
-    """The devices that were asked for do not exist or are taken."""
+    """Devices were requested that do not exist or are taken."""
 
 
 class DataError(RliteError, ValueError):
-    """A prompt, a row or a file that cannot be used; names the row and the key."""
+    """A prompt, a row or a file cannot be used; the message names the row and the key."""
 
 
 class ResidencyError(RliteError, RuntimeError):
-    """The engine is not where the call needs it: offloaded, released, or without its weights."""
+    """The engine is offloaded, released or without weights, so the call cannot run."""
 
 
 class WeightSyncError(RliteError, RuntimeError):
-    """Weights could not be moved whole; the target must not be used until a sync succeeds."""
+    """Weights could not be moved completely; the target must not be used until a sync succeeds."""
 
 
 class StorageError(RliteError, OSError):
-    """A file could not be written: a full disk, a quota, a limit."""
+    """A file could not be written because of a full disk, a quota or a limit."""
 
 
 class CheckpointError(RliteError, RuntimeError):
@@ -71,7 +71,7 @@ class WorkerError(RliteError, RuntimeError):
 
 
 class WorkerDied(WorkerError):
-    """A worker process ended. `workers` names every one that is gone."""
+    """A worker process ended. `workers` names every process that is gone."""
 
     def __init__(self, message: str, workers: tuple[str, ...] = ()) -> None:
         super().__init__(message, workers)
@@ -93,7 +93,7 @@ class CallTimeout(RliteError, TimeoutError):
 
 
 class RemoteTraceback(RliteError):
-    """The cause of an exception that was raised in a worker: the worker's name and its traceback, as text."""
+    """Cause of an exception that a worker raised: the worker's name and its traceback as text."""
 
 
 _NO_ROOM = {
@@ -104,7 +104,7 @@ _NO_ROOM = {
 
 
 def why_not_written(error: BaseException) -> str:
-    """Say why a write failed. A full disk, a used-up quota and a limit of file sizes are named."""
+    """Return why a write failed; a full disk, an exhausted quota and a file-size limit are named."""
     cause: BaseException | None = error
     while cause is not None:
         told = re.search(r"os error (\d+)", str(cause))
@@ -117,7 +117,14 @@ def why_not_written(error: BaseException) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise StorageError, naming the path, for what cannot be written inside."""
+    """Convert OSError inside the block to StorageError with the path.
+
+    Yields:
+        None.
+
+    Raises:
+        StorageError: something inside the block could not be written.
+    """
     try:
         yield
     except OSError as error:
@@ -125,7 +132,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint for the end of a message: the nearest known name, or all of them if nothing is near."""
+    """Return a hint for the end of a message: the nearest known name, or all names if none is near.
+
+    Args:
+        name: the unknown name.
+        known: the valid names.
+    """
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"

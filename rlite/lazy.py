@@ -1,4 +1,4 @@
-"""Packages whose public names are loaded when they are first used (PEP 562)."""
+"""Packages whose public names are loaded at first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ def exports(
     aliases: Mapping[str, str] | None = None,
     submodules: Sequence[str] = (),
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """What a package's `__init__` assigns to `__all__`, `__getattr__` and `__dir__`.
+    """Return what a package's `__init__` assigns to `__all__`, `__getattr__` and `__dir__`.
 
-    Type checkers read no table: the `__init__` imports the same names once more under `TYPE_CHECKING`.
+    Type checkers do not read the table, so the `__init__` imports the same names again under `TYPE_CHECKING`.
 
     Args:
-        package: its `__name__`.
-        homes: module -> the names that it has, with spaces between: "a b" for `from module import a, b`.
+        package: the package's `__name__`.
+        homes: module -> its public names, separated by spaces: "a b" for `from module import a, b`.
         aliases: other spellings of names.
-        submodules: modules of the package that are its attributes though nobody has imported them.
+        submodules: modules of the package that are its attributes without having been imported.
+
+    Returns:
+        The list of public names, the loader of a name, and the function that lists names.
     """
     home_of = {name: module for module, names in homes.items() for name in names.split()}
     aliases = aliases or {}

@@ -1,4 +1,4 @@
-"""Folders that are there whole or not at all: written beside their place, sealed with hashes, renamed."""
+"""Folders that exist whole or not at all: written beside their final place, sealed with hashes, then renamed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Record = dict[str, Any]
 
 
 def staging(path: Path) -> Path:
-    """An empty folder beside `path` to write into."""
+    """Return a new, empty folder beside `path` to write into."""
     folder = path.with_name(f".{path.name}.writing")
     discard(folder)
     folder.mkdir(parents=True)
@@ -37,7 +37,12 @@ def staging(path: Path) -> Path:
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, Record]:
-    """Sizes and hashes of files in `folder`, several pieces at once."""
+    """Return size and SHA-256 hash of each file, hashing several pieces in parallel.
+
+    Args:
+        folder: the folder of the files.
+        names: paths of the files, relative to `folder`.
+    """
     sizes = {name: (folder / name).stat().st_size for name in names}
     pieces = [(name, start) for name, size in sizes.items() for start in range(0, size, PIECE_BYTES)]
     digests: dict[str, Any] = {name: hashlib.sha256() for name in sizes}
@@ -49,7 +54,13 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, Record]:
 
 
 def seal(folder: Path, facts: Mapping[str, Any], known: Mapping[str, Record] | None = None) -> None:
-    """Write the facts and then the manifest. Files in `known` were hashed and synced already, by who wrote them."""
+    """Write the facts, then the manifest with size and hash of every file, and sync all of it to disk.
+
+    Args:
+        folder: the staging folder.
+        facts: values for readers of the checkpoint; JSON must be able to hold them.
+        known: records of files that their writer has already hashed and synced.
+    """
     (folder / FACTS).write_text(json.dumps(dict(facts), indent=2))
     known = dict(known or {})
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
@@ -65,9 +76,9 @@ def seal(folder: Path, facts: Mapping[str, Any], known: Mapping[str, Record] | N
 
 
 def publish(folder: Path, path: Path) -> None:
-    """Rename `folder` to `path`; what was there before is there until then, and is removed after.
+    """Rename `folder` to `path`. Whatever `path` held stays in place until the rename and is removed afterwards.
 
-    A link there is replaced; what it points to stays as it is.
+    A symbolic link at `path` is replaced; the link's target stays unchanged.
     """
     if os.path.lexists(path):
         if not _exchange(folder, path):  # then there is a moment without either
@@ -85,7 +96,7 @@ def publish(folder: Path, path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a folder with all that is in it, or a link or file; as far as it is there and can be deleted."""
+    """Delete a folder with its content, a link or a file, if it exists. Errors are ignored."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -94,10 +105,11 @@ def discard(path: Path) -> None:
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """The checkpoint's facts.
+    """Return the facts of a checkpoint after checking every file against the manifest.
 
-    Raises: CheckpointError if it is no checkpoint; DamagedCheckpointError that names the file that is missing, cut
-        short or changed.
+    Raises:
+        CheckpointError: the folder does not exist.
+        DamagedCheckpointError: a file is missing, cut short or changed; the message names the file.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
@@ -124,7 +136,7 @@ def _read_facts(file: Path) -> dict[str, Any]:
 
 
 def is_sound(path: Path) -> bool:
-    """Whether `verify` finds no damage."""
+    """Return True if `verify` finds no damage."""
     try:
         verify(path)
     except CheckpointError:
@@ -158,7 +170,7 @@ def _hash(file: Path, start: int) -> bytes:
 
 
 def _sync(path: Path) -> None:
-    """A file's content, or a folder's entries, are on the disk: what is renamed before that may be empty afterwards."""
+    """Flush a file's content, or a folder's entries, to disk. A file renamed before that may be empty after a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -167,7 +179,11 @@ def _sync(path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one step, where the system can (Linux); whether it did."""
+    """Swap two folders atomically (Linux only).
+
+    Returns:
+        False if the system cannot.
+    """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0

@@ -1,4 +1,4 @@
-"""Writing a Hugging Face checkpoint tensor by tensor, beside its final place, and renaming it when it is whole."""
+"""A Hugging Face checkpoint, written tensor by tensor beside its final place and renamed when it is whole."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json",
 
 
 class Writer:
-    """Collects tensors into safetensors files of at most MAX_FILE_BYTES, then publishes the folder at once.
+    """Writer of safetensors files of at most MAX_FILE_BYTES; `finish` publishes the folder in one step.
 
-    Until then it is at `folder`, where other files may be written beside them.
+    Until then the files are in `folder`, where other files may be added.
 
     Args:
-        path: where the folder will be.
-        dtype: of floating-point tensors in the files, as the config says it; None leaves each as it is.
+        path: the final folder.
+        dtype: floating-point tensors are converted to it; None keeps the dtype of each tensor.
     """
 
     def __init__(self, path: Path, dtype: torch.dtype | None = None) -> None:
@@ -39,6 +39,7 @@ class Writer:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor; it is written when the current file is full."""
         if self._dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(self._dtype)
         size = tensor.numel() * tensor.element_size()
@@ -49,7 +50,13 @@ class Writer:
         self._total_bytes += size
 
     def add_config(self, config: Any, architecture: str, origin: Path | None) -> None:
-        """Write the model's config, naming its transformers class, and the companions found in `origin`."""
+        """Write the model's config with the name of its transformers class, and copy companion files.
+
+        Args:
+            config: the transformers config.
+            architecture: name of the transformers class that opens the checkpoint.
+            origin: folder of the original checkpoint; its tokenizer and similar files are copied. None copies nothing.
+        """
         config = copy.deepcopy(config)
         config.architectures = [architecture]
         config.save_pretrained(self.folder)
@@ -60,6 +67,7 @@ class Writer:
                 shutil.copy2(file, self.folder / file.name)
 
     def finish(self) -> None:
+        """Write the remaining tensors and the index, and publish the folder."""
         self._flush()
         if len(self._files) == 1:
             self._file(0).rename(self.folder / "model.safetensors")

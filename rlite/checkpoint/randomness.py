@@ -1,4 +1,4 @@
-"""The random number generators of a process, saved and restored."""
+"""State of a process's random number generators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Of torch (CPU, and this process's CUDA device), numpy and Python; `torch.load` reads it with weights_only."""
+    """Return the state of torch (CPU and the current CUDA device), numpy and Python; `torch.load` reads it safely."""
     name, keys, *rest = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -24,7 +24,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go on from what `random_state` returned."""
+    """Restore a state that `random_state` returned."""
     torch.set_rng_state(state["torch"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

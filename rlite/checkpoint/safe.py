@@ -1,7 +1,7 @@
-"""Reading and writing checkpoints without executing what a file says.
+"""Checkpoints that can be read without executing anything a file says.
 
-torch.distributed.checkpoint keeps its table of contents as a pickle, and loads what is not a tensor as one. Here the
-table is JSON (`metadata.json`), and `torch.load` reads with `weights_only`, which makes tensors and plain values.
+torch.distributed.checkpoint stores its table of contents and every value that is not a tensor as pickles. Here the
+table is JSON (`metadata.json`), and `torch.load` runs with `weights_only`, which builds tensors and plain values only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,15 @@ UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, Lookup
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Raise DamagedCheckpointError, naming the file, for what cannot be read inside."""
+    """Convert read errors inside the block to DamagedCheckpointError with the file's name.
+
+    Yields:
+        None.
+
+    Raises:
+        CheckpointError: as raised inside the block.
+        DamagedCheckpointError: the file cannot be read, or holds a value that no checkpoint of rlite holds.
+    """
     try:
         yield
     except CheckpointError:
@@ -56,17 +64,18 @@ def naming(file: Path) -> Iterator[None]:
 
 
 def load_values(file: Path) -> dict[str, Any]:
-    """Read tensors and plain values that `torch.save` wrote. Raises: DamagedCheckpointError."""
+    """Return tensors and plain values that `torch.save` wrote.
+
+    Raises:
+        DamagedCheckpointError: the file cannot be read safely.
+    """
     with naming(file):
-        values = torch.load(file, weights_only=True)
-        if not isinstance(values, dict):
-            raise TypeError(f"expected a dict, found {type(values).__name__}")
-        return values
+        return _expect_dict(torch.load(file, weights_only=True))
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a written item lies, under the names that torch's reader asks for."""
+    """Place of a written item, with the attribute names that torch's reader expects."""
 
     relative_path: str
     offset: int
@@ -75,17 +84,24 @@ class _Place:
 
 
 class JsonWriter(FileSystemWriter):
-    """torch's writer with its table of contents in `metadata.json`."""
+    """torch's checkpoint writer with its table of contents in `metadata.json`."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part. Raises: OSError that says why, of which torch tells a position in the file alone."""
+        """Write this rank's part.
+
+        Returns:
+            The future of torch's own writer.
+
+        Raises:
+            OSError: the write failed; the message gives the reason, where torch gives only a position in the file.
+        """
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
             raise OSError(why_not_written(error)) from None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the table."""
+        """Write the table of contents."""
         entries: dict[str, Any] = {}
         for name, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
@@ -107,10 +123,18 @@ class JsonWriter(FileSystemWriter):
 
 
 class JsonReader(FileSystemReader):
-    """Reads what `JsonWriter` wrote."""
+    """Reader of checkpoints that `JsonWriter` wrote."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the table. Raises: DamagedCheckpointError; CheckpointError for a checkpoint with a pickle for it."""
+        """Read the table of contents.
+
+        Returns:
+            torch's Metadata.
+
+        Raises:
+            DamagedCheckpointError: the table cannot be read.
+            CheckpointError: the checkpoint is of an old version whose table is a pickle.
+        """
         file = Path(self.path) / METADATA
         if not file.exists() and file.with_name(OLD_METADATA).exists():
             raise CheckpointError(
@@ -118,9 +142,7 @@ class JsonReader(FileSystemReader):
                 "run code and is not read any more. Begin from the weights in latest/ of that run"
             )
         with naming(file):
-            table = json.loads(file.read_text())
-            if table["format"] != FORMAT:
-                raise ValueError(f"format {table['format']}, expected {FORMAT}")
+            table = _expect_format(json.loads(file.read_text()))
             return Metadata(
                 state_dict_metadata={str(name): _entry(entry) for name, entry in table["entries"].items()},
                 storage_data=dict(_placed(*place) for place in table["places"]),
@@ -128,7 +150,11 @@ class JsonReader(FileSystemReader):
             )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read a file at a time, to name the one that cannot be read."""
+        """Read one file at a time, so that an error names its file.
+
+        Returns:
+            A future that is done.
+        """
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -141,12 +167,24 @@ class JsonReader(FileSystemReader):
 
 
 class PlainLoadPlanner(DefaultLoadPlanner):
-    """torch's planner, which reads what is not a tensor with `weights_only`."""
+    """torch's load planner, reading values that are not tensors with `weights_only`."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        """Put a value in its place."""
+        """Put a value in its place in the state dict."""
         place = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
+
+
+def _expect_dict(values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise TypeError(f"expected a dict, found {type(values).__name__}")
+    return values
+
+
+def _expect_format(table: dict[str, Any]) -> dict[str, Any]:
+    if table["format"] != FORMAT:
+        raise ValueError(f"format {table['format']}, expected {FORMAT}")
+    return table
 
 
 def _entry(entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:

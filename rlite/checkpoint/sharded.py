@@ -1,7 +1,8 @@
-"""The state that resume needs, in torch.distributed.checkpoint's format: another number of ranks can load it.
+"""Sharded training state in torch.distributed.checkpoint's format, which another number of ranks can load.
 
-Saving is `snapshot`, which reads the module, then `write`, which does not: it may run beside the next training steps,
-over a process group of its own. Beside the shared part each rank has `rank-N.pt`: what is its own, or not a tensor.
+Saving takes two steps. `snapshot` reads the module. `write` does not, so it may run beside the next training steps,
+over a process group of its own. Beside the shared part each rank writes `rank-N.pt`: its own state, and values that
+are not tensors.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from rlite.parallel.arena import HostMemory
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 
 _writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-"""One thread for each process: writes come in the order in which they were asked for, which is the same everywhere, so
-that those of two engines cannot wait for each other."""
+"""One thread per process. Writes run in submission order, which is the same on all ranks, so the writes of two engines
+cannot wait for each other."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's state at a step boundary."""
+    """State of one rank at a step boundary."""
 
     shared: dict[str, Any]
     """tensors of all ranks: "model", "optimizer", "gradients" """
@@ -59,10 +60,17 @@ def snapshot(
     is_copied: bool,
     memory: HostMemory | None = None,
 ) -> Snapshot:
-    """Collect the state; copied to host memory, it stays as it is now while training goes on.
+    """Collect the state of one rank.
 
     Args:
-        memory: where tensors are copied to; a snapshot that was copied there before is overwritten.
+        module: the sharded module.
+        optimizer: its optimizer, if it has one.
+        scheduler: its learning-rate scheduler, if it has one.
+        is_copied: copy the state to host memory, so that training may go on while it is written.
+        memory: host memory to copy to; an earlier snapshot there is overwritten. None allocates.
+
+    Returns:
+        The state; without a copy it refers to the live tensors.
     """
     stepped = _with_state(module, optimizer)
     gradients = [name for name, parameter in module.named_parameters() if parameter.grad is not None]
@@ -82,9 +90,21 @@ def snapshot(
 def start_writing(
     state: Snapshot, folder: Path, path: Path, facts: Mapping[str, Any], rank: int, group: dist.ProcessGroup
 ) -> Future[None]:
-    """`write` in this process's writing thread, on the caller's GPU. Nothing else may use `group` but writes.
+    """Start `write` in this process's writer thread, on the caller's GPU.
 
-    A thread begins on the first GPU. There torch would wait for the wrong stream, and write what is not copied yet.
+    A new thread starts on the first GPU, where torch would synchronize the wrong stream and write tensors that are not
+    copied yet.
+
+    Args:
+        state: the rank's snapshot.
+        folder: the staging folder, the same on every rank.
+        path: the final folder.
+        facts: values for the checkpoint's readers.
+        rank: this rank in `group`.
+        group: a process group that nothing but writes use.
+
+    Returns:
+        A future; its exception is that of `write`.
     """
     where = torch.cuda.device(torch.cuda.current_device()) if torch.cuda.is_initialized() else nullcontext()
 
@@ -98,18 +118,24 @@ def start_writing(
 def write(
     state: Snapshot, folder: Path, path: Path, facts: Mapping[str, Any], rank: int, group: dist.ProcessGroup
 ) -> None:
-    """Every rank of `group` writes its part into `folder`; when all have, rank 0 seals it and renames it to `path`.
+    """Write this rank's part into `folder`; rank 0 then seals the folder and renames it to `path`.
 
-    Raises: CheckpointError on every rank if one of them could not write; then `path` is as it was.
+    Args:
+        state: the rank's snapshot.
+        folder: the staging folder, the same on every rank.
+        path: the final folder.
+        facts: values for the checkpoint's readers.
+        rank: this rank in `group`.
+        group: the process group of all ranks that write.
+
+    Raises:
+        CheckpointError: on every rank, if one rank could not write; `path` is then unchanged.
     """
     try:
         dcp.save(state.shared, storage_writer=JsonWriter(folder), process_group=group)
-        outcomes: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(outcomes, _write_own(state.own, folder, rank), group=group)
-        if errors := [f"rank {index}: {outcome}" for index, outcome in enumerate(outcomes) if isinstance(outcome, str)]:
-            raise OSError("; ".join(errors))
+        records = _gather(_write_own(state.own, folder, rank), group)
         if rank == 0:
-            seal(folder, facts, known={name: record for outcome in outcomes for name, record in outcome.items()})
+            seal(folder, facts, known=records)
             publish(folder, path)
     except (CheckpointException, OSError) as error:  # the first is a BaseException, which would end the worker
         if rank == 0:
@@ -117,8 +143,20 @@ def write(
         raise CheckpointError(f"{path}: could not be written: {_reason(error)}") from None
 
 
+def _gather(outcome: dict[str, Any] | str, group: dist.ProcessGroup) -> dict[str, Any]:
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, outcome, group=group)
+    if errors := [f"rank {index}: {each}" for index, each in enumerate(outcomes) if isinstance(each, str)]:
+        raise OSError("; ".join(errors))
+    return {name: record for each in outcomes for name, record in each.items()}
+
+
 def _write_own(own: dict[str, Any], folder: Path, rank: int) -> dict[str, Any] | str:
-    """Hashes of the files that this rank wrote, or what went wrong: the peers must hear of it, and do not wait."""
+    """Write the rank's own file.
+
+    Returns:
+        Hashes of all files that this rank wrote, or the reason of a failure as text: peers wait for an answer.
+    """
     try:
         file = folder / f"rank-{rank}.pt"
         with file.open("wb") as stream:
@@ -138,9 +176,18 @@ def load(
     rank: int,
     group: dist.ProcessGroup,
 ) -> None:
-    """Read what `write` wrote, in this layout. A rank that did not exist then goes on with its own random numbers.
+    """Read a checkpoint that `write` wrote, into this layout. Extra ranks keep their own random state.
 
-    Raises: CheckpointError if it was saved from another model; then nothing was changed.
+    Args:
+        folder: the checkpoint.
+        module: the sharded module that takes the weights.
+        optimizer: its optimizer, if it has one.
+        scheduler: its learning-rate scheduler, if it has one.
+        rank: this rank in `group`.
+        group: the process group of all ranks that read.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, and nothing was changed; or it could not be read.
     """
     file = folder / f"rank-{rank}.pt"
     own = load_values(file if file.exists() else folder / "rank-0.pt")
@@ -178,14 +225,18 @@ def load(
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong on which ranks, without their tracebacks."""
+    """Return the causes of a failure by rank, without tracebacks."""
     if not isinstance(error, CheckpointException):
         return why_not_written(error)
     return "; ".join(f"rank {rank}: {why_not_written(failure[0])}" for rank, failure in sorted(error.failures.items()))
 
 
 def _shared(module: nn.Module, optimizer: torch.optim.Optimizer | None, gradients: list[str]) -> dict[str, Any]:
-    """torch fills an optimizer that has not stepped by a step of zero, which counts as one: save must not ask it to."""
+    """Return the tensors that all ranks share.
+
+    If an optimizer has made no step, torch fills its state by a step of zero, which counts as a step. Saving must not
+    trigger that, so callers pass such an optimizer only for loading.
+    """
     state: dict[str, Any] = {"model": get_model_state_dict(module)}
     if optimizer is not None:
         had = {name: parameter.grad for name, parameter in module.named_parameters()}
@@ -200,7 +251,7 @@ def _shared(module: nn.Module, optimizer: torch.optim.Optimizer | None, gradient
 
 
 def _with_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[str]:
-    """Names of the parameters for which the optimizer remembers something."""
+    """Return the names of the parameters for which the optimizer has state."""
     if optimizer is None:
         return []
     remembered = {id(parameter) for parameter, state in optimizer.state.items() if state}
@@ -208,13 +259,17 @@ def _with_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> l
 
 
 def _settings(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    """Learning rate and the like of each parameter group."""
+    """Return the settings (learning rate and so on) of each parameter group."""
     groups = optimizer.param_groups if optimizer else []
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
 def _check_model(folder: Path, module: nn.Module) -> None:
-    """Names and shapes of the checkpoint's tensors must be the module's."""
+    """Compare names and shapes of the checkpoint's tensors with the module's.
+
+    Raises:
+        CheckpointError: they differ.
+    """
     entries = JsonReader(folder).read_metadata().state_dict_metadata
     saved = {key.removeprefix("model."): entry for key, entry in entries.items() if key.startswith("model.")}
     for name, value in get_model_state_dict(module).items():
@@ -229,9 +284,9 @@ def _check_model(folder: Path, module: nn.Module) -> None:
 
 
 def _on_host(state: dict[str, Any], memory: HostMemory) -> dict[str, Any]:
-    """The same in host memory of its own; what occurs twice (tied parameters) is copied once.
+    """Return a copy in host memory. A tensor that occurs twice (tied parameters) is copied once.
 
-    A DTensor is made by its constructor: `from_local` would move the block to the mesh's device.
+    DTensors are built by their constructor, because `from_local` would move the block to the mesh's device.
     """
     tensors = {id(value): value for value in tree_leaves(state) if isinstance(value, Tensor)}
     blocks = [value.to_local() if isinstance(value, DTensor) else value for value in tensors.values()]

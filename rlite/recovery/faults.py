@@ -1,4 +1,4 @@
-"""What can happen to a run from outside, as plain data. `rlite.recovery.injectors` makes it happen."""
+"""Faults from outside that can hit a run, as plain data. `rlite.recovery.injectors` makes them happen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SignalName = Literal["SIGKILL", "SIGTERM", "SIGSTOP"]
 
 @dataclass(frozen=True, kw_only=True)
 class SignalFault:
-    """A process gets a signal."""
+    """A signal sent to a process."""
 
     role: Role
     signal: SignalName
@@ -24,7 +24,7 @@ class SignalFault:
 
     @property
     def ends_run(self) -> bool:
-        """The run is to end, and to be resumed; otherwise it is to go on by itself."""
+        """Return True if the fault ends the run, which is then resumed. Otherwise the run continues by itself."""
         return self.role != "sandbox" and self.signal != "SIGSTOP"
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class SignalFault:
 
 @dataclass(frozen=True, kw_only=True)
 class FileSizeFault:
-    """A process can write no file beyond so many bytes from now on, as on a disk that is full."""
+    """A limit on the size of every file that a process writes from now on, as on a full disk."""
 
     role: Role
     num_bytes: int = 0
@@ -47,7 +47,7 @@ class FileSizeFault:
 
 @dataclass(frozen=True, kw_only=True)
 class HalfOpenFault:
-    """Connections to a port that send the beginning of a request, or nothing, and are held open."""
+    """Connections to a port that are held open after a part of a request, or after nothing."""
 
     port: int
     host: str = "127.0.0.1"
@@ -58,7 +58,7 @@ class HalfOpenFault:
 
 @dataclass(frozen=True, kw_only=True)
 class FloodFault:
-    """Bytes into every descriptor that the calling process may write to, but for its standard ones."""
+    """Bytes written to every descriptor that the calling process may write to, except the standard ones."""
 
     payload: bytes
     num_bytes: int = 64 << 20

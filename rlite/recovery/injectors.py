@@ -1,4 +1,4 @@
-"""Makes faults happen to processes of this machine. Everything is bounded in time, number and bytes."""
+"""Injectors: they make faults happen to processes of this machine, bounded in time, number and bytes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,16 @@ FIRST_DESCRIPTOR, LAST_DESCRIPTOR = 3, 4096
 
 
 class NoTarget(RliteError):
-    """No process has the role that a fault names, at this moment."""
+    """No process has the fault's role at this moment."""
 
 
 def find(role: Role, root: int) -> list[psutil.Process]:
-    """The living processes of a role in the tree of a run whose first process is `root`, by their ids."""
+    """Return the living processes of a role in the process tree of the run, in order of their ids.
+
+    Args:
+        role: the role to look for.
+        root: process id of the run's first process.
+    """
     try:
         first = psutil.Process(root)
         tree = [first, *first.children(recursive=True)]
@@ -35,10 +40,19 @@ def find(role: Role, root: int) -> list[psutil.Process]:
 
 
 def inject(fault: ProcessFault, root: int) -> psutil.Process:
-    """Let the fault happen to a process of the run whose first process is `root`; returns the process.
+    """Make the fault happen to a process of the run.
 
-    A SIGSTOP is followed by SIGCONT after the fault's seconds, from another thread.
-    Raises: NoTarget if there is no such process.
+    SIGSTOP is followed by SIGCONT after the fault's seconds, from another thread.
+
+    Args:
+        fault: the fault.
+        root: process id of the run's first process.
+
+    Returns:
+        The process that was hit.
+
+    Raises:
+        NoTarget: there is no such process.
     """
     targets = find(fault.role, root)
     if not targets:
@@ -52,7 +66,11 @@ def inject(fault: ProcessFault, root: int) -> psutil.Process:
 
 
 def hold_half_open(fault: HalfOpenFault) -> int:
-    """Open the connections, hold them, close them; returns how many were accepted by the kernel."""
+    """Open the connections, hold them and close them.
+
+    Returns:
+        How many the kernel accepted.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, fault.count + 64), hard), hard))
     ends = time.monotonic() + fault.seconds
@@ -70,7 +88,11 @@ def hold_half_open(fault: HalfOpenFault) -> int:
 
 
 def flood_descriptors(fault: FloodFault) -> int:
-    """Write to every descriptor of this process beyond the standard ones; returns the bytes that were taken."""
+    """Write to every descriptor of this process beyond the standard ones.
+
+    Returns:
+        How many bytes were taken.
+    """
     ends, left = time.monotonic() + fault.seconds, fault.num_bytes
     writable = [number for number in range(FIRST_DESCRIPTOR, LAST_DESCRIPTOR) if _is_open(number)]
     for number in writable:
