@@ -42,6 +42,10 @@ class DataError(RliteError, ValueError):
     """A prompt, a row or a file cannot be used; the message names the row and the key."""
 
 
+class NonFiniteError(DataError):
+    """A model computes NaN or infinity for one request, though its weights are finite."""
+
+
 class ResidencyError(RliteError, RuntimeError):
     """The engine is offloaded, released or without weights, so the call cannot run."""
 
@@ -63,7 +67,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class DivergedError(RliteError, ArithmeticError):
-    """Training no longer learns: losses, gradients or weights are not finite."""
+    """Training no longer learns: losses, gradients, or weights that are trained or served, are not finite."""
 
 
 class WorkerError(RliteError, RuntimeError):

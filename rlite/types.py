@@ -252,6 +252,8 @@ class TokenChunk:
     finish_reason: StopReason | None = None
     error: str | None = None
     """why this request alone was refused, e.g. a prompt longer than max_model_len, or failed"""
+    is_nonfinite: bool = False
+    """the error is about NaN or infinity among the model's outputs"""
 
 
 @dataclass(frozen=True, kw_only=True)

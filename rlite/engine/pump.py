@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from rlite.engine.base import Executor
-from rlite.errors import DataError, RliteError
+from rlite.errors import DataError, NonFiniteError, RliteError
 from rlite.observability import trace
 from rlite.types import (
     SequenceRequest,
@@ -70,7 +70,7 @@ class Flight:
             return False
         self.ended = time.perf_counter()
         if chunk.error is not None:
-            self.done.set_exception(DataError(chunk.error))
+            self.done.set_exception((NonFiniteError if chunk.is_nonfinite else DataError)(chunk.error))
         else:
             self.finish_reason = chunk.finish_reason or "abort"
             self.done.set_result(self)

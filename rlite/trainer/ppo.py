@@ -123,7 +123,7 @@ class PpoTrainer:
         self.start()
         metrics: dict[str, float] = {}
         while self.run.step < self.options.trainer.total_steps:
-            with stats_tracker.record_timing("step"):
+            with stats_tracker.record_timing("step"), self.run.generating():
                 batch = self.rollouts.next_batch()
                 batch = self.reference.with_logprobs(batch)
                 batch = self.critic.with_values(batch)
@@ -189,7 +189,7 @@ class PpoTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """The mean score on the test rows, failed episodes counted as wrong; see `evaluation_metrics`."""
-        with stats_tracker.record_timing("evaluate"):
+        with stats_tracker.record_timing("evaluate"), self.run.generating():
             found = self.engines.rollout.collector.evaluate(self.test_rows, self.test_workflow)
         self.test_errors = found.lost
         return evaluation_metrics(found)

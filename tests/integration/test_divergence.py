@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import rlite
 from rlite import RliteInferenceEngine
+from rlite.cluster.group import apply_on_processes
 from rlite.config import load
 from rlite.data.preferences import preference_rows
 from rlite.data.sft import sft_rows
@@ -138,6 +140,53 @@ def test_reinforcement_learning_that_diverges_says_so_and_ends_with_the_reason(
     assert names(tmp_path) == [f"diverged-{last - 3}", f"step-{last - 4}"]
 
 
+def test_policy_that_generates_nothing_finite_ends_the_run_and_sets_its_checkpoint_aside(
+    model: Path, tmp_path: Path
+) -> None:
+    stop_after(trainer("ppo", model, tmp_path, 1e-4, "trainer.save_async=false"), 3)
+    new_session()
+    resume = f"trainer.load_ckpt_from={tmp_path}/state/step-3"
+    words = r"at step 4: .*not finite.*policy version 4\).*diverged-4 is set aside.*load_ckpt_from=\S*state/step-3 "
+    with pytest.raises(DivergedError, match=words):
+        trainer("ppo", model, tmp_path, HUGE_LR, resume).fit()
+    assert names(tmp_path) == ["diverged-4", "step-3"]
+
+
+def fill_with_nan(worker: Any) -> None:
+    with torch.no_grad():
+        for shard in worker.parameter_shards().values():
+            shard.tensor.fill_(math.nan)
+
+
+def break_weights_in_step(learner: Any, step: int) -> None:
+    update = learner.update
+
+    def update_and_break(batch: Any) -> None:
+        update(batch)
+        if learner.run.step + 1 == step:
+            actor = learner.engines.actor.group
+            apply_on_processes([(actor, 0, (actor.key(0),), ())], fill_with_nan, [actor], "break weights", 60)
+
+    learner.update = update_and_break
+
+
+def test_weights_that_became_nan_are_named_by_the_generation_that_they_spoil(model: Path, tmp_path: Path) -> None:
+    learner = trainer("ppo", model, tmp_path, 1e-4, "trainer.save_freq=2")
+    break_weights_in_step(learner, 3)
+    with pytest.raises(DivergedError, match=r"at step 3: the served weights of policy version 3 hold NaN.*step-2 "):
+        learner.fit()
+    assert names(tmp_path) == ["step-2"]
+
+
+def test_weights_that_are_not_finite_are_never_saved(model: Path, tmp_path: Path) -> None:
+    learner = trainer("ppo", model, tmp_path, 1e-4)
+    break_weights_in_step(learner, 3)
+    with pytest.raises(DivergedError, match="diverged at step 3: weights hold NaN or infinity: model "):
+        learner.fit()
+    assert names(tmp_path) == ["step-2"]
+    assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "latest" / "model.safetensors").values())
+
+
 def test_a_diverged_run_displaces_no_good_checkpoint(model: Path, tmp_path: Path) -> None:
     stop_after(trainer("sft", model, tmp_path, 1e-4, "trainer.save_async=false"), 3)
     assert names(tmp_path) == ["step-3"]
@@ -174,7 +223,7 @@ def test_a_run_whose_last_updates_were_skipped_ends_with_an_error(model: Path, t
 
 def stop_after(learner: Any, step: int) -> None:
     """Interrupt a run at the end of the step after this one, before that one is saved."""
-    run = learner.run.run
+    run = learner.run if isinstance(learner, PpoTrainer) else learner.run.run
     log = run.log
 
     def log_and_stop(metrics: Any) -> None:

@@ -30,9 +30,9 @@ from rlite.engine.embedded.tiles import (
     sample_each,
     tiles_of,
 )
-from rlite.errors import ConfigError, ResidencyError, WeightSyncError
+from rlite.errors import ConfigError, DivergedError, ResidencyError
 from rlite.nn.architecture import rope_limit
-from rlite.parallel.shards import ParameterShard
+from rlite.parallel.shards import ParameterShard, nonfinite_names
 from rlite.parallel.tensor import attention_shape
 from rlite.parallel.usage import give_back_cached_memory
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
@@ -117,7 +117,7 @@ class EmbeddedWorker:
         Returns one chunk for each request that made progress, ended, or was refused or failed (`error`, without
         tokens): what one request alone makes impossible does not end the others. After an exception the worker is of
         no more use, but for ResidencyError, raised before anything is done.
-        Raises: ResidencyError if weights or KV cache are not on the device; WeightSyncError for weights that are not
+        Raises: ResidencyError if weights or KV cache are not on the device; DivergedError for weights that are not
             finite.
         """
         cache = self._serving_cache()
@@ -149,7 +149,7 @@ class EmbeddedWorker:
         others = [chunk for chunk in self._scheduler.drain(self.version) if chunk.request_id not in failed]
         return [*failed.values(), *others]
 
-    def _fail(self, request_id: int, error: str) -> None:
+    def _fail(self, request_id: int, error: str, is_nonfinite: bool = False) -> None:
         """Answer a request with why it cannot be served; if it runs, its owner ends it."""
         self._failed[request_id] = TokenChunk(
             request_id=request_id,
@@ -158,6 +158,7 @@ class EmbeddedWorker:
             sampling_logprobs=[],
             version=self.version,
             error=error,
+            is_nonfinite=is_nonfinite,
         )
 
     def _accept(self, request: SequenceRequest) -> None:
@@ -266,19 +267,22 @@ class EmbeddedWorker:
         return votes.bool().tolist()
 
     def _give_up(self, cache: SlotCache, sequences: Sequence[RunningSequence]) -> None:
-        """Fail those whose logits are not finite, if the weights are. Raises: WeightSyncError if they are not."""
-        are_finite = [bool(torch.isfinite(shard.tensor).all()) for shard in self.parameter_shards().values()]
-        if not all(self._agreed([all(are_finite)])):
-            raise WeightSyncError(
-                f"the weights that are served (policy version {self.version}) give logits that are not finite: "
-                "they hold NaN or infinity. Look at the step that made them; release() and build() to go on"
+        """Fail requests whose logits are not finite. Raises: DivergedError if the weights are not finite."""
+        names = nonfinite_names(self.parameter_shards())
+        if not all(self._agreed([not names])):
+            found = ", ".join(names[:3]) or "in the shard of another rank"
+            raise DivergedError(
+                f"the served weights of policy version {self.version} hold NaN or infinity ({found}), and give logits "
+                "that are not finite; release() and build() the engine to go on with others"
             )
         for sequence in sequences:
             cache.clear(sequence.slot)
             self._fail(
                 sequence.request.request_id,
-                f"after {len(sequence.tokens)} tokens its logits are not finite, though the weights are: what the "
-                f"model computes of these tokens is too large for {self._weights.dtype}",
+                f"after {len(sequence.tokens)} tokens its logits are not finite, though the weights are "
+                f"(policy version {self.version}): what the model computes of these tokens is too large for "
+                f"{self._weights.dtype}",
+                is_nonfinite=True,
             )
 
     def _sampling(self, sequences: Sequence[RunningSequence]) -> SamplingBatch:

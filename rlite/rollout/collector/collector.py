@@ -181,8 +181,8 @@ class RolloutCollector:
         Every episode counts alone: one that fails costs no sibling, is counted in what is returned and nowhere else,
         and however many fail, they do not stop the run. `group_ids` are the items' numbers.
 
-        Raises: WorkerError or ResidencyError if the engine cannot serve; RolloutError if the groups to train on that
-            run meanwhile stop the run; CallTimeout.
+        Raises: WorkerError, ResidencyError or DivergedError if the engine cannot serve; RolloutError if the groups to
+            train on that run meanwhile stop the run; CallTimeout.
         """
         check_items(data, workflow, group_size)
         groups = self._submit(self._tests, [item for item in data for _ in range(group_size)], workflow, 1, None)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError, WorkerError
+from rlite.errors import CallTimeout, ConfigError, DataError, DivergedError, ResidencyError, WorkerError
 from rlite.rollout.collector.seeds import SampleInference
 from rlite.rollout.rewards.function import RewardError
 from rlite.rollout.trajectories import check_trajectory
@@ -20,7 +20,7 @@ from rlite.types import AsyncInference
 
 FINAL = (DataError, ConfigError)
 """what a further attempt would meet again"""
-ENGINE_FAILURES = (WorkerError, ResidencyError)
+ENGINE_FAILURES = (WorkerError, ResidencyError, DivergedError)
 """the engine's own, which no workflow can help"""
 
 
@@ -49,7 +49,7 @@ async def run_episodes(
     `failed_attempts` counts what was raised, by the exception's name or the reward's outcome. With a `seed`, random
     numbers depend on it, the sample and the turn alone; those of requests with a seed of their own on that and the
     sample. `tokens` counts what each sample has generated so far.
-    Raises: EpisodeFailed; WorkerError or ResidencyError, at once.
+    Raises: EpisodeFailed; WorkerError, ResidencyError or DivergedError, at once.
     """
 
     async def episode(sample: int) -> TensorDict | None:

@@ -7,18 +7,20 @@ import fcntl
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlite import config
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CheckpointError, ConfigError, DivergedError, why_not_written
+from rlite.errors import CheckpointError, ConfigError, DivergedError, NonFiniteError, why_not_written
 from rlite.observability import stats_tracker, trace
 from rlite.observability.console import ConsoleReporter
 from rlite.observability.sinks.base import Run, open_sinks
 from rlite.observability.sinks.jsonl import drop_later_lines
+from rlite.rollout.workflow import RolloutError
 from rlite.trainer.run.checkpoints import NO_ENGINES, Checkpoints
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
 from rlite.trainer.run.folder import begins_anew, checkpoint_to_load, clear
@@ -251,6 +253,22 @@ class TrainingRun:
             },
         )
 
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Raise DivergedError if generation fails inside because the trained weights are not finite, or their logits.
+
+        Before the first step, and for any other cause, the failure itself is raised.
+        """
+        try:
+            yield
+        except (DivergedError, RolloutError) as error:
+            failure = error if isinstance(error, DivergedError) else error.__cause__
+            is_named = isinstance(failure, DivergedError | NonFiniteError)
+            cause = str(failure) if is_named else self._nonfinite_weights()
+            if not cause or not self.step:
+                raise
+            raise self._diverged(cause) from error
+
     def _diverged(self, cause: str) -> DivergedError:
         """What ends the run. Checkpoints after which no step was good are set aside: `latest` passes them over."""
         aside, good = self._checkpoints.set_aside()
@@ -291,9 +309,12 @@ class TrainingRun:
         `restore` returns the facts, which JSON can hold, and what is `kept` besides: plain values and tensors. After a
         skipped update nothing is written, but for the state at the very end, which displaces no other.
 
-        Raises: CheckpointError; the KeyboardInterrupt that waited for this.
+        Raises: CheckpointError; DivergedError, before anything is written, if the weights are not finite; the
+            KeyboardInterrupt that waited for this.
         """
         is_suspect = self._watch.num_bad > 0
+        if not is_suspect and (damage := self._nonfinite_weights()):
+            raise self._diverged(damage)
         if not is_suspect or self.step == self.total_steps:
             self._save(engine, beside, kept, facts, is_exported=not is_suspect)
         if INTERRUPTION.is_asked:

@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
-from rlite.errors import ConfigError, WeightSyncError
+from rlite.errors import ConfigError, DivergedError
 from rlite.types import GenerationHyperparameters, SequenceRequest
 from tests.tiny import Kind, build_model_dir
 
@@ -94,7 +94,7 @@ def overflow(worker: EmbeddedWorker, rank: int) -> dict:
         next(shard.tensor for name, shard in shards.items() if "layers.1.mlp.up_proj" in name).fill_(float("nan"))
     try:
         worker.advance([second], [], 8)
-    except WeightSyncError as error:
+    except DivergedError as error:
         return {"ends": ends, "refused": refused, "weights": str(error)}
     return {"ends": ends}
 
@@ -128,6 +128,6 @@ def test_what_is_not_finite_on_one_rank_ends_the_same_on_all(served: dict) -> No
     for rank in served["ranks"]:
         assert "not finite, though the weights are" in rank["ends"][0]
         assert rank["ends"][1] in ("stop", "length")
-        assert "they hold NaN or infinity" in rank["weights"]
+        assert "of policy version 0 hold NaN or infinity" in rank["weights"]
         (refused,) = rank["refused"]
         assert "stop strings need a tokenizer" in refused, "though rank 0 has one"

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
-from rlite.errors import CheckpointError, ConfigError, ResidencyError, WeightSyncError
+from rlite.errors import CheckpointError, ConfigError, DivergedError, ResidencyError
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
 from tests.tiny import build_model_dir
@@ -436,7 +436,7 @@ def test_weights_that_are_not_finite_are_named_instead_of_served(tmp_path):
     worker = EmbeddedWorker(str(path), EmbeddedOptions(max_model_len=64, max_num_seqs=2), torch.device("cpu"))
     next(iter(worker.parameter_shards().values())).tensor.fill_(float("nan"))
     request = SequenceRequest(request_id=0, input_ids=[1, 2], gconfig=GenerationHyperparameters(), seed=0)
-    with pytest.raises(WeightSyncError, match="not finite"):
+    with pytest.raises(DivergedError, match="policy version 0 hold NaN or infinity"):
         worker.advance([request], [], 4)
 
 
