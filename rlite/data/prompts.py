@@ -43,11 +43,18 @@ class PromptStream:
     """Batches of rows without end: each epoch in another order, which the seed and the epoch decide.
 
     `position` counts the rows dealt so far; set it to take up where another stream was.
+
+    Raises: ConfigError if a batch would be empty, or larger than the table.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], batch_size: int, seed: int) -> None:
         if batch_size < 1:
             raise ConfigError(f"prompts_per_rollout={batch_size}: expected at least 1")
+        if batch_size > len(rows):
+            raise ConfigError(
+                f"train_data.prompts_per_rollout={batch_size}: there are {len(rows)} rows, so one rollout would hold a "
+                "prompt twice; lower it, or give more rows"
+            )
         self._rows = rows
         self._batch_size = batch_size
         self._order = ShuffledOrder(len(rows), seed)

@@ -117,6 +117,7 @@ def test_the_context_is_as_long_as_prompts_and_answers_need_and_the_plan_says_so
     sampling = SamplingOptions(max_new_tokens=5000)
     options = PpoConfig(
         actor=ActorOptions(model_name=str(model)),
+        train_data=PromptOptions(prompts_per_rollout=1),
         rollout=RolloutOptions(train_sampling_params=sampling, max_num_seqs=2),
         trainer=TrainerOptions(save_dir=str(tmp_path / "run"), total_steps=1),
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlite.data.prompts import PromptStream, check_prompts
-from rlite.errors import CheckpointError, DataError
+from rlite.errors import CheckpointError, ConfigError, DataError
 
 MESSAGES = [{"role": "user", "content": "a"}]
 
@@ -47,6 +47,12 @@ def test_a_stream_deals_every_row_once_per_epoch_and_goes_on_from_a_position() -
     again = PromptStream(rows, 3, seed=2)
     again.load_state_dict(resumed.state_dict())
     assert [row["prompt"] for row in again.next()] == dealt[9:12]
+
+
+@pytest.mark.parametrize("batch_size", [0, 4])
+def test_empty_batch_and_batch_larger_than_the_table_are_refused(batch_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"prompts_per_rollout={batch_size}: "):
+        PromptStream([{"prompt": str(number)} for number in range(3)], batch_size, seed=0)
 
 
 def test_a_stream_of_other_rows_is_refused_and_one_of_the_same_goes_on() -> None:
