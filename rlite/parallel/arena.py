@@ -1,8 +1,8 @@
-"""Memory that another process of this machine can read where it lies.
+"""Memory that another process of this machine can read in place.
 
-On CPU an arena is one anonymous memory file (`memfd_create`): it has no name, needs no room in /dev/shm, and is gone
-when the last process that maps it ends, however it ends. Where the system has none (macOS), an arena is ordinary memory
-and `handle_of` says None; then weights travel by a process group.
+On CPU an arena is one anonymous memory file (`memfd_create`). It has no name, needs no room in /dev/shm, and disappears
+with the last process that maps it, however that process ends. Systems without memfd (macOS) get ordinary memory, and
+`handle_of` returns None; weights then travel through a process group.
 
 On a GPU an arena is one allocation that is opened through one CUDA IPC handle. Every handle has to be opened exactly
 once: torch keeps memory whose handle nobody opened, and memory whose handle was opened twice.
@@ -40,7 +40,7 @@ PORTABLE = 1
 
 @dataclass(frozen=True)
 class SharedBlock:
-    """A tensor in another process's arena: everything that a reader needs to map it."""
+    """A tensor in another process's arena, with everything that a reader needs to map it."""
 
     host: str
     pid: int
@@ -54,7 +54,7 @@ class SharedBlock:
 
 
 def aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes that a tensor takes in an arena."""
+    """Return the bytes that a tensor takes in an arena."""
     return -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
@@ -70,7 +70,11 @@ class DeviceBlock:
 
 
 class Arena:
-    """Hands out tensors from one block of memory, given as bytes; they keep the memory alive."""
+    """Allocator of tensors inside one block of memory; the tensors keep the memory alive.
+
+    Args:
+        base: the memory, a tensor of bytes.
+    """
 
     def __init__(self, base: Tensor) -> None:
         self.nbytes = base.numel()
@@ -78,28 +82,32 @@ class Arena:
         self._used = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor with unspecified content."""
+        """Return a contiguous tensor with unspecified content."""
         start, self._used = self._used, self._used + aligned_bytes(shape, dtype)
         return _view(self._base, start, shape, dtype)
 
     def reset(self) -> None:
-        """Forget what was handed out; the next tensors take the same memory."""
+        """Forget all tensors; the next ones take the same memory."""
         self._used = 0
 
 
 class DeviceArena(Arena):
-    """An arena of `nbytes` on a GPU."""
+    """Arena of `nbytes` on a GPU."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         super().__init__(torch.empty(max(nbytes, ALIGNMENT), dtype=torch.uint8, device=device))
         self._opening: tuple[Any, tuple] | None = None
 
     def reset(self) -> None:
+        """Forget all tensors, and share the memory under a new handle."""
         super().reset()
         self._opening = None
 
     def handle_of(self, tensor: Tensor) -> DeviceBlock:
-        """How one other process reads `tensor`, which lies here. All handles between two resets open together."""
+        """Return what one other process needs to read `tensor`, which lies here.
+
+        All handles between two resets open together.
+        """
         if self._opening is None:
             self._opening = reduce_tensor(self._base)
         offset = tensor.data_ptr() - self._base.data_ptr()
@@ -107,13 +115,13 @@ class DeviceArena(Arena):
 
 
 class DeviceReader:
-    """Opens other processes' arenas on a GPU, each once, until it is dropped itself."""
+    """Reader of other processes' GPU arenas. Each arena is opened once and closed with the reader."""
 
     def __init__(self) -> None:
         self._arenas: dict[int, tuple[Any, Tensor]] = {}
 
     def view(self, block: DeviceBlock) -> Tensor:
-        """The tensor itself, to be read only."""
+        """Return the shared tensor itself; it must not be written to."""
         key = id(block.arena)
         if key not in self._arenas:
             rebuild, args = block.arena
@@ -122,16 +130,20 @@ class DeviceReader:
 
 
 class HostMemory:
-    """One block of host memory for copies of tensors, used again for the next ones; pinned for tensors of a GPU.
+    """One reusable block of host memory for copies of tensors, pinned if a tensor is on a GPU.
 
-    It is exactly as large as the copies. torch's own pinned memory is rounded up to a power of two.
+    The block is exactly as large as the copies; torch's own pinned memory is rounded up to a power of two.
     """
 
     def __init__(self) -> None:
         self._arena: Arena | None = None
 
     def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy tensors; a GPU copies in its own time. The copies that were made before are overwritten."""
+        """Copy tensors, overwriting earlier copies. A copy from a GPU is asynchronous.
+
+        Returns:
+            The copies, in the order of `tensors`.
+        """
         needed = sum(aligned_bytes(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         if self._arena is None or self._arena.nbytes < needed:
             self._arena = None  # before its successor is allocated
@@ -163,9 +175,12 @@ PIDFD_GETFD = 438
 
 
 def check_gpu_sharing(pid: int) -> None:
-    """Raise ConfigError if torch cannot open GPU memory that process `pid` shares with this process.
+    """Check that torch can open GPU memory that process `pid` shares with this process.
 
-    Memory in expandable segments travels as a file descriptor, which containers without privileges may not copy.
+    Memory in expandable segments travels as a file descriptor, which unprivileged containers may not copy.
+
+    Raises:
+        ConfigError: it cannot.
     """
     if has_expandable_segments(os.environ) and (error := _descriptor_error(pid)) is not None:
         raise ConfigError(
@@ -176,13 +191,13 @@ def check_gpu_sharing(pid: int) -> None:
 
 
 def has_expandable_segments(environment: Mapping[str, str]) -> bool:
-    """Whether torch's allocator is told to use expandable segments."""
+    """Return True if the environment tells torch's allocator to use expandable segments."""
     settings = ",".join(environment.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     return "expandable_segments:true" in settings.replace(" ", "").lower()
 
 
 def _descriptor_error(pid: int) -> str | None:
-    """Why this process may not copy a file descriptor of another process; None if it may."""
+    """Return why this process may not copy a file descriptor of process `pid`, or None if it may."""
     try:
         process = os.pidfd_open(pid)
     except OSError as error:
@@ -199,7 +214,11 @@ def _descriptor_error(pid: int) -> str | None:
 
 
 class SharedArena(Arena):
-    """An arena of `nbytes` in a shared mapping on CPU."""
+    """Arena of `nbytes` in shared memory on CPU.
+
+    Raises:
+        StorageError: the memory file could not be made so large.
+    """
 
     def __init__(self, nbytes: int) -> None:
         nbytes = max(nbytes, ALIGNMENT)
@@ -214,7 +233,7 @@ class SharedArena(Arena):
         super().__init__(torch.frombuffer(self._map, dtype=torch.uint8))
 
     def handle_of(self, tensor: Tensor) -> SharedBlock | None:
-        """How another process finds `tensor`; None if it does not lie in this arena or cannot be shared."""
+        """Return what another process needs to map `tensor`; None if it is not in this arena or cannot be shared."""
         offset = tensor.data_ptr() - self._base.data_ptr()
         if self._fd < 0 or not 0 <= offset < self.nbytes or not tensor.is_contiguous():
             return None
@@ -230,7 +249,7 @@ class SharedArena(Arena):
         )
 
     def discard(self) -> None:
-        """Give the memory back now, wherever it is still mapped: every tensor in it is zeros from here on."""
+        """Give the memory back now, even where it is still mapped. Every tensor in it then reads as zeros."""
         if self._fd >= 0:
             self._map.madvise(mmap.MADV_REMOVE)
 
@@ -240,14 +259,18 @@ class SharedArena(Arena):
 
 
 class ArenaReader:
-    """Maps other processes' arenas, each once, and gives tensors in them. Not for several threads."""
+    """Reader of other processes' arenas, each mapped once. Not thread-safe."""
 
     def __init__(self) -> None:
         self._maps: dict[tuple[int, int, int], Tensor] = {}
         """by pid, fd and inode; while an arena is mapped, no other file has its inode"""
 
     def view(self, block: SharedBlock) -> Tensor:
-        """The tensor itself, to be read only. Raises OSError if the process or the arena is gone, or is not ours."""
+        """Return the shared tensor itself; it must not be written to.
+
+        Raises:
+            FileNotFoundError: the process has closed the arena. Other OSErrors: the process is gone or not ours.
+        """
         key = (block.pid, block.fd, block.inode)
         if key not in self._maps:
             self._maps = {known: arena for known, arena in self._maps.items() if _is_there(*known)}
@@ -277,13 +300,13 @@ def _is_there(pid: int, fd: int, inode: int) -> bool:
 
 
 def can_share_memory() -> bool:
-    """Whether another process can map an arena: Linux, with /proc."""
+    """Return True if another process can map an arena: on Linux with /proc."""
     return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 
 
 @cache
 def host_identity() -> str:
-    """Equal for processes that share memory and process numbers."""
+    """Return a text that is equal for processes that share memory and process ids."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

@@ -1,7 +1,8 @@
-"""Collectives that autograd goes through. What each does to gradients is in its name's second half.
+"""Collectives that autograd can differentiate.
 
-The ranks of a group either compute the same thing from a gathered tensor, and then every rank's gradient is already
-whole (`grad="slice"`), or each uses it for its own part of the work, and then gradients add up (`grad="sum"`).
+After a gather, the ranks either compute the same thing, so that each rank's gradient is already complete
+(`grad="slice"`), or each rank uses the tensor for its own part of the work, so that gradients must be added up
+(`grad="sum"`).
 """
 
 from __future__ import annotations
@@ -19,16 +20,32 @@ _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 def gather(x: Tensor, group: dist.ProcessGroup, dim: int, grad: Literal["slice", "sum"]) -> Tensor:
-    """The ranks' tensors, of equal shape, one after the other along `dim`."""
+    """Concatenate the ranks' tensors, which have equal shapes.
+
+    Args:
+        x: this rank's tensor.
+        group: the ranks.
+        dim: the dimension along which tensors are concatenated.
+        grad: "slice" takes this rank's part of the gradient; "sum" adds up the gradients of all ranks.
+
+    Returns:
+        The whole tensor, the same on every rank.
+    """
     if group.size() == 1:
         return x
     return _Gather.apply(x, group, dim % x.dim(), grad)
 
 
 def split(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """This rank's of equal parts along `dim`, the last filled up with zeros; gradients are gathered.
+    """Take this rank's part of `x`, which is the same on every rank. The gradient is gathered.
 
-    `x` is the same on every rank.
+    Args:
+        x: the whole tensor.
+        group: the ranks.
+        dim: the dimension that is cut into equal parts; the last part is padded with zeros.
+
+    Returns:
+        This rank's part.
     """
     if group.size() == 1:
         return x
@@ -36,24 +53,42 @@ def split(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """This rank's part of the sum over ranks along `dim`, the last filled up with zeros; gradients are gathered."""
+    """Add up the ranks' tensors and take this rank's part of the sum. The gradient is gathered.
+
+    Args:
+        x: this rank's summand.
+        group: the ranks.
+        dim: the dimension that is cut into equal parts; the last part is padded with zeros.
+
+    Returns:
+        This rank's part of the sum.
+    """
     if group.size() == 1:
         return x
     return _ReduceScatter.apply(pad_to_multiple(x, group.size(), dim), group, dim % x.dim())
 
 
 def sum_forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks; the gradient, the same on every rank, passes through."""
+    """Return the sum over ranks. The gradient, the same on every rank, passes through."""
     return x if group.size() == 1 else _SumForward.apply(x, group)
 
 
 def sum_backward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tensor itself, which every rank uses for its own part of the work; gradients add up."""
+    """Return `x` unchanged. Its gradient is the sum over ranks, each of which uses `x` for its own part of the work."""
     return x if group.size() == 1 else _SumBackward.apply(x, group)
 
 
 def pad_to_multiple(x: Tensor, multiple: int, dim: int) -> Tensor:
-    """`x` with zeros after its end along `dim`, so that `multiple` divides its size there."""
+    """Pad `x` with zeros at the end of a dimension.
+
+    Args:
+        x: any tensor.
+        multiple: the padded size is divisible by it.
+        dim: the dimension to pad.
+
+    Returns:
+        The padded tensor, or `x` itself if nothing is missing.
+    """
     missing = -x.shape[dim] % multiple
     return F.pad(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, missing]) if missing else x
 
@@ -73,7 +108,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def _moved(x: Tensor, dim: int) -> Tensor:
-    """`x` with its first axis at `dim`, laid out anew, and no view: FSDP asks that of what a module returns."""
+    """Return `x` with its first axis at `dim`, contiguous and not a view: FSDP requires that of module outputs."""
     moved = x.movedim(0, dim)
     return torch.ops.aten._unsafe_view(x, moved.shape) if moved.is_contiguous() else moved.contiguous()
 

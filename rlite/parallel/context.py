@@ -21,7 +21,7 @@ from rlite.parallel.collectives import gather, pad_to_multiple
 
 @dataclass(frozen=True)
 class Segment:
-    """Queries of one chunk that belong to one sequence, and the keys that they may see."""
+    """Queries of one chunk that belong to one sequence, and the keys that they may attend to."""
 
     queries: slice
     """among this rank's tokens"""
@@ -30,9 +30,11 @@ class Segment:
 
 
 class ContextShare:
-    """One rank's tokens of a pack of `num_tokens`, filled up so that all ranks have equally many.
+    """One rank's tokens of a pack. Padding gives all ranks equally many.
 
-    Without a group it is the whole pack, as it is.
+    Args:
+        cu_seqlens: [N + 1], boundaries of the sequences in the pack.
+        group: the ranks that share the pack; None keeps the whole pack on this rank.
     """
 
     def __init__(self, cu_seqlens: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -64,7 +66,7 @@ class ContextShare:
         return segments
 
     def take(self, x: Tensor) -> Tensor:
-        """This rank's tokens of x [T, ...]; what fills up is zero."""
+        """Return this rank's tokens of `x` [T, ...]; padding is zero."""
         if self.group is None:
             return x
         filled = pad_to_multiple(x, 2 * self.group.size() * self.chunk, dim=0)
@@ -72,13 +74,13 @@ class ContextShare:
         return filled[mine]
 
     def gather_keys(self, x: Tensor) -> Tensor:
-        """All tokens in the pack's order from this rank's [t, ...]; gradients of all ranks add up."""
+        """Return all tokens in the order of the pack, from this rank's [t, ...]. The ranks' gradients are added up."""
         if self.group is None:
             return x
         return gather(x, self.group, dim=0, grad="sum")[self._position]
 
     def gather_results(self, x: Tensor) -> Tensor:
-        """All tokens [T, ...] in the pack's order, for what every rank then does alike."""
+        """Return all tokens [T, ...] in the order of the pack, for computations that every rank repeats."""
         if self.group is None:
             return x
         return gather(x, self.group, dim=0, grad="slice")[self._position][: self.num_tokens]

@@ -1,4 +1,4 @@
-"""Sharding a meta module with FSDP2, and making this rank's shard of its weights real."""
+"""Sharding of a meta module with FSDP2, and allocation of this rank's shard."""
 
 from __future__ import annotations
 
@@ -24,9 +24,16 @@ from rlite.parallel.shards import ParameterShard
 def shard(
     module: nn.Module, units: Sequence[nn.Module], mesh: TrainMesh, compute_dtype: torch.dtype, param_dtype: torch.dtype
 ) -> None:
-    """Apply FSDP2 to each unit and to the module itself. One rank without mixed precision needs none.
+    """Apply FSDP2 to each unit and to the module itself. A single rank without mixed precision needs none.
 
-    The module's own inputs are cast to `compute_dtype`; those of units are not: positions and masks stay exact.
+    The module's own inputs are cast to `compute_dtype`. Inputs of units are not: positions and masks stay exact.
+
+    Args:
+        module: the module, on meta.
+        units: submodules that are gathered one at a time, such as the layers.
+        mesh: this rank's place in the mesh.
+        compute_dtype: dtype of parameters in forward and backward passes.
+        param_dtype: dtype in which parameters are stored.
     """
     if mesh.is_plain and compute_dtype == param_dtype:
         return
@@ -40,7 +47,7 @@ def shard(
 
 
 def shard_group(module: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that gather parameters together, which run every forward pass together; None if this one is alone."""
+    """Return the ranks that gather parameters together, and so run every forward pass together; None for one rank."""
     for group in _parameter_groups(module):
         return group.mesh_info.shard_process_group
     return None
@@ -49,7 +56,12 @@ def shard_group(module: nn.Module) -> dist.ProcessGroup | None:
 def set_gradient_sync(module: nn.Module, is_last: bool) -> None:
     """Reduce gradients over copies of the model only in the batch's last backward pass.
 
-    Over the shards of a copy they are reduced in every pass: otherwise each rank would add up gradients of the whole.
+    Over the shards of one copy gradients are reduced in every pass. Otherwise each rank would accumulate whole
+    gradients.
+
+    Args:
+        module: the sharded module.
+        is_last: True before the last backward pass.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_all_reduce(is_last)
@@ -57,10 +69,16 @@ def set_gradient_sync(module: nn.Module, is_last: bool) -> None:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: TrainMesh, group: Any) -> float:
-    """Scale gradients down to the global norm `max_norm`, as `nn.utils.clip_grad_norm_` does; returns the norm before.
+    """Scale gradients down to the global norm `max_norm`, as `nn.utils.clip_grad_norm_` does, with one all-reduce.
 
-    One all-reduce over the engine's workers (`group`): each adds up what it holds, and what several hold is counted
-    by the first of them.
+    Args:
+        parameters: the parameters; those without a gradient are ignored.
+        max_norm: the largest norm allowed.
+        mesh: this rank's place in the mesh. A gradient that several ranks hold is counted by the first.
+        group: all workers of the engine.
+
+    Returns:
+        The norm before clipping.
     """
     gradients = [(p.grad, local_tensor(p.grad)) for p in parameters if p.grad is not None]
     counted = [
@@ -82,10 +100,13 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Tr
 
 @contextmanager
 def resharded(module: nn.Module) -> Iterator[None]:
-    """After it FSDP has given its gathered parameters back.
+    """Reshard FSDP's gathered parameters at the end of the block.
 
-    Else a forward pass without a backward pass leaves the outermost ones gathered: they take memory, and the module's
-    parameters are then others than those that the optimizer and the checkpoint know.
+    A forward pass without a backward pass leaves the outermost parameters gathered. They take memory, and they are not
+    the parameters that the optimizer and the checkpoint know.
+
+    Yields:
+        None.
     """
     try:
         yield
@@ -96,10 +117,10 @@ def resharded(module: nn.Module) -> Iterator[None]:
 
 
 def forget_gradients(module: nn.Module) -> None:
-    """Bring FSDP back to its start after a forward or backward pass that raised; what was accumulated is lost.
+    """Reset FSDP after a forward or backward pass that raised. Accumulated gradients are lost.
 
-    Gradients that were not reduced yet lie in FSDP, where `optimizer.zero_grad()` does not find them: the next step
-    would count them, too.
+    Gradients that are not reduced yet live inside FSDP, out of reach of `optimizer.zero_grad()`. Without this reset the
+    next step would include them.
     """
     set_gradient_sync(module, is_last=True)
     for group in _parameter_groups(module):
@@ -117,7 +138,7 @@ def forget_gradients(module: nn.Module) -> None:
 
 
 def _parameter_groups(module: nn.Module) -> Iterator[Any]:
-    """FSDP's own, one for each unit: `shard` asks for no more. torch 2.11 has no name for several."""
+    """Yield FSDP's parameter groups, one per unit. torch 2.11 has no public name for them."""
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
             group = submodule._get_fsdp_state()._fsdp_param_group
@@ -126,7 +147,7 @@ def _parameter_groups(module: nn.Module) -> Iterator[Any]:
 
 
 def _reset_iteration(module: FSDPModule) -> None:
-    """What `reset_iter_state` does, for torch 2.11, which does not have it."""
+    """Do what `reset_iter_state` does; torch 2.11 does not have it."""
     root = module._get_fsdp_state()
     root._device_handle.synchronize()  # what is in flight may end, before its memory goes
     root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None  # type: ignore[attr-defined]
@@ -144,12 +165,15 @@ def _reset_iteration(module: FSDPModule) -> None:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's block of a DTensor; any other tensor itself."""
+    """Return this rank's block of a DTensor, and any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """The whole of a parameter, on every rank; a collective. Axis by axis: FSDP's shards lie inside the others."""
+    """Return the whole parameter on every rank; a collective.
+
+    Axes are gathered one by one: FSDP's shards are innermost.
+    """
     if not isinstance(parameter, DTensor):
         return parameter.detach()
     placements = list(parameter.placements)
@@ -161,7 +185,7 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
 
 def local_shard(parameter: Tensor) -> ParameterShard:
-    """The box that this rank holds of a parameter, sharing its memory."""
+    """Return the part of a parameter that this rank holds; it shares the parameter's memory."""
     if not isinstance(parameter, DTensor):
         return ParameterShard(parameter.data, (0,) * parameter.dim(), tuple(parameter.shape))
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -169,10 +193,21 @@ def local_shard(parameter: Tensor) -> ParameterShard:
 
 
 def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> SharedArena | None:
-    """Give every meta parameter unwritten memory on `device` (on CPU in an arena); move real buffers there.
+    """Give every meta parameter uninitialized memory on `device` and move buffers there.
 
-    Parameters that were shared stay shared. FSDP moves a shard of uneven size out of the arena, into padded memory.
-    Raises: ConfigError for a buffer on meta: nothing says what it should hold.
+    On CPU the memory is an arena. Tied parameters stay tied. FSDP moves a shard of uneven size into padded memory
+    outside of the arena.
+
+    Args:
+        module: the sharded module, on meta.
+        device: where parameters go.
+        dtype: dtype of the parameters.
+
+    Returns:
+        The arena, on CPU.
+
+    Raises:
+        ConfigError: a buffer is on meta, so its values are unknown.
     """
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
@@ -202,7 +237,7 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sha
 
 
 def _like(parameter: nn.Parameter, local: Any) -> nn.Parameter:
-    """A parameter like `parameter`, whose local block is `local`."""
+    """Return a parameter like `parameter` with another local block."""
     if isinstance(parameter, DTensor):
         local = DTensor.from_local(
             local,

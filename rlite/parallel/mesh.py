@@ -1,4 +1,4 @@
-"""The arithmetic of parallelism: which rank of an engine is what, and the device mesh that says so to torch."""
+"""The arithmetic of parallelism: the role of each rank of an engine, and torch's device mesh for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlite.parallel.processes import subgroup
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """world = copies x fsdp x seq x tensor, from the slowest to the fastest axis."""
+    """Sizes of the mesh axes: world = copies x fsdp x seq x tensor, from the slowest to the fastest axis."""
 
     copies: int
     """whole copies of the model (HSDP); gradients are averaged over them"""
@@ -28,7 +28,20 @@ class ParallelDims:
 
     @classmethod
     def of(cls, world_size: int, executor_size: int, seq: int, tensor: int) -> ParallelDims:
-        """Raises: ConfigError with the equation that does not hold."""
+        """Compute the axes of an engine.
+
+        Args:
+            world_size: all workers of the engine.
+            executor_size: workers that hold one copy of the model.
+            seq: `sp_size`.
+            tensor: `tp_size`.
+
+        Returns:
+            The sizes of all axes.
+
+        Raises:
+            ConfigError: a size is not positive, or the equation in the message has no whole solution.
+        """
         for name, size in (("sp_size", seq), ("tp_size", tensor)):
             if size < 1:
                 raise ConfigError(f"{name}={size}: expected at least 1")
@@ -41,14 +54,27 @@ class ParallelDims:
 
     @classmethod
     def of_world(cls, world_size: int, copies: int, seq: int, tensor: int) -> ParallelDims:
-        """As trainers say it. Raises: ConfigError with the equation that does not hold."""
+        """Compute the axes from the options of the trainers.
+
+        Args:
+            world_size: all devices.
+            copies: `ddp_size`.
+            seq: `sp_size`.
+            tensor: `tp_size`.
+
+        Returns:
+            The sizes of all axes.
+
+        Raises:
+            ConfigError: the equation in the message has no whole solution.
+        """
         if copies < 1 or world_size % copies:
             raise ConfigError(f"ddp_size={copies} copies do not divide the world of {world_size} devices")
         return cls.of(world_size, world_size // copies, seq, tensor)
 
     @property
     def num_shards(self) -> int:
-        """Ranks over which FSDP shards what a tensor-parallel rank holds of a parameter."""
+        """Ranks over which FSDP shards the part of a parameter that a tensor-parallel rank holds."""
         return self.fsdp * self.seq
 
     @property
@@ -82,16 +108,27 @@ class TrainMesh:
 
     @property
     def tensor_rank(self) -> int:
+        """Rank in the tensor-parallel group."""
         return self.rank % self.dims.tensor
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is one rank alone."""
+        """True for a single rank without any parallelism."""
         return self.num_averaged * self.dims.tensor == 1
 
 
 def make_mesh(device_type: str, world_ranks: Sequence[int], rank: int, dims: ParallelDims) -> TrainMesh:
-    """world_ranks: the engine's workers in the default group, in the order of `ParallelDims`. All of them call this."""
+    """Build the mesh and its process groups. Every rank of the engine calls it.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        world_ranks: ranks of the engine's workers in the default group, in the order of `ParallelDims`.
+        rank: this worker's index in `world_ranks`.
+        dims: sizes of the axes.
+
+    Returns:
+        This rank's place.
+    """
     table = torch.tensor(world_ranks, dtype=torch.int).view(dims.copies, dims.num_shards, dims.tensor)
     copy, shard, tensor = (int(i) for i in torch.unravel_index(torch.tensor(rank), table.shape))
     lines = {

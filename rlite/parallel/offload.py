@@ -1,4 +1,4 @@
-"""Where an optimizer's state lies: moved with the model, or kept on the host between steps."""
+"""Residency of optimizer state: moved with the model, or kept on the host between steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ _memory: WeakKeyDictionary[torch.optim.Optimizer, HostMemory] = WeakKeyDictionar
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move what the optimizer remembers of its parameters; step counters stay where torch wants them.
+    """Move the optimizer's state; step counters stay where torch wants them.
 
-    When it returns, what has left a GPU can be read on the host.
+    State that leaves a GPU is readable on the host when the call returns.
+
+    Args:
+        optimizer: the optimizer.
+        device: the CPU or this worker's GPU.
     """
     places = [
         (state, key, value)
@@ -40,9 +44,13 @@ def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
 
 
 def keep_on_host_between_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """From now on the optimizer's state is on `device` only while a step is made, whoever makes it; else on the host.
+    """Register hooks that keep the optimizer's state on `device` only during a step, and on the host otherwise.
 
-    What else puts it on the device (loading it, say) is to be followed by `move_state` to the host.
+    After any other code puts the state on the device (loading a checkpoint, say), call `move_state` to the host.
+
+    Args:
+        optimizer: the optimizer.
+        device: where steps are made.
     """
     host = torch.device("cpu")
     optimizer.register_step_pre_hook(lambda optimizer, *_: move_state(optimizer, device))
@@ -54,5 +62,8 @@ def _block(value: Tensor) -> Tensor:
 
 
 def _with_block(value: Tensor, block: Tensor) -> Tensor:
-    """A DTensor is made by its constructor: the device of its mesh is not that of its block here."""
+    """Return `block` as the local part of a tensor like `value`.
+
+    DTensors are built by their constructor, because the mesh's device is not the block's device here.
+    """
     return DTensor(block, value._spec, requires_grad=False) if isinstance(value, DTensor) else block

@@ -1,4 +1,4 @@
-"""Joining and leaving torch.distributed, and process groups over any subset of ranks."""
+"""Membership in torch.distributed, and process groups over any subset of ranks."""
 
 from __future__ import annotations
 
@@ -27,24 +27,28 @@ _open_stores: dict[int, dist.Store] = {}  # by port; a TCPStore serves as long a
 def process_identity() -> str:
     """Return a text that no other process has, on any node.
 
-    A process id alone is used again by later processes, and a forked process inherits what its parent drew.
+    A process id alone is reused by later processes, and a forked process inherits what its parent drew.
     """
     return f"{os.getpid()}-{_START}"
 
 
 def backend_for(device_kind: str) -> str:
-    """gloo for CPU tensors, NCCL for CUDA tensors; a CUDA process has both."""
+    """Return torch's backends: gloo for CPU tensors, NCCL for CUDA tensors; a CUDA process has both."""
     return "gloo" if device_kind == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def join_alone(device_kind: str) -> None:
-    """Make this process a world of its own, without a network."""
+    """Make this process a world of one rank, without a network."""
     if not dist.is_initialized():
         dist.init_process_group(backend_for(device_kind), store=dist.HashStore(), rank=0, world_size=1)
 
 
 def open_store(ip: str) -> int:
-    """Start a rendezvous store on this node, listening on `ip` alone; returns its port."""
+    """Start a rendezvous store on this node that listens on `ip` only.
+
+    Returns:
+        Its port.
+    """
     listener = socket.socket()
     listener.bind((ip, 0))
     listener.listen(1024)
@@ -55,17 +59,33 @@ def open_store(ip: str) -> int:
 
 
 def close_store(port: int) -> None:
-    """End the store that `open_store` started here on this port, if it did."""
+    """End the store that `open_store` started here on this port, if any."""
     _open_stores.pop(port, None)
 
 
 def connect_store(ip: str, port: int, timeout_s: float) -> dist.Store:
-    """A client of the store that `open_store` started on `ip:port`."""
+    """Return a client of a store that `open_store` started.
+
+    Args:
+        ip: address of the store's node.
+        port: its port.
+        timeout_s: seconds to wait for it.
+    """
     return dist.TCPStore(ip, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 def join(rank: int, world_size: int, ip: str, port: int, own_ip: str, device_kind: str, timeout_s: float) -> None:
-    """Join the world that meets at the store on `ip:port`; `own_ip` is how the others reach this node."""
+    """Join a world whose members meet at a store.
+
+    Args:
+        rank: this process's rank.
+        world_size: number of members.
+        ip: address of the store's node.
+        port: the store's port.
+        own_ip: the address at which the other members reach this node.
+        device_kind: "cpu" or "cuda".
+        timeout_s: seconds to wait for the store.
+    """
     if (interface := _interface(own_ip)) is not None:  # else gloo would ask what the host name resolves to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     store = connect_store(ip, port, timeout_s)
@@ -75,7 +95,7 @@ def join(rank: int, world_size: int, ip: str, port: int, own_ip: str, device_kin
 
 
 def _interface(ip: str) -> str | None:
-    """The network interface of this node that has the address `ip`."""
+    """Return this node's network interface that has the address `ip`."""
     if ip.startswith("127."):
         return "lo0" if sys.platform == "darwin" else "lo"
     found = (name for name, addresses in psutil.net_if_addrs().items() if any(a.address == ip for a in addresses))
@@ -83,7 +103,7 @@ def _interface(ip: str) -> str | None:
 
 
 class _ProgramWorld(c10d._World):
-    """What torch.distributed knows in rank 0 under torchrun: its main thread is no rank, but a world of its own."""
+    """State of torch.distributed in rank 0 under torchrun, whose main thread is a world of its own and not a rank."""
 
     alone: dist.ProcessGroup
 
@@ -98,9 +118,9 @@ class _ProgramWorld(c10d._World):
 
 
 def make_program_a_world() -> None:
-    """Let a collective of the main thread return at once: the other ranks serve it and will never join it.
+    """Let a collective of the main thread return at once: other ranks serve that thread and never join its collectives.
 
-    Every other thread goes on in the group of all ranks.
+    All other threads stay in the group of all ranks.
     """
     alone = _new_group(dist.HashStore(), "program", [0], 0, dist.get_backend())
     world: Any = c10d._world
@@ -108,7 +128,7 @@ def make_program_a_world() -> None:
 
 
 def leave() -> None:
-    """Leave torch.distributed, and close the stores that were opened here."""
+    """Leave torch.distributed and close the stores that were opened here."""
     if dist.is_initialized():
         dist.destroy_process_group()
     c10d._world.__class__ = c10d._World
@@ -117,16 +137,16 @@ def leave() -> None:
 
 
 def keep_for_ever(*objects: Any) -> None:
-    """Never destroy these objects, not at the end of the interpreter either.
+    """Never destroy these objects, even at the end of the interpreter.
 
-    A forked child needs it for owners of native threads: a destructor waits for threads that only the parent has.
+    A forked child needs this for owners of native threads: their destructors wait for threads that only the parent has.
     """
     for each in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 def _disown() -> None:
-    """Let a forked child own no process group: a collective raises there, and one core is enough for its tensors."""
+    """Detach a forked child from all process groups. A collective then raises, and tensors use one core."""
     if dist.is_initialized():
         keep_for_ever([*c10d._world.pg_map.items(), *_subgroups.values(), *_open_stores.values()])
         dist.GroupMember.WORLD = None
@@ -137,12 +157,17 @@ os.register_at_fork(after_in_child=_disown)
 
 
 def subgroup(ranks: Sequence[int], purpose: str = "", backend: str | None = None) -> dist.ProcessGroup:
-    """The process group over `ranks` of the default group, in that order; only they need to ask for it.
+    """Return the process group over `ranks` of the default group. Only its members need to call this.
 
-    There is one for all who ask: a process runs one call at a time, in the same order as its peers. What runs beside
-    the calls, in another thread, needs one for its own `purpose`. A group is named by its purpose and ranks, because
-    torch's own `new_group` names a group by how many each process has been in, and ranks that have been in different
-    numbers of groups would wait for each other for ever.
+    All callers share one group, because a process runs one call at a time, in the same order as its peers. Work that
+    runs beside the calls, in another thread, needs its own `purpose`. A group is named by its purpose and ranks:
+    torch's own `new_group` names groups by a counter per process, so ranks that were in different numbers of groups
+    would wait for each other for ever.
+
+    Args:
+        ranks: members, in the order of their ranks in the group.
+        purpose: keeps groups over the same ranks apart.
+        backend: torch's backend; None is the default group's.
     """
     members = tuple(ranks)
     key = (purpose, members)
@@ -169,7 +194,15 @@ def _new_group(store: dist.Store, purpose: str, members: Sequence[int], rank: in
 
 
 def set_up_device(torch_device: str, num_threads: int) -> torch.device:
-    """Give this process its device and its share of the cores (0 leaves torch's default)."""
+    """Give this process its device and its share of the cores.
+
+    Args:
+        torch_device: such as "cpu" or "cuda:1".
+        num_threads: threads of torch; 0 keeps torch's default.
+
+    Returns:
+        The device.
+    """
     device = torch.device(torch_device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -179,5 +212,5 @@ def set_up_device(torch_device: str, num_threads: int) -> torch.device:
 
 
 def call_on(function: Any, *args: Any) -> Any:
-    """Apply `function`; lets a launcher run a function of this module in a process that hosts no worker yet."""
+    """Return `function(*args)`; a launcher runs it in a process that hosts no worker yet."""
     return function(*args)

@@ -1,4 +1,4 @@
-"""Boxes of global tensors: what a rank holds of a parameter, and how it reads just that from a checkpoint."""
+"""Parts of global tensors: the box of a parameter that a rank holds, and reading just that box from a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """The block of a parameter that this rank holds. Whoever owns the shard may write into `tensor` in place."""
+    """The block of a parameter that this rank holds. The shard's owner may write into `tensor` in place."""
 
     tensor: torch.Tensor
     """the local block itself, not a copy"""
@@ -29,6 +29,7 @@ class ParameterShard:
 
     @property
     def box(self) -> Box:
+        """The block's slices in the global tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.tensor.shape, strict=True))
 
 
@@ -38,9 +39,12 @@ def nonfinite_names(shards: Mapping[str, ParameterShard]) -> list[str]:
 
 
 class CheckpointReader:
-    """Reads boxes of tensors from a Hugging Face safetensors folder, single file or indexed; nothing more is loaded.
+    """Reader of boxes of tensors from a Hugging Face safetensors folder, a single file or indexed.
 
-    Raises: CheckpointError if the folder holds no safetensors, a file is missing or damaged, or a name is unknown.
+    Only the requested box is loaded.
+
+    Raises:
+        CheckpointError: the folder holds no safetensors, a file is missing or damaged, or a name is unknown.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -58,16 +62,19 @@ class CheckpointReader:
             )
 
     def names(self) -> list[str]:
+        """Return the names of all tensors."""
         return list(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
         return self.read(name, tuple(slice(0, 0) for _ in self.shape(name))).dtype
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """The box of tensor `name` (all of it by default), on CPU in the checkpoint's dtype."""
+        """Return a box of a tensor, on CPU in the checkpoint's dtype; without a box the whole tensor."""
         view = self._slice(name)
         if not view.get_shape():
             return self._handle(self._file_of[name]).get_tensor(name)

@@ -1,7 +1,7 @@
-"""Tensor parallelism for inference: which block of each parameter a rank holds, and the forwards that make it whole.
+"""Tensor parallelism for inference: the block of each parameter that a rank holds, and forwards that combine blocks.
 
-Shards are plain tensors. The plan is the model's own (`base_model_tp_plan` in transformers); embedding and head are
-split over the vocabulary besides. Blocks are contiguous, and uneven where a size does not divide.
+Shards are plain tensors. The plan is the model's own (`base_model_tp_plan` in transformers). Embedding and head are
+also split over the vocabulary. Blocks are contiguous, and uneven if a size does not divide.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ COLUMN, ROW = "colwise", "rowwise"
 
 
 def span(size: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Start and stop of this rank's part of `size` elements; where it does not divide, the first are longer by one."""
+    """Return start and stop of this rank's part of `size` elements.
+
+    Args:
+        size: number of elements.
+        rank: this rank.
+        world_size: number of ranks. If it does not divide `size`, the first parts are longer by one.
+    """
     base, extra = divmod(size, world_size)
     start = rank * base + min(rank, extra)
     return start, start + base + (rank < extra)
@@ -34,7 +40,8 @@ def span(size: int, rank: int, world_size: int) -> tuple[int, int]:
 def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int, int]:
     """Return the numbers of layers, query heads and key heads of a causal language model, and the size of a head.
 
-    Raises: ConfigError if the config does not state them: the model has no attention.
+    Raises:
+        ConfigError: the config does not state them, so the model has no attention.
     """
     text = config.get_text_config()
     key_heads, head_dim = (
@@ -48,7 +55,11 @@ def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int, int]:
 
 
 def check_heads(config: PreTrainedConfig, world_size: int) -> None:
-    """Raises: ConfigError if attention heads do not divide among so many ranks."""
+    """Check that the attention heads divide among the ranks.
+
+    Raises:
+        ConfigError: they do not.
+    """
     _, heads, key_heads, _ = attention_shape(config)
     for name, num in (("num_key_value_heads", key_heads), ("num_attention_heads", heads)):
         if num % world_size:
@@ -59,12 +70,15 @@ def check_heads(config: PreTrainedConfig, world_size: int) -> None:
 
 
 def split_linears(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The linear layers that the model's own plan splits by columns (its outputs) and by rows (its inputs), by name.
+    """Find the linear layers that the model's own plan splits.
 
-    One with an adapter is PEFT's layer, which holds the linear one as `base_layer`.
+    A layer with an adapter is PEFT's layer, which holds the linear layer as `base_layer`.
 
-    Raises: ConfigError if the model has no plan or one that is not known here: with another style, or of which a block
-        that mixes tokens has no part.
+    Returns:
+        Layers split by columns (their outputs) and layers split by rows (their inputs), by name.
+
+    Raises:
+        ConfigError: the model has no plan; or the plan has an unknown style, or leaves out a block that mixes tokens.
     """
     prefix = model.base_model_prefix + "."
     styles = {prefix + name: style for name, style in (model.config.base_model_tp_plan or {}).items()}
@@ -87,7 +101,11 @@ def split_linears(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any
 
 
 def _check_blocks(model: PreTrainedModel, columns: Iterable[str], rows: Iterable[str]) -> None:
-    """Every attention is such a block, as is mostly the MLP: columns to begin with, and a row that adds up."""
+    """Check that every attention, and every other block in the plan, starts with columns and ends with one row.
+
+    Raises:
+        ConfigError: a block does not.
+    """
     entries = ", ".join(sorted(model.config.base_model_tp_plan or {}))
     begins, ends = ([name.rpartition(".")[0] for name in names] for names in (columns, rows))
     split = set(begins) & {block for block, count in Counter(ends).items() if count == 1}
@@ -102,9 +120,10 @@ def _check_blocks(model: PreTrainedModel, columns: Iterable[str], rows: Iterable
 
 
 def check_tensor_parallel(model: PreTrainedModel, world_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the linear layers that serving splits over so many ranks, by columns and by rows.
+    """Return the linear layers that serving splits over the ranks, by columns and by rows.
 
-    Raises: ConfigError if heads do not divide, or the model has no plan or one that is not known here.
+    Raises:
+        ConfigError: heads do not divide; or the model's plan or embedding is missing or unknown.
     """
     check_heads(model.config, world_size)
     embedding = model.get_input_embeddings()
@@ -117,9 +136,14 @@ def check_tensor_parallel(model: PreTrainedModel, world_size: int) -> tuple[dict
 
 
 class TensorParallelPlan:
-    """How the parameters of one causal language model lie on the ranks of a group. The model may be on meta.
+    """Layout of one causal language model's parameters over the ranks of a group. The model may be on meta.
 
-    Raises: ConfigError if heads do not divide, or the model has no plan or one that is not known here.
+    Args:
+        model: the model.
+        group: the ranks; None is a single rank.
+
+    Raises:
+        ConfigError: heads do not divide; or the model's plan is missing or unknown.
     """
 
     def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup | None) -> None:
@@ -139,7 +163,10 @@ class TensorParallelPlan:
             self._axis.update((row.get_parameter("weight"), 1) for row in self._rows)
 
     def box(self, parameter: nn.Parameter) -> Box:
-        """The block of a whole parameter that belongs to this rank. Ask before its shard replaces it."""
+        """Return the block of a whole parameter that belongs to this rank.
+
+        Call it before the shard replaces the parameter.
+        """
         box = [slice(0, n) for n in parameter.shape]
         axis = self._axis.get(parameter)
         if axis is not None:
@@ -147,7 +174,7 @@ class TensorParallelPlan:
         return tuple(box)
 
     def install(self) -> None:
-        """Give the modules that need the other ranks a forward that asks them. Nothing to do for one rank."""
+        """Replace the forwards of modules that need other ranks. Nothing changes for a single rank."""
         if self.group is None or self.world_size == 1:
             return
         vocab_size = self._embedding.num_embeddings

@@ -1,15 +1,15 @@
 """Tensor parallelism with sequence parallelism for training, around unmodified Hugging Face models.
 
     embedding   split over the vocabulary, its output summed: the same on every rank
-    layers      the residual stream lies split over tokens; norms work on a part of the tokens
+    layers      the residual stream is split over tokens; norms work on a part of the tokens
                 attention and MLP gather the tokens, compute a part of the heads or columns, and scatter their sum
     the end     tokens are gathered after the last layer; norm and any head compute the same on every rank
     LM head     split over the vocabulary (Megatron-LM, Shoeybi et al. 2019; Korthikanti et al. 2022)
 
-Parameters are DTensors over the tensor-parallel ranks, so that FSDP, optimizers and checkpoints see them whole; inside
-a forward they are this rank's plain tensors. What works on a part of the tokens or heads with a whole parameter gives a
-part of its gradient, which DTensor knows as `Partial` and FSDP sums up. Adapters (LoRA) are split with their layer, B
-with its outputs or A with its inputs: what they add is a part of the same sum.
+Parameters are DTensors over the tensor-parallel ranks, so that FSDP, optimizers and checkpoints see them whole. Inside
+a forward they are this rank's plain tensors. A module that applies a whole parameter to a part of the tokens or heads
+produces a part of its gradient; DTensor calls it `Partial`, and FSDP adds the parts up. Adapters (LoRA) are split with
+their layer, B with its outputs or A with its inputs: the result is a part of the same sum.
 """
 
 from __future__ import annotations
@@ -48,9 +48,13 @@ LAYER_INPUTS = {
 
 
 def check_split(model: PreTrainedModel, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The linear layers that are split over so many ranks, by columns and by rows.
+    """Find the linear layers that training splits over `size` ranks.
 
-    Raises: ConfigError if heads or layers do not divide, or the model has no plan or one that is not known here.
+    Returns:
+        Layers split by columns and layers split by rows, by name.
+
+    Raises:
+        ConfigError: heads or layers do not divide; or the model's plan is missing or unknown.
     """
     check_heads(model.config, size)
     inputs = inspect.signature(type(_layers(model)[0]).forward).parameters
@@ -70,10 +74,11 @@ def check_split(model: PreTrainedModel, size: int) -> tuple[dict[str, Any], dict
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Split the model, which is on meta, over the ranks of a one-dimensional mesh, by the model's own plan.
 
-    Embedding and head are split where their number of rows divides, and the embedding is torch's own; else they are
+    Embedding and head are split if their number of rows divides and the embedding is torch's own; otherwise they are
     whole on every rank.
 
-    Raises: ConfigError as `check_split` does.
+    Raises:
+        ConfigError: as `check_split`.
     """
     columns, rows = check_split(model, mesh.size())
     group = mesh.get_group()
@@ -107,14 +112,14 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def _of_outputs(layer: Any) -> list[nn.Parameter]:
-    """What is split where a layer's outputs are: weight and bias, and of an adapter B alone."""
+    """Return the parameters that are split like the layer's outputs: weight and bias, or B of an adapter."""
     if not hasattr(layer, "base_layer"):
         return list(layer.parameters())
     return [*layer.base_layer.parameters(), *layer.lora_B.parameters()]
 
 
 def _of_inputs(layer: Any) -> list[nn.Parameter]:
-    """What is split where a layer's inputs are: the weight, and of an adapter A alone."""
+    """Return the parameters that are split like the layer's inputs: the weight, or A of an adapter."""
     if not hasattr(layer, "base_layer"):
         return [layer.weight]
     return [layer.base_layer.weight, *layer.lora_A.parameters()]
@@ -149,7 +154,15 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, axis: Mapping[nn.Parameter, 
 
 
 def _on_local_parameters(module: nn.Module, forward: Any, whole: Placement, *args: Any, **kwargs: Any) -> Any:
-    """`forward` with this rank's part of each parameter in its place; `whole` is how gradients of unsplit ones add."""
+    """Return `forward(...)`, with each parameter replaced by this rank's part during the call.
+
+    Args:
+        module: owner of the parameters.
+        forward: its original forward.
+        whole: how gradients of parameters that are not split combine.
+        *args: for `forward`.
+        **kwargs: for `forward`.
+    """
     held = dict(module._parameters)
     for name, parameter in held.items():
         if isinstance(parameter, DTensor):
@@ -163,7 +176,7 @@ def _on_local_parameters(module: nn.Module, forward: Any, whole: Placement, *arg
 
 
 def _row_forward(row: nn.Linear, forward: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    """A part of the columns in, this rank's part of the tokens out. The bias of `row` is whole and must count once."""
+    """Return this rank's part of the tokens from its part of the columns. The whole bias of `row` must count once."""
     bias, row._parameters["bias"] = row._parameters.get("bias"), None
     try:
         out = reduce_scatter(forward(x), group, dim=1)
@@ -201,7 +214,7 @@ def _split_tokens(
 def _gather_tokens(
     group: dist.ProcessGroup, block: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """All tokens in; where positions are given (attention), without what fills the last rank's part up."""
+    """Return the arguments with all tokens. Attention, which gets positions, gets no padding of the last part."""
     return _with_hidden(args, kwargs, lambda x: _cut(gather(x, group, dim=1, grad="sum"), kwargs))
 
 
@@ -212,7 +225,7 @@ def _join_tokens(group: dist.ProcessGroup, layer: nn.Module, args: tuple, kwargs
 
 
 def _join_recorded(group: dist.ProcessGroup, model: nn.Module, args: tuple, out: Any) -> None:
-    """What a caller asked to record besides: hidden states of all tokens, attentions of all heads."""
+    """Join recorded outputs: hidden states of all tokens, attentions of all heads."""
     if states := getattr(out, "hidden_states", None):
         *parts, last = states  # the last is not a layer's own, but what the model ends with
         length = out.last_hidden_state.shape[1]

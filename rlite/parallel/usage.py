@@ -1,4 +1,4 @@
-"""What a worker's process takes of its device."""
+"""Memory that a worker's process uses on its device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceUsage:
-    """One worker's device since the last time somebody asked."""
+    """A worker's device and its peak memory since the previous query."""
 
     name: str
     """as torch calls it; "cpu" for a CPU slot"""
@@ -19,7 +19,7 @@ class DeviceUsage:
 
 
 def device_usage(device: torch.device) -> DeviceUsage:
-    """Of this process; on a GPU the peak is counted anew from here on."""
+    """Return this process's usage and, on a GPU, start counting the peak again."""
     if device.type != "cuda":
         return DeviceUsage(device.type, psutil.Process().memory_info().rss)
     peak = torch.cuda.max_memory_allocated(device)
@@ -28,6 +28,6 @@ def device_usage(device: torch.device) -> DeviceUsage:
 
 
 def give_back_cached_memory() -> None:
-    """Return the GPU memory that torch only caches in this process to the driver, for other processes to take."""
+    """Return GPU memory that torch only caches in this process to the driver, for other processes."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
