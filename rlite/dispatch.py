@@ -1,16 +1,15 @@
-"""Deal the arguments of one call to many ranks, and put their results together again.
+"""Split the arguments of one call over ranks, and gather their results.
 
-Every engine and every role group uses this one implementation:
+All engines and role groups use this one implementation:
 
     args, kwargs --plan_shares--> Shares --scatter--> args, kwargs of each rank --(work)--> results --gather--> result
 
-An argument wrapped in `NeedParallel` is split, every other one is copied (the ranks get the same object). What can be
-split are lists, tuples, tensors, TensorDicts, NumPy arrays, and dicts of them, nested as deep as you like; a row is an
-item, or an index of the first dimension. Nothing is lost, nothing is repeated, and balancing does not change the order
-in which results come back.
+An argument wrapped in `NeedParallel` is split; every other argument is copied (the ranks get the same object). Lists,
+tuples, tensors, TensorDicts, NumPy arrays, and dicts of them can be split, nested to any depth. A row is an item, or an
+index of the first dimension. No row is lost or repeated, and balancing does not change the order of the results.
 
-The control plane imports this module, and must stay light: neither torch nor NumPy is imported here. A value can only
-be a tensor if somebody else has imported torch.
+The control plane imports this module, so it must stay light: it imports neither torch nor NumPy. A value can only be a
+tensor if other code has imported torch.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, eq=False)
 class NeedParallel:
-    """Marks an argument that is split over ranks instead of copied to each.
+    """Marker for an argument that is split over ranks instead of copied to each.
 
     `NeedParallel(NeedParallel(x, "dp"), "seq")` splits the rows over data-parallel ranks, and the sequence dimension of
     each share over the context-parallel group.
@@ -63,7 +62,7 @@ class NeedParallel:
 
 @dataclass(frozen=True)
 class Shares:
-    """Which rows each rank gets. A share of consecutive rows is a `range`, so that slices of tensors stay views."""
+    """The rows of each rank. A share of consecutive rows is a `range`, so that slices of tensors stay views."""
 
     rows: tuple[Sequence[int], ...]
     """`rows[rank]` = indices into the input; every row of the input is there exactly once"""
@@ -75,32 +74,43 @@ class Shares:
 
     @classmethod
     def contiguous(cls, num_rows: int, num_ranks: int) -> Shares:
-        """Shares in input order, whose sizes differ by at most one, larger ones first: 7 rows over 2 are 4 and 3."""
+        """Split rows in input order into shares whose sizes differ by at most one, larger ones first.
+
+        Seven rows over two ranks are 4 and 3.
+
+        Returns:
+            The shares.
+
+        Raises:
+            ValueError: `num_ranks` is less than 1.
+        """
         if num_ranks < 1:
             raise ValueError(f"num_ranks={num_ranks}: expected at least 1")
         return cls(tuple(_piece(num_rows, rank, num_ranks) for rank in range(num_ranks)))
 
     @classmethod
     def balanced(cls, weights: Sequence[float], num_ranks: int) -> Shares:
-        """Shares of nearly equal weight (see `balanced_partitions`); their sizes may differ."""
+        """Return shares of nearly equal weight (see `balanced_partitions`); their sizes may differ."""
         return cls(tuple(balanced_partitions(weights, num_ranks)))
 
     @property
     def num_ranks(self) -> int:
+        """Number of shares."""
         return len(self.rows)
 
     @cached_property
     def num_rows(self) -> int:
+        """Number of rows in all shares."""
         return sum(len(rows) for rows in self.rows)
 
     @cached_property
     def is_contiguous(self) -> bool:
-        """Whether the shares, one after the other, are the input."""
+        """True if the concatenated shares are the input."""
         return list(chain(*self.rows)) == list(range(self.num_rows))
 
     @cached_property
     def positions(self) -> Sequence[int]:
-        """`positions[row]` = where a row of the input lies in the shares, one after the other."""
+        """`positions[row]` is the index of an input row in the concatenated shares."""
         positions = [0] * self.num_rows
         for position, row in enumerate(chain(*self.rows)):
             positions[row] = position
@@ -108,7 +118,7 @@ class Shares:
 
 
 def _piece(length: int, index: int, num_pieces: int) -> range:
-    """Piece `index` of `num_pieces` contiguous ones whose sizes differ by at most one, larger ones first."""
+    """Return piece `index` of `num_pieces` contiguous pieces whose sizes differ by at most one, larger ones first."""
     size, extra = divmod(length, num_pieces)
     start = index * size + min(index, extra)
     return range(start, start + size + (index < extra))
@@ -128,7 +138,7 @@ def _as_range(rows: Sequence[int]) -> Sequence[int]:
 
 
 def _is_instance(value: Any, module: str, name: str) -> bool:
-    """isinstance without an import: before `module` is loaded, nothing can be an instance of its classes."""
+    """Return isinstance(value, module.name) without an import: no instance exists before `module` is loaded."""
     return isinstance(value, getattr(sys.modules.get(module), name, ()))
 
 
@@ -146,10 +156,14 @@ def _is_list(value: Any) -> bool:
 
 
 def num_rows(value: Any, where: str = "value") -> int:
-    """Number of rows of a container.
+    """Return the number of rows of a container.
+
+    Args:
+        value: the container.
+        where: its name in messages.
 
     Raises:
-        TypeError: `value` is no container of rows; `where` names it.
+        TypeError: `value` is no container of rows.
         ValueError: the entries of a dict have different numbers of rows.
     """
     if _is_tensordict(value):
@@ -174,7 +188,7 @@ def num_rows(value: Any, where: str = "value") -> int:
 
 
 def _take(value: Any, rows: Sequence[int]) -> Any:
-    """The rows in that order, in the container that they came in. Of a `range`, tensors are views."""
+    """Return the rows in that order, in a container of the same type. For a `range`, tensors are views."""
     if _is_tensordict(value) or _is_array(value):
         return value[slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)]
     if isinstance(value, Mapping):
@@ -187,9 +201,11 @@ def _like(value: Any, items: list[Any]) -> Any:
 
 
 def split(value: Any, shares: Shares) -> list[Any]:
-    """One container per rank, of the same type as `value`; shares without rows are empty containers of that type.
+    """Return one container per rank, of the same type as `value`. A share without rows is an empty container.
 
-    Raises: TypeError or ValueError if `value` is no container of `shares.num_rows` rows.
+    Raises:
+        ValueError: `value` does not have `shares.num_rows` rows.
+        TypeError: `value` is no container of rows.
     """
     if (found := num_rows(value)) != shares.num_rows:
         raise ValueError(f"value has {found} rows, and the shares are made for {shares.num_rows}")
@@ -237,7 +253,11 @@ def _tokens(row: Any, where: str) -> float:
 
 
 def _token_entry(value: Any, where: str) -> tuple[Any, Callable[[Any], float]]:
-    """The entry of a dict that tells its tokens, and how to count them in it."""
+    """Return the entry of a dict that determines its token count, and the function that counts.
+
+    Raises:
+        ValueError: the dict has no such entry.
+    """
     keys = list(value.keys())
     if "attention_mask" in keys:
         return value["attention_mask"], _total
@@ -258,9 +278,10 @@ def _total(mask: Any) -> float:
 
 
 def _sequence_lengths(value: Any, where: str) -> list[int] | None:
-    """Length of each row's sequence, or None for rows without one (such as a reward per row).
+    """Return the length of each row's sequence, or None for rows without one (such as one reward per row).
 
-    Raises: ValueError if the entries of a dict disagree.
+    Raises:
+        ValueError: the entries of a dict disagree.
     """
     if _is_array(value):
         return [int(value.shape[1])] * len(value) if value.ndim > 1 else None
@@ -280,7 +301,7 @@ def _agreed(lengths: Mapping[str, list[int]]) -> list[int] | None:
 
 
 def _cut(value: Any, index: int, num_pieces: int) -> Any:
-    """Piece `index` of every row's sequence; rows without a sequence stay whole."""
+    """Return piece `index` of every row's sequence; rows without a sequence stay whole."""
     if _is_array(value):
         if value.ndim < 2:
             return value
@@ -309,7 +330,7 @@ def _cut(value: Any, index: int, num_pieces: int) -> Any:
 
 @dataclass(frozen=True)
 class _Marked:
-    """An argument in `NeedParallel`, unwrapped."""
+    """An unwrapped `NeedParallel` argument."""
 
     where: str
     value: Any
@@ -335,9 +356,18 @@ def _marked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, _
 def plan_shares(
     args: Sequence[Any], kwargs: Mapping[str, Any], num_ranks: int, *, allow_empty: bool = False
 ) -> Shares | None:
-    """The one plan by which all rows of a call are split over data-parallel ranks; None if it has nothing to split.
+    """Plan how all rows of a call are split over data-parallel ranks.
 
-    An argument with `balance_by` decides for the others, which have to follow to keep their rows together.
+    An argument with `balance_by` decides for all others, which must follow to keep their rows together.
+
+    Args:
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        num_ranks: data-parallel ranks.
+        allow_empty: accept fewer rows than ranks.
+
+    Returns:
+        The plan, or None if the call has nothing to split.
 
     Raises:
         ValueError: two arguments disagree on the number of rows or on the balance; or there are fewer rows than ranks
@@ -377,7 +407,7 @@ def plan_shares(
 
 
 def cuts_sequences(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call gives the ranks of a context-parallel group different tokens."""
+    """Return True if a call gives the ranks of a context-parallel group different tokens."""
     return any("seq" in argument.types for argument in _marked(args, kwargs).values())
 
 
@@ -410,16 +440,20 @@ def scatter(
     allow_empty: bool = False,
     shares: Shares | None = None,
 ) -> list[Call]:
-    """The arguments of each rank, data-parallel rank first: rank = dp_rank * num_seq_ranks + seq_rank.
+    """Return the arguments of each rank, data-parallel rank first: rank = dp_rank * num_seq_ranks + seq_rank.
 
     Args:
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
         num_ranks: data-parallel ranks, over which rows are split.
-        num_seq_ranks: ranks of a context-parallel group, over which `type="seq"` arguments are cut. These and all that
-            is copied are the same on every data-parallel rank.
+        num_seq_ranks: ranks of a context-parallel group, over which `type="seq"` arguments are cut. They and copied
+            arguments are the same on every data-parallel rank.
         allow_empty: give ranks without rows empty containers instead of refusing the call.
-        shares: the plan, if the caller has it already from `plan_shares`, to gather with it later.
+        shares: the plan, if the caller already has it from `plan_shares`, to gather with it later.
 
-    Raises: as `plan_shares`; the same errors for sequences of different lengths, or shorter than `num_seq_ranks`.
+    Raises:
+        ValueError: as `plan_shares`; also for sequences of different lengths, or shorter than `num_seq_ranks`.
+        TypeError: as `plan_shares`; also for an argument without a sequence dimension.
     """
     marked = _marked(args, kwargs)
     shares = shares or plan_shares(args, kwargs, num_ranks, allow_empty=allow_empty)
@@ -450,12 +484,20 @@ def scatter(
 def deal(
     args: Sequence[Any], kwargs: Mapping[str, Any], num_targets: int, auto_shard: bool, *, allow_empty: bool = False
 ) -> list[Call]:
-    """The arguments of each target of a role group.
+    """Return the arguments of each member of a role group.
 
-    `NeedParallel` is split. With `auto_shard`, lists are dealt out one item to each target, if every list among the
-    other arguments holds exactly one for each. Everything else is copied.
+    `NeedParallel` is split. With `auto_shard`, lists are dealt out one item per member if every list among the other
+    arguments has exactly one item per member. Everything else is copied.
 
-    Raises: as `plan_shares`; ValueError for `type="seq"`, because a role group has no context-parallel group.
+    Args:
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        num_targets: members of the group.
+        auto_shard: deal lists out.
+        allow_empty: give members without rows empty containers instead of refusing the call.
+
+    Raises:
+        ValueError: as `plan_shares`; also for `type="seq"`, because a role group has no context-parallel group.
     """
     for argument in _marked(args, kwargs).values():
         if "seq" in argument.types:
@@ -483,7 +525,7 @@ def deal(
 
 
 def gathered(how: How) -> Callable[[Function], Function]:
-    """Decorator that states how the results of a method are gathered; see `gather`."""
+    """Return a decorator that states how the results of a method are gathered; see `gather`."""
     _check_how(how)
 
     def mark(function: Function) -> Function:
@@ -494,7 +536,7 @@ def gathered(how: How) -> Callable[[Function], Function]:
 
 
 def gather_of(function: Callable[..., Any]) -> How:
-    """How the results of this method are gathered: "list" if it does not say."""
+    """Return how the results of a method are gathered: "list" if the method does not state it."""
     how: How = getattr(function, "__rlite_gather__", "list")
     return how
 
@@ -505,18 +547,23 @@ def _check_how(how: str) -> None:
 
 
 def gather(results: Sequence[Any], how: How = "list", shares: Shares | None = None) -> Any:
-    """One result from those of the data-parallel ranks.
+    """Combine the results of the data-parallel ranks.
 
     - "list": a list with one entry per rank.
     - "concatenate": containers of rows become one, in the order of the input even if `shares` are balanced.
-    - "first": that of rank 0.
-    - "mean": of numbers, tensors, or dicts of them: over ranks, not weighted by their rows.
+    - "first": the result of rank 0.
+    - "mean": numbers, tensors, or dicts of them are averaged over ranks, not weighted by their rows.
 
     Args:
-        shares: the plan of the call. Ranks whose share is empty count neither in "concatenate" nor in "mean".
+        results: one result per rank.
+        how: the way to combine them.
+        shares: the plan of the call. Ranks without rows are left out of "concatenate" and "mean".
+
+    Returns:
+        The combined result.
 
     Raises:
-        ValueError: results do not fit together, or do not have the rows of the share they belong to.
+        ValueError: results do not fit together, or do not have the rows of their share.
         TypeError: results are of a type that cannot be concatenated or averaged.
     """
     _check_how(how)

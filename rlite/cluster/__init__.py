@@ -1,1 +1,1 @@
-"""Where processes live: placement, worker groups and the launchers that start them."""
+"""Worker processes: placement on devices, groups of workers, and the launchers that start them."""

@@ -1,4 +1,4 @@
-"""Worker groups: calls on many workers at once, with time-outs that name the late and errors that name the dead.
+"""Worker groups: calls on many workers at once, with time-outs that name late workers and errors that name dead ones.
 
 submit ──> waiting ──> all answered ──────────────> results, in rank order
               │
@@ -7,7 +7,7 @@ submit ──> waiting ──> all answered ────────────
               ├── a worker died ──────────────────────────────────> WorkerDied; its replica is stopped
               └── time is up ─────────────────────────────────────> CallTimeout that names the late ranks
 
-A replica is what lives and dies together. Unless its owner says otherwise (`divide`) a group is one replica.
+The workers of a replica live and die together. A group is one replica unless its owner calls `divide`.
 """
 
 from __future__ import annotations
@@ -42,34 +42,57 @@ PEER_GRACE_S = 4.0
 
 
 class WorkerHandle(Protocol):
-    """The seam to a launcher: how one worker is reached.
+    """Seam to a launcher: access to one worker.
 
-    The futures resolve to an `Outcome`, or raise WorkerDied when the process is gone.
+    Futures resolve to an `Outcome`, or raise WorkerDied when the process is gone.
     """
 
     process: Any
     """identity of the process that hosts the worker"""
 
-    def create(self, key: WorkerKey, factory: bytes, context: WorkerContext) -> Future[Outcome]: ...
+    def create(self, key: WorkerKey, factory: bytes, context: WorkerContext) -> Future[Outcome]:
+        """Make the worker `key` by calling the pickled factory with its context.
 
-    def call(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Future[Outcome]: ...
+        Args:
+            key: group name and rank.
+            factory: pickled function of the context.
+            context: the worker's place.
+        """
 
-    def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Future[Outcome]: ...
+    def call(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Future[Outcome]:
+        """Call a method of a worker.
+
+        Args:
+            key: group name and rank.
+            method: name of the method.
+            args: positional arguments.
+            kwargs: keyword arguments.
+        """
+
+    def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Future[Outcome]:
+        """Call a pickled function with workers of the process.
+
+        Args:
+            keys: the workers, its first arguments; None stays None.
+            function: the pickled function.
+            args: its further arguments.
+        """
 
     def look(self) -> Future[Whereabouts]:
-        """Where the call under way is, asked beside it."""
+        """Return the position of the call under way, without waiting for the call."""
         ...
 
-    def stop(self, key: WorkerKey) -> None: ...
+    def stop(self, key: WorkerKey) -> None:
+        """End the worker `key`."""
 
     @property
     def death(self) -> Future[Any]:
-        """Ends, with WorkerDied, when the process is gone."""
+        """Future that raises WorkerDied when the process is gone."""
         ...
 
 
 class WorkerGroup:
-    """Workers 0..n-1 of one owner, each on its device. Created by a launcher's `start`."""
+    """Workers 0..n-1 of one owner, each on its device. A launcher's `start` creates it."""
 
     def __init__(
         self,
@@ -100,24 +123,35 @@ class WorkerGroup:
         return len(self.handles)
 
     def key(self, rank: int) -> WorkerKey:
+        """Return the key of a rank's worker."""
         return (self.name, rank)
 
     def divide(self, replica_size: int) -> None:
-        """Let so many neighbouring ranks be a replica: it has no collective with others, and they survive it."""
+        """Make every `replica_size` neighbouring ranks a replica.
+
+        No collective joins two replicas, so each survives the others.
+        """
         self.replica_size = replica_size
 
     def replica_of(self, rank: int) -> range:
-        """The ranks that live and die with this one."""
+        """Return the ranks that live and die with `rank`."""
         first = rank - rank % self.replica_size
         return range(first, first + self.replica_size)
 
     def describe(self, rank: int) -> str:
+        """Return the worker's name for messages."""
         return worker_name(self.name, rank, self.devices[rank])
 
     def create(
         self, factory: Callable[[WorkerContext], Any], contexts: Sequence[WorkerContext], timeout: float
     ) -> None:
-        """Make every worker, or none; the factory travels pickled by value where it has to."""
+        """Make every worker, or none.
+
+        Args:
+            factory: called with the worker's context in its process; pickled by value if necessary.
+            contexts: one per rank.
+            timeout: seconds for all workers.
+        """
         blob = cloudpickle.dumps(factory)
         try:
             with self.order:
@@ -133,14 +167,31 @@ class WorkerGroup:
     def submit(
         self, rank: int, method: str, args: tuple = (), kwargs: dict | None = None, what: str | None = None
     ) -> Future[Outcome]:
-        """Start one call on one worker. Calls on a worker run one at a time, in the order they were submitted."""
+        """Start one call on one worker. A worker runs its calls one at a time, in order of submission.
+
+        Args:
+            rank: the worker.
+            method: name of its method.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            what: name of the call in messages; default: the method.
+
+        Returns:
+            The call's future.
+        """
         self.check([rank])
         answer = self.handles[rank].call(self.key(rank), method, args, kwargs or {})
         self.draw(rank, what or method, answer)
         return answer
 
     def draw(self, rank: int, what: str, answer: Future[Outcome]) -> None:
-        """Let a trace, if there is one, show this call in its worker's row."""
+        """Show this call in its worker's row of the trace, if tracing is on.
+
+        Args:
+            rank: the worker.
+            what: name of the call.
+            answer: the call's future.
+        """
         if trace.is_on():
             answer.add_done_callback(partial(_draw, (self.name, f"rank {rank} on {self.devices[rank]}"), what))
 
@@ -153,9 +204,18 @@ class WorkerGroup:
         what: str | None = None,
         reporters: Collection[int] | None = None,
     ) -> list[Any]:
-        """Call `method` on `ranks` (default all), each with its own arguments, and wait for all results.
+        """Call `method` on several workers, each with its own arguments, and wait for all results.
 
-        `what` names the call in messages, where the method does not; `reporters` are the ranks whose statistics count.
+        Args:
+            method: name of the workers' method.
+            calls: (args, kwargs) for each rank.
+            ranks: the workers; default: all.
+            timeout: seconds; default: the session's `call_timeout`.
+            what: name of the call in messages; default: the method.
+            reporters: the ranks whose statistics count.
+
+        Returns:
+            One result per rank.
         """
         ranks = range(len(self)) if ranks is None else ranks
         self.check(ranks)  # before the first of them is called
@@ -166,7 +226,17 @@ class WorkerGroup:
         return self.gather(futures, what=what or method, timeout=timeout, reporters=reporters)
 
     def broadcast(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call `method` on every worker with the same arguments."""
+        """Call `method` on every worker with the same arguments.
+
+        Args:
+            method: name of the workers' method.
+            *args: positional arguments.
+            timeout: seconds; default: the session's `call_timeout`.
+            **kwargs: keyword arguments.
+
+        Returns:
+            One result per rank.
+        """
         return self.call(method, [(args, kwargs)] * len(self), timeout=timeout)
 
     def gather(
@@ -176,13 +246,23 @@ class WorkerGroup:
         timeout: float | None = None,
         reporters: Collection[int] | None = None,
     ) -> list[Any]:
-        """Wait for submitted calls (rank -> future); results in the order of `futures`. Raises: as `collect`."""
+        """Wait for submitted calls; errors are those of `collect`.
+
+        Args:
+            futures: rank -> future.
+            what: name of the calls in messages.
+            timeout: seconds; default: the session's `call_timeout`.
+            reporters: the ranks whose statistics count.
+
+        Returns:
+            The results, in the order of `futures`.
+        """
         counted = self.reporters if reporters is None else reporters
         calls = [PendingCall(self, rank, future, rank in counted) for rank, future in futures.items()]
         return collect(calls, what, self.call_timeout if timeout is None else timeout)
 
     def lose(self, ranks: Iterable[int], error: RliteError) -> None:
-        """Stop the replicas of these ranks; calls on them raise this error. With the last one the group has failed."""
+        """Stop the replicas of these ranks; calls on them raise `error`. With its last replica the group has failed."""
         with self._losing:
             lost = {rank // self.replica_size for rank in ranks} - self.losses.keys()
             self.losses |= dict.fromkeys(lost, error)
@@ -195,7 +275,12 @@ class WorkerGroup:
             self._stop(self.replica_of(replica * self.replica_size))
 
     def check(self, ranks: Iterable[int] = ()) -> None:
-        """Raise if the group cannot serve calls any more, or if one of these ranks cannot."""
+        """Check that the group, and each of `ranks`, can serve calls.
+
+        Raises:
+            RliteError: this is a forked child.
+            WorkerError: the group was released; or the error with which the group or the rank's replica was lost.
+        """
         if os.getpid() != self._pid:
             raise RliteError(f"{self.name} {FORKED}")
         lost = [self.losses[rank // self.replica_size] for rank in ranks if rank // self.replica_size in self.losses]
@@ -206,11 +291,11 @@ class WorkerGroup:
             raise WorkerError(f"{self.name} was released; build the engine again")
 
     def is_serving(self, rank: int) -> bool:
-        """Whether calls on this rank are accepted."""
+        """Return True if calls on this rank are accepted."""
         return not self._stopped and self.failure is None and rank // self.replica_size not in self.losses
 
     def stop(self) -> None:
-        """End every worker; safe to call again."""
+        """End every worker. Safe to call again."""
         if self._stopped or os.getpid() != self._pid:
             return
         self._stopped = True
@@ -223,7 +308,7 @@ class WorkerGroup:
 
 
 def _of_all(last: RliteError, losses: Iterable[RliteError]) -> RliteError:
-    """The loss that was one too many; if it is a death it names those who died before, too."""
+    """Return the error of a group whose last replica is lost. If it is a death, it names the earlier dead, too."""
     dead = dict.fromkeys(name for loss in losses if isinstance(loss, WorkerDied) for name in loss.workers)
     before = [name for name in dead if isinstance(last, WorkerDied) and name not in last.workers]
     return WorkerDied(f"{last} Gone before it: {'; '.join(before)}.", tuple(dead)) if before else last
@@ -245,18 +330,30 @@ class PendingCall:
 
     @property
     def name(self) -> str:
+        """The worker's name."""
         return self.group.describe(self.rank)
 
     @property
     def replica(self) -> Replica:
-        """What lives and dies together with this worker."""
+        """The replica of the worker."""
         return self.group, self.rank // self.group.replica_size
 
 
 def collect(calls: Sequence[PendingCall], what: str, timeout: float) -> list[Any]:
-    """Wait for calls on workers of one or more groups; their results, in order. See the module's drawing.
+    """Wait for calls on workers of one or more groups. The module's drawing shows the outcomes.
 
-    Raises: the first remote exception, with its type; WorkerDied; CallTimeout naming the workers that are late.
+    Args:
+        calls: the calls.
+        what: name of the calls in messages.
+        timeout: seconds.
+
+    Returns:
+        The results, in the order of `calls`.
+
+    Raises:
+        CallTimeout: time is up; the error names the late workers.
+        WorkerDied: a process is gone.
+        error: the first exception that a worker raised, with its own type.
     """
     deadline = time.monotonic() + timeout
     called = dict.fromkeys((call.group, rank) for call in calls for rank in call.group.replica_of(call.rank))
@@ -299,7 +396,7 @@ def collect(calls: Sequence[PendingCall], what: str, timeout: float) -> list[Any
 
 
 class _UnevenReturns:
-    """Says once, long before the time-out, if workers wait in a collective for peers that have returned."""
+    """Early warning about workers that wait in a collective for peers that have already returned."""
 
     def __init__(self, what: str, calls: Sequence[PendingCall], has_collective: bool) -> None:
         self._what = what
@@ -310,7 +407,7 @@ class _UnevenReturns:
         """when to look at the workers, by time.monotonic()"""
 
     def check(self, pending: Sequence[PendingCall]) -> None:
-        """Look at those whose peers have returned `UNEVEN_S` ago."""
+        """Look at workers whose peers returned `UNEVEN_S` ago."""
         late, peers = self._split(pending)
         if self._has_said or not late or not peers:
             return
@@ -322,7 +419,7 @@ class _UnevenReturns:
             self._look(late, peers)
 
     def _split(self, pending: Sequence[PendingCall]) -> tuple[list[PendingCall], list[PendingCall]]:
-        """The calls whose peers have returned, and the calls of these peers."""
+        """Return the pending calls whose peers have returned, and the calls of those peers."""
         if self._has_collective:
             return list(pending), [call for call in self._calls if call.answer.done()]
         waiting = {call.replica for call in pending}
@@ -351,7 +448,7 @@ class _UnevenReturns:
 
 
 def _draw(track: trace.Track, what: str, answer: Future[Outcome]) -> None:
-    """The call in the trace, as long as it took, until now; and the timings that were recorded in it."""
+    """Add the call, which ends now, to the trace, with the timings recorded inside it."""
     if answer.exception() is not None:
         return
     outcome, ended = answer.result(), time.perf_counter()
@@ -369,7 +466,18 @@ def _raise_deaths(
     what: str,
     has_collective: bool,
 ) -> None:
-    """Raise WorkerDied if a process is gone, and stop its replica, and the replicas of peers that wait for it."""
+    """Raise WorkerDied if a process is gone, after stopping its replica and the replicas of peers that wait for it.
+
+    Args:
+        deaths: future of each worker's death.
+        ended: calls that have ended.
+        pending: calls that have not.
+        what: name of the calls in messages.
+        has_collective: True if replicas wait for each other.
+
+    Raises:
+        error: WorkerDied with the names of all dead workers.
+    """
     dead = [worker for worker, death in deaths.items() if death.done()]
     for call in ended:
         if call.answer.done() and isinstance(call.answer.exception(), WorkerDied):
@@ -396,7 +504,7 @@ def _raise_deaths(
 
 
 def _stopped(group: WorkerGroup, dead: Sequence[int]) -> str:
-    """What becomes of a group without these ranks, in words."""
+    """Return a text about what becomes of a group without these ranks."""
     replicas = {rank // group.replica_size for rank in dead} | group.losses.keys()
     if len(replicas) * group.replica_size == len(group):
         return f"{group.name} was stopped; build the engine again."
@@ -407,7 +515,7 @@ def _stopped(group: WorkerGroup, dead: Sequence[int]) -> str:
 
 
 def _stop_stuck(pending: Sequence[PendingCall], cause: str) -> None:
-    """Stop the replicas of workers that still wait, in a collective that will never complete."""
+    """Stop the replicas of workers that still wait in a collective that will never complete."""
     stuck = [call for call in pending if not call.answer.done()]
     for group in dict.fromkeys(call.group for call in stuck):
         ranks = [call.rank for call in stuck if call.group is group]
@@ -425,9 +533,19 @@ def apply_on_processes(
     what: str,
     timeout: float,
 ) -> list[Any]:
-    """Run `function(*workers, *args)` in several processes at once; each call names a worker, keys and args.
+    """Run `function(*workers, *args)` in several processes at once.
 
-    This is how two groups work together (weight sync): a process that hosts workers of both gets one call.
+    Two groups work together this way (weight sync): a process that hosts workers of both gets one call.
+
+    Args:
+        calls: for each process a group and rank that names it, the keys of its workers, and arguments.
+        function: pickled by value if necessary.
+        groups: all groups that take part.
+        what: name of the calls in messages.
+        timeout: seconds.
+
+    Returns:
+        One result per call.
     """
     blob = cloudpickle.dumps(function)
     with contextlib.ExitStack() as orders:

@@ -1,7 +1,7 @@
-"""Ends what a program leaves running. A companion process watches the driver, so that even SIGKILL leaves nothing.
+"""Clean-up of processes that a program leaves running. A companion process watches the driver, even through SIGKILL.
 
-The processes are known by a mark in their environment, which children inherit. This file runs as a program of its own:
-it imports nothing but psutil, so that the companion starts in a moment and stays small.
+A mark in the environment, which children inherit, identifies the processes. This file runs as a program of its own. It
+imports nothing but psutil, so that the companion starts quickly and stays small.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SETTLE_S = 60.0
 
 
 class Guard:
-    """Whatever is started inside `marking()` ends with this process, at the latest on `close()`."""
+    """Owner of every process that starts inside `marking()`. They end with this process, or at `close()`."""
 
     def __init__(self) -> None:
         self._mark = uuid.uuid4().hex
@@ -35,7 +35,11 @@ class Guard:
 
     @contextmanager
     def marking(self) -> Iterator[None]:
-        """Processes that start in here are marked, and so are their children at any time."""
+        """Mark processes that start inside the block, and their children at any time.
+
+        Yields:
+            None.
+        """
         os.environ[MARK] = self._mark
         try:
             yield
@@ -43,7 +47,7 @@ class Guard:
             os.environ.pop(MARK, None)
 
     def close(self, patience_s: float = 5.0) -> None:
-        """Wait for the marked processes to end by themselves, end those that do not, and end the companion."""
+        """Wait for marked processes to end, kill the rest, and end the companion."""
         _, late = psutil.wait_procs(marked(self._mark), timeout=patience_s)
         if late:
             reap(self._mark)
@@ -52,7 +56,7 @@ class Guard:
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Living processes with this mark, but for the caller."""
+    """Return living processes with this mark, except the caller."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it ended just now, or belongs to somebody else
@@ -63,7 +67,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def reap(mark: str) -> None:
-    """Kill until nothing with this mark is left."""
+    """Kill until no process with this mark is left."""
     deadline = time.monotonic() + SETTLE_S
     while (found := marked(mark)) and time.monotonic() < deadline:
         for process in found:
@@ -73,9 +77,9 @@ def reap(mark: str) -> None:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, by SIGKILL too, whatever it does then (Linux alone).
+    """Make the kernel kill this process when its parent ends, even by SIGKILL (Linux only).
 
-    A parent that ended before is not noticed.
+    A parent that has already ended is not noticed.
     """
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG
@@ -83,16 +87,16 @@ def end_with_parent() -> None:
 
 
 def end_at_sigterm() -> None:
-    """Give SIGTERM its default action: the kernel ends the process at once, whatever its threads are doing.
+    """Restore SIGTERM's default action: the kernel ends the process at once, whatever its threads do.
 
-    A Python handler would run in the main thread alone, and only when that thread returns to Python. This call works
-    from any thread.
+    A Python handler would run in the main thread only, and only when that thread returns to Python. This works from any
+    thread.
     """
     ctypes.CDLL(None).signal(signal.SIGTERM, 0)  # SIG_DFL
 
 
 def watch(mark: str, driver: int) -> None:
-    """Wait for the death of the driver, which is this process's parent, then end all that it left."""
+    """Wait for the death of the driver, which is this process's parent, then kill everything it left."""
     while os.getppid() == driver:
         time.sleep(POLL_S)
     reap(mark)

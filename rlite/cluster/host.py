@@ -1,7 +1,7 @@
-"""What runs inside a worker process: a host that keeps worker objects and serves calls on them.
+"""Host of workers inside a worker process: it keeps worker objects and serves calls on them.
 
-Every launcher uses this one class. A host never raises: it answers with an `Outcome`, so that an exception keeps its
-type, and its traceback reaches the caller as text.
+All launchers use this class. A host never raises. It answers with an `Outcome`, so that an exception keeps its type and
+its traceback reaches the caller as text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WorkerKey = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """What a worker is told about its place when it is made."""
+    """A worker's place, passed to it at creation."""
 
     group: str
     rank: int
@@ -50,18 +50,24 @@ class WorkerContext:
 
 
 def default_cpu_slots(cores: int) -> int:
-    """How many CPU devices a node of so many cores has where nobody says a number."""
+    """Return how many CPU devices a node has by default."""
     return min(cores, 8)
 
 
 def worker_name(group: str, rank: int, device: Device) -> str:
-    """How messages name a worker: "train-0 rank 1 on 10.0.0.1/cuda:1"."""
+    """Return a worker's name in messages: "train-0 rank 1 on 10.0.0.1/cuda:1".
+
+    Args:
+        group: name of the group.
+        rank: the worker's rank.
+        device: the worker's device.
+    """
     return f"{group} rank {rank} on {device}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A call's result or its exception; what a worker process sends back."""
+    """A call's result or its exception, as a worker process sends it back."""
 
     value: Any = None
     error: BaseException | None = None
@@ -72,7 +78,11 @@ class Outcome:
     """that the call took"""
 
     def unwrap(self, worker: str) -> Any:
-        """The value, or the remote exception with its own type and the remote traceback as its cause."""
+        """Return the value, or raise the remote exception with its own type and the remote traceback as its cause.
+
+        Raises:
+            error: the remote exception.
+        """
         if self.error is None:
             return self.value
         self.error.__cause__ = RemoteTraceback(f"\n\nraised in worker {worker}:\n{self.trace}")
@@ -81,7 +91,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """What the call under way in a worker process is doing."""
+    """Position of the call under way in a worker process."""
 
     place: str = ""
     """ "all_reduce (distributed_c10d.py:3007), called from train_step (policy.py:12)"; empty if there is no call"""
@@ -90,7 +100,7 @@ class Whereabouts:
 
 
 class WorkerHost:
-    """Keeps this process's workers by key and applies functions to them, one call at a time."""
+    """Workers of this process by key; applies functions to them, one call at a time."""
 
     def __init__(self) -> None:
         self._workers: dict[WorkerKey, Any] = {}
@@ -98,7 +108,16 @@ class WorkerHost:
         """that runs the call under way"""
 
     def create(self, key: WorkerKey, factory: bytes, context: WorkerContext) -> Outcome:
-        """Make the worker `key` by calling the pickled factory with its context."""
+        """Make the worker `key`.
+
+        Args:
+            key: group name and rank.
+            factory: pickled function of the context.
+            context: the worker's place.
+
+        Returns:
+            An outcome without a value.
+        """
 
         def make() -> None:
             self._workers[key] = cloudpickle.loads(factory)(context)
@@ -106,15 +125,39 @@ class WorkerHost:
         return self._outcome(make)
 
     def call(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Outcome:
+        """Call a method of a worker.
+
+        Args:
+            key: group name and rank.
+            method: name of the method.
+            args: positional arguments.
+            kwargs: keyword arguments.
+
+        Returns:
+            The outcome.
+        """
         return self._outcome(lambda: getattr(self._workers[key], method)(*args, **kwargs))
 
     def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Outcome:
-        """Call a pickled function with this process's workers `keys` (None stays None) before its arguments."""
+        """Call a pickled function with this process's workers, then `args`.
+
+        Args:
+            keys: the workers; None stays None.
+            function: the pickled function.
+            args: its further arguments.
+
+        Returns:
+            The outcome.
+        """
         workers = [None if key is None else self._workers[key] for key in keys]
         return self._outcome(lambda: cloudpickle.loads(function)(*workers, *args))
 
     def drop(self, key: WorkerKey) -> Outcome:
-        """Forget the worker `key` and give its memory back."""
+        """Forget the worker `key` and free its memory.
+
+        Returns:
+            An outcome without a value.
+        """
 
         def forget() -> None:
             self._workers.pop(key, None)
@@ -123,7 +166,7 @@ class WorkerHost:
         return self._outcome(forget)
 
     def look(self) -> Whereabouts:
-        """Where the call under way is. This is for another thread than the one that serves calls."""
+        """Return the position of the call under way. Any thread may ask, except the one that serves calls."""
         frame = None if self._thread is None else sys._current_frames().get(self._thread)
         return Whereabouts() if frame is None else _whereabouts(frame)
 
@@ -158,7 +201,11 @@ def _name(frame: FrameType) -> str:
 
 @contextlib.contextmanager
 def _children_end_here() -> Iterator[None]:
-    """End a process that a call forks when it leaves the call, before it answers in its parent's name."""
+    """End a process that a call forked, when it leaves the call, before it can answer in its parent's name.
+
+    Yields:
+        None.
+    """
     parent = os.getpid()
     try:
         yield
@@ -168,7 +215,7 @@ def _children_end_here() -> Iterator[None]:
 
 
 def _end_child(raised: BaseException | None) -> NoReturn:
-    """End a forked process without what an interpreter does at its end: it waits for threads that are not there."""
+    """End a forked process without the interpreter's own clean-up, which waits for threads that do not exist."""
     code = raised.code if isinstance(raised, SystemExit) else 0 if raised is None else 1
     if raised is not None and not isinstance(raised, SystemExit):
         traceback.print_exception(raised)
@@ -178,7 +225,7 @@ def _end_child(raised: BaseException | None) -> NoReturn:
 
 
 def _portable(error: Exception) -> Exception:
-    """The exception itself if it survives pickling, else a WorkerError that tells its type and message."""
+    """Return the exception if it survives pickling, else a WorkerError with its type and message."""
     error.__cause__ = error.__context__ = error.__traceback__ = None
     try:
         clone = cloudpickle.loads(cloudpickle.dumps(error))

@@ -1,4 +1,4 @@
-"""The launcher without processes: every worker lives in the driver, calls run in the caller's thread, `pdb` works."""
+"""The launcher without processes: workers live in the driver, calls run in the caller's thread, and `pdb` works."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlite.parallel.processes import join_alone, leave
 
 
 class InprocessHandle:
-    """Runs each call at once; a lock keeps calls of different threads (training, generation) apart."""
+    """Handle that runs each call at once. A lock keeps calls of different threads (training, generation) apart."""
 
     process = "driver"
 
@@ -24,20 +24,53 @@ class InprocessHandle:
         self.death: Future[Any] = Future()
 
     def create(self, key: WorkerKey, factory: bytes, context: WorkerContext) -> Future[Outcome]:
+        """Make the worker `key`; see `WorkerHandle`.
+
+        Args:
+            key: group name and rank.
+            factory: pickled function of the context.
+            context: the worker's place.
+
+        Returns:
+            The outcome, without a value.
+        """
         return self._run(self._host.create, key, factory, context)
 
     def call(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Future[Outcome]:
+        """Call a method of a worker; see `WorkerHandle`.
+
+        Args:
+            key: group name and rank.
+            method: name of the method.
+            args: positional arguments.
+            kwargs: keyword arguments.
+
+        Returns:
+            The outcome.
+        """
         return self._run(self._host.call, key, method, args, kwargs)
 
     def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Future[Outcome]:
+        """Call a pickled function with workers of the process; see `WorkerHandle`.
+
+        Args:
+            keys: the workers; None stays None.
+            function: the pickled function.
+            args: its further arguments.
+
+        Returns:
+            The outcome.
+        """
         return self._run(self._host.apply, keys, function, args)
 
     def look(self) -> Future[Whereabouts]:
+        """Return the position of the call under way."""
         future: Future[Whereabouts] = Future()
         future.set_result(self._host.look())
         return future
 
     def stop(self, key: WorkerKey) -> None:
+        """Forget the worker."""
         self._run(self._host.drop, key)
 
     def _run(self, act: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
@@ -48,7 +81,7 @@ class InprocessHandle:
 
 
 class InprocessLauncher:
-    """One device, no other process."""
+    """Launcher of one device without another process."""
 
     kind = "inprocess"
     survives_deaths = False
@@ -61,6 +94,16 @@ class InprocessLauncher:
         join_alone(device)
 
     def start(self, name: str, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
+        """Make a group of workers in this process.
+
+        Args:
+            name: name of the group.
+            devices: one per worker.
+            factory: makes a worker from its context.
+
+        Returns:
+            The group.
+        """
         group = WorkerGroup(name, devices, [self._handle] * len(devices), self._call_timeout)
         contexts = [
             WorkerContext(
@@ -80,4 +123,5 @@ class InprocessLauncher:
         return group
 
     def shutdown(self) -> None:
+        """Leave torch.distributed."""
         leave()

@@ -1,15 +1,14 @@
-"""Which devices an engine gets: a pure function of the ledger and the request.
+"""Choice of devices for an engine: a pure function of the ledger and the request.
 
     Ledger --place(request)--> (Ledger with the owner in it, devices of each executor)  |  PlacementError
     Ledger --release(owner)--> Ledger without it
 
-A ledger is immutable: a placement happens whole or not at all, and whoever holds the current ledger holds the truth.
-The rules:
+A ledger is immutable, so a placement happens completely or not at all, and the current ledger is the truth. The rules:
 
-- An owner takes free devices, unless it names owners to be colocated with: then it takes from their devices, in their
-  order, so that rank i of both is on the same device when their sizes agree.
-- No device is shared with an owner in `not_colocate_with`, in either direction, nor with an exclusive one.
-- The devices of an executor lie on one node if any node is large enough, else on whole nodes and a part of one more.
+- An owner takes free devices, unless it names owners to be colocated with. Then it takes their devices, in their order,
+  so that rank i of both is on the same device if their sizes agree.
+- No device is shared with an owner in `not_colocate_with`, in either direction, or with an exclusive owner.
+- The devices of an executor are on one node if any node is large enough, else on whole nodes and a part of one more.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ DeviceKind = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, order=True)
 class Device:
-    """One GPU, or one CPU slot where there is no GPU."""
+    """One GPU, or one CPU slot if there is no GPU."""
 
     node: str
     """the launcher's name of the machine; several nodes may share an ip"""
@@ -47,7 +46,7 @@ Executors = tuple[tuple[Device, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementRequest:
-    """What one engine, or one role of a job, asks for."""
+    """Request of one engine, or of one role of a job."""
 
     owner: str
     """name of the engine; unique in a ledger"""
@@ -92,19 +91,20 @@ class PlacementRequest:
 
 @dataclass(frozen=True)
 class Placement:
-    """A request that was granted."""
+    """A granted request."""
 
     request: PlacementRequest
     executors: Executors
 
     @property
     def devices(self) -> tuple[Device, ...]:
+        """All devices of the placement."""
         return tuple(device for executor in self.executors for device in executor)
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """All devices, and who holds which of them."""
+    """All devices and their owners."""
 
     devices: tuple[Device, ...]
     """in the order in which they are given out; the devices of one node stand together, by index"""
@@ -120,7 +120,7 @@ class Ledger:
 
     @cached_property
     def owners(self) -> Mapping[Device, tuple[str, ...]]:
-        """The owners of each device that is not free, in the order of placement."""
+        """Owners of each device that is not free, in the order of placement."""
         owners: dict[Device, tuple[str, ...]] = {}
         for name, placement in self.placements.items():
             for device in placement.devices:
@@ -128,21 +128,23 @@ class Ledger:
         return owners
 
     def free(self) -> tuple[Device, ...]:
-        """Devices that nobody holds."""
+        """Return the devices without an owner."""
         return tuple(device for device in self.devices if device not in self.owners)
 
     def devices_of(self, owner: str) -> tuple[Device, ...]:
-        """The owner's devices, in the order of its ranks.
+        """Return the owner's devices in the order of its ranks.
 
-        Raises: PlacementError if there is no such owner.
+        Raises:
+            PlacementError: there is no such owner.
         """
         self._check_known("devices_of", (owner,))
         return self.placements[owner].devices
 
     def release(self, owner: str) -> Ledger:
-        """A ledger in which the owner holds nothing.
+        """Return a ledger in which the owner holds nothing.
 
-        Raises: PlacementError if there is no such owner.
+        Raises:
+            PlacementError: there is no such owner.
         """
         self._check_known("release", (owner,))
         return replace(self, placements={name: p for name, p in self.placements.items() if name != owner})
@@ -150,10 +152,12 @@ class Ledger:
     def place(self, request: PlacementRequest) -> tuple[Ledger, Executors]:
         """Grant a request. The same ledger and request give the same devices on every machine.
 
-        Returns: the ledger with the new owner, and for each executor its devices in the order of its ranks.
+        Returns:
+            The ledger with the new owner, and for each executor its devices in the order of its ranks.
 
-        Raises: PlacementError if the request names what does not exist, or if too few devices fit it: then the message
-            says what was asked, what is free, what is in the way, and the remedy.
+        Raises:
+            PlacementError: the request names something unknown, or too few devices fit it. The message says what was
+                asked, what is free, what is in the way, and the remedy.
         """
         self._check(request)
         candidates = self._candidates(request)
@@ -188,7 +192,7 @@ class Ledger:
             )
 
     def _barred(self, request: PlacementRequest) -> dict[str, str]:
-        """Owners whose devices the request cannot have, and why."""
+        """Return the owners whose devices the request cannot have, with the reason."""
         barred = {}
         for name, placement in self.placements.items():
             if name in request.not_colocate_with:
@@ -202,7 +206,7 @@ class Ledger:
         return barred
 
     def _suitable(self, request: PlacementRequest) -> list[Device]:
-        """The devices that would do if nobody else held them, in the order of preference."""
+        """Return the devices that would fit if nobody held them, in order of preference."""
         pool: Iterable[Device] = self.devices
         if request.colocate_with:
             pool = dict.fromkeys(d for name in request.colocate_with for d in self.placements[name].devices)
@@ -210,7 +214,7 @@ class Ledger:
         return [device for device in pool if ips is None or device.ip in ips]
 
     def _candidates(self, request: PlacementRequest) -> list[Device]:
-        """The devices that the request can have, in the order of preference."""
+        """Return the devices that the request can have, in order of preference."""
         barred = {device for name in self._barred(request) for device in self.placements[name].devices}
         return [device for device in self._suitable(request) if device not in barred]
 
@@ -256,7 +260,17 @@ class Ledger:
 def _best_fit(
     candidates: list[Device], size: int, node_sizes: Mapping[str, int], num_executors: int | None
 ) -> list[tuple[Device, ...]]:
-    """Executors of free devices: on the tightest nodes, so that large gaps stay whole for those who need them."""
+    """Choose free devices on the tightest nodes, so that large gaps stay whole for other requests.
+
+    Args:
+        candidates: free devices.
+        size: devices of one executor.
+        node_sizes: devices of each node, free or not.
+        num_executors: None takes as many as fit.
+
+    Returns:
+        The devices of each executor.
+    """
     position = {device: i for i, device in enumerate(candidates)}
     by_node = _by_node(candidates)
     if size > max(node_sizes.values(), default=0):
@@ -276,7 +290,17 @@ def _best_fit(
 def _spanning(
     by_node: dict[str, list[Device]], size: int, node_sizes: Mapping[str, int], num_executors: int | None
 ) -> list[tuple[Device, ...]]:
-    """Executors larger than any node: whole nodes, the largest first, and for what is missing then a part of one."""
+    """Choose devices for executors larger than any node: whole nodes, largest first, then a part of one more.
+
+    Args:
+        by_node: free devices of each node.
+        size: devices of one executor.
+        node_sizes: devices of each node, free or not.
+        num_executors: None takes as many as fit.
+
+    Returns:
+        The devices of each executor.
+    """
     nodes = dict(by_node)
     whole: dict[int, deque[str]] = {}  # by number of devices; so no search over nodes is needed
     parts: dict[int, deque[str]] = {}
@@ -306,7 +330,7 @@ def _spanning(
 
 
 def _in_order(candidates: list[Device], size: int, node_sizes: Mapping[str, int]) -> list[tuple[Device, ...]]:
-    """Executors of the targets' devices, in the targets' order."""
+    """Return executors made of the targets' devices, in the targets' order."""
     if size > max(node_sizes.values(), default=0):
         return _chunks(candidates, size)
     position = {device: i for i, device in enumerate(candidates)}
@@ -315,7 +339,7 @@ def _in_order(candidates: list[Device], size: int, node_sizes: Mapping[str, int]
 
 
 def _carve(devices: Sequence[Device], size: int, count: int) -> list[tuple[Device, ...]]:
-    """`count` executors from one node that has room for them: adjacent devices, from the shortest runs with room."""
+    """Return `count` executors from one node with room for them: adjacent devices, from the shortest runs with room."""
     executors: list[tuple[Device, ...]] = []
     scattered: list[Device] = []
     for run in sorted(_runs(devices), key=len):
@@ -327,13 +351,13 @@ def _carve(devices: Sequence[Device], size: int, count: int) -> list[tuple[Devic
 
 
 def _runs(devices: Sequence[Device]) -> list[list[Device]]:
-    """Devices of one node, by ascending index, cut where an index is missing."""
+    """Return the devices of one node, by ascending index, cut where an index is missing."""
     numbered = groupby(enumerate(devices), key=lambda item: item[1].index - item[0])
     return [[device for _, device in run] for _, run in numbered]
 
 
 def _chunks(devices: Sequence[Device], size: int) -> list[tuple[Device, ...]]:
-    """Consecutive chunks of that size; what is left over at the end is left out."""
+    """Return consecutive chunks of that size; a remainder is left out."""
     return [tuple(devices[i : i + size]) for i in range(0, len(devices) - size + 1, size)]
 
 
@@ -348,7 +372,7 @@ def _by_node(devices: Iterable[Device]) -> dict[str, list[Device]]:
 
 
 def _listing(devices: Iterable[Device]) -> str:
-    """Such as "10.0.0.1/cuda:0-3,6, 10.0.0.2/cuda:0", shortened after a few nodes."""
+    """Return a text such as "10.0.0.1/cuda:0-3,6, 10.0.0.2/cuda:0", shortened after a few nodes."""
     nodes = []
     for on_node in _by_node(devices).values():
         ends = [(run[0].index, run[-1].index) for run in _runs(sorted(on_node))]

@@ -1,4 +1,4 @@
-"""The Ray launcher: one actor per worker, one placement group that holds the devices. The only place that knows Ray."""
+"""The Ray launcher: one actor per worker, and one placement group that holds the devices. No other module knows Ray."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 
 @ray.remote(max_restarts=0, num_cpus=0, concurrency_groups={"pulse": 1, "look": 1})
 class RayHost(WorkerHost):
-    """A worker process. Calls run one at a time, in order; `pulse` never returns, so its end tells of a death."""
+    """A worker process. Calls run one at a time, in order. `pulse` never returns, so its end signals the death."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,18 +64,21 @@ class RayHost(WorkerHost):
 
     @ray.method(concurrency_group="pulse")
     def pulse(self) -> None:
+        """Block for ever."""
         threading.Event().wait()
 
     @ray.method(concurrency_group="look")
     def look(self) -> Whereabouts:
+        """Return the position of the call under way, in a concurrency group of its own."""
         return super().look()
 
     def pid(self) -> int:
+        """Return the process id."""
         return os.getpid()
 
 
 class RayHandle:
-    """A worker as an actor: calls are its tasks, and its death is the end of `pulse`."""
+    """Handle of a worker that is an actor: calls are its tasks, and its death is the end of `pulse`."""
 
     def __init__(self, actor: Any, name: str, control: ControlService) -> None:
         self._actor = actor
@@ -85,15 +88,47 @@ class RayHandle:
         self.death = self._future(actor.pulse.remote())
 
     def create(self, key: WorkerKey, factory: bytes, context: WorkerContext) -> Future[Outcome]:
+        """Make the worker `key`; see `WorkerHandle`.
+
+        Args:
+            key: group name and rank.
+            factory: pickled function of the context.
+            context: the worker's place.
+
+        Returns:
+            The outcome, without a value.
+        """
         return self._future(self._actor.create.remote(key, factory, context))
 
     def call(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Future[Outcome]:
+        """Call a method of a worker; see `WorkerHandle`.
+
+        Args:
+            key: group name and rank.
+            method: name of the method.
+            args: positional arguments.
+            kwargs: keyword arguments.
+
+        Returns:
+            The outcome.
+        """
         return self._future(self._actor.call.remote(key, method, args, kwargs))
 
     def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Future[Outcome]:
+        """Call a pickled function with workers of the process; see `WorkerHandle`.
+
+        Args:
+            keys: the workers; None stays None.
+            function: the pickled function.
+            args: its further arguments.
+
+        Returns:
+            The outcome.
+        """
         return self._future(self._actor.apply.remote(keys, function, args))
 
     def look(self) -> Future[Whereabouts]:
+        """Return the position of the call under way."""
         return self._future(self._actor.look.remote())
 
     def stop(self, key: WorkerKey) -> None:
@@ -106,7 +141,7 @@ class RayHandle:
             self.death.result(timeout=STOP_TIMEOUT_S)
 
     def abandon(self, why: str) -> None:
-        """Let nobody wait for this worker any longer."""
+        """Fail all calls on this worker with WorkerDied."""
         with suppress(InvalidStateError):
             self.death.set_exception(WorkerDied(why, (self._name,)))
 
@@ -141,7 +176,7 @@ class ControlService:
         threading.Thread(target=self._watch, name="rlite-ray-control", daemon=True).start()
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._is_closed = True
         if self._line is not None:
             with suppress(OSError):
@@ -164,7 +199,7 @@ class ControlService:
 
 
 class RayLauncher:
-    """Attaches to a Ray cluster, or starts one on this machine, and holds `num_devices` devices of it."""
+    """Launcher that attaches to a Ray cluster, or starts one on this machine, and holds `num_devices` devices of it."""
 
     kind = "ray"
     survives_deaths = True
@@ -212,7 +247,16 @@ class RayLauncher:
         self.devices = tuple(sorted(devices))
 
     def start(self, name: str, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
-        """One actor per device; they meet in one torch.distributed world; then every worker is made."""
+        """Start one actor per device, join them in one torch.distributed world, and make every worker.
+
+        Args:
+            name: name of the group.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+
+        Returns:
+            The group.
+        """
         assert self._control is not None  # since the constructor
         handles = [
             RayHandle(
@@ -293,6 +337,7 @@ class RayLauncher:
                 handle.abandon(why)
 
     def shutdown(self) -> None:
+        """Return the devices and, if rlite started Ray, end it."""
         is_sound = self._control is None or not self._control.is_gone
         if self._control is not None:
             self._control.close()
@@ -308,7 +353,10 @@ class RayLauncher:
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: Ray's threads do not exist, so whatever waits for them must not be called or destroyed."""
+    """Detach a forked child from Ray.
+
+    Ray's threads do not exist there, so nothing may wait for them or be destroyed.
+    """
     if ray.is_initialized():
         atexit.unregister(ray.shutdown)
         atexit.register(_keep_native_objects)
@@ -326,7 +374,11 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def check_version(version: str) -> None:
-    """Raise ConfigError for a Ray whose local clusters serve whoever reaches their ports."""
+    """Refuse a Ray whose local clusters serve anyone who reaches their ports.
+
+    Raises:
+        ConfigError: the version is too old.
+    """
     if tuple(map(int, version.split(".")[:2])) < AUTHENTICATES_SINCE:
         since = ".".join(map(str, AUTHENTICATES_SINCE))
         raise ConfigError(
@@ -336,7 +388,16 @@ def check_version(version: str) -> None:
 
 
 def check_visibility(kind: DeviceKind, device: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError in a worker process whose device is a GPU, but which sees all of them."""
+    """Check in a worker process that its GPU is the only one it sees.
+
+    Args:
+        kind: kind of the device.
+        device: the device's name for the message.
+        environment: the process's environment.
+
+    Raises:
+        ConfigError: the process sees all GPUs.
+    """
     if kind == "cuda" and environment.get(VISIBILITY, "").lower() in ("1", "true"):
         raise ConfigError(
             f"{device}: {VISIBILITY} is set, so Ray does not restrict a worker to its GPU and every worker would take "
@@ -345,7 +406,14 @@ def check_visibility(kind: DeviceKind, device: str, environment: Mapping[str, st
 
 
 def _join(address: str | None) -> bool:
-    """Connect to the cluster at `address`, in RAY_ADDRESS or started on this machine; False: there is none."""
+    """Connect to the cluster at `address`, in RAY_ADDRESS or started on this machine.
+
+    Returns:
+        False if there is no cluster.
+
+    Raises:
+        ConfigError: no cluster answers at the address.
+    """
     address = address or os.environ.get("RAY_ADDRESS") or _cluster_here()
     if address:
         try:
@@ -356,7 +424,7 @@ def _join(address: str | None) -> bool:
 
 
 def _cluster_here() -> str | None:
-    """The address that `ray start` left on this machine, if something still answers there."""
+    """Return the address that `ray start` left on this machine, if a cluster still answers there."""
     with suppress(OSError, ValueError):
         address = CURRENT_CLUSTER.read_text().strip()
         host, port = address.rsplit(":", 1)
@@ -366,7 +434,7 @@ def _cluster_here() -> str | None:
 
 
 def _start(device: DeviceKind, num_devices: int | None) -> None:
-    """Start Ray for this program alone."""
+    """Start Ray for this program only."""
     cpus = (num_devices or default_cpu_slots(os.cpu_count() or 1)) if device == "cpu" else None
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.ERROR)
     with suppress(OSError):  # there is none if the token comes from the environment
@@ -374,7 +442,11 @@ def _start(device: DeviceKind, num_devices: int | None) -> None:
 
 
 def _reserve(resource: str, num_devices: int | None, timeout: float) -> Any:
-    """One placement group with a bundle per device."""
+    """Return one placement group with a bundle per device.
+
+    Raises:
+        PlacementError: the cluster has too few devices, or other jobs hold them.
+    """
     by_node = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
     present = sum(by_node)
     usable = sum(map(default_cpu_slots, by_node)) if resource == "CPU" else present

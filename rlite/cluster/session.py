@@ -1,4 +1,4 @@
-"""`rlite.init()` and `rlite.shutdown()`: the one session of a program, its launcher and its ledger of devices."""
+"""`rlite.init()` and `rlite.shutdown()`: a program's one session, with its launcher and its ledger of devices."""
 
 from __future__ import annotations
 
@@ -25,20 +25,28 @@ LauncherName = Literal["inprocess", "torchrun", "ray"]
 
 
 class Launcher(Protocol):
-    """What starts worker processes; the seam that a new kind of cluster implements."""
+    """Starter of worker processes; the seam that a new kind of cluster implements."""
 
     kind: str
     devices: tuple[Device, ...]
     survives_deaths: bool
     """the other workers live on when one dies"""
 
-    def start(self, name: str, devices: Any, factory: Callable[[WorkerContext], Any]) -> WorkerGroup: ...
+    def start(self, name: str, devices: Any, factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
+        """Start a group of workers.
 
-    def shutdown(self) -> None: ...
+        Args:
+            name: name of the group.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+        """
+
+    def shutdown(self) -> None:
+        """End all workers and the launcher's own processes."""
 
 
 class Session:
-    """Devices and who holds them. Engines place and release themselves here."""
+    """Devices and their owners. Engines place and release themselves here."""
 
     def __init__(self, launcher: Launcher, device: str) -> None:
         self.launcher = launcher
@@ -52,27 +60,46 @@ class Session:
 
     @property
     def devices(self) -> tuple[Device, ...]:
+        """All devices."""
         return self._ledger.devices
 
     def new_name(self, kind: str) -> str:
-        """A name that no other owner in this session has: "train-0", "train-1", ..."""
+        """Make a name that no other owner in this session has.
+
+        Returns:
+            "train-0", "train-1", ...
+        """
         with self._lock:
             number = self._names[kind] = self._names.get(kind, -1) + 1
         return f"{kind}-{number}"
 
     def place(self, request: PlacementRequest) -> tuple[tuple[Device, ...], ...]:
-        """Take devices, one tuple per executor. Raises PlacementError; then nothing was taken."""
+        """Take devices. If the request is refused, nothing is taken.
+
+        Returns:
+            The devices of each executor.
+        """
         with self._lock:
             self._ledger, executors = self._ledger.place(request)
         return executors
 
     def start(self, owner: str, devices: Any, factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
+        """Start the owner's workers.
+
+        Args:
+            owner: name of the engine.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+
+        Returns:
+            The group of the workers.
+        """
         group = self.launcher.start(owner, devices, factory)
         self._groups.setdefault(owner, []).append(group)
         return group
 
     def neighbours(self, owner: str) -> list[tuple[WorkerGroup, int]]:
-        """Return the workers of other owners on this owner's devices, as (group, rank); only those that serve."""
+        """Return the serving workers of other owners on this owner's devices, as (group, rank)."""
         held = set(self._ledger.devices_of(owner))
         others = [group for name, groups in self._groups.items() if name != owner for group in groups]
         return [
@@ -83,14 +110,14 @@ class Session:
         ]
 
     def before_release(self, owner: str, act: Callable[[], None]) -> None:
-        """Have `act` called once before the owner's workers end, at shutdown too: engines end their threads here.
+        """Call `act` once before the owner's workers end, also at shutdown; engines end their threads there.
 
-        Of several acts the latest comes first.
+        The latest registered act runs first.
         """
         self._closing.setdefault(owner, []).append(act)
 
     def release(self, owner: str) -> None:
-        """Stop the owner's workers and give its devices back; safe to call again, and in a forked child."""
+        """Stop the owner's workers and return its devices. Safe to call again, and in a forked child."""
         if os.getpid() != self._pid:
             return
         with ExitStack() as stack:  # all of them, even if one raises
@@ -116,7 +143,7 @@ _is_forked = False
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: the session and its end belong to the parent."""
+    """Detach a forked child: the session and its end belong to the parent."""
     global _session, _is_forked
     if _session is not None:
         keep_for_ever(_session)
@@ -135,7 +162,9 @@ def init(
     call_timeout: float = 3600.0,
     start_timeout: float = 300.0,
 ) -> Session:
-    """Attach to what runs the workers, or start it.
+    """Start the program's session, or attach to a running cluster.
+
+    Under torchrun only rank 0 returns; the other ranks serve it and exit when it is done.
 
     Args:
         device: "cuda" or "cpu"; default: CUDA if there is one.
@@ -143,11 +172,15 @@ def init(
         launcher: "torchrun" (default under torchrun), "inprocess" (default for one device) or "ray".
         address: of a running Ray cluster; default: RAY_ADDRESS, a cluster that `ray start` left here, or a new one.
         num_threads: torch threads per worker; default: the node's cores divided by its devices.
-        call_timeout: seconds that a call may take before CallTimeout names who is late.
+        call_timeout: seconds that a call may take before CallTimeout names the late workers.
         start_timeout: seconds that starting workers may take.
 
-    Under torchrun only rank 0 returns; the other ranks serve it and exit when it is done.
-    Raises: ConfigError if a session exists, the device is not there, or the launcher cannot be had.
+    Returns:
+        The session.
+
+    Raises:
+        ConfigError: a session exists, the device is missing, or the launcher is not available.
+        RliteError: this is a forked child of a process with a session.
     """
     global _session
     if _is_forked:
@@ -194,7 +227,11 @@ def _default_launcher(device: str, num_devices: int | None) -> LauncherName:
 
 
 def current_session() -> Session:
-    """The session of this program. Raises RliteError if there is none."""
+    """Return the session of this program.
+
+    Raises:
+        RliteError: there is none.
+    """
     if _is_forked:
         raise RliteError(f"rlite {FORKED}")
     if _session is None:
@@ -203,7 +240,7 @@ def current_session() -> Session:
 
 
 def shutdown() -> None:
-    """End the session: stop every worker, give everything back. Nothing is left running; safe to call again."""
+    """End the session, stop every worker and return all devices. Safe to call again."""
     global _session
     if _session is not None:
         session, _session = _session, None

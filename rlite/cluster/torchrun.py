@@ -1,9 +1,8 @@
 """The torchrun launcher: rank 0 runs the program, every rank hosts workers, and Ray is not needed.
 
-Rank 0's main thread drives; a thread beside it serves the workers that rank 0 hosts. The other ranks serve in their
-main thread until the driver leaves. Messages travel through gloo, in torch's own channel; every process runs its
-calls in the order in which the driver sent them, the same on all ranks, so that collectives of different engines
-cannot cross.
+Rank 0's main thread drives; another thread serves the workers that rank 0 hosts. The other ranks serve in their main
+thread until the driver leaves. Messages travel through gloo. Every process runs its calls in the order in which the
+driver sent them, which is the same on all ranks, so that collectives of different engines cannot cross.
 """
 
 from __future__ import annotations
@@ -64,13 +63,13 @@ def _receive(rank: int, group: dist.ProcessGroup) -> bytes:
 
 
 def _refusal(what: str, error: Exception) -> Outcome:
-    """The answer where something cannot be pickled; the process is well."""
+    """Return the answer for a value that cannot be pickled; the process itself is well."""
     reason = WorkerError(f"{what} cannot travel to another process: {type(error).__name__}: {error}")
     return Outcome(error=reason, trace=traceback.format_exc())
 
 
 class _Process:
-    """One rank as the driver sees it: a queue of calls that are answered in order, by one thread."""
+    """One rank as the driver sees it: a queue of calls that one thread answers in order."""
 
     def __init__(
         self, rank: int, perform: Callable[[Call], Outcome], look: Callable[[], Whereabouts], name: str
@@ -87,12 +86,17 @@ class _Process:
         self._thread.start()
 
     def submit(self, call: Call) -> Future[Outcome]:
+        """Queue a call.
+
+        Returns:
+            The outcome.
+        """
         answer: Future[Outcome] = Future()
         self._calls.put((call, answer))
         return answer
 
     def look(self) -> Future[Whereabouts]:
-        """Ask where the call under way is, beside the calls."""
+        """Return the position of the call under way, without waiting for it."""
         answer: Future[Whereabouts] = Future()
 
         def ask() -> None:
@@ -105,7 +109,11 @@ class _Process:
         return answer
 
     def finish(self, deadline: float) -> bool:
-        """Wait until the calls are done and the thread has ended; False if it is stuck."""
+        """Wait until the calls are done and the thread has ended.
+
+        Returns:
+            False if the thread is stuck.
+        """
         self._calls.put(None)
         self._thread.join(max(deadline - time.monotonic(), 0))
         return not self._thread.is_alive()
@@ -127,7 +135,7 @@ class _Process:
 
 
 class TorchrunHandle:
-    """A worker in one of torchrun's processes."""
+    """Handle of a worker in one of torchrun's processes."""
 
     def __init__(self, process: _Process) -> None:
         self._process = process
@@ -135,15 +143,47 @@ class TorchrunHandle:
         self.death = process.death
 
     def create(self, key: WorkerKey, factory: bytes, context: WorkerContext) -> Future[Outcome]:
+        """Make the worker `key`; see `WorkerHandle`.
+
+        Args:
+            key: group name and rank.
+            factory: pickled function of the context.
+            context: the worker's place.
+
+        Returns:
+            The outcome, without a value.
+        """
         return self._process.submit(("create", (key, factory, context)))
 
     def call(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Future[Outcome]:
+        """Call a method of a worker; see `WorkerHandle`.
+
+        Args:
+            key: group name and rank.
+            method: name of the method.
+            args: positional arguments.
+            kwargs: keyword arguments.
+
+        Returns:
+            The outcome.
+        """
         return self._process.submit(("call", (key, method, args, kwargs)))
 
     def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Future[Outcome]:
+        """Call a pickled function with workers of the process; see `WorkerHandle`.
+
+        Args:
+            keys: the workers; None stays None.
+            function: the pickled function.
+            args: its further arguments.
+
+        Returns:
+            The outcome.
+        """
         return self._process.submit(("apply", (keys, function, args)))
 
     def look(self) -> Future[Whereabouts]:
+        """Return the position of the call under way."""
         return self._process.look()
 
     def stop(self, key: WorkerKey) -> None:
@@ -152,7 +192,7 @@ class TorchrunHandle:
 
 
 class TorchrunLauncher:
-    """Built on every rank; on ranks other than 0 the constructor serves and never returns."""
+    """Launcher that every rank builds. On ranks other than 0 the constructor serves and never returns."""
 
     kind = "torchrun"
     survives_deaths = False
@@ -218,6 +258,16 @@ class TorchrunLauncher:
         return host.look if rank == 0 else there
 
     def start(self, name: str, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
+        """Start a group of workers.
+
+        Args:
+            name: name of the group.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+
+        Returns:
+            The group.
+        """
         ranks = [self._rank_of[device] for device in devices]
         self._check_free(name, ranks)
         handles = [TorchrunHandle(self._processes[rank]) for rank in ranks]
@@ -243,7 +293,11 @@ class TorchrunLauncher:
         return group
 
     def _check_free(self, name: str, ranks: Sequence[int]) -> None:
-        """Raise WorkerError if a process is still in a call of a stopped engine: nothing can be built there."""
+        """Check that no process is still in a call of a stopped engine, because nothing can be built there.
+
+        Raises:
+            WorkerError: a process is busy.
+        """
         dropping = {rank: self._processes[rank].dropping for rank in ranks}
         wait([future for future in dropping.values() if future is not None], timeout=FREE_S)
         busy = [rank for rank, future in dropping.items() if future is not None and not future.done()]
@@ -255,7 +309,10 @@ class TorchrunLauncher:
             )
 
     def shutdown(self) -> None:
-        """Let the other ranks end. If a rank is stuck in a collective the run cannot end well: it ends at once."""
+        """End the other ranks.
+
+        If a rank is stuck in a collective, the run cannot end well, and this process exits at once.
+        """
         for process in self._processes[1:]:
             process.submit(("exit", ()))
             with suppress(RuntimeError):  # that rank is gone
@@ -271,7 +328,7 @@ class TorchrunLauncher:
 
 
 def _serve(host: WorkerHost, control: dist.ProcessGroup, looks: dist.ProcessGroup) -> None:
-    """Answer the driver's calls until it says exit, then end this process: the program runs on rank 0 alone."""
+    """Answer the driver's calls until it says exit, then end this process: the program runs on rank 0 only."""
     looking = threading.Thread(target=_serve_looks, args=(host, looks), name="rlite-looks", daemon=True)
     looking.start()
     while True:
@@ -304,7 +361,11 @@ def _encoded(answer: Outcome) -> bytes:
 
 
 def _end_with_agent() -> None:
-    """Leave nothing running where torchrun's agent is killed. Raises: WorkerError if that happened before."""
+    """Make this process end if torchrun's agent is killed.
+
+    Raises:
+        WorkerError: the agent is already gone.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return  # whoever set RANK by hand may be gone at any time
     end_with_parent()
@@ -317,7 +378,7 @@ def _end_with_agent() -> None:
 
 
 def _told_apart(places: Sequence[tuple[Device, int]]) -> list[Device]:
-    """Each rank's device, from (device, number of its agent): several agents on one machine are nodes of their own."""
+    """Return each rank's device. Several agents on one machine become separate nodes."""
     devices = [device for device, _ in places]
     if len(set(devices)) == len(devices):
         return devices
