@@ -460,14 +460,23 @@ def _keys(cls: type, default: Any = None, prefix: str = "") -> Iterator[_Key]:
 def _unknown(cls: type, key: str) -> UnknownOptionError:
     known = [known.path for known in _keys(cls)]
     same_leaf = [path for path in known if path.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    if close := difflib.get_close_matches(key, known, n=1, cutoff=0.75) or same_leaf[:3]:
+    group, _, leaf = key.rpartition(".")
+    initials = [path for path in known if _is_short_for(path.rpartition(".")[2], leaf)]
+    short = [path for path in initials if path.rpartition(".")[0] == group] or initials[:3]
+    if close := short or difflib.get_close_matches(key, known, n=1, cutoff=0.75) or same_leaf[:3]:
         hint = f"did you mean {' or '.join(map(repr, close))}?"
     else:
-        group = key.rpartition(".")[0]
         prefix = f"{group}." if group and any(path.startswith(f"{group}.") for path in known) else ""
         siblings = {path.removeprefix(prefix).split(".")[0] for path in known if path.startswith(prefix)}
         hint = did_you_mean(key, {f"{prefix}{name}" for name in siblings})
     return UnknownOptionError(f"unknown key {key!r}; {hint}")
+
+
+def _is_short_for(one: str, other: str) -> bool:
+    """Whether one of two names is made of the initials of the other's words, as `lr` is of `learning_rate`."""
+    return any(
+        "_" in long and short == "".join(w[:1] for w in long.split("_")) for short, long in ((one, other), (other, one))
+    )
 
 
 def _leaves(path: str, value: Any) -> list[str]:

@@ -176,6 +176,8 @@ def test_a_wrong_value_names_its_key_and_what_was_expected(argument: str, messag
     [
         ("actor.modle_name", "'actor.model_name'"),
         ("dta.path", "'data.path'"),
+        ("actor.optimizer.learning_rate", "'actor.optimizer.lr'?"),
+        ("learning_rate", "'actor.optimizer.lr' or 'critic.optimizer.lr'?"),
         ("lr", "'actor.optimizer.lr' or 'critic.optimizer.lr'"),
         ("actor.optimizer.momentum", "actor.optimizer.kind"),
         ("data.path.x", "'data.path'"),
