@@ -20,8 +20,9 @@ from rlite.rollout.environments.child import read_step
 from rlite.rollout.environments.gym_child import read_turn
 from rlite.rollout.environments.step import Environment
 from rlite.rollout.rewards.function import RewardError, RewardInvalid, RewardRaised
+from rlite.sandbox.call import RewardCode
 from rlite.sandbox.child import MAX_OBSERVATION, Passed, read_batch
-from rlite.sandbox.pool import close_shared_pool
+from rlite.sandbox.pool import RewardPool, close_shared_pool
 from tests import hostile_rewards as hostile
 
 has_landlock = sys.platform == "linux" and ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) >= 6
@@ -80,7 +81,11 @@ def test_what_a_call_changes_does_not_reach_the_next_whoever_changed_it() -> Non
 
 
 def test_quick_calls_that_ran_beside_a_change_are_done_again_alone(tmp_path: Path) -> None:
-    log = tmp_path / "log"
+    log, gate = tmp_path / "log", tmp_path / "gate"
+    os.mkfifo(gate)
+
+    def wait_at_the_gate() -> float:
+        return float(len(gate.read_bytes()))
 
     def patched_sometimes(index: int) -> float:
         with log.open("a") as file:
@@ -90,14 +95,16 @@ def test_quick_calls_that_ran_beside_a_change_are_done_again_alone(tmp_path: Pat
             hostile.change_everything_itself()
         return value
 
-    close_shared_pool()
-    reward = RewardFunction(patched_sometimes, num_processes=1)
-
-    async def together(indices: range) -> list[float]:
-        return await asyncio.gather(*[reward.run(index=index) for index in indices])
-
-    asyncio.run(together(range(10, 18)))
-    assert asyncio.run(together(range(10))) == [float(index) for index in range(10)]
+    slow = RewardCode(b"slow", cloudpickle.dumps(wait_at_the_gate))
+    quick = RewardCode(b"quick", cloudpickle.dumps(patched_sometimes), seconds=0.0)
+    pool = RewardPool(num_processes=1)
+    try:
+        pool.submit(slow, cloudpickle.dumps({}), timeout=60)
+        rewards = [pool.submit(quick, cloudpickle.dumps({"index": index}), timeout=60) for index in range(10)]
+        gate.write_bytes(b"open")  # as soon as the only process reads from it: all others wait behind this call
+        assert [reward.result(60) for reward in rewards] == [float(index) for index in range(10)]
+    finally:
+        pool.close()
     assert "1000.0" in log.read_text(), "they did go together"
 
 
