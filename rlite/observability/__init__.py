@@ -1,1 +1,1 @@
-"""What a run reports: `stats_tracker` collects, `sinks` keep, `console` shows, `plots` draws. Import the modules."""
+"""Observation of a run: `stats_tracker` collects, `sinks` keep, `console` shows, `plots` draws. Import the modules."""

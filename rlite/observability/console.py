@@ -78,7 +78,7 @@ class ConsoleReporter:
         self._progress.update(self._progress.task_ids[0], completed=step, pace=pace)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Leave the bar as it is."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

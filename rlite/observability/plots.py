@@ -26,10 +26,22 @@ def plot_learning_curve(
     title: str | None = None,
     window: int = 10,
 ) -> Path:
-    """Draw metrics of a `metrics.jsonl` over its steps, one panel each: every step faint, the mean of the last `window`
-    steps bold. Metrics logged at some steps only (say, test accuracy) are drawn with points.
+    """Draw metrics of a `metrics.jsonl` over its steps, one panel each.
 
-    Returns the picture's path. Raises: DataError if the file has no such metric, naming those it has.
+    Every step is faint; the mean of the last `window` steps is bold.
+
+    Args:
+        metrics_jsonl: path of the file.
+        out_png: where the picture goes.
+        metrics: the metrics to draw.
+        title: title of the picture.
+        window: steps of the running mean.
+
+    Returns:
+        Path of the picture.
+
+    Raises:
+        DataError: the file has none of the metrics.
     """
     rows = [json.loads(line) for line in Path(metrics_jsonl).read_text(encoding="utf-8").splitlines()]
     known = sorted({key for row in rows for key in row} - {"step"})

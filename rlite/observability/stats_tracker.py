@@ -68,7 +68,7 @@ class _Count:
 
 @dataclass
 class _Masked:
-    """Totals over all masked-in elements so far; tensors of one element, wherever they live."""
+    """Totals over all selected elements so far: tensors of one element, on any device."""
 
     total: Any = 0.0
     count: Any = 0
@@ -101,7 +101,7 @@ _Statistic = _Mean | _Count | _Masked
 
 @dataclass
 class Recording:
-    """What was recorded `apart` from a tracker. It travels as plain numbers."""
+    """Statistics recorded `apart` from a tracker. They travel as plain numbers."""
 
     began: float = field(default_factory=time.perf_counter)
     stats: dict[str, _Statistic] = field(default_factory=dict)
@@ -111,9 +111,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class _Frame:
-    """What the current thread or task is inside of: the scopes' prefix, the masks that were announced there, and what
-    takes the numbers instead of the tracker.
-    """
+    """State of the current thread or task: its scopes' prefix, its masks, and its destination."""
 
     prefix: str = ""
     masks: Mapping[str, Any] = field(default_factory=dict)
@@ -130,7 +128,11 @@ class StatsTracker:
 
     @contextlib.contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Keys recorded inside begin with `name/`; scopes nest."""
+        """Prefix keys that are recorded inside the block with `name/`; scopes nest.
+
+        Yields:
+            None.
+        """
         frame = self._frame.get()
         token = self._frame.set(replace(frame, prefix=f"{frame.prefix}{name}/"))
         try:
@@ -140,7 +142,11 @@ class StatsTracker:
 
     @contextlib.contextmanager
     def record_timing(self, key: str) -> Iterator[None]:
-        """The block's wall-clock seconds under `timeperf/key`; the mean of all calls, also of those that raise."""
+        """Record the block's wall-clock seconds under `timeperf/key`, as the mean of all calls, even those that raise.
+
+        Yields:
+            None.
+        """
         name = f"{self._frame.get().prefix}timeperf/{key}"
         started = time.perf_counter()
         try:
@@ -154,9 +160,10 @@ class StatsTracker:
                 recording.spans.append((key, started - recording.began, ended - recording.began))
 
     def denominator(self, **masks: Any) -> None:
-        """Announce bool masks by name for the `stat` calls that follow here; exports how many elements they select.
+        """Announce bool masks by name for the `stat` calls that follow; exports how many elements each mask selects.
 
-        Raises: ConfigError for what is no tensor.
+        Raises:
+            ConfigError: a mask is not a bool tensor.
         """
         frame = self._frame.get()
         for key, mask in masks.items():
@@ -168,9 +175,15 @@ class StatsTracker:
             self._add(f"{frame.prefix}{key}", _Count(mask.sum()))
 
     def stat(self, denominator: str, **values: Any) -> None:
-        """Record tensors of the mask's shape; exports the mean, min and max of the elements where the mask is true.
+        """Record tensors of the mask's shape; exports mean, min and max of the elements that the mask selects.
 
-        Raises: UnknownOptionError if no mask of that name was announced here; ConfigError if the shapes differ.
+        Args:
+            denominator: name of the mask.
+            **values: tensors by key.
+
+        Raises:
+            UnknownOptionError: no mask of that name was announced here.
+            ConfigError: a tensor has another shape than the mask.
         """
         frame = self._frame.get()
         if denominator not in frame.masks:
@@ -192,14 +205,18 @@ class StatsTracker:
             self._add(f"{prefix}{key}", _Mean(_number(f"{prefix}{key}", value), 1))
 
     def count(self, **numbers: int) -> None:
-        """Record how many of something there were; exports each key's sum over all calls."""
+        """Record counts; exports each key's sum over all calls."""
         prefix = self._frame.get().prefix
         for key, number in numbers.items():
             self._add(f"{prefix}{key}", _Count(number))
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[Recording]:
-        """What this thread or task records inside goes into the recording, with scopes of its own; see `add`."""
+        """Redirect what this thread or task records inside the block into a recording, with scopes of its own.
+
+        Yields:
+            The recording, for `add`.
+        """
         recording = Recording()
         token = self._frame.set(_Frame(recording=recording))
         try:
@@ -208,13 +225,13 @@ class StatsTracker:
             self._frame.reset(token)
 
     def add(self, recording: Recording) -> None:
-        """Take in what was recorded elsewhere, as if it had been recorded here."""
+        """Add statistics that were recorded elsewhere, as if they had been recorded here."""
         prefix = self._frame.get().prefix
         for key, statistic in recording.stats.items():
             self._add(f"{prefix}{key}", statistic)
 
     def export(self, reset: bool = True) -> dict[str, float]:
-        """All statistics, sorted by key; `reset` begins anew."""
+        """Return all statistics, sorted by key; `reset` clears them."""
         with self._lock:
             stats = dict(self._stats)
             exported = {name: number for key in sorted(stats) for name, number in stats[key].export(key).items()}
@@ -236,7 +253,7 @@ _WORDS: dict[type, str] = {_Mean: "a scalar", _Count: "a denominator or a count"
 
 
 def _masked(value: Any, mask: Any) -> _Masked:
-    """Of the elements where the mask is true."""
+    """Return the totals of the elements that the mask selects."""
     if not mask.numel():
         return _Masked()
     return _Masked(

@@ -77,9 +77,15 @@ class Tracer:
         track: Track | None = None,
         inner: Inner = (),
     ) -> None:
-        """Something that began and ended, by perf_counter; on this thread's row unless there is a `track`.
+        """Add an event with start and end in `perf_counter` seconds.
 
-        On such a row one thing happens at a time: what seems to have begun before the last one ended is cut.
+        Args:
+            name: name of the event.
+            started: start.
+            ended: end.
+            track: (process, row); default: this thread's row.
+            inner: spans inside the event: name, start, end.
+            args: shown with the event.
         """
         with self._lock:
             if track is not None:
@@ -92,12 +98,21 @@ class Tracer:
                 self._add("X", label, start, *row, {}, dur=max(end - start, 0.0) * 1e6)
 
     def instant(self, name: str, args: Mapping[str, Any]) -> None:
-        """Something that happened now, drawn across everything."""
+        """Add an event of this moment, drawn across all rows."""
         with self._lock:
             self._add("i", name, time.perf_counter(), *self._row(None), args, s="g")
 
     def begin(self, kind: str, name: str, args: Mapping[str, Any]) -> tuple[str, int]:
-        """Something begins that is not of one thread; what `end` is to be given."""
+        """Begin a span that belongs to no thread.
+
+        Args:
+            kind: name of its row.
+            name: name of the span.
+            args: shown with the span.
+
+        Returns:
+            The key for `end`.
+        """
         with self._lock:
             key = (kind, next(self._ids))
             if self._asynchronous("b", key, name, args):
@@ -105,12 +120,20 @@ class Tracer:
             return key
 
     def end(self, key: tuple[str, int], args: Mapping[str, Any]) -> None:
+        """End a span that `begin` began."""
         with self._lock:
             if (name := self._open.pop(key, None)) is not None:
                 self._asynchronous("e", key, name, args, is_owed=True)
 
     def stage(self, kind: str, number: int, name: str, args: Mapping[str, Any]) -> None:
-        """The thing enters a stage, and leaves the one before; with the first its own span begins."""
+        """Move an item into a stage, out of its previous one. The first stage begins the item's own span.
+
+        Args:
+            kind: kind of the item.
+            number: number of the item.
+            name: the stage.
+            args: shown with the stage.
+        """
         key = (kind, number)
         with self._lock:
             if key not in self._open:
@@ -122,13 +145,19 @@ class Tracer:
                 self._stages[key] = name
 
     def finish(self, kind: str, number: int, args: Mapping[str, Any]) -> None:
-        """The thing leaves its stage and ends."""
+        """End the item and its current stage.
+
+        Args:
+            kind: kind of the item.
+            number: number of the item.
+            args: shown at the end.
+        """
         with self._lock:
             self._leave_stage((kind, number))
             self.end((kind, number), args)
 
     def flush(self) -> None:
-        """Write what is held."""
+        """Write buffered events."""
         with self._lock:
             held, self._held = self._held, []
             if held and not self._file.closed:
@@ -136,7 +165,7 @@ class Tracer:
                 self._file.flush()
 
     def close(self) -> None:
-        """End what is open, and the file."""
+        """End open spans and close the file."""
         with self._lock:
             if self._file.closed:
                 return
@@ -175,7 +204,11 @@ class Tracer:
         is_owed: bool = False,
         **fields: Any,
     ) -> bool:
-        """Whether it is kept; the end of what was begun always is."""
+        """Add an event.
+
+        Returns:
+            False if the trace is full. The end of a kept span is always kept.
+        """
         if self._num_events >= self._max_events and not is_owed:
             self.num_dropped += 1
             return False
@@ -192,7 +225,7 @@ class Tracer:
             self.flush()
 
     def _row(self, track: Track | None) -> tuple[int, int]:
-        """Process and thread numbers of a row; named when it is first used."""
+        """Return process and thread number of a row, which is named at first use."""
         if track is None:
             thread = threading.current_thread()
             track = (THREADS, thread.name if thread is not threading.main_thread() else "the program")
@@ -233,7 +266,7 @@ class _Span:
 
 
 class _Task:
-    """A block of a task, which may rest while others run."""
+    """A block of a task, which may pause while other tasks run."""
 
     __slots__ = ("_args", "_key", "_name", "_tracer")
 
@@ -254,14 +287,14 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def start(path: str | Path, max_events: int = MAX_EVENTS) -> None:
-    """Begin a trace; one that is under way ends."""
+    """Begin a trace; a trace under way ends."""
     global _tracer
     stop()
     _tracer = Tracer(path, max_events)
 
 
 def stop() -> None:
-    """End the trace, if there is one, and its file."""
+    """End the trace, if there is one, and close its file."""
     global _tracer
     tracer, _tracer = _tracer, None
     if tracer is not None:
@@ -272,48 +305,70 @@ atexit.register(stop)
 
 
 def is_on() -> bool:
-    """Whether there is a trace under way."""
+    """Return True if a trace is under way."""
     return _tracer is not None
 
 
 def flush() -> None:
-    """Write what was recorded so far."""
+    """Write events recorded so far."""
     if _tracer is not None:
         _tracer.flush()
 
 
 def span(name: str, **args: Any) -> AbstractContextManager[None]:
-    """The block's time on this thread's row; `args` are shown beside it."""
+    """Return a context that records the block's time on this thread's row; `args` are shown with it."""
     return _NOTHING if _tracer is None else _Span(_tracer, name, args)
 
 
 def task(name: str, **args: Any) -> AbstractContextManager[None]:
-    """The block's time on a row of its own: for what waits on an event loop while others run there."""
+    """Return a context that records the block's time on its own row, for blocks that wait on an event loop."""
     return _NOTHING if _tracer is None else _Task(_tracer, name, args)
 
 
 def complete(
     name: str, started: float, ended: float, track: Track | None = None, inner: Inner = (), **args: Any
 ) -> None:
-    """What began and ended at these times of `perf_counter`, on this thread's row or another (process, row)."""
+    """Record an event with start and end in `perf_counter` seconds.
+
+    Args:
+        name: name of the event.
+        started: start.
+        ended: end.
+        track: (process, row); default: this thread's row.
+        inner: spans inside the event: name, start, end.
+        **args: shown with the event.
+    """
     if _tracer is not None:
         _tracer.complete(name, started, ended, args, track, inner)
 
 
 def instant(name: str, **args: Any) -> None:
-    """What happened now."""
+    """Record an event of this moment."""
     if _tracer is not None:
         _tracer.instant(name, args)
 
 
 def stage(kind: str, number: int, name: str, **args: Any) -> None:
-    """Number so-and-so of a kind of thing enters a stage of its life, and leaves the one before."""
+    """Move item `number` of `kind` into stage `name`, out of its previous stage.
+
+    Args:
+        kind: kind of the item.
+        number: number of the item.
+        name: the stage.
+        **args: shown with the stage.
+    """
     if _tracer is not None:
         _tracer.stage(kind, number, name, args)
 
 
 def finish(kind: str, number: int, reason: str) -> None:
-    """Its life ends, for this reason."""
+    """End an item.
+
+    Args:
+        kind: kind of the item.
+        number: number of the item.
+        reason: shown at the end.
+    """
     if _tracer is not None:
         _tracer.finish(kind, number, {"reason": reason})
 

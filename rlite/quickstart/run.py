@@ -49,7 +49,7 @@ MAX_LENGTH = 128
 
 @dataclass(frozen=True, kw_only=True)
 class QuickstartConfig:
-    """All that the quickstart lets you change."""
+    """Options of the quickstart."""
 
     folder: str = "runs/quickstart"
     """everything is written here"""
@@ -66,7 +66,7 @@ class QuickstartConfig:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the quickstart, or what is left of it."""
+    """Run the quickstart, or what is left of an interrupted one."""
     options = config.load(QuickstartConfig, argv)
     folder = Path(options.folder)
     train, held_out = problems(options, folder)
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def problems(options: QuickstartConfig, folder: Path) -> tuple[list[Any], list[Any]]:
-    """Training and held-out problems; written beside the run for you to read."""
+    """Return training and held-out problems, and write them to the run's folder for you to read."""
     train, held_out = (
         [shortened(row) for row in rows]
         for rows in held_out_split(TASK, options.num_train, options.num_held_out, options.seed)
@@ -100,12 +100,18 @@ def problems(options: QuickstartConfig, folder: Path) -> tuple[list[Any], list[A
 
 
 def shortened(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with a question of a few bytes: a model that starts from nothing needs no long instruction."""
+    """Return the row with a question of a few bytes; an untrained model needs no long instruction."""
     return {**row, "messages": [{"role": "user", "content": f"reverse {row['metadata']['word']}"}]}
 
 
 def warm_start(options: QuickstartConfig, folder: Path, train: Sequence[Any]) -> None:
-    """Teach the format, and short words, by imitation; writes folder/warm."""
+    """Teach the format and short words by imitation; writes `folder/warm`.
+
+    Args:
+        options: the quickstart's options.
+        folder: the run's folder.
+        train: training problems.
+    """
     blank = build_tiny_qwen3(folder / "blank", seed=options.seed, hidden_size=128, intermediate_size=256)
     answers = impatient_demonstrations(train, options.seed, patience=4, impatience=0.6)
     chats = [
@@ -134,7 +140,18 @@ def warm_start(options: QuickstartConfig, folder: Path, train: Sequence[Any]) ->
 def reinforce(
     options: QuickstartConfig, folder: Path, warm: Path, train: Sequence[Any], held_out: Sequence[Any]
 ) -> dict[str, float]:
-    """GRPO from the warm start; returns held-out accuracy before and after."""
+    """Train with GRPO from the warm start.
+
+    Args:
+        options: the quickstart's options.
+        folder: the run's folder.
+        warm: folder of the warm start.
+        train: training problems.
+        held_out: test problems.
+
+    Returns:
+        Held-out accuracy before and after.
+    """
     run = PpoConfig(
         actor=ActorOptions(model_name=str(warm), lr=5e-4, weight_decay=0.0, gradient_checkpointing=False),
         train_data=PromptOptions(prompts_per_rollout=32, responses_per_prompt=8),
@@ -171,7 +188,7 @@ def reinforce(
 
 
 def report_rows(folder: Path, summary: dict[str, float]) -> dict[str, str]:
-    """What came out, where it lies, and what to do next."""
+    """Return the table shown at the end: results, where they are, and next steps."""
     return {
         "held-out accuracy": f"{summary['accuracy_before']:.2f} after the warm start, "
         f"{summary['accuracy_after']:.2f} after {summary['steps']:.0f} GRPO steps",

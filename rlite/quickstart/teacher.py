@@ -10,11 +10,19 @@ from typing import Any
 def impatient_demonstrations(
     problems: Sequence[Mapping[str, Any]], seed: int, *, patience: int, impatience: float
 ) -> list[str]:
-    """One demonstrated answer for each problem, by a teacher who is often too impatient to finish.
+    """Demonstrate one answer per problem, as a teacher who is often too impatient to finish.
 
-    Answers of at most `patience` characters are demonstrated whole; of a longer one the teacher writes only so many
-    characters in a share `impatience` of the cases, drawn from `seed`. A model that imitates this teacher well
-    therefore fails most long problems, although it has seen how they are solved.
+    Short answers are demonstrated whole. A model that imitates this teacher well fails most long problems, although it
+    has seen how they are solved.
+
+    Args:
+        problems: rows with `answer`.
+        seed: draws which long answers are cut.
+        patience: characters of the longest answer that is always whole, and of a cut answer.
+        impatience: share of longer answers that are cut.
+
+    Returns:
+        One answer per problem.
     """
     rng = random.Random(seed)
     hurries = [rng.random() < impatience for _ in problems]

@@ -21,11 +21,11 @@ CHATML = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte of UTF-8 (ids 0 to 255 in the order of byte-level BPE's alphabet) and ChatML's three.
+    """Return a tokenizer with one token for each byte of UTF-8 and three tokens of ChatML.
 
-    It is byte-level BPE without merges, so every text survives encoding and decoding, and `AutoTokenizer`, which picks
-    a class by the model's type, reads it back as it is. Turns end with `<|im_end|>`, rows are padded with
-    `<|endoftext|>`.
+    Ids 0 to 255 follow the order of byte-level BPE's alphabet. It is byte-level BPE without merges, so every text
+    survives encoding and decoding, and `AutoTokenizer`, which picks a class by the model's type, reads it back
+    unchanged. Turns end with `<|im_end|>`; `<|endoftext|>` is the padding.
     """
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), END_OF_TEXT, TURN_START, TURN_END]
     core = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
@@ -55,13 +55,29 @@ def build_tiny_qwen3(
     rope_theta: float = 100.0,
     initializer_range: float = 0.05,
 ) -> Path:
-    """Write an untrained Qwen3 (float32, tied embeddings) with `byte_tokenizer` to the folder `path`, and return it.
+    """Write an untrained Qwen3 (float32, tied embeddings) with `byte_tokenizer` to a folder.
 
-    The defaults suit prompts of about a hundred bytes and training from nothing: wide initial weights, and rotary
-    frequencies that tell such short distances apart. The same arguments write the same weights; the process's random
-    state is left as it was.
+    The defaults suit prompts of about a hundred bytes and training from random weights: wide initial weights, and
+    rotary frequencies that distinguish such short distances. The same arguments write the same weights; the process's
+    random state is left unchanged.
 
-    Raises: ConfigError if the heads do not divide `hidden_size`, or the key-value heads the heads.
+    Args:
+        path: the folder.
+        seed: seed of the weights.
+        hidden_size: width of the model.
+        intermediate_size: width of the MLP.
+        num_layers: layers.
+        head_dim: width of an attention head.
+        num_key_value_heads: heads of keys and values.
+        max_position_embeddings: longest sequence, in tokens.
+        rope_theta: base of the rotary frequencies.
+        initializer_range: standard deviation of the initial weights.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: the heads do not divide `hidden_size`, or the key-value heads the heads.
     """
     num_heads, rest = divmod(hidden_size, head_dim)
     if rest or num_heads % num_key_value_heads:

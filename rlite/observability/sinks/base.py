@@ -1,7 +1,7 @@
-"""Where metrics go. A sink is `log(step, metrics)` and `close()`.
+"""Sinks of metrics. A sink has `log(step, metrics)` and `close()`.
 
-`open_sinks` builds them by name; each optional one lives in its own module with its own imports, so that a run that
-does not ask for it never loads it.
+`open_sinks` makes sinks by name. Each optional sink lives in its own module with its own imports, so a run that does
+not use it never loads it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 
 
 class MetricSink(Protocol):
-    """Keeps metrics."""
+    """A place that keeps metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the metrics of a step; steps do not go backwards."""
+        """Keep the metrics of a step; steps never decrease."""
 
     def close(self) -> None:
-        """Write out what is held; nothing is logged afterwards."""
+        """Write everything that is buffered; nothing is logged afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Which run the metrics belong to."""
+    """The run that the metrics belong to."""
 
     directory: Path
     """files are written under it"""
@@ -47,12 +47,12 @@ class MetricSinks:
         self.sinks = tuple(sinks)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log to each."""
+        """Log to each sink."""
         for sink in self.sinks:
             sink.log(step, metrics)
 
     def close(self) -> None:
-        """Close each, also when another one fails."""
+        """Close each sink, even if another one fails."""
         with contextlib.ExitStack() as stack:
             for sink in self.sinks:
                 stack.callback(sink.close)
@@ -74,10 +74,14 @@ _REGISTRY = {
 
 
 def open_sinks(names: Sequence[str], run: Run) -> MetricSinks:
-    """Open sinks by name: `jsonl`, `tensorboard`, `wandb`, `trackio`.
+    """Open sinks by name: `jsonl`, `tensorboard`, `wandb`, `trackio`. If one fails, none stays open.
 
-    Raises: UnknownOptionError for another name; ConfigError naming the extra to install for an absent package. Then
-    none stays open.
+    Returns:
+        The sinks as one.
+
+    Raises:
+        UnknownOptionError: a name is unknown.
+        ConfigError: a package is missing; the message names the extra to install.
     """
     for name in names:
         if name not in _REGISTRY:

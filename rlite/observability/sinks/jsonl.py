@@ -25,7 +25,12 @@ class JsonlSink:
         self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line. Raises: ConfigError for a metric named `step`; StorageError."""
+        """Append one line.
+
+        Raises:
+            ConfigError: a metric is named `step`.
+            StorageError: the line could not be written.
+        """
         if "step" in metrics:
             raise ConfigError("a metric cannot be named 'step': that key holds the step's number")
         row = {"step": step, **{key: _jsonable(value) for key, value in metrics.items()}}
@@ -34,7 +39,7 @@ class JsonlSink:
             self._file.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Drop the lines of later steps, which an exact resume is going to write again."""
+        """Drop the lines of later steps, which an exact resume writes again."""
         self._file.close()
         drop_later_lines(self.path, step)
         self._file = self.path.open("a", encoding="utf-8")
@@ -44,7 +49,7 @@ class JsonlSink:
         self._file.close()
 
     def _drop_torn_line(self) -> None:
-        """A process that was killed while it wrote leaves half a line; appending to it would spoil the next one too."""
+        """Remove half a line that a killed process left; appending to it would spoil the next line, too."""
         if not self.path.exists():
             return
         written = self.path.read_bytes()
@@ -54,7 +59,7 @@ class JsonlSink:
 
 
 def open_jsonl(run: Run) -> MetricSink:
-    """`DIRECTORY/metrics.jsonl`."""
+    """Return a sink that writes `DIRECTORY/metrics.jsonl`."""
     sink = JsonlSink(run.directory / "metrics.jsonl")
     if run.resume_after is not None:
         sink.truncate_after(run.resume_after)
@@ -62,7 +67,7 @@ def open_jsonl(run: Run) -> MetricSink:
 
 
 def drop_later_lines(path: Path, step: int) -> None:
-    """Rewrite a JSONL file without the lines of later steps, and without what a kill or a full disk left of others."""
+    """Rewrite a JSONL file without the lines of later steps and without torn lines."""
     with path.open("rb") as file:
         kept = [line for line in file if (found := _step_of(line)) is not None and found <= step]
     partial = path.with_name(f"{path.name}.partial")  # a kill in here must not lose them
@@ -72,7 +77,7 @@ def drop_later_lines(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a whole line; None for half of one, which may end inside a character."""
+    """Return the step of a whole line; None for a torn line, which may end inside a character."""
     try:
         return json.loads(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, LookupError, TypeError):

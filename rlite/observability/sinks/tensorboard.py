@@ -11,7 +11,7 @@ from rlite.observability.sinks.base import MetricSink, Run
 
 
 class TensorBoardSink:
-    """Scalars in `directory`; `resume_after` hides what an earlier attempt logged after that step."""
+    """Scalars in `directory`; `resume_after` hides events of later steps that an earlier attempt logged."""
 
     def __init__(self, directory: str | Path, *, resume_after: int | None = None) -> None:
         purge_step = None if resume_after is None else resume_after + 1
@@ -28,5 +28,5 @@ class TensorBoardSink:
 
 
 def open_tensorboard(run: Run) -> MetricSink:
-    """`DIRECTORY/tensorboard`."""
+    """Return a sink that writes into `DIRECTORY/tensorboard`."""
     return TensorBoardSink(run.directory / "tensorboard", resume_after=run.resume_after)

@@ -1,6 +1,4 @@
-"""Trackio, the local-first experiment tracker of Hugging Face. Imported only when asked for:
-`pip install 'rlite[trackio]'`. Look at the runs with `trackio show --project PROJECT`.
-"""
+"""Trackio, the local-first experiment tracker of Hugging Face: `pip install 'rlite[trackio]'`."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from rlite.observability.sinks.base import MetricSink, Run
 
 
 class TrackioSink:
-    """One trackio run, kept in trackio's own directory (`TRACKIO_DIR`); `resume` goes on with the run of that name."""
+    """One trackio run in trackio's own directory (`TRACKIO_DIR`); `resume` continues the run of that name."""
 
     def __init__(
         self, *, project: str, name: str, config: Mapping[str, Any] | None = None, resume: bool = False
@@ -27,10 +25,10 @@ class TrackioSink:
         self._run.log({key: float(value) for key, value in metrics.items()}, step=step)
 
     def close(self) -> None:
-        """Finish the run; waits until what is held is written."""
+        """Finish the run, after everything that is buffered is written."""
         self._run.finish()
 
 
 def open_trackio(run: Run) -> MetricSink:
-    """A run in `run.project`."""
+    """Return a sink that logs a run of `run.project`."""
     return TrackioSink(project=run.project, name=run.name, config=run.config, resume=run.resume_after is not None)

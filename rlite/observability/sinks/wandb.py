@@ -49,12 +49,12 @@ class WandbSink:
         self._run.log({"step": step, **{key: float(value) for key, value in metrics.items()}}, step=step)
 
     def close(self) -> None:
-        """Finish the run; waits until what is held is written or sent."""
+        """Finish the run, after everything that is buffered is written or sent."""
         self._run.finish()
 
 
 def open_wandb(run: Run) -> MetricSink:
-    """A run in `run.project`, with its files under `DIRECTORY`."""
+    """Return a sink that logs a run of `run.project`, with its files under `DIRECTORY`."""
     return WandbSink(
         project=run.project,
         name=run.name,
