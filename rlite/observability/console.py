@@ -1,4 +1,4 @@
-"""What a person sees: a start-up panel, a progress bar with the time left, and one line of metrics per step.
+"""The console: a start-up panel, a progress bar with the time left, and one line of metrics per step.
 
 On a terminal it is drawn with rich; into a file or a pipe it is plain text, one line per step, no control characters.
 """
