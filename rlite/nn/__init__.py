@@ -1,4 +1,4 @@
-"""What users subclass: modules that carry an algorithm."""
+"""Modules that users subclass: they carry an algorithm."""
 
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule

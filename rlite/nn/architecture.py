@@ -1,8 +1,8 @@
-"""Whether rlite computes a model as transformers does: one check for training and serving.
+"""One check for training and serving: does rlite compute a model as transformers does?
 
-Both replace the model's attention by their own, through transformers' attention interface, and give several sequences
-to one forward. A model that mixes tokens by other means, or computes positions or masks itself, would be computed
-wrongly without any error. So a small model of its class and options runs both ways, and has to agree.
+Training and serving replace the model's attention by their own, through transformers' attention interface, and give
+several sequences to one forward. A model that mixes tokens by other means, or computes positions or masks itself, would
+be computed wrongly without any error. So a small model of its class and options runs both ways, and must agree.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ def check_architecture(cls: type[PreTrainedModel], config: PreTrainedConfig, nam
 
     Args:
         cls: the transformers class.
-        config: the checkpoint's config.
-        names: the parameters' names, if the model exists already; the small model's count in any case.
+        config: the model's config.
+        names: names of the checkpoint's or module's parameters, by which mixtures of experts are recognised.
 
-    Raises: ConfigError with the reason and what to do.
+    Raises:
+        ConfigError: the model is refused; the message gives the reason.
     """
     reason = _experts(names) or refusal(cls, config)
     if reason is not None:
@@ -87,7 +88,10 @@ def _experts(names: Iterable[str]) -> str | None:
 
 
 def _renamed(model: PreTrainedModel) -> str | None:
-    """Say which tensor transformers renames or converts when it reads a checkpoint: rlite reads tensors as they are."""
+    """Return a text about the first tensor that transformers renames or converts on reading a checkpoint, if any.
+
+    rlite reads tensors as they are.
+    """
     with saved(model) as folder:
         stored = set(CheckpointReader(folder).names())
     missing = next((name for name, _ in model.named_parameters() if name not in stored), None)

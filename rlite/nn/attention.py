@@ -29,7 +29,7 @@ TAKES_GROUPED_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class Bounds(NamedTuple):
-    """Where queries and keys of each sequence lie, as one call over many sequences needs it."""
+    """Boundaries of the queries and keys of each sequence, for one call over many sequences."""
 
     cu_queries: Tensor
     """[n + 1] int32, cumulative, as is cu_keys"""
@@ -39,9 +39,12 @@ class Bounds(NamedTuple):
 
 
 class PackedLayout:
-    """Where the sequences of a pack lie. `cu_seqlens` [n + 1] int, cumulative; computed once, used by every layer.
+    """Boundaries of a pack's sequences, computed once and used by every layer.
 
-    With a `share` of several ranks, queries are this rank's tokens alone, and keys are gathered from the others.
+    Args:
+        cu_seqlens: [n + 1], cumulative lengths.
+        max_seqlen: the longest sequence.
+        share: this rank's tokens, under context parallelism.
     """
 
     def __init__(self, cu_seqlens: Tensor, max_seqlen: int, share: ContextShare | None = None) -> None:
@@ -81,12 +84,24 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence. query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+    """Compute causal attention inside each sequence of a pack.
 
-    With `sliding_window` tokens see so many tokens, themselves included, as in transformers.
+    Args:
+        module: the model's attention module.
+        query: [1, H, T, D].
+        key: [1, K, T, D].
+        value: [1, K, T, D].
+        attention_mask: None; the layout replaces it.
+        scaling: factor of the scores; default: 1 / sqrt(D).
+        dropout: share of attention weights that is set to 0.
+        packed_layout: boundaries of the sequences.
+        **kwargs: the model's further arguments. With `sliding_window` a token sees that many tokens, itself included.
 
-    Raises: ConfigError if the model asks for another attention, or for dropout on CUDA or with a context-parallel
-        share. Without it such a model would be trained as if it were another one.
+    Returns:
+        [1, T, H, D], and None for the weights.
+
+    Raises:
+        ConfigError: the model asks for another attention, or for dropout on CUDA or with a context-parallel share.
     """
     if packed_layout is None:
         raise ConfigError(
@@ -110,7 +125,11 @@ def packed_attention(
 
 
 def refuse_other_attention(asked: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a model passes arguments to its attention that change the scores: a soft cap, or sinks."""
+    """Refuse arguments that change the attention scores: a soft cap, or sinks.
+
+    Raises:
+        ConfigError: a model passes such an argument.
+    """
     if (softcap := asked.get("softcap")) is not None:
         raise ConfigError(f"the model caps its attention scores (softcap={softcap}), which rlite does not support")
     if asked.get("s_aux") is not None:
@@ -118,14 +137,25 @@ def refuse_other_attention(asked: Mapping[str, Any]) -> None:
 
 
 def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return what queries see [num_queries, num_keys]; the last query belongs to the last key."""
+    """Return which keys the queries see, bool [num_queries, num_keys]; the last query belongs to the last key.
+
+    Args:
+        num_queries: number of queries.
+        num_keys: number of keys.
+        window: keys that a query sees; None is all.
+        device: device of the mask.
+    """
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
     return mask if window is None else mask.triu(num_keys - num_queries - window + 1)
 
 
 @contextmanager
 def attention(config: PretrainedConfig, implementation: str) -> Iterator[None]:
-    """Inside, models of `config` use this attention."""
+    """Make models of `config` use this attention inside the block.
+
+    Yields:
+        None.
+    """
     before = config._attn_implementation
     config._attn_implementation = implementation
     try:
@@ -135,7 +165,7 @@ def attention(config: PretrainedConfig, implementation: str) -> Iterator[None]:
 
 
 def recompute_alike(config: PretrainedConfig) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of a checkpointed forward and of its recomputation, which uses the attention that is in use now."""
+    """Return the contexts of a checkpointed forward and of its recomputation, both with the attention in use now."""
     return nullcontext(), attention(config, config._attn_implementation)
 
 
@@ -148,14 +178,17 @@ def _one_by_one(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    """[1, heads, T, D] -> [1, T, H, D]. One split, not many slices: of a slice the gradient is as long as the pack."""
+    """Return [1, T, H, D] from [1, heads, T, D], one sequence after the other.
+
+    One split replaces many slices, because the gradient of a slice is as long as the pack.
+    """
     sequences = zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True)
     attended = [_alone(q, k, v, scaling, window, dropout) for q, k, v in sequences]
     return torch.cat([rows.transpose(1, 2) for rows in attended], dim=1)
 
 
 def _alone(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, dropout: float = 0.0) -> Tensor:
-    """[1, heads, queries or keys, D] of one sequence; the last query belongs to the last key."""
+    """Return attention of one sequence [1, heads, queries or keys, D]; the last query belongs to the last key."""
     num_queries, num_keys = q.shape[2], k.shape[2]
     is_plain = num_queries == num_keys and (window is None or window >= num_keys)
     mask = None if is_plain else causal_mask(num_queries, num_keys, window, q.device)
@@ -174,7 +207,10 @@ def _shared(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Attention of this rank's tokens q [t, H, D] to the keys of the whole pack, of which k and v hold this rank's."""
+    """Return attention of this rank's tokens q [t, H, D] to the keys of the whole pack.
+
+    k and v are this rank's part.
+    """
     k, v = share.gather_keys(torch.cat([k, v], dim=-1)).split([k.shape[-1], v.shape[-1]], dim=-1)
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         index, bounds = layout.segments
@@ -190,12 +226,18 @@ def _shared(
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scaling: float | None, window: int | None = None) -> Tensor:
-    """Attend by one call of flash attention. q [T, H, D], k and v [S, K, D] of many sequences -> [T, H, D].
+    """Compute attention of many sequences by one call of flash attention.
 
     Args:
-        bounds: of the sequences; the causal mask is aligned to the end of each sequence's keys.
-        scaling: of the scores; by default D ** -0.5.
-        window: how many tokens a token sees, itself included; by default all before it.
+        q: [T, H, D].
+        k: [S, K, D].
+        v: [S, K, D].
+        bounds: boundaries of the sequences. The causal mask is aligned to the end of each sequence's keys.
+        scaling: factor of the scores; default: 1 / sqrt(D).
+        window: tokens that a token sees, itself included; default: all before it.
+
+    Returns:
+        [T, H, D].
     """
     grouped: dict[str, Any] = {}
     if k.shape[1] != q.shape[1]:
@@ -210,7 +252,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scaling: float | Non
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """A pack needs no mask: the layout says which tokens belong together."""
+    """Return None: a pack needs no mask, because the layout states which tokens belong together."""
 
 
 AttentionInterface.register(PACKED, packed_attention)

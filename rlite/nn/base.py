@@ -1,4 +1,4 @@
-"""The module that carries an algorithm: an ordinary `torch.nn.Module`, on the meta device until an engine builds it."""
+"""Train modules: ordinary `torch.nn.Module`s that carry an algorithm and stay on meta until an engine builds them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ CheckpointSource = str | Path | Mapping[str, Tensor]
 
 
 class BaseTrainModule(nn.Module):
-    """Subclass it (beside a model class, or alone), build it on meta, and call its methods on the engine.
+    """Base class of train modules.
+
+    Subclass it (beside a model class, or alone), build it on meta, and call its methods on the engine.
 
     The module travels to the workers as code, config and meta tensors; each worker then makes its own shard of the
     weights. Real attributes that you set (a coefficient, a tokenizer) travel too.
@@ -35,68 +37,119 @@ class BaseTrainModule(nn.Module):
     """set by the worker: the ranks that share the tokens of each pack (context parallel)"""
 
     def materialization_source(self) -> CheckpointSource:
-        """Where the weights come from. Called in every worker."""
+        """Return the source of the weights. Called in every worker.
+
+        Returns:
+            Path of a Hugging Face checkpoint, or tensors by parameter name.
+
+        Raises:
+            ConfigError: the subclass does not define it.
+        """
         raise ConfigError(
             f"{type(self).__name__} does not say where its weights come from: define materialization_source(), "
             "returning the path of a checkpoint or a dict of tensors by parameter name"
         )
 
     def on_weights_materialized(self) -> None:
-        """Called in every worker when its shard of the weights is on the device: make the optimizer here."""
+        """Make the optimizer. Called in every worker when its shard of the weights is on the device."""
 
     def on_state_loaded(self) -> None:
-        """Called in every worker after a checkpoint to resume from was loaded."""
+        """React to a resume. Called in every worker after a checkpoint was loaded."""
 
     def fsdp_units(self) -> list[nn.Module]:
-        """The submodules whose parameters are gathered together; by default each entry of each `nn.ModuleList`."""
+        """Return the submodules whose parameters are gathered together; default: each entry of each `nn.ModuleList`."""
         return [child for module in self.modules() if isinstance(module, nn.ModuleList) for child in module]
 
     def recompute_activations(self) -> None:
-        """Compute activations again in the backward pass instead of keeping them (gradient checkpointing)."""
+        """Recompute activations in the backward pass instead of keeping them (gradient checkpointing).
+
+        Raises:
+            ConfigError: the subclass does not define it.
+        """
         raise ConfigError(
             f"{type(self).__name__} has no recompute_activations(): define it, or build with "
             "gradient_checkpointing=False"
         )
 
     def check_architecture(self) -> None:
-        """Raise ConfigError if the engine would compute the model wrongly. Called by `build`, before any process."""
+        """Raise ConfigError if the engine would compute the model wrongly.
+
+        `build` calls it before any process starts.
+        """
 
     def check_parallel(self, size: int) -> None:
-        """Raise ConfigError if `parallelize` could not split the module over so many ranks, before any is started."""
+        """Raise ConfigError if `parallelize` could not split the module over `size` ranks.
+
+        Called before any process starts.
+        """
 
     def parallelize(self, mesh: DeviceMesh) -> None:
-        """Split the module, still on meta, over the ranks of a one-dimensional mesh (tensor parallel)."""
+        """Split the module, still on meta, over the ranks of a one-dimensional mesh (tensor parallel).
+
+        Raises:
+            ConfigError: the subclass does not define it.
+        """
         raise ConfigError(f"{type(self).__name__} has no parallelize(mesh): define it, or build with tp_size=1")
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Inside, the module computes as it would without its adapters; this one has none."""
+        """Return a context in which the module computes without its adapters.
+
+        Raises:
+            ConfigError: the module has none.
+        """
         raise ConfigError(f"{type(self).__name__} has no adapters to switch off: see rlite.nn.LoraTrainModule")
 
     def checkpoint_name(self, name: str) -> str:
-        """The name in the checkpoint of the parameter that is called `name` in this module."""
+        """Return the checkpoint's name of the parameter `name` of this module."""
         return name
 
     def preprocess_named_parameter(self, name: str, tensor: Tensor) -> Tensor:
-        """Change a parameter on its way in. `tensor` is this worker's box of it; the shape must stay."""
+        """Change a parameter on its way in.
+
+        Args:
+            name: the parameter.
+            tensor: this worker's box of it; the shape must stay.
+
+        Returns:
+            The changed box.
+        """
         return tensor
 
     def missing_parameter(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """The whole parameter that the source does not have, the same on every rank; None refuses the source."""
+        """Return a whole parameter that the source does not have, the same on every rank; None refuses the source."""
         return None
 
     def served_parameter(self, name: str, parameter: Tensor) -> Tensor:
-        """The parameter with the value that leaves, sharded as `parameter` is. A collective of all ranks, in order."""
+        """Return the parameter with the value that leaves, sharded like `parameter`.
+
+        A collective of all ranks, in order.
+        """
         return parameter
 
     def postprocess_named_parameter(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-        """Change a parameter on its way out, to a checkpoint or another engine; None leaves it out.
+        """Change a parameter on its way out, to a checkpoint or another engine.
 
-        `tensor` is this worker's box; the shape must stay.
+        Args:
+            name: the parameter.
+            tensor: this worker's box of it; the shape must stay.
+
+        Returns:
+            Name and box; None leaves the parameter out.
         """
         return name, tensor
 
     def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
-        """Logits [T, V] of a pack: `input_ids` [T], `position_ids` [T], `cu_seqlens` [n + 1], `max_seqlen`."""
+        """Compute logits [T, V] of a pack.
+
+        Args:
+            data: `input_ids` [T], `position_ids` [T], `cu_seqlens` [n + 1], `max_seqlen`.
+
+        Returns:
+            The logits.
+
+        Raises:
+            ConfigError: the subclass does not define it.
+        """
         raise ConfigError(
             f"{type(self).__name__} has no compute_logits(data): define it to use train_batch, eval_batch and forward"
         )
@@ -104,20 +157,27 @@ class BaseTrainModule(nn.Module):
     def compute_logprobs(
         self, data: Mapping[str, Any], temperature: float = 1.0, positions: Tensor | None = None
     ) -> TokenLogprobs:
-        """Log-probabilities and entropies [T] of each position's next token in a pack, for losses `on_logprobs`.
+        """Compute log-probabilities and entropies [T] of each position's next token, for losses `on_logprobs`.
 
-        Where `positions` [T] is given and False they are not needed and may be 0. This one makes all logits;
-        override it where that can be avoided.
+        This implementation makes all logits; override it if that can be avoided.
+
+        Args:
+            data: the pack, as for `compute_logits`.
+            temperature: divides the logits.
+            positions: bool [T]; values where it is False are not needed and may be 0. None needs all.
+
+        Returns:
+            Log-probabilities and entropies.
         """
         labels = next_token(data["input_ids"], data["cu_seqlens"])
         return TokenLogprobs(*gather_logprobs_entropy(self.compute_logits(data), labels, temperature))
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Device of the parameters."""
         return next(self.parameters()).device
 
 
 def is_on_meta(module: nn.Module) -> bool:
-    """Whether no parameter of `module` holds memory."""
+    """Return True if no parameter of `module` holds memory."""
     return all(parameter.is_meta for parameter in module.parameters())

@@ -1,4 +1,4 @@
-"""Dropout of transformers models: in their layers, and in configs that a forward may read."""
+"""Dropout of transformers models, in their layers and in configs that a forward may read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ DropoutRates = Mapping[tuple[str, ...], float]
 
 
 def disable_dropout(config: PretrainedConfig) -> DropoutRates:
-    """Set every dropout rate of a config to 0, before a model is made of it; return what they were."""
+    """Set every dropout rate of a config to 0, before a model is made of it.
+
+    Returns:
+        The rates that were set to 0.
+    """
     rates = dict(_rates(config))
     for path, rate in rates.items():
         _set(config, path, type(rate)(0))  # some configs insist on the type
@@ -30,7 +34,7 @@ def with_dropout(config: PretrainedConfig, rates: DropoutRates) -> PretrainedCon
 
 
 def disable_dropout_layers(module: nn.Module) -> None:
-    """Switch off the dropout layers, also those whose rate is no option of the config."""
+    """Switch off dropout layers, including those whose rate is no option of the config."""
     for child in module.modules():
         if isinstance(child, _DropoutNd):
             child.p = 0.0

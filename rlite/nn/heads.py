@@ -17,11 +17,11 @@ from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, local_checkpoint
 
 
 class HuggingFaceFsdp2ScoreModule(HuggingFaceFsdp2TrainModule):
-    """Put it before a transformers class: `class Critic(HuggingFaceFsdp2ScoreModule, Qwen2ForSequenceClassification)`.
+    """Base of reward models and critics: `class Critic(HuggingFaceFsdp2ScoreModule, Qwen2ForSequenceClassification)`.
 
-    The outputs that losses see are scores [T], one for each token. Weights are those of a causal model, with a new head
-    (normal, of deviation 1 / (hidden size + 1), as in Stiennon et al. 2020), or of an earlier such model with its head.
-    What is saved opens with `AutoModelForSequenceClassification`, whose score is that of the last token.
+    Losses see scores [T], one per token. Weights are those of a causal model with a new head (normal, of deviation 1 /
+    (hidden size + 1), as in Stiennon et al. 2020), or of an earlier such model with its head. A saved checkpoint opens
+    with `AutoModelForSequenceClassification`, whose score is that of the last token.
     """
 
     base_model: nn.Module
@@ -29,15 +29,15 @@ class HuggingFaceFsdp2ScoreModule(HuggingFaceFsdp2TrainModule):
     _config_options: ClassVar[Mapping[str, Any]] = {"num_labels": 1}
 
     def forward(self, *args: Any, **inputs: Any) -> TokenClassifierOutput:
-        """Scores [B, L, 1] as logits; transformers' own forward would keep the last token's alone."""
+        """Return scores [B, L, 1] as logits; transformers' own forward would keep only the last token's score."""
         return TokenClassifierOutput(logits=self.score(self.base_model(*args, **inputs).last_hidden_state))
 
     def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
-        """Scores [T] of a pack."""
+        """Return scores [T] of a pack."""
         return super().compute_logits(data)[:, 0]
 
     def missing_parameter(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """The head of a model that has none yet; the same on every rank."""
+        """Return the head of a model that has none yet, the same on every rank."""
         if name != "score.weight":
             return super().missing_parameter(name, shape)
         generator = torch.Generator().manual_seed(0)
@@ -45,9 +45,13 @@ class HuggingFaceFsdp2ScoreModule(HuggingFaceFsdp2TrainModule):
 
 
 def score_module(path: str | Path, carrier: type[HuggingFaceFsdp2ScoreModule]) -> Any:
-    """The checkpoint at `path` on meta, as `carrier` before its transformers class.
+    """Read the checkpoint at `path` on meta, as a subclass of `carrier` and its transformers class.
 
-    Raises: ConfigError if transformers has no sequence classification for this type of model.
+    Returns:
+        The module.
+
+    Raises:
+        ConfigError: transformers has no sequence classification for this type of model.
     """
     config = AutoConfig.from_pretrained(local_checkpoint(path, weights=False), trust_remote_code=False)
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:

@@ -32,10 +32,10 @@ from rlite.parallel.tensor_training import check_split, parallelize
 
 
 class HuggingFaceFsdp2TrainModule(BaseTrainModule):
-    """Put it before a transformers class: `class Mine(HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM)`.
+    """Base class of Hugging Face causal models: `class Mine(HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM)`.
 
-    Inside `accelerate.init_empty_weights()` or `torch.device("meta")`, `from_pretrained` reads the config alone and
-    remembers the path; outside it is transformers' own, so that the module can be tried without an engine.
+    Inside `accelerate.init_empty_weights()` or `torch.device("meta")`, `from_pretrained` reads only the config and
+    remembers the path. Outside it is transformers' own, so that the module can be tried without an engine.
     """
 
     config: PretrainedConfig
@@ -51,6 +51,19 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *args: Any, **kwargs: Any) -> Any:
+        """Make the module from a checkpoint; on meta from its config alone.
+
+        Args:
+            path: a Hugging Face folder or hub name.
+            *args: for transformers' own method, not on meta.
+            **kwargs: for transformers' own method, not on meta.
+
+        Returns:
+            The module.
+
+        Raises:
+            ConfigError: there is no such checkpoint; or further arguments were given on meta.
+        """
         if not nn.Linear(1, 1, bias=False).weight.is_meta:
             return super().from_pretrained(path, *args, **kwargs)  # type: ignore[misc]
         if args or kwargs:
@@ -71,13 +84,21 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         return module
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In a worker: what `output_hidden_states=True` records is known of models that were made in this process."""
+        """Register the outputs that `output_hidden_states=True` records.
+
+        transformers does so only in the process that made the model.
+        """
         super().__setstate__(state)
         for module in self.modules():
             if isinstance(module, PreTrainedModel):
                 _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
 
     def materialization_source(self) -> CheckpointSource:
+        """Return the path from which the module was made.
+
+        Raises:
+            ConfigError: it was made from a config.
+        """
         if not self.config._name_or_path:
             raise ConfigError(
                 f"{type(self).__name__} was made from a config, so there are no weights to read: use from_pretrained, "
@@ -90,12 +111,13 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         return with_dropout(self.config, self._dropout)
 
     def fsdp_units(self) -> list[nn.Module]:
+        """Return the blocks that transformers says must not be split, by default the entries of module lists."""
         names = set(self._no_split_modules or ())
         units = [module for module in self.modules() if type(module).__name__ in names]
         return units or super().fsdp_units()
 
     def recompute_activations(self) -> None:
-        """Of each layer, with the attention that its forward used."""
+        """Recompute the activations of each layer with the attention that its forward used."""
         enable: Any = getattr(self, "activation_checkpointing_enable", None)  # its name since transformers 5.23
         enable = enable or self.gradient_checkpointing_enable
         enable({"use_reentrant": False, "context_fn": partial(recompute_alike, self.config)})
@@ -108,23 +130,32 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             check_architecture(cls, self.config, [name for name, _ in self.named_parameters()])
 
     def check_parallel(self, size: int) -> None:
+        """Raise ConfigError if the model's own plan cannot split it over `size` ranks."""
         check_split(self, size)
 
     def parallelize(self, mesh: DeviceMesh) -> None:
-        """By the model's own plan; see `rlite.parallel.tensor_training`."""
+        """Split the model by its own plan; see `rlite.parallel.tensor_training`."""
         parallelize(self, mesh)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own, for methods of yours. Ranks that share weights go on until the last of them is done.
+        """Generate with transformers' own method, for methods of yours.
 
-        They have to call it equally often. For rollouts an inference engine is many times faster.
+        For rollouts an inference engine is many times faster.
+
+        Ranks that share weights continue until the last of them is done, and must call it equally often.
+
+        Returns:
+            The result of transformers' `generate`.
         """
         group = shard_group(self)
         kwargs["synced_gpus"] = group is not None and group.size() > 1
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-        """transformers asks all ranks of the world, of which this engine may have a part."""
+        """Return True if a rank that shares weights has unfinished sequences.
+
+        transformers would ask all ranks of the world.
+        """
         if not synced_gpus:
             return not this_peer_finished
         num_unfinished = torch.tensor(float(not this_peer_finished), device=device)
@@ -132,9 +163,13 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         return num_unfinished.item() > 0
 
     def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
-        """The model's own forward over a pack, with attention kept inside each sequence.
+        """Run the model's own forward over a pack, with attention inside each sequence.
 
-        Raises: ConfigError for a sequence so long that it changes the rotary angles of the others.
+        Returns:
+            Logits [T, V].
+
+        Raises:
+            ConfigError: a sequence is so long that it changes the rotary angles of the others.
         """
         limit = rope_limit(self.config.get_text_config())
         if limit is not None and data["max_seqlen"] > limit:
@@ -155,11 +190,19 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     def compute_logprobs(
         self, data: Mapping[str, Any], temperature: float = 1.0, positions: Tensor | None = None
     ) -> TokenLogprobs:
-        """As `BaseTrainModule.compute_logprobs`, without logits of the whole pack where the model allows it.
+        """Compute log-probabilities as the base class does, without logits of the whole pack if the model allows it.
 
-        The model's own forward runs with an output embedding that answers with log-probabilities and entropies
-        [1, T, 2] instead of logits. A model that goes on to change its logits (scales or caps them) would change those:
-        it is recognised by its output, and gets its logits from then on, as one without a linear output embedding does.
+        The model's own forward runs with an output embedding that returns log-probabilities and entropies [1, T, 2]
+        instead of logits. A model that changes its logits afterwards (scales or caps them) would change those. It is
+        recognised by its output and gets logits from then on, like a model without a linear output embedding.
+
+        Args:
+            data: the pack, as for `compute_logits`.
+            temperature: divides the logits.
+            positions: bool [T]; values where it is False are not needed and may be 0. None needs all.
+
+        Returns:
+            Log-probabilities and entropies.
         """
         head = self.get_output_embeddings()  # type: ignore[operator]
         if self._changes_logits or not isinstance(head, nn.Linear):
@@ -175,7 +218,11 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
 
 
 def causal_lm_class(path: str | Path, carrier: type[HuggingFaceFsdp2TrainModule]) -> Any:
-    """`carrier` before the transformers class of the checkpoint at `path`. Raises: ConfigError if there is none."""
+    """Return a subclass of `carrier` and the transformers class of the checkpoint at `path`.
+
+    Raises:
+        ConfigError: transformers has no causal language model of this type.
+    """
     config = AutoConfig.from_pretrained(local_checkpoint(path, weights=False), trust_remote_code=False)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{path}: transformers has no causal language model of type {config.model_type!r}")
@@ -184,7 +231,7 @@ def causal_lm_class(path: str | Path, carrier: type[HuggingFaceFsdp2TrainModule]
 
 
 def exported_class(module: nn.Module) -> str:
-    """The transformers class that a checkpoint of `module` names, whatever the user's subclass is called."""
+    """Return the transformers class that a checkpoint of `module` names, whatever the user's subclass is called."""
     for cls in type(module).__mro__:
         if cls.__module__.startswith("transformers.models."):
             return cls.__name__
@@ -192,9 +239,14 @@ def exported_class(module: nn.Module) -> str:
 
 
 def local_checkpoint(path: str | Path, weights: bool = True) -> Path:
-    """The folder of a checkpoint, fetched from the hub if `path` is a name there; without weights if they can wait.
+    """Return the folder of a checkpoint, downloaded if `path` is a name on the hub.
 
-    Raises: ConfigError if there is neither a folder nor such a name.
+    Args:
+        path: a folder or a name.
+        weights: download the weights, too.
+
+    Raises:
+        ConfigError: there is neither such a folder nor such a name.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -203,11 +255,15 @@ def local_checkpoint(path: str | Path, weights: bool = True) -> Path:
         return folder
     patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if weights else [])]
     try:
-        if str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1:
-            raise HFValidationError("a path, not a name on the hub")
-        return Path(snapshot_download(str(path), allow_patterns=patterns))
+        return _download(str(path), patterns)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"model {str(path)!r}: no such folder, and the Hugging Face hub does not give it ({type(error).__name__}). "
             "Check the path, or download the model first."
         ) from error
+
+
+def _download(name: str, patterns: list[str]) -> Path:
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise HFValidationError("a path, not a name on the hub")
+    return Path(snapshot_download(name, allow_patterns=patterns))

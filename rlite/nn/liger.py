@@ -21,7 +21,11 @@ _ROPE = "apply_rotary_pos_emb"
 
 
 def check_liger_installed() -> None:
-    """Raises: ConfigError without the packages."""
+    """Check that the packages are installed.
+
+    Raises:
+        ConfigError: one is missing.
+    """
     if missing := [name for name in ("liger_kernel", "triton") if importlib.util.find_spec(name) is None]:
         raise ConfigError(
             f"use_liger_kernel=true needs {' and '.join(missing)}: pip install 'rlite[liger]', on a machine with GPUs; "
@@ -30,7 +34,15 @@ def check_liger_installed() -> None:
 
 
 def check_liger(module: nn.Module, device: str) -> None:
-    """Raises: ConfigError where `use_liger_kernels` cannot work on workers of this kind of device ("cuda", "cpu")."""
+    """Check that `use_liger_kernels` can work on workers of this kind of device.
+
+    Args:
+        module: the module.
+        device: "cuda" or "cpu".
+
+    Raises:
+        ConfigError: the device, a package or the type of model does not fit.
+    """
     if device != "cuda":
         raise ConfigError(f"use_liger_kernel=true needs GPUs, and these devices are of kind {device!r}; leave it out")
     check_liger_installed()
@@ -42,10 +54,10 @@ def check_liger(module: nn.Module, device: str) -> None:
 
 
 def use_liger_kernels(model: Any) -> None:
-    """Let this one transformers model, on meta or not, compute with them; before it is sharded or split.
+    """Make one transformers model, on meta or not, compute with Liger kernels; call it before sharding.
 
-    Liger also exchanges classes and functions in transformers' module, for models that are made later; those would be
-    other engines' in this process, so the module is put back, and the rotary embedding bound to this model alone.
+    Liger also replaces classes and functions in transformers' module, for models that are made later. They would change
+    other engines in this process, so the module is restored, and the rotary embedding is bound to this model only.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance  # optional; this is what transformers calls
 
@@ -69,7 +81,7 @@ def use_liger_kernels(model: Any) -> None:
 
 
 def _with_globals(function: FunctionType, **changes: Any) -> FunctionType:
-    """The function, for which some names of its module mean something else."""
+    """Return a copy of the function that sees other values for some names of its module."""
     copy = FunctionType(
         function.__code__,
         {**function.__globals__, **changes},

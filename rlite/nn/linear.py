@@ -19,7 +19,7 @@ MIN_ROWS = 12
 
 
 def speed_up_linear_layers(module: nn.Module) -> None:
-    """Let every plain `nn.Linear` in `module` compute with oneDNN where that is possible; elsewhere nothing changes."""
+    """Make every plain `nn.Linear` in `module` compute with oneDNN if possible; otherwise nothing changes."""
     if not torch.backends.mkldnn.is_available():
         return
     for layer in module.modules():
@@ -28,7 +28,13 @@ def speed_up_linear_layers(module: nn.Module) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, by oneDNN where that is faster."""
+    """Return `F.linear(x, weight, bias)`, computed by oneDNN if that is faster.
+
+    Args:
+        x: [..., in].
+        weight: [out, in].
+        bias: [out].
+    """
     is_suitable = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
     if not is_suitable or x.numel() < max(1, MIN_ROWS * x.shape[-1]) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
@@ -42,7 +48,7 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias."""
+    """Return x @ weight.T + bias."""
     if x.dim() == 2:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     product = torch.ops.mkldnn._linear_pointwise(x.reshape(-1, x.shape[-1]), weight, bias, "none", [], "")

@@ -56,20 +56,31 @@ def linear_logprobs(
     block_size: int | None = None,
     num_kept: int | None = None,
 ) -> TokenLogprobs:
-    """`gather_logprobs_entropy(hidden @ weight.T + bias, labels, temperature)` in the memory of a few blocks of logits.
+    """Compute log-probabilities and entropies from hidden states in the memory of a few blocks of logits.
 
-    Logits have the dtype of `hidden`; their statistics, and the results, are in float32 (float64 for float64).
+    The result is `gather_logprobs_entropy(hidden @ weight.T + bias, labels, temperature)`. Logits have the dtype of
+    `hidden`; their statistics, and the results, are in float32 (float64 for float64).
 
     Args:
-        labels: token ids, aligned with the hidden states that predict them; one outside the vocabulary gives -inf.
-        group: its ranks hold a part of the vocabulary each: rows of `weight` and `bias` (any number) from token id
-            `start` on. They give the same hidden states and labels, and get the same results. The gradient of `hidden`
-            is summed over the group here, and is whole on each rank if all give the results the same gradients; those
-            of `weight` and `bias` are each rank's own.
-        block_size: rows of `weight` that are worked on at once.
-        num_kept: how many logits may wait for the backward pass instead of being computed again.
+        hidden: [..., width].
+        weight: [vocabulary, width].
+        labels: [...], token ids aligned with the hidden states that predict them; an id outside the vocabulary gives
+            -inf.
+        temperature: divides the logits.
+        bias: [vocabulary].
+        group: ranks that hold a part of the vocabulary each: rows of `weight` and `bias` (any number) from token id
+            `start` on. All ranks pass the same hidden states and labels, and get the same results. The gradient of
+            `hidden` is summed over the group here, and is complete on each rank if all give the results the same
+            gradients; gradients of `weight` and `bias` are each rank's own.
+        start: token id of this rank's first row.
+        block_size: rows of `weight` that are computed at once.
+        num_kept: logits that may wait for the backward pass instead of being recomputed.
 
-    Raises: ConfigError when shapes do not fit or temperature is not positive.
+    Returns:
+        Log-probabilities and entropies [...].
+
+    Raises:
+        ConfigError: shapes do not fit, or the temperature is not positive.
     """
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
         raise ConfigError(
@@ -98,15 +109,15 @@ def linear_logprobs(
 
 @dataclass(frozen=True)
 class HeadAnswer:
-    """What an output embedding returned in place of logits."""
+    """Values that an output embedding returned in place of logits."""
 
     values: Float[Tensor, "batch tokens 2"]
     version: int
 
     def is_what_became(self, output: Tensor, share: ContextShare) -> bool:
-        """Whether `output` is these values, or a view of them, and nobody has written to them since.
+        """Return True if `output` is these values or a view of them, and nothing has written to them since.
 
-        Where ranks share a pack, it is what they gathered.
+        If ranks share a pack, `output` is compared with the gathered values.
         """
         if share.group is not None:
             gathered, found = share.gather_results(self.values.detach()[0]), output.detach()
@@ -125,9 +136,17 @@ def logprobs_of(
     positions: Bool[Tensor, " tokens"] | None = None,
     **options: Any,
 ) -> Iterator[list[HeadAnswer]]:
-    """Within, `head` maps hidden states [1, T, width] to log-probabilities and entropies [1, T, 2] instead of logits.
+    """Make `head` return log-probabilities and entropies [1, T, 2] instead of logits inside the block.
 
-    Where `positions` is False they are 0. `options` are those of `linear_logprobs`. Yields a list of the answers.
+    Args:
+        head: the output embedding.
+        labels: [T], next tokens.
+        temperature: divides the logits.
+        positions: bool [T]; values where it is False are 0. None computes all.
+        **options: those of `linear_logprobs`.
+
+    Yields:
+        A list to which every call of `head` adds its answer.
     """
     answers: list[HeadAnswer] = []
 
@@ -157,7 +176,7 @@ def logprobs_of(
 
 
 def _local_part(head: nn.Linear) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-    """This rank's rows of the weight and bias of `head`, and which they are if ranks hold different ones."""
+    """Return this rank's rows of the weight and bias of `head`, and which rows if ranks hold different ones."""
     if not isinstance(head.weight, DTensor):
         return head.weight, head.bias, {}
     weight: Tensor = head.weight.to_local()

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) by PEFT, which are trained while the checkpoint's weights stay as they are.
+"""Low-rank adapters (LoRA, Hu et al. 2021) through PEFT: they are trained while the checkpoint's weights stay frozen.
 
     held        q_proj.base_layer.weight W [out, in], frozen
                 q_proj.lora_A.default.weight A [rank, in], q_proj.lora_B.default.weight B [out, rank]
@@ -38,7 +38,7 @@ _SCORE = "score"
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """Adapters of rank `rank` beside linear layers; they count alpha / rank."""
+    """Adapters of rank `rank` beside linear layers, scaled by alpha / rank."""
 
     rank: int = 16
     """columns of each factor"""
@@ -63,10 +63,10 @@ class LoraOptions:
 
 
 class LoraTrainModule(BaseTrainModule):
-    """Put it before the module's other classes, and call `add_lora` while the module is on meta.
+    """Base of modules with adapters. Put it before the module's other classes, and call `add_lora` on meta.
 
-    `class Mine(LoraTrainModule, HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM)`. Until `add_lora` nothing is different.
-    Afterwards only adapters ask for gradients, and the head of a score module, which is new itself.
+    `class Mine(LoraTrainModule, HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM)`. Nothing changes until `add_lora`.
+    Afterwards only adapters have gradients, and the head of a score module, which is new itself.
     """
 
     lora: LoraOptions | None = None
@@ -74,8 +74,9 @@ class LoraTrainModule(BaseTrainModule):
     def add_lora(self, options: LoraOptions) -> None:
         """Put adapters beside the linear layers that `options` name, and freeze everything else.
 
-        Raises: ConfigError for a module with weights, for a name that fits no linear layer, and for layers that have no
-            merged weight of their own: tied ones.
+        Raises:
+            ConfigError: the module has weights; a name fits no linear layer; or a layer is tied and so has no merged
+                weight of its own.
         """
         if not is_on_meta(self):
             raise ConfigError(f"{type(self).__name__} holds real weights; add_lora comes before them, on meta")
@@ -123,7 +124,14 @@ class LoraTrainModule(BaseTrainModule):
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Inside, the module computes what the frozen weights alone give."""
+        """Make the module compute with its frozen weights only, inside the block.
+
+        Yields:
+            None.
+
+        Raises:
+            ConfigError: the module has no adapters.
+        """
         if self.lora is None:
             raise ConfigError(f"{type(self).__name__} has no adapters to switch off: call add_lora")
         adapted: list[Any] = [module for module in self.modules() if hasattr(module, "_disable_adapters")]
@@ -139,14 +147,26 @@ class LoraTrainModule(BaseTrainModule):
     # -- on the way in -------------------------------------------------------------------------------------------
 
     def checkpoint_name(self, name: str) -> str:
-        """The name without the adapters: `q_proj.weight` of `q_proj.base_layer.weight`."""
+        """Return the name without the adapters: `q_proj.weight` for `q_proj.base_layer.weight`."""
         return super().checkpoint_name(self._plain_name(name))
 
     def preprocess_named_parameter(self, name: str, tensor: Tensor) -> Tensor:
+        """Change a parameter on its way in, under its name without adapters.
+
+        Args:
+            name: the parameter.
+            tensor: this worker's box of it.
+
+        Returns:
+            The changed box.
+        """
         return super().preprocess_named_parameter(self._plain_name(name), tensor)
 
     def missing_parameter(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """Adapters begin as PEFT's do: A uniform (of Kaiming, with a = sqrt(5)), drawn for its name alone; B zero."""
+        """Return an adapter's initial value as PEFT draws it: A is Kaiming-uniform with a = sqrt(5), B is zero.
+
+        The draw of A depends only on its name.
+        """
         if self.lora is not None and name.endswith(_UP):
             return torch.zeros(shape, device="cpu")
         if self.lora is not None and name.endswith(_DOWN):
@@ -157,7 +177,7 @@ class LoraTrainModule(BaseTrainModule):
     # -- on the way out ------------------------------------------------------------------------------------------
 
     def served_parameter(self, name: str, parameter: Tensor) -> Tensor:
-        """A layer's weight with its adapter merged into it."""
+        """Return a layer's weight with its adapter merged into it."""
         layer, _, attribute = name.rpartition(_HELD)
         if self.lora is None or not layer or attribute != "weight":
             return super().served_parameter(self._plain_name(name), parameter)
@@ -166,7 +186,15 @@ class LoraTrainModule(BaseTrainModule):
         return super().served_parameter(self._plain_name(name), merged)
 
     def postprocess_named_parameter(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-        """Adapters do not leave: they are in the weights already."""
+        """Leave adapters out: they are already merged into the weights.
+
+        Args:
+            name: the parameter.
+            tensor: this worker's box of it.
+
+        Returns:
+            Name and box; None for adapters.
+        """
         if self.lora is not None and name.endswith((_DOWN, _UP)):
             return None
         return super().postprocess_named_parameter(self._plain_name(name), tensor)
@@ -175,9 +203,16 @@ class LoraTrainModule(BaseTrainModule):
         return name if self.lora is None else name.replace(_HELD, ".")
 
     def save_adapter(self, folder: Path, trained: Mapping[str, Tensor]) -> None:
-        """Write what was trained, whole and by parameter name, into `folder` in PEFT's format.
+        """Write the trained parameters into `folder` in PEFT's format.
 
-        It opens with `peft.PeftModel.from_pretrained(base, folder)`, where `base` is the checkpoint that was read.
+        The result opens with `peft.PeftModel.from_pretrained(base, folder)`, where `base` is the original checkpoint.
+
+        Args:
+            folder: where the files go.
+            trained: whole tensors by parameter name.
+
+        Raises:
+            ConfigError: the module has no adapters.
         """
         if self.lora is None:
             raise ConfigError(f"{type(self).__name__} has no adapter to save: call add_lora")
@@ -201,9 +236,15 @@ class LoraTrainModule(BaseTrainModule):
 
 @torch.no_grad()
 def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """`weight + scale up @ down`, computed in float32 at least, in the dtype and the sharding of `weight`.
+    """Return `weight + scale up @ down`, computed in float32 at least, with the dtype and sharding of `weight`.
 
-    weight [out, in], down [rank, in], up [out, rank]. A collective if they are DTensors, which are sharded alike.
+    A collective if the tensors are DTensors, which are sharded alike.
+
+    Args:
+        weight: [out, in].
+        down: [rank, in].
+        up: [out, rank].
+        scale: factor of the product.
     """
     if isinstance(weight, DTensor) and isinstance(down, DTensor):
         # of `down` the columns that this rank holds of the weight; its rows of `up` are the weight's
@@ -218,7 +259,7 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
 
 
 def _is_tied(module: nn.Module, layer: nn.Linear) -> bool:
-    """Whether the weight of `layer` is, or will be when the model ties its weights, the input embedding's."""
+    """Return True if the weight of `layer` is, or will be after tying, that of the input embedding."""
     if not isinstance(module, PreTrainedModel):
         return False
     is_head = layer is module.get_output_embeddings()

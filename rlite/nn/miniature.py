@@ -68,9 +68,13 @@ def miniature(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTraine
 
 @contextmanager
 def saved(model: PreTrainedModel) -> Iterator[str]:
-    """Write a checkpoint into a temporary folder, without a progress bar: nobody asked for one.
+    """Write a checkpoint into a temporary folder, without transformers' progress bar.
 
-    Raises: StorageError if it cannot be written.
+    Yields:
+        Path of the folder.
+
+    Raises:
+        StorageError: it could not be written.
     """
     shows_progress = logging.is_progress_bar_enabled()
     with TemporaryDirectory() as folder:
@@ -121,7 +125,7 @@ def miniature_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _layers_of_each_kind(columns: list[list[Any]], num_layers: int) -> list[int]:
-    """Indices of the first layer of each kind, where a layer's kind is its row of the config's per-layer lists."""
+    """Return indices of the first layer of each kind; a layer's kind is its row of the config's per-layer lists."""
     kinds = [str([column[layer] for column in columns]) for layer in range(num_layers)]
     first = sorted(kinds.index(kind) for kind in set(kinds))[:MAX_LAYERS]
     return first if len(first) > 1 else [*first, *first]
@@ -187,7 +191,7 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def _with_distinct_ids(values: dict[str, Any]) -> dict[str, Any]:
-    """Give every special token an id of its own below `SPECIAL_IDS`."""
+    """Return the values with a distinct id below `SPECIAL_IDS` for every special token."""
     found = [key for key, value in values.items() if key.endswith(IDS) and value is not None]
     ids = {key: number % SPECIAL_IDS for number, key in enumerate(found)}
     return {**values, **{key: [number] if isinstance(values[key], list) else number for key, number in ids.items()}}
