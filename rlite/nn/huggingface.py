@@ -113,7 +113,14 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     def fsdp_units(self) -> list[nn.Module]:
         """Return the blocks that transformers says must not be split, by default the entries of module lists."""
         names = set(self._no_split_modules or ())
-        units = [module for module in self.modules() if type(module).__name__ in names]
+        head = self.get_output_embeddings()  # type: ignore[operator]
+        # a weight tied to the output embedding stays outside: sharding one of its two modules alone unties it
+        units = [
+            module
+            for module in self.modules()
+            if type(module).__name__ in names
+            and not (isinstance(head, nn.Linear) and any(p is head.weight for p in module.parameters()))
+        ]
         return units or super().fsdp_units()
 
     def recompute_activations(self) -> None:

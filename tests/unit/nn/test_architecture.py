@@ -111,6 +111,13 @@ def on_meta(folder: Path) -> Any:
         return causal_lm_class(folder, HuggingFaceFsdp2TrainModule).from_pretrained(folder)
 
 
+def test_embedding_that_is_also_the_output_head_is_sharded_with_the_rest_of_the_model(tmp_path: Path) -> None:
+    model = on_meta(save_checkpoint("bert", tmp_path, is_decoder=True, tie_word_embeddings=True))
+    model.tie_weights()  # as a worker does
+    units = model.fsdp_units()
+    assert {type(unit).__name__ for unit in units} == {"BertLayer"}
+
+
 @pytest.mark.parametrize("kind", EQUAL)
 def test_packs_of_an_accepted_model_give_the_plain_model_s_logits_and_gradients(kind: str, tmp_path: Path) -> None:
     plain = wide_model(config_of(kind, **EQUAL[kind]))
