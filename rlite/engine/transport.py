@@ -28,7 +28,7 @@ from rlite.parallel.arena import (
     host_identity,
 )
 from rlite.parallel.processes import close_store, connect_store, process_identity
-from rlite.parallel.shards import Box, ParameterShard
+from rlite.parallel.shards import Box, ParameterShard, nonfinite_names
 
 
 @dataclass(frozen=True)
@@ -352,6 +352,6 @@ def _checksum(tensor: Tensor) -> int:
     return int((bits * weights).sum())
 
 
-def is_finite(worker: Worker) -> list[str]:
-    """Names of the tensors that hold NaN or infinity."""
-    return [name for name, s in worker.parameter_shards().items() if not torch.isfinite(s.tensor).all()]
+def nonfinite_weights(worker: Worker) -> list[str]:
+    """Return the names of the tensors that hold NaN or infinity."""
+    return nonfinite_names(worker.parameter_shards())

@@ -30,8 +30,8 @@ from rlite.engine.transport import (
     Piece,
     Place,
     describe,
-    is_finite,
     leave_meeting,
+    nonfinite_weights,
     read,
     share,
     source_checksums,
@@ -97,7 +97,9 @@ def sync_weights(
         written = move(source, target, copy, offered, targets, plan)
         if verify_checksums:
             _verify(source, target, copy, targets, plan)
-        for rank, names in enumerate(_apply(target.group, is_finite, "look for NaN")) if verify_checksums else ():
+        for rank, names in (
+            enumerate(_apply(target.group, nonfinite_weights, "look for NaN")) if verify_checksums else ()
+        ):
             if names:
                 raise WeightSyncError(
                     f"{target.group.describe(rank)} received weights that are not finite: {names[:3]}"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -33,8 +34,21 @@ KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 REMEDY = "Use another model; docs/architectures.md lists the classes that work"
 
 
-_reasons: dict[tuple[type, str], str | None] = {}
-"""what was found in this process, by class and config"""
+Check = Callable[[type[PreTrainedModel], PreTrainedConfig], str | None]
+
+
+def once_per_config(check: Check) -> Check:
+    """Remember what a check found, by the model's class and the content of its config."""
+    reasons: dict[tuple[type, str], str | None] = {}
+
+    @wraps(check)
+    def remembered(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
+        key = (cls, config.to_json_string(use_diff=False))
+        if key not in reasons:
+            reasons[key] = check(cls, config)
+        return reasons[key]
+
+    return remembered
 
 
 def check_architecture(cls: type[PreTrainedModel], config: PreTrainedConfig, names: Iterable[str] = ()) -> None:
@@ -53,15 +67,9 @@ def check_architecture(cls: type[PreTrainedModel], config: PreTrainedConfig, nam
         raise ConfigError(f"{cls.__name__} ({config.model_type!r}) {reason}. {REMEDY}")
 
 
+@once_per_config
 def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
     """Return why a pack would be computed differently from transformers, None if it would not."""
-    key = (cls, config.to_json_string(use_diff=False))
-    if key not in _reasons:
-        _reasons[key] = _find_reason(cls, config)
-    return _reasons[key]
-
-
-def _find_reason(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
     try:
         model = miniature(cls, config)
         if (reason := _experts(name for name, _ in model.named_parameters())) is not None:

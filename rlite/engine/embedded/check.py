@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
 from rlite.errors import CheckpointError, ConfigError, StorageError
-from rlite.nn.architecture import REMEDY, TOLERANCE, check_architecture, sequences, summary
+from rlite.nn.architecture import REMEDY, TOLERANCE, check_architecture, once_per_config, sequences, summary
 from rlite.nn.meta import meta_parameters, real_tensors
 from rlite.nn.miniature import miniature, saved
 from rlite.parallel.tensor import check_tensor_parallel
@@ -16,7 +16,6 @@ from rlite.types import GenerationHyperparameters, SequenceRequest
 
 NUM_NEW = 3
 """tokens that a small model generates after each sequence"""
-_reasons: dict[tuple[type, str], str | None] = {}
 
 
 def check_served(path: str, tensor_parallel_size: int) -> None:
@@ -39,15 +38,9 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
         check_tensor_parallel(model, tensor_parallel_size)
 
 
+@once_per_config
 def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
     """Return why the executor would compute another model than transformers, None if it would not."""
-    key = (cls, config.to_json_string(use_diff=False))
-    if key not in _reasons:
-        _reasons[key] = _find_reason(cls, config)
-    return _reasons[key]
-
-
-def _find_reason(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
     model = miniature(cls, config)
     try:
         with real_tensors(), torch.inference_mode(), saved(model) as folder:
