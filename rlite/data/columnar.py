@@ -47,7 +47,7 @@ def read_columnar(kind: str, path: str, where: str, *options: Any) -> list[dict[
                 rows += map(_without_added_nulls, batch.to_pylist())
         return rows
     except (StreamError, DataError, pa.ArrowException) as error:
-        place = f"{where}: " if rows is None else f"{where}, row {len(rows)} or one after it: "
+        place = f"{where}: " if rows is None else f"{where}, row index {len(rows)} or one after it: "
         raise DataError(f"{place}{_KINDS[kind]}: {error}") from error
 
 

@@ -47,7 +47,7 @@ def preference_rows(
     is_chat = bool(rows) and rows[0].get("messages") is not None
     has_margin = bool(rows) and rows[0].get("margin") is not None
     for number, row in enumerate(rows):
-        _check(row, is_chat, has_margin, f"{where}, row {number}")
+        _check(row, is_chat, has_margin, f"{where}, row index {number}")
     if is_chat:
         encoder = ChatEncoder(tokenizer, **template_options)
 
@@ -57,7 +57,7 @@ def preference_rows(
                 for number in numbers
                 for side in SIDES
             ]
-            names = [f"{where}, row {number}" for number in numbers for _ in SIDES]
+            names = [f"{where}, row index {number}" for number in numbers for _ in SIDES]
             encoded = encoder.encode(chats, names, [rows[number].get("tools") for number in numbers for _ in SIDES])
             ends = [chat.turns[-1][1] for chat in encoded]
             tokens = [

@@ -22,7 +22,7 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
     That is `messages`, a list; `prompt`, a text or messages; or `input_ids`, a list of token ids.
     """
     for number, row in enumerate(rows):
-        at = f"{where}, row {number}"
+        at = f"{where}, row index {number}"
         if not isinstance(row, Mapping):
             raise DataError(f"{at}: expected an object, found {type(row).__name__}")
         keys = [key for key in PROMPT_KEYS if row.get(key) is not None]

@@ -37,7 +37,7 @@ def sft_rows(
     """
     is_chat = bool(rows) and rows[0].get("messages") is not None
     for number, row in enumerate(rows):
-        at = f"{where}, row {number}"
+        at = f"{where}, row index {number}"
         if not is_chat:
             check_columns(row, {"prompt": str, "response": str}, at)
             continue
@@ -59,7 +59,7 @@ def sft_rows(
     def encode_chats(numbers: range) -> list[list[Tokens]]:
         chats = encoder.encode(
             [rows[number]["messages"] for number in numbers],
-            [f"{where}, row {number}" for number in numbers],
+            [f"{where}, row index {number}" for number in numbers],
             [rows[number].get("tools") for number in numbers],
         )
         return [[(chat.input_ids, chat.mask())] for chat in chats]

@@ -58,7 +58,7 @@ def read_rows(source: str | Path, key: str = "data.path") -> list[Row]:
         raise DataError(f"{where}: no rows; expected at least one")
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise DataError(f"{where}, row {number}: expected an object of named columns, found {_kind(row)}")
+            raise DataError(f"{where}, row index {number}: expected an object of named columns, found {_kind(row)}")
     return rows
 
 
@@ -182,7 +182,7 @@ def _cell(column: str, text: str, number: int, where: str) -> Any:
         return text
     if not text:
         return None
-    return _parsed(text, lambda _: f"{where}, row {number}: {column!r}")
+    return _parsed(text, lambda _: f"{where}, row index {number}: {column!r}")
 
 
 def _read_parquet(path: Path, where: str) -> list[Row]:

@@ -95,7 +95,7 @@ class TokenRows:
             item = int(sizes.argmax())
             what = "tokens" if self.rows_per_item == 1 else "tokens, both sides together,"
             raise ConfigError(
-                f"row {self.source[item]} of {table} has {sizes[item]} {what} and {name} is {capacity}; "
+                f"row index {self.source[item]} of {table} has {sizes[item]} {what} and {name} is {capacity}; "
                 "raise that, or lower data.max_length"
             )
 

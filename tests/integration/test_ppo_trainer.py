@@ -108,7 +108,9 @@ def test_the_same_run_goes_on_by_itself_and_another_one_is_refused_before_it_sta
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_named_before_anything_is_built(model, tmp_path):
     rows = [*ROWS[:2], {"prompt": "x" * 100}]
-    with pytest.raises(DataError, match=r"train_data, row 2: its prompt has 100 tokens, .* in 64 .*max_model_len"):
+    with pytest.raises(
+        DataError, match=r"train_data, row index 2: its prompt has 100 tokens, .* in 64 .*max_model_len"
+    ):
         trainer(model, tmp_path, total_steps=1, rows=rows)
 
 
@@ -225,7 +227,7 @@ def test_engines_that_take_turns_on_the_device_save_and_go_on(model, tmp_path, s
 
 
 def test_rows_without_a_prompt_are_refused_before_anything_starts(model, tmp_path, session):
-    with pytest.raises(DataError, match="train_data, row 1"):
+    with pytest.raises(DataError, match="train_data, row index 1"):
         trainer(model, tmp_path, total_steps=1, rows=[ROWS[0], {"question": "?"}])
 
 

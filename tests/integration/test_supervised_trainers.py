@@ -348,8 +348,8 @@ def test_a_checkpoint_of_other_data_is_refused(model: str, tmp_path: Path, sessi
             "actor.preference_loss.options={temperature: 1}",
             "actor.preference_loss: preference loss sigmoid has no option 'temperature'",
         ),
-        ("dpo", "data.path={sft}", "row 0: no 'chosen'"),
-        ("sft", "data.path={preferences}", "row 0: no 'response'"),
+        ("dpo", "data.path={sft}", "row index 0: no 'chosen'"),
+        ("sft", "data.path={preferences}", "row index 0: no 'response'"),
         ("sft", "trainer.load_ckpt_from=nowhere", "trainer.load_ckpt_from=nowhere"),
         ("rm", "trainer.best_metric=test_accuracy", "trainer.best_metric=test_accuracy"),
         (

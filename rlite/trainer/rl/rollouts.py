@@ -170,11 +170,11 @@ def check_openings(rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow,
         try:
             opening = workflow.opening(row)
         except DataError as error:
-            raise DataError(f"{where}, row {number}: {error}") from error
+            raise DataError(f"{where}, row index {number}: {error}") from error
         longest = max(longest, len(opening or ()))
         if longest >= max_length:
             raise DataError(
-                f"{where}, row {number}: its prompt has {longest} tokens, which leaves no room for an answer in "
+                f"{where}, row index {number}: its prompt has {longest} tokens, which leaves no room for an answer in "
                 f"{max_length} (the least of max_length_per_device x tp_size x sp_size of the models, "
                 "the models' max_position_embeddings, and rollout.max_model_len); raise those, or drop the row"
             )

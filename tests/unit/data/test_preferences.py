@@ -61,18 +61,18 @@ def test_pairs_without_anything_to_compare_are_dropped_and_counted() -> None:
 def test_margins_go_with_their_pairs() -> None:
     rows = [{"prompt": "p" * n, **PAIR, "margin": n / 2} for n in (1, 99, 2)]
     assert preference_rows(rows, TOKENIZER, 16).batch([0, 1])["margin"].tolist() == [0.5, 0.5, 1.0, 1.0]
-    with pytest.raises(DataError, match="row 1: no 'margin'"):
+    with pytest.raises(DataError, match="row index 1: no 'margin'"):
         preference_rows([rows[0], {"prompt": "p", **PAIR}], TOKENIZER, 16)
-    with pytest.raises(DataError, match="row 1: 'margin' is nan; expected a finite number"):
+    with pytest.raises(DataError, match="row index 1: 'margin' is nan; expected a finite number"):
         preference_rows([rows[0], {**rows[0], "margin": float("nan")}], TOKENIZER, 16)
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "a", "chosen": "b"}, "row 0: no 'rejected'"),
-        ({"prompt": "a", "chosen": ["b"], "rejected": "c"}, "row 0: 'chosen' is a list; expected a text"),
-        ({"messages": CHAT[:2], **PAIR}, "row 0: 'messages' ends with the assistant"),
+        ({"prompt": "a", "chosen": "b"}, "row index 0: no 'rejected'"),
+        ({"prompt": "a", "chosen": ["b"], "rejected": "c"}, "row index 0: 'chosen' is a list; expected a text"),
+        ({"messages": CHAT[:2], **PAIR}, "row index 0: 'messages' ends with the assistant"),
     ],
 )
 def test_a_row_of_another_form_is_named(row: dict[str, Any], message: str) -> None:

@@ -30,7 +30,7 @@ def test_a_prompt_is_messages_or_a_text_or_tokens() -> None:
     ],
 )
 def test_a_row_without_a_prompt_is_named(row: Any, message: str) -> None:
-    with pytest.raises(DataError, match=f"train_data.path=x.json, row 1.*{message}"):
+    with pytest.raises(DataError, match=f"train_data.path=x.json, row index 1.*{message}"):
         check_prompts([{"prompt": "a"}, row], "train_data.path=x.json")
 
 

@@ -56,9 +56,9 @@ def test_a_conversation_is_cut_where_max_length_ends_it() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "a"}, "row 1: no 'response'; the row has prompt"),
-        ({"prompt": "a", "response": 4}, "row 1: 'response' is int 4; expected a text"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "row 1: no 'prompt'; the row has messages"),
+        ({"prompt": "a"}, "row index 1: no 'response'; the row has prompt"),
+        ({"prompt": "a", "response": 4}, "row index 1: 'response' is int 4; expected a text"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "row index 1: no 'prompt'; the row has messages"),
     ],
 )
 def test_a_raw_row_of_another_form_is_named(row: dict[str, Any], message: str) -> None:
@@ -69,9 +69,9 @@ def test_a_raw_row_of_another_form_is_named(row: dict[str, Any], message: str) -
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("hi", "row 0: 'messages' is a text; expected a list"),
-        ([{"role": "user", "content": "a"}], "row 0: 'messages' has no turn of the assistant"),
-        ([{"role": "assistant"}], r"row 0, messages\[0\]: 'content' is None"),
+        ("hi", "row index 0: 'messages' is a text; expected a list"),
+        ([{"role": "user", "content": "a"}], "row index 0: 'messages' has no turn of the assistant"),
+        ([{"role": "assistant"}], r"row index 0, messages\[0\]: 'content' is None"),
     ],
 )
 def test_a_conversation_of_another_form_is_named(messages: Any, message: str) -> None:
@@ -94,5 +94,7 @@ def test_a_text_that_was_cut_inside_a_character_is_named_with_its_row(where: str
     else:
         good = {"prompt": "a", "response": "b"}
         bad = {**good, where: cut}
-    with pytest.raises(DataError, match=rf"x\.json, row 1.*'{where}' has half of a character, .*ud83d, at place 1"):
+    with pytest.raises(
+        DataError, match=rf"x\.json, row index 1.*'{where}' has half of a character, .*ud83d, at place 1"
+    ):
         sft_rows([good, bad], TOKENIZER, 64, "data.path=x.json")

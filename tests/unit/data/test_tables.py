@@ -150,10 +150,10 @@ def test_a_path_with_an_at_sign_is_a_path(tmp_path: Path) -> None:
         ("rows.json", '[{"a": 1},\n{"a": ]', DataError, "line 2: not valid JSON"),
         ("rows.jsonl", '{"a": 1}\n{"a": \n', DataError, "line 2: not valid JSON"),
         ("rows.jsonl", '{"a": 1}\n[1]\n', DataError, "line 2: expected an object, found a list"),
-        ("rows.json", '[{"a": 1}, "b"]', DataError, "row 1: expected an object of named columns, found a text"),
+        ("rows.json", '[{"a": 1}, "b"]', DataError, "row index 1: expected an object of named columns, found a text"),
         ("rows.csv", "a,b\n1,2\n3\n", DataError, "line 3: expected 2 cells"),
         ("rows.csv", 'a,b\n1,2\n"3,4\n', DataError, "line 3: not valid CSV"),
-        ("rows.csv", "messages\n{a\n", DataError, "row 0: 'messages': not valid JSON"),
+        ("rows.csv", "messages\n{a\n", DataError, "row index 0: 'messages': not valid JSON"),
         ("rows.parquet", "no", DataError, "not a Parquet file"),
         ("rows.arrow", "no", DataError, "not an Arrow file"),
     ],
@@ -194,7 +194,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
     [
         ("rows.jsonl", '{"a": 1}\n{"a": ' + "1" * 5000 + "}", "line 2: a whole number of 5000 digits; at most 4300"),
         ("rows.json", '[{"a": 1},\n{"a": ' + "1" * 5000 + "}]", "line 2: a whole number of 5000 digits"),
-        ("rows.csv", "messages\n" + "1" * 5000 + "\n", "row 0: 'messages': a whole number of 5000 digits"),
+        ("rows.csv", "messages\n" + "1" * 5000 + "\n", "row index 0: 'messages': a whole number of 5000 digits"),
         ("rows.jsonl", '{"a": "[[["}\n{"a": ' + DEEP + "}", "line 2: JSON that is nested 100001 deep"),
         ("rows.json", '[{"a": 1},\n{"a": ' + DEEP + "}]", "line 2: JSON that is nested 100002 deep"),
     ],
@@ -250,7 +250,7 @@ def test_a_reader_that_dies_costs_its_process_and_the_rows_before_are_named(tmp_
     write_many("stream.arrow", path)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"stream\.arrow, row 2000 or one after it: not an Arrow file: "):
+    with pytest.raises(DataError, match=r"stream\.arrow, row index 2000 or one after it: not an Arrow file: "):
         read_rows(path)
 
 

@@ -66,7 +66,7 @@ def test_a_tally_says_what_was_cut_and_dropped_in_one_line() -> None:
 def test_a_row_that_no_device_holds_is_named_by_its_number_in_the_file() -> None:
     rows = token_rows([(9, 1), (1, 3), (1, 6)], 8)
     rows.check_capacity(7, "actor.max_length_per_device")
-    with pytest.raises(ConfigError, match=r"row 2 of data has 7 tokens and actor.max_length_per_device is 6"):
+    with pytest.raises(ConfigError, match=r"row index 2 of data has 7 tokens and actor.max_length_per_device is 6"):
         rows.check_capacity(6, "actor.max_length_per_device")
 
 

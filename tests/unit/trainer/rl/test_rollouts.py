@@ -35,7 +35,7 @@ def test_a_prompt_that_the_workflow_refuses_is_named_by_its_row() -> None:
                 raise DataError("no system")
             return data["input_ids"]
 
-    with pytest.raises(DataError, match="train_data, row 2: no system"):
+    with pytest.raises(DataError, match="train_data, row index 2: no system"):
         check_openings(ROWS, Picky(), 8, "train_data")
 
 
