@@ -208,6 +208,25 @@ def test_too_few_file_descriptors_are_an_error_that_says_what_to_do() -> None:
     assert "ulimit -n 4096" in refused.stderr
 
 
+def test_garbage_is_counted_and_one_line_of_log_tells_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    async def send_garbage(num_requests: int) -> Counter[str]:
+        session = AgentSession(Speaker(["yes"], TOKENIZER), TOKENIZER)
+        async with AgentEndpoint() as endpoint, endpoint.serving(session) as access:
+            port = int(access.base_url.split(":")[2].partition("/")[0])
+            for _ in range(num_requests):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(b"GET / HTTP/x\r\n\r\n")
+                assert b" 400 " in await reader.read()
+                writer.close()
+            return endpoint.dropped
+
+    dropped = asyncio.run(asyncio.wait_for(send_garbage(20), 30))
+    assert list(dropped.values()) == [20]
+    assert "cannot be read" in next(iter(dropped))
+    assert len(caplog.records) == 1
+    assert "Traceback" not in caplog.text
+
+
 def test_who_sends_no_key_in_time_is_dropped_and_a_trusted_connection_stays() -> None:
     async def use() -> None:
         dropped: Counter[str] = Counter()
