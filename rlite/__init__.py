@@ -27,8 +27,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from rlite.cluster.session import current_session, init, shutdown
     from rlite.dispatch import NeedParallel, gathered
-    from rlite.engine.base import register_executor
     from rlite.engine.inference import RliteInferenceEngine
+    from rlite.engine.registry import register_executor
     from rlite.engine.train import RliteTrainEngine
     from rlite.observability import stats_tracker
 
@@ -40,8 +40,8 @@ __all__, __getattr__, __dir__ = lazy.exports(
     {
         "rlite.cluster.session": "current_session init shutdown",
         "rlite.dispatch": "NeedParallel gathered",
-        "rlite.engine.base": "register_executor",
         "rlite.engine.inference": "RliteInferenceEngine",
+        "rlite.engine.registry": "register_executor",
         "rlite.engine.train": "RliteTrainEngine",
         "rlite.observability": "stats_tracker",
     },

@@ -1,120 +1,38 @@
 """The programming model: an Engine has Executors (data-parallel replicas), an Executor has Workers (one per device).
 
-Engines and executors live in the driver; workers live where the launcher puts them. An engine's life:
+Engines and executors live in the driver. Workers live where the launcher puts them. An engine's life:
 
     Engine(...) ── build() ──> on the device ── cpu() ──> offloaded ── cuda() ──> on the device
                                     └────────── meta() ─> released: memory is free, weights are gone;
                                                           cuda("weights") makes room, a sync or load() fills it
     release() ends the workers and gives the devices back, from any state.
+
+`workers.py` declares what residency and weight sync need of a worker, `replica.py` what an inference engine needs of
+its executor, `train_executor.py` what a train engine needs.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import Enum
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from rlite.cluster.group import WorkerGroup, apply_on_processes
 from rlite.cluster.host import WorkerContext
 from rlite.cluster.placement import PlacementRequest
 from rlite.cluster.session import Session, current_session
+from rlite.engine.registry import Backend, Kind, find_backend
+from rlite.engine.workers import Executor, Part, Resident, Worker, together
 from rlite.errors import ConfigError, ResidencyError, RliteError, UnknownOptionError, did_you_mean
-from rlite.parallel.arena import SharedArena, check_gpu_sharing
+from rlite.parallel.arena import check_gpu_sharing
 from rlite.parallel.processes import set_up_device
-from rlite.parallel.shards import ParameterShard
 from rlite.parallel.usage import give_back_cached_memory
-
-Part = Literal["all", "weights", "kv_cache"]
-
-
-class Worker(Protocol):
-    """What every worker offers to its engine, whatever it computes."""
-
-    def to_device(self, what: Part) -> None:
-        """Bring a part to the device; weights that were released come back as unwritten memory."""
-        ...
-
-    def to_cpu(self) -> None: ...
-
-    def to_meta(self) -> None: ...
-
-    def parameter_shards(self) -> dict[str, ParameterShard]:
-        """This worker's boxes of the parameters that weight sync reads or writes in place; tied ones once."""
-        ...
-
-    def weights_changed(self, version: int) -> None:
-        """Weights were written into `parameter_shards()` from outside: they are this policy version now."""
-        ...
-
-    def memory_bytes(self) -> dict[str, int]: ...
-
-
-class SourceWorker(Worker, Protocol):
-    """A worker that weights can be synced from."""
-
-    arena: SharedArena | None
-    """on CPU: the memory of its parameters, for other processes to read"""
-    staged: Any
-    """whatever weight sync keeps alive here between two calls"""
-
-    def served_shards(self, has_values: bool = True) -> dict[str, ParameterShard]:
-        """Its boxes under the names and with the values that leave the engine; a collective of its copy of the model.
-
-        Without `has_values` the values may be other ones: it costs neither time nor memory.
-        """
-        ...
-
-    def aliases(self) -> dict[str, str]:
-        """Other names of tied tensors, to the name under which they are served."""
-        ...
-
-    def full_tensor(self, name: str) -> Tensor:
-        """A served tensor whole; a collective of all ranks."""
-        ...
-
-
-@dataclass(frozen=True)
-class Backend:
-    """How an executor of some name is made: its options and its worker."""
-
-    options: type
-    """a frozen dataclass; its fields are the keywords that `build` accepts beside its own"""
-    worker: Callable[[WorkerContext, Any, Any, int], Worker]
-    """worker(context, source, options, executor_size); runs in the worker process"""
-    check: Callable[[str, int], None] | None = None
-    """check(path, executor_size) in the driver, before any process starts; raises ConfigError for a checkpoint that an
-    inference executor cannot serve"""
-
-
-_backends: dict[tuple[str, str], Backend | str] = {
-    ("train", "fsdp2"): "rlite.engine.fsdp2.worker:BACKEND",
-    ("inference", "torch"): "rlite.engine.embedded.backend:BACKEND",
-}
-
-
-def register_executor(kind: Literal["train", "inference"], name: str, backend: Backend | str) -> None:
-    """Make `executor=name` known; `backend` may be given as "module:attribute", imported when it is first used."""
-    _backends[kind, name] = backend
-
-
-def find_backend(kind: str, name: str) -> Backend:
-    """Raises ConfigError for an executor that nobody registered."""
-    if (kind, name) not in _backends:
-        known = [n for k, n in _backends if k == kind]
-        raise ConfigError(f"unknown {kind} executor {name!r}; {did_you_mean(name, known)}")
-    backend = _backends[kind, name]
-    if isinstance(backend, str):
-        module, attribute = backend.split(":")
-        backend = _backends[kind, name] = getattr(importlib.import_module(module), attribute)
-    return backend
 
 
 class Weights(Enum):
@@ -126,33 +44,16 @@ class Weights(Enum):
     RELEASED = "released by meta()"
 
 
-@dataclass(frozen=True)
-class Executor:
-    """One data-parallel replica: ranks [first, first + size) of the engine's worker group."""
-
-    index: int
-    group: WorkerGroup
-    size: int
-
-    @property
-    def ranks(self) -> range:
-        return range(self.index * self.size, (self.index + 1) * self.size)
-
-    def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
-        """Call all of this replica's workers with the same arguments; its first rank's result counts."""
-        calls: list[tuple[tuple, dict]] = [(args, {})] * self.size
-        return self.group.call(method, calls, ranks=self.ranks, timeout=timeout)[0]
-
-
 class Engine:
-    """What train and inference engines share: building, placement, residency, release."""
+    """The base of train and inference engines: building, placement, residency, release."""
 
-    kind: ClassVar[str]
+    kind: ClassVar[Kind]
+    backend_type: ClassVar[type[Backend]] = Backend
     has_independent_replicas: ClassVar[bool] = False
     """no collective joins two replicas: one lives on when another dies"""
 
     def __init__(self, executor: str) -> None:
-        self._backend = find_backend(self.kind, executor)
+        self._backend = find_backend(self.kind, executor, self.backend_type)
         self.executor_name = executor
         self.name = ""
         self.executors: list[Executor] = []
@@ -186,7 +87,11 @@ class Engine:
             exclusive: let nobody share this engine's devices.
             **executor_options: fields of the executor's options.
 
-        Raises: UnknownOptionError, ConfigError, PlacementError, before any process starts; what a worker raises.
+        Raises:
+            UnknownOptionError: the executor does not know an option. No process was started.
+            ConfigError: an option's value, or the checkpoint, cannot be used. No process was started.
+            PlacementError: the devices are not there. No process was started.
+            Exception: what a worker raised when it was made. Nothing is left running.
         """
         if self._group is not None and self._group.failure is not None:
             self.release()  # its workers are gone; building again is the remedy that the failure names
@@ -222,7 +127,9 @@ class Engine:
             session.release(owner)
             raise
         self.name, self._session, self._group = owner, session, group
-        self.executors = [Executor(index, group, tensor_parallel_size) for index in range(len(executors))]
+        self.executors = [
+            Executor(index, group, tensor_parallel_size, self._backend.ranks) for index in range(len(executors))
+        ]
         if self.has_independent_replicas and session.launcher.survives_deaths:
             group.divide(tensor_parallel_size)
         group.reporters = range(0, len(group), self._num_peers())
@@ -251,15 +158,19 @@ class Engine:
         """Refuse what cannot work, before anything is placed."""
 
     def _source(self) -> Any:
-        """What the worker's constructor needs to know of the model; it travels to every worker."""
+        """Return the model as the worker's constructor takes it. It travels to every worker."""
         raise NotImplementedError
 
     def _num_peers(self) -> int:
-        """Neighbouring workers that do the same work on the same data."""
+        """Return how many neighbouring workers do the same work on the same data."""
         return self.executors[0].size
 
     def _built(self) -> None:
-        """Called when the workers stand."""
+        """Finish building when the workers stand."""
+
+    def _residents(self) -> Sequence[Resident]:
+        """Return what moves, and takes weights into use, each at once on its own: here all workers together."""
+        return [Executor(0, self.group, len(self.group))]
 
     # -- residency -----------------------------------------------------------------------------------------------
 
@@ -268,9 +179,11 @@ class Engine:
 
         Args:
             *parts: "weights", "kv_cache" or both, as arguments or in a list; without any, or with "all", everything.
-            **options: none is known. Where an engine's devices are is said to `build`.
+            **options: none is known. `build` says where the engine's devices are.
 
-        Raises: ConfigError for anything else; ResidencyError if there is nothing to move.
+        Raises:
+            ConfigError: a part or an option is unknown.
+            ResidencyError: there is nothing to move.
         """
         named = [part for given in parts for part in ([given] if isinstance(given, str) else _listed(given))]
         if options or any(part not in ("all", "weights", "kv_cache") for part in named):
@@ -283,7 +196,7 @@ class Engine:
                 self._bring(part)
 
     def _bring(self, what: Part) -> None:
-        group = self.group
+        self.group.check()
         if what == "all" and self.weights is Weights.RELEASED:
             raise ResidencyError(
                 f"{self.name} was released by meta(): its weights are gone. Call load() to read them again, or "
@@ -291,7 +204,7 @@ class Engine:
             )
         with self._moving():
             make_room(self._session, self.name)
-            group.broadcast("to_device", what)
+            together(self._residents(), lambda resident: resident.to_device(what))
             if what != "kv_cache":
                 self.weights = {Weights.HOST: Weights.DEVICE, Weights.RELEASED: Weights.EMPTY}.get(
                     self.weights, self.weights
@@ -303,19 +216,19 @@ class Engine:
         if self.weights in (Weights.EMPTY, Weights.RELEASED):
             return self.meta()  # there is nothing to keep
         with self._moving():
-            self.group.broadcast("to_cpu")
+            together(self._residents(), lambda resident: resident.to_cpu())
             self.weights = Weights.HOST
             self._moved("all", resident=False)
 
     def meta(self) -> None:
         """Give all memory back, on the device and on the host. The weights are gone."""
         with self._moving():
-            self.group.broadcast("to_meta")
+            together(self._residents(), lambda resident: resident.to_meta())
             self.weights = Weights.RELEASED
             self._moved("all", resident=False)
 
     def to(self, device: str | torch.device) -> None:
-        """`to("cuda")`, `to("cpu")`, `to("meta")`, as in PyTorch."""
+        """Move everything, as in PyTorch: `to("cuda")`, `to("cpu")`, `to("meta")`."""
         moves: dict[str, Callable[[], None]] = {"cuda": self.cuda, "cpu": self.cpu, "meta": self.meta}
         if str(device) not in moves:
             raise ConfigError(f"to({device!r}): expected one of {', '.join(map(repr, moves))}")
@@ -323,21 +236,25 @@ class Engine:
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        """Around every move of a part, whether it succeeds or not."""
+        """Wrap every move of a part, whether it succeeds or not."""
         yield
 
     def _moved(self, what: Part, resident: bool) -> None:
-        """Called after a part has moved to the device or away from it."""
+        """Note that a part has moved to the device or away from it."""
 
     def memory_bytes(self) -> list[dict[str, int]]:
-        """Bytes that each worker holds, by part: weights, kv_cache, optimizer, ..."""
-        return self.group.broadcast("memory_bytes")
+        """Return the bytes that each worker holds, by part: weights, kv_cache, optimizer."""
+        return [held for of_one in together(self._residents(), lambda r: r.memory_bytes()) for held in of_one]
 
     # -- access --------------------------------------------------------------------------------------------------
 
     @property
     def group(self) -> WorkerGroup:
-        """This engine's workers. Raises RliteError if it is not built."""
+        """The engine's workers.
+
+        Raises:
+            RliteError: the engine is not built.
+        """
         if self._group is None:
             raise RliteError(f"this {self.kind} engine is not built: call build() first")
         return self._group
@@ -347,20 +264,24 @@ class Engine:
         return self._group is not None
 
     def get_version(self) -> int:
-        """The policy version of the weights here: how often they were updated since the start."""
+        """Return the policy version of the weights here: the number of updates since the start."""
         return self._version
 
     def set_version(self, version: int) -> None:
-        """Say which policy version the weights here are, e.g. after a resume."""
+        """Set the policy version of the weights here, for example after a resume."""
         self._version = version
 
     @contextmanager
     def receiving_weights(self, on_inflight: str) -> Iterator[None]:
-        """Around the writing of weights from outside: the engine is unusable until the whole has arrived."""
+        """Wrap the writing of weights from outside: the engine is unusable until all have arrived.
+
+        Args:
+            on_inflight: "continue" or "abort" generation in flight.
+        """
         self.weights = Weights.EMPTY
         yield
         version = self._version + 1
-        self.group.broadcast("weights_changed", version)
+        together(self._residents(), lambda resident: resident.weights_changed(version))
         self.weights = Weights.DEVICE
         self._version = version
 
@@ -379,7 +300,16 @@ class Engine:
 def make_worker(
     worker: Callable[..., Worker], source: Any, options: Any, size: int, device_kind: str, context: WorkerContext
 ) -> Worker:
-    """Runs in the worker process: set the process up, then make the backend's worker."""
+    """Set up this worker process, then make the backend's worker in it.
+
+    Args:
+        worker: `Backend.worker`.
+        source: the model, as `Engine._source` returned it.
+        options: the executor's options.
+        size: workers that hold one copy of the model.
+        device_kind: "cpu" or "cuda".
+        context: this worker's place.
+    """
     set_up_device(context.torch_device, context.num_threads)
     return worker(context, source, options, size)
 

@@ -25,8 +25,11 @@ from tensordict import TensorDict
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rlite.data.raw import raw_prompts
-from rlite.engine.base import Engine, Part, Weights
+from rlite.engine.base import Engine, Weights
 from rlite.engine.pump import Flight, Pump, end_all
+from rlite.engine.registry import Backend, Kind
+from rlite.engine.replica import InferenceBackend
+from rlite.engine.workers import Part
 from rlite.errors import (
     CallTimeout,
     ConfigError,
@@ -88,7 +91,9 @@ class RliteInferenceEngine(Engine):
     `load()`) raises WorkerDied until the engine is released and built again; so does everything when the last is lost.
     """
 
-    kind: ClassVar[str] = "inference"
+    kind: ClassVar[Kind] = "inference"
+    backend_type: ClassVar[type[Backend]] = InferenceBackend
+    _backend: InferenceBackend
     has_independent_replicas: ClassVar[bool] = True
 
     def __init__(self, path: str | Path, executor: str = "torch") -> None:

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from rlite.engine.base import Executor
+from rlite.engine.replica import PumpedWorker
+from rlite.engine.workers import Executor
 from rlite.errors import DataError, NonFiniteError, RliteError
 from rlite.observability import trace
 from rlite.types import (
@@ -222,7 +224,8 @@ class Pump:
         return new, cancelled
 
     def _advance(self, new: Sequence[Flight], cancelled: list[int], steps: int) -> None:
-        chunks = self.executor.call("advance", [flight.remaining_request() for flight in new], cancelled, steps)
+        requests = [flight.remaining_request() for flight in new]
+        chunks = self.executor.ask(PumpedWorker.advance, requests, cancelled, steps)
         for chunk in chunks:
             flight = self._running.get(chunk.request_id)
             if flight is not None and flight.take(chunk):

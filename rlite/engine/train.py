@@ -21,6 +21,7 @@ from rlite.data.packing import plan_microbatches, sequence_flops
 from rlite.data.packs import check_batch, companions, sequence_lengths
 from rlite.dispatch import cuts_sequences, gather, gather_of, plan_shares, scatter
 from rlite.engine.base import Engine, Weights
+from rlite.engine.registry import Kind
 from rlite.engine.weight_sync import OnInflight, SyncReport, sync_weights
 from rlite.errors import CheckpointError, ConfigError, DataError, RliteError, why_not_written
 from rlite.nn.base import BaseTrainModule, is_on_meta
@@ -54,7 +55,7 @@ class RliteTrainEngine(Engine):
     `tp_size` 2 copies x 8 fsdp.
     """
 
-    kind: ClassVar[str] = "train"
+    kind: ClassVar[Kind] = "train"
 
     def __init__(self, module: nn.Module, executor: str = "fsdp2") -> None:
         super().__init__(executor)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlite.engine.base import SourceWorker, Worker
+from rlite.engine.workers import SourceWorker, Worker
 from rlite.parallel.arena import (
     ArenaReader,
     DeviceArena,

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from rlite.cluster.group import WorkerGroup, apply_on_processes
 from rlite.cluster.session import current_session
-from rlite.engine.base import Engine, Executor, Weights
+from rlite.engine.base import Engine, Weights
 from rlite.engine.transport import (
     Broadcast,
     Bucket,
@@ -39,6 +39,7 @@ from rlite.engine.transport import (
     target_checksums,
     unshare,
 )
+from rlite.engine.workers import Executor
 from rlite.errors import ConfigError, ResidencyError, RliteError, WeightSyncError
 from rlite.observability import trace
 from rlite.parallel.arena import can_share_memory

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
 from rlite.cluster.group import apply_on_processes
 from rlite.engine import transport as transport_module
-from rlite.engine.base import Engine, Worker
+from rlite.engine.base import Engine
 from rlite.engine.weight_sync import Transport, sync_weights
+from rlite.engine.workers import Worker
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
 from rlite.parallel.shards import Box
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, TokenChunk

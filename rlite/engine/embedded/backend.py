@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from rlite.cluster.host import WorkerContext
-from rlite.engine.base import Backend
 from rlite.engine.embedded.check import check_served
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
+from rlite.engine.replica import InferenceBackend
 from rlite.parallel.processes import subgroup
 
 
@@ -20,4 +20,4 @@ def make_worker(context: WorkerContext, path: str, options: EmbeddedOptions, exe
     return EmbeddedWorker(path, options, torch.device(context.torch_device), group)
 
 
-BACKEND = Backend(options=EmbeddedOptions, worker=make_worker, check=check_served)
+BACKEND = InferenceBackend(options=EmbeddedOptions, worker=make_worker, check=check_served)

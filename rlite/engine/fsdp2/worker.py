@@ -22,8 +22,9 @@ from rlite.algorithms.token_logprobs import OnLogprobs, TokenLogprobs
 from rlite.checkpoint import huggingface, sharded
 from rlite.cluster.host import WorkerContext
 from rlite.data.packs import companions, pack, unpack
-from rlite.engine.base import Backend, Part
 from rlite.engine.fsdp2.options import Fsdp2Options
+from rlite.engine.registry import Backend
+from rlite.engine.workers import Part
 from rlite.errors import CheckpointError, ConfigError, why_not_written
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, exported_class, local_checkpoint

@@ -1,0 +1,77 @@
+"""The table of executors: a backend for each kind of engine and name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from rlite.cluster.host import WorkerContext
+from rlite.engine.workers import EVERY_RANK, RankChoice, Worker
+from rlite.errors import ConfigError, did_you_mean
+
+Kind = Literal["train", "inference"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """An executor's name is registered with one of these: its options and its workers.
+
+    `InferenceBackend` and `TrainBackend` add what their engines need.
+    """
+
+    options: type
+    """a frozen dataclass; its fields are the keywords that `build` accepts beside its own"""
+    worker: Callable[[WorkerContext, Any, Any, int], Worker]
+    """worker(context, source, options, executor_size); runs in the worker process"""
+    ranks: RankChoice = EVERY_RANK
+    """among the workers that share one part of the data"""
+
+
+B = TypeVar("B", bound=Backend)
+_backends: dict[tuple[str, str], Backend | str] = {
+    ("train", "fsdp2"): "rlite.engine.fsdp2.worker:BACKEND",
+    ("inference", "torch"): "rlite.engine.embedded.backend:BACKEND",
+}
+
+
+def register_executor(kind: Kind, name: str, backend: Backend | str) -> None:
+    """Make `executor=name` known.
+
+    Args:
+        kind: the kind of engine that may use it.
+        name: the executor's name.
+        backend: an `InferenceBackend` or `TrainBackend`, or "module:attribute", imported when it is first used.
+    """
+    _backends[kind, name] = backend
+
+
+def registered_executors(kind: Kind) -> list[str]:
+    """Return the names of the executors of a kind, in the order in which they were registered."""
+    return [name for of, name in _backends if of == kind]
+
+
+def find_backend(kind: str, name: str, expected: type[B]) -> B:
+    """Return the backend that was registered under a name.
+
+    Args:
+        kind: "train" or "inference".
+        name: the executor's name.
+        expected: the class that a backend of this kind has.
+
+    Raises:
+        ConfigError: nobody registered the name, or what was registered is not a backend of this kind.
+    """
+    if (kind, name) not in _backends:
+        known = [n for k, n in _backends if k == kind]
+        raise ConfigError(f"unknown {kind} executor {name!r}; {did_you_mean(name, known)}")
+    backend = _backends[kind, name]
+    if isinstance(backend, str):
+        module, attribute = backend.split(":")
+        backend = _backends[kind, name] = getattr(importlib.import_module(module), attribute)
+    if not isinstance(backend, expected):
+        raise ConfigError(
+            f"{kind} executor {name!r} is registered with {backend!r:.100}; expected a {expected.__name__}"
+        )
+    return backend

@@ -1,0 +1,198 @@
+"""Workers as engines see them: what each one offers, and the driver's handle of those that hold one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+
+from torch import Tensor
+
+from rlite.cluster.group import WorkerGroup
+from rlite.parallel.arena import SharedArena
+from rlite.parallel.shards import ParameterShard
+
+Part = Literal["all", "weights", "kv_cache"]
+P = ParamSpec("P")
+T = TypeVar("T")
+R = TypeVar("R", bound="Resident")
+
+
+class Worker(Protocol):
+    """One process's part of a model: what residency and weight sync need of it, whatever it computes."""
+
+    def to_device(self, what: Part) -> None:
+        """Bring a part to the device. Weights that were released come back as unwritten memory."""
+        ...
+
+    def to_cpu(self) -> None:
+        """Keep the weights and the optimizer state in host memory alone. Drop the KV cache."""
+        ...
+
+    def to_meta(self) -> None:
+        """Give all memory back, on the device and on the host. The weights are gone."""
+        ...
+
+    def parameter_shards(self) -> dict[str, ParameterShard]:
+        """Return this worker's boxes of the parameters, by Hugging Face name. Tied parameters appear once.
+
+        Weight sync writes into these tensors. A worker whose kernels hold weights in another layout offers staging
+        tensors, and converts them in `weights_changed`.
+        """
+        ...
+
+    def weights_changed(self, version: int) -> None:
+        """Take the weights that were written into `parameter_shards()` into use. They are this policy version now."""
+        ...
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return the bytes that this worker holds, by part: weights, kv_cache, optimizer."""
+        ...
+
+
+class SourceWorker(Worker, Protocol):
+    """A worker that weights can be synced from."""
+
+    arena: SharedArena | None
+    """memory of the parameters on CPU, for other processes to read"""
+    staged: Any
+    """objects that weight sync keeps alive between two calls"""
+
+    def served_shards(self, has_values: bool = True) -> dict[str, ParameterShard]:
+        """Return this worker's boxes under the names and with the values that leave the engine.
+
+        A collective of this worker's copy of the model. Without `has_values` the values are undefined, and the call
+        costs neither time nor memory.
+        """
+        ...
+
+    def aliases(self) -> dict[str, str]:
+        """Return the other names of tied tensors, each with the name under which the tensor is served."""
+        ...
+
+    def full_tensor(self, name: str) -> Tensor:
+        """Return a served tensor whole. A collective of all ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class RankChoice:
+    """The workers, among those that compute one thing together, that get its arguments and that return its result.
+
+    Ranks count within these workers. Negative ranks count from the end: a pipeline says `RankChoice((0,), -1)`.
+    """
+
+    receives: tuple[int, ...] | None = None
+    """ranks that receive the arguments; None is all. The others are called too, with None for each argument."""
+    returns: int = 0
+    """rank whose result counts"""
+
+    def deal(self, arguments: tuple, size: int) -> list[tuple]:
+        """Return the arguments of each of `size` workers."""
+        ranks = range(size)
+        chosen = set(ranks if self.receives is None else [ranks[rank] for rank in self.receives])
+        return [arguments if rank in chosen else (None,) * len(arguments) for rank in ranks]
+
+
+EVERY_RANK = RankChoice()
+
+
+class Resident(Protocol):
+    """An engine's handle of workers that move, and take weights into use, together."""
+
+    def check(self) -> None:
+        """Raise the failure of workers that serve no more."""
+        ...
+
+    def to_device(self, what: Part) -> None:
+        """Bring a part to the device; see `Worker.to_device`."""
+        ...
+
+    def to_cpu(self) -> None:
+        """Offload to host memory; see `Worker.to_cpu`."""
+        ...
+
+    def to_meta(self) -> None:
+        """Give all memory back; see `Worker.to_meta`."""
+        ...
+
+    def weights_changed(self, version: int) -> None:
+        """Take written weights into use; see `Worker.weights_changed`."""
+        ...
+
+    def memory_bytes(self) -> list[dict[str, int]]:
+        """Return the bytes that each worker holds, by part."""
+        ...
+
+
+@dataclass(frozen=True)
+class Executor:
+    """Neighbouring workers of a group that hold one copy of a model: ranks [index * size, (index + 1) * size).
+
+    Workers are called by a method that a protocol declares: `executor.call(Worker.to_device, "weights")`.
+    """
+
+    index: int
+    group: WorkerGroup
+    size: int
+    choice: RankChoice = EVERY_RANK
+    timeout: float | None = None
+    """seconds for each call; None is the session's `call_timeout`"""
+
+    @property
+    def ranks(self) -> range:
+        return range(self.index * self.size, (self.index + 1) * self.size)
+
+    def call(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """Call a declared method on all workers with the same arguments; return their results in rank order."""
+        calls: list[tuple[tuple, dict]] = [(args, kwargs)] * self.size
+        return self.group.call(method.__name__, calls, ranks=self.ranks, timeout=self.timeout)
+
+    def ask(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a declared method once: `choice` says who gets the arguments and whose result is returned."""
+        assert not kwargs, "a rank that receives nothing gets None for each positional argument"
+        calls: list[tuple[tuple, dict]] = [(each, {}) for each in self.choice.deal(args, self.size)]
+        return self.group.call(method.__name__, calls, ranks=self.ranks, timeout=self.timeout)[self.choice.returns]
+
+    def check(self) -> None:
+        self.group.check(self.ranks)
+
+    def to_device(self, what: Part) -> None:
+        self.call(Worker.to_device, what)
+
+    def to_cpu(self) -> None:
+        self.call(Worker.to_cpu)
+
+    def to_meta(self) -> None:
+        self.call(Worker.to_meta)
+
+    def weights_changed(self, version: int) -> None:
+        self.call(Worker.weights_changed, version)
+
+    def memory_bytes(self) -> list[dict[str, int]]:
+        return self.call(Worker.memory_bytes)
+
+
+def together(residents: Iterable[R], act: Callable[[R], T]) -> list[T]:
+    """Act on several residents at once and wait for all.
+
+    Args:
+        residents: none of them is acted on if one serves no more.
+        act: runs in a thread of its own for each.
+
+    Returns:
+        The results, in order.
+
+    Raises:
+        Exception: what the first failed one raised, when all have ended.
+    """
+    residents = list(residents)
+    for resident in residents:
+        resident.check()
+    if len(residents) == 1:
+        return [act(residents[0])]
+    with ThreadPoolExecutor(len(residents) or 1) as pool:
+        results = [pool.submit(copy_context().run, act, resident) for resident in residents]
+    return [result.result() for result in results]
