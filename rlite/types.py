@@ -201,6 +201,8 @@ class LLMRequest:
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     metadata: dict[str, Any] = field(default_factory=dict)
+    extras: tuple[str, ...] = ()
+    """names of further columns that the response shall have, of those that the executor offers"""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_ids", token_ids(self.input_ids, "LLMRequest.input_ids"))
@@ -226,6 +228,8 @@ class LLMResponse:
     sampling_logprobs: list[float] = field(default_factory=list)
     """log-probabilities under the distribution that was sampled from, after top-k and top-p"""
     metadata: dict[str, Any] = field(default_factory=dict)
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    """the columns that the request asked for, with an entry for each output token"""
 
     @property
     def input_len(self) -> int:
@@ -254,6 +258,8 @@ class TokenChunk:
     """why this request alone was refused, e.g. a prompt longer than max_model_len, or failed"""
     is_nonfinite: bool = False
     """the error is about NaN or infinity among the model's outputs"""
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    """the columns that the request asked for, with an entry for each token"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,6 +273,8 @@ class SequenceRequest:
     output_ids: list[int] = field(default_factory=list)
     """what another worker has made of the completion before it was lost: this one goes on after it, and reports what it
     adds; limits and stop strings count from the completion's beginning"""
+    extras: tuple[str, ...] = ()
+    """names of the columns that its chunks shall have"""
 
 
 @dataclass(frozen=True, kw_only=True)

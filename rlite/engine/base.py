@@ -28,7 +28,7 @@ from rlite.cluster.host import WorkerContext
 from rlite.cluster.placement import PlacementRequest
 from rlite.cluster.session import Session, current_session
 from rlite.engine.registry import Backend, Kind, find_backend
-from rlite.engine.workers import Executor, Part, Resident, Worker, together
+from rlite.engine.workers import Executor, Part, Resident, T, Worker, together
 from rlite.errors import ConfigError, ResidencyError, RliteError, UnknownOptionError, did_you_mean
 from rlite.parallel.arena import check_gpu_sharing
 from rlite.parallel.processes import set_up_device
@@ -134,7 +134,11 @@ class Engine:
             group.divide(tensor_parallel_size)
         group.reporters = range(0, len(group), self._num_peers())
         self.weights = Weights.DEVICE
-        self._built()
+        try:
+            self._built()
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         """End the workers and give the devices back. The engine can be built again."""
@@ -172,6 +176,13 @@ class Engine:
         """Return what moves, and takes weights into use, each at once on its own: here all workers together."""
         return [Executor(0, self.group, len(self.group))]
 
+    def _each(self, act: Callable[[Any], T]) -> list[T]:
+        """Act on all residents at once. Nothing is done if one of them serves no more: its failure is raised."""
+        self.group.check()
+        for resident in self._residents():
+            resident.check()
+        return together(self._residents(), act)
+
     # -- residency -----------------------------------------------------------------------------------------------
 
     def cuda(self, *parts: Part | Sequence[Part], **options: Any) -> None:
@@ -204,7 +215,7 @@ class Engine:
             )
         with self._moving():
             make_room(self._session, self.name)
-            together(self._residents(), lambda resident: resident.to_device(what))
+            self._each(lambda resident: resident.to_device(what))
             if what != "kv_cache":
                 self.weights = {Weights.HOST: Weights.DEVICE, Weights.RELEASED: Weights.EMPTY}.get(
                     self.weights, self.weights
@@ -216,14 +227,14 @@ class Engine:
         if self.weights in (Weights.EMPTY, Weights.RELEASED):
             return self.meta()  # there is nothing to keep
         with self._moving():
-            together(self._residents(), lambda resident: resident.to_cpu())
+            self._each(lambda resident: resident.to_cpu())
             self.weights = Weights.HOST
             self._moved("all", resident=False)
 
     def meta(self) -> None:
         """Give all memory back, on the device and on the host. The weights are gone."""
         with self._moving():
-            together(self._residents(), lambda resident: resident.to_meta())
+            self._each(lambda resident: resident.to_meta())
             self.weights = Weights.RELEASED
             self._moved("all", resident=False)
 
@@ -244,7 +255,7 @@ class Engine:
 
     def memory_bytes(self) -> list[dict[str, int]]:
         """Return the bytes that each worker holds, by part: weights, kv_cache, optimizer."""
-        return [held for of_one in together(self._residents(), lambda r: r.memory_bytes()) for held in of_one]
+        return [held for of_one in self._each(lambda resident: resident.memory_bytes()) for held in of_one]
 
     # -- access --------------------------------------------------------------------------------------------------
 
@@ -281,7 +292,7 @@ class Engine:
         self.weights = Weights.EMPTY
         yield
         version = self._version + 1
-        together(self._residents(), lambda resident: resident.weights_changed(version))
+        self._each(lambda resident: resident.weights_changed(version))
         self.weights = Weights.DEVICE
         self._version = version
 

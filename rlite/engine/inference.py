@@ -1,48 +1,24 @@
-"""The inference engine: prompts in, completions out, through replicas that batch continuously.
-
-    generate / agenerate ──> router ──> pump of one replica ──advance(new, cancelled, steps)──> its workers
-            ^                                   │
-            └────────── tokens, by chunk ───────┘
-
-Each replica has a pump: a thread that sends it new requests and takes its tokens, a few decode steps per call. Workers
-are synchronous and know nothing of it. Pausing is not calling: generation rests at a token boundary.
-"""
+"""The inference engine: prompts in, completions out, rollouts on top."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from tensordict import TensorDict
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlite.data.raw import raw_prompts
-from rlite.engine.base import Engine, Weights
-from rlite.engine.pump import Flight, Pump, end_all
-from rlite.engine.registry import Backend, Kind
-from rlite.engine.replica import InferenceBackend
-from rlite.engine.workers import Part
-from rlite.errors import (
-    CallTimeout,
-    ConfigError,
-    DataError,
-    ResidencyError,
-    RliteError,
-    WeightSyncError,
-    WorkerDied,
-    WorkerError,
-)
-from rlite.nn.huggingface import local_checkpoint
+from rlite.engine.replica import InFlightRequest
+from rlite.engine.serving import ServingEngine
+from rlite.engine.workers import together
+from rlite.errors import CallTimeout, ConfigError, DataError
 from rlite.observability import trace
-from rlite.parallel.tensor import attention_shape
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.seeds import mix
@@ -61,23 +37,8 @@ from rlite.types import (
 
 logger = logging.getLogger(__name__)
 
-MAX_AFFINITIES = 65536
-"""request ids whose replica is remembered"""
 
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaLost:
-    """A replica is gone, the others go on."""
-
-    replica: int
-    workers: tuple[str, ...]
-    """those that died"""
-    num_moved: int
-    """requests in flight that go on elsewhere, from the tokens that they had"""
-    reason: str
-
-
-class RliteInferenceEngine(Engine):
+class RliteInferenceEngine(ServingEngine):
     """Serves a causal language model.
 
     Args:
@@ -91,24 +52,9 @@ class RliteInferenceEngine(Engine):
     `load()`) raises WorkerDied until the engine is released and built again; so does everything when the last is lost.
     """
 
-    kind: ClassVar[Kind] = "inference"
-    backend_type: ClassVar[type[Backend]] = InferenceBackend
-    _backend: InferenceBackend
-    has_independent_replicas: ClassVar[bool] = True
-
     def __init__(self, path: str | Path, executor: str = "torch") -> None:
-        super().__init__(executor)
-        self.path = str(local_checkpoint(path))
-        self._config = AutoConfig.from_pretrained(self.path, trust_remote_code=False).get_text_config()
-        self._pumps: list[Pump] = []
-        self.lost_replicas: list[ReplicaLost] = []
-        """since it was built, in their order"""
-        self._replica_of: dict[str, int] = {}
-        self._may_run = threading.Event()
-        self._is_paused = False
-        self._is_receiving = False
+        super().__init__(path, executor)
         self._has_noted_truncation = False
-        self._has_cache = False
         self._ids = itertools.count()
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._rollout_options = CollectorOptions()
@@ -132,9 +78,14 @@ class RliteInferenceEngine(Engine):
                 take 16,384 tokens, or what `max_model_len` leaves, whatever the executor's own default is.
             timeout: seconds for the whole call.
 
-        Raises: DataError for a prompt that cannot be used (one longer than `max_model_len`, or that is too much for the
-            model's dtype, is found by the worker, and the other prompts are then cancelled); ConfigError and
-            UnknownOptionError for the sampling parameters; ResidencyError; WorkerDied.
+        Raises:
+            DataError: a prompt cannot be used. A prompt that is longer than `max_model_len`, or too much for the
+                model's dtype, is found by the worker, and the other prompts are then cancelled.
+            ConfigError: a sampling parameter is out of range.
+            UnknownOptionError: a sampling parameter is unknown.
+            ResidencyError: weights or KV cache are not on the device, or the engine is paused.
+            CallTimeout: a completion did not end in time.
+            WorkerDied: no replica is left.
         """
         gconfig = GenerationHyperparameters.from_mapping(sampling_params)
         if isinstance(prompts, str | Mapping):
@@ -144,55 +95,64 @@ class RliteInferenceEngine(Engine):
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         tokens = [self._tokens(prompt, index) for index, prompt in enumerate(prompts)]
         self._check_ready("generate")
-        flights = [[self._flight(ids, gconfig, sample) for sample in range(gconfig.n_samples)] for ids in tokens]
+        groups = [[self._in_flight(ids, gconfig, sample) for sample in range(gconfig.n_samples)] for ids in tokens]
         with trace.span("generate", num_prompts=len(prompts)):
-            self._route(flights)
+            self._router.route(groups)
             self._wait(
-                list(itertools.chain.from_iterable(flights)), self.group.call_timeout if timeout is None else timeout
+                list(itertools.chain.from_iterable(groups)), self.group.call_timeout if timeout is None else timeout
             )
         return [
             RequestOutput(
                 prompt=text,
                 prompt_token_ids=ids,
-                outputs=[self._output(index, flight) for index, flight in enumerate(siblings)],
+                outputs=[self._output(index, request) for index, request in enumerate(siblings)],
             )
-            for text, ids, siblings in zip(texts, tokens, flights, strict=True)
+            for text, ids, siblings in zip(texts, tokens, groups, strict=True)
         ]
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
         """Complete one request, while others run; every token carries its log-probability and policy version.
 
-        `on_chunk` is called in the pump's thread as tokens arrive; it must not call the engine, and what it raises ends
-        this request. Cancelling the task ends the request.
+        Cancelling the task ends the request.
+
+        Args:
+            request: a prompt for one completion.
+            on_chunk: called in a thread of the replica as tokens arrive. It must not call the engine. What it raises
+                ends this request.
         """
         if request.gconfig.n_samples != 1:
             raise ConfigError(
                 f"agenerate makes one completion, not n_samples={request.gconfig.n_samples}; call it again"
             )
+        offered = self.capabilities.extras
+        self._need(
+            offered.issuperset(request.extras), f"extras={request.extras}", f"it has {sorted(offered) or 'none'}"
+        )
         self._check_ready("agenerate", may_wait=True)
-        flight = self._flight(self._tokens(request.input_ids, 0), request.gconfig, 0, on_chunk)
+        flying = self._in_flight(self._tokens(request.input_ids, 0), request.gconfig, 0, on_chunk, request.extras)
         with trace.task("generate", engine=self.name, prompt_tokens=len(request.input_ids)):
-            self._route([[flight]], affinity=request.rid)
+            self._router.route([[flying]], affinity=request.rid)
             try:
-                await asyncio.wrap_future(flight.done)
+                await asyncio.wrap_future(flying.done)
             except asyncio.CancelledError:
-                self._cancel([flight])
+                self._router.cancel([flying])
                 raise
-        self._note_truncation(flight)
+        self._note_truncation(flying)
         return LLMResponse(
             input_tokens=list(request.input_ids),
-            output_tokens=flight.token_ids,
-            output_logprobs=flight.logprobs,
-            output_versions=flight.versions,
-            stop_reason=flight.finish_reason,
-            latency=flight.ended - flight.started,
-            ttft=(flight.first_token or flight.ended) - flight.started,
-            sampling_logprobs=flight.sampling_logprobs,
+            output_tokens=flying.token_ids,
+            output_logprobs=flying.logprobs,
+            output_versions=flying.versions,
+            stop_reason=flying.finish_reason,
+            latency=flying.ended - flying.started,
+            ttft=(flying.first_token or flying.ended) - flying.started,
+            sampling_logprobs=flying.sampling_logprobs,
             metadata=dict(request.metadata),
+            extras={name: flying.extras.get(name, []) for name in request.extras},
         )
 
     async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
-        """The tokens of one request as they are made; the last chunk has a finish_reason."""
+        """Yield the tokens of one request as they are made; the last chunk has a finish_reason."""
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
         task = asyncio.ensure_future(
@@ -207,36 +167,19 @@ class RliteInferenceEngine(Engine):
         finally:
             task.cancel()
 
-    def pause(self) -> None:
-        """Rest at a token boundary; returns when no worker computes. Requests wait until `resume()`."""
-        self._is_paused = True
-        self._hold()
+    def prompt_logprobs(self, prompts: Sequence[str | Sequence[int]]) -> list[list[float]]:
+        """Return log_softmax(logits) of every token but the first of each prompt, in the order of the prompts.
 
-    def resume(self) -> None:
-        """Go on after `pause()`."""
-        self._is_paused = False
-        self._let_run()
-
-    def abort_all(self) -> None:
-        """End every request in flight with stop_reason "abort"; what they have so far is theirs."""
-        self._hold()
-        try:
-            for pump in self._pumps:
-                pump.cancel_all()
-                pump.flush_cancelled()
-        finally:
-            self._let_run()
-
-    @property
-    def context_length(self) -> int:
-        """The most tokens of prompt and completion together; workers may allow fewer. Raises: ConfigError unbuilt."""
-        self.group.check()
-        return self.options.max_model_len or self._config.max_position_embeddings
-
-    @property
-    def num_in_flight(self) -> int:
-        """Requests that have not ended."""
-        return sum(pump.num_in_flight for pump in self._pumps)
+        Raises:
+            ConfigError: the executor cannot compute them.
+        """
+        self._need(self.capabilities.has_prompt_logprobs, "prompt_logprobs", "a train engine's `forward` computes them")
+        self._check_ready("prompt_logprobs")
+        tokens = [self._tokens(prompt, index) for index, prompt in enumerate(prompts)]
+        serving = self._serving()
+        shares = {replica: tokens[index :: len(serving)] for index, replica in enumerate(serving)}
+        results = together(serving, lambda replica: replica.prompt_logprobs(shares[replica]))
+        return [results[index % len(serving)][index // len(serving)] for index in range(len(tokens))]
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -245,11 +188,88 @@ class RliteInferenceEngine(Engine):
             self._tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
         return self._tokenizer
 
+    def _tokens(self, prompt: Any, index: int) -> list[int]:
+        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
+            prompt = prompt["prompt_token_ids"]
+        if isinstance(prompt, str):
+            ids = raw_prompts(self.tokenizer, [prompt])[0]
+        else:
+            ids = list(token_ids(prompt, f"prompt {index}"))
+        if not ids:
+            raise DataError(f"prompt {index} is empty: expected at least one token")
+        wrong = [token for token in ids if not 0 <= token < self._config.vocab_size]
+        if wrong:
+            raise DataError(
+                f"prompt {index} holds token id {wrong[0]}; the model's vocabulary has {self._config.vocab_size} tokens"
+            )
+        return ids
+
+    def _in_flight(
+        self,
+        ids: list[int],
+        gconfig: GenerationHyperparameters,
+        sample: int,
+        on_chunk: OnChunk | None = None,
+        extras: tuple[str, ...] = (),
+    ) -> InFlightRequest:
+        number = next(self._ids)
+        seed = mix(self.options.seed, number) if gconfig.seed is None else mix(gconfig.seed, sample)
+        request = SequenceRequest(request_id=number, input_ids=ids, gconfig=gconfig, seed=seed, extras=extras)
+        return InFlightRequest(request, on_chunk)
+
+    def _wait(self, requests: Sequence[InFlightRequest], timeout: float) -> None:
+        """Return when all have ended; raise the first error or CallTimeout, and cancel the others."""
+        done, late = wait([request.done for request in requests], timeout=timeout, return_when=FIRST_EXCEPTION)
+        if late:
+            self._router.cancel([request for request in requests if request.done in late])
+        for request in requests:
+            if request.done in done:
+                request.done.result()
+        if late:
+            busy = tuple(self.group.describe(each.executor.ranks[0]) for each in self._replicas if each.num_in_flight)
+            raise CallTimeout(
+                f"generate: {len(late)} of {len(requests)} completions were not done within {timeout:g} s, on "
+                f"{'; '.join(busy)}. Give it more time (timeout=) or ask for fewer tokens (max_new_tokens).",
+                busy,
+            )
+
+    def _output(self, index: int, flying: InFlightRequest) -> CompletionOutput:
+        self._note_truncation(flying)
+        text = self.tokenizer.decode(flying.token_ids, skip_special_tokens=True)
+        for stop in flying.request.gconfig.stop:
+            text = text.partition(stop)[0]
+        return CompletionOutput(
+            index=index,
+            token_ids=flying.token_ids,
+            text=text,
+            logprobs=flying.logprobs,
+            sampling_logprobs=flying.sampling_logprobs,
+            versions=flying.versions,
+            finish_reason=flying.finish_reason,
+        )
+
+    def _note_truncation(self, flying: InFlightRequest) -> None:
+        """Warn once if a completion ended at a context length that nobody chose."""
+        asked, made = flying.request.gconfig.max_new_tokens, len(flying.token_ids)
+        is_known = self._has_noted_truncation or vars(self.options).get("max_model_len") is not None
+        if is_known or flying.finish_reason != "length" or made >= asked:
+            return
+        self._has_noted_truncation = True
+        logger.warning(
+            "%s: a completion ended after %d of %d new tokens, at the default context length of %d tokens; "
+            "build(max_model_len=...) sets another one, up to the model's own limit",
+            *(self.name, made, asked, len(flying.request.input_ids) + made),
+        )
+
     # -- rollouts ------------------------------------------------------------------------------------------------
 
     @property
     def rollout_options(self) -> CollectorOptions:
-        """How rollouts are collected; to be set before the first one is asked for. Raises: ConfigError afterwards."""
+        """How rollouts are collected; to be set before the first rollout begins.
+
+        Raises:
+            ConfigError: they are set afterwards.
+        """
         return self._rollout_options
 
     @rollout_options.setter
@@ -260,7 +280,7 @@ class RliteInferenceEngine(Engine):
 
     @property
     def collector(self) -> RolloutCollector:
-        """Runs this engine's rollouts; made when it is first used, closed with the engine."""
+        """The collector of this engine's rollouts; made when it is first used, closed with the engine."""
         self.group.check()
         if self._collector is None:
             self._collector = RolloutCollector(self, self.rollout_options)
@@ -282,7 +302,7 @@ class RliteInferenceEngine(Engine):
         return self.collector.submit(data, workflow, group_size)
 
     def wait(self, count: int, timeout: float | None = None) -> TensorDict:
-        """The oldest `count` groups that were submitted; see `RolloutCollector.wait`."""
+        """Return the oldest `count` groups that were submitted; see `RolloutCollector.wait`."""
         return self.collector.wait(count, timeout)
 
     def prepare_batch(
@@ -293,256 +313,15 @@ class RliteInferenceEngine(Engine):
         group_size: int = 1,
         timeout: float | None = None,
     ) -> TensorDict:
-        """The next batch, while further items run ahead; see `RolloutCollector.prepare_batch`."""
+        """Return the next batch, while further items run ahead; see `RolloutCollector.prepare_batch`."""
         return self.collector.prepare_batch(loader, workflow, should_accept, group_size, timeout)
-
-    def _tokens(self, prompt: Any, index: int) -> list[int]:
-        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            prompt = prompt["prompt_token_ids"]
-        if isinstance(prompt, str):
-            ids = raw_prompts(self.tokenizer, [prompt])[0]
-        else:
-            ids = list(token_ids(prompt, f"prompt {index}"))
-        if not ids:
-            raise DataError(f"prompt {index} is empty: expected at least one token")
-        wrong = [token for token in ids if not 0 <= token < self._config.vocab_size]
-        if wrong:
-            raise DataError(
-                f"prompt {index} holds token id {wrong[0]}; the model's vocabulary has {self._config.vocab_size} tokens"
-            )
-        return ids
-
-    def _flight(
-        self,
-        ids: list[int],
-        gconfig: GenerationHyperparameters,
-        sample: int,
-        on_chunk: Callable[[TokenChunk], object] | None = None,
-    ) -> Flight:
-        number = next(self._ids)
-        seed = mix(self.options.seed, number) if gconfig.seed is None else mix(gconfig.seed, sample)
-        request = SequenceRequest(request_id=number, input_ids=ids, gconfig=gconfig, seed=seed)
-        return Flight(request, on_chunk=on_chunk)
-
-    def _route(self, flights: Sequence[Sequence[Flight]], affinity: str | None = None) -> None:
-        """Siblings, and requests of one `affinity`, go to one replica; otherwise to the one with the least to do.
-
-        Raises: the failure, if no replica is left.
-        """
-        refused: Sequence[Sequence[Flight]] = flights
-        while refused:
-            shares = self._shares(refused, affinity)
-            refused = [siblings for pump, share in shares for siblings in share if not pump.submit(siblings)]
-
-    def _shares(
-        self, flights: Sequence[Sequence[Flight]], affinity: str | None
-    ) -> list[tuple[Pump, list[Sequence[Flight]]]]:
-        loads = {pump: pump.outstanding for pump in self._pumps if pump.failure is None}
-        if not loads:
-            self._raise_failure()
-        shares: dict[Pump, list[Sequence[Flight]]] = {pump: [] for pump in loads}
-        for siblings in flights:
-            known = self._replica_of.get(affinity or "")
-            chosen = self._pumps[known] if known is not None else None
-            if chosen not in loads:
-                chosen = min(loads, key=loads.__getitem__)
-            if affinity is not None:
-                self._replica_of[affinity] = self._pumps.index(chosen)
-                if len(self._replica_of) > MAX_AFFINITIES:
-                    self._replica_of.pop(next(iter(self._replica_of)))
-            shares[chosen].append(siblings)
-            loads[chosen] += sum(flight.cost for flight in siblings)
-        return list(shares.items())
-
-    def _raise_failure(self) -> None:
-        self.group.check()
-        failures = [pump.failure for pump in self._pumps if pump.failure is not None]
-        # a replica that was lost before did not fail the last one
-        failure = next((error for error in failures if not isinstance(error, WorkerError)), failures[0])
-        raise type(failure)(*failure.args)
-
-    def _replica_failed(self, pump: Pump, flights: list[Flight], error: Exception) -> None:
-        """Let a lost replica's requests go on elsewhere; called in its pump's thread, which ends then."""
-        if not isinstance(error, WorkerError) or all(other.failure is not None for other in self._pumps):
-            end_all(flights, error)
-            return
-        died = error.workers if isinstance(error, WorkerDied) else ()
-        lost = ReplicaLost(replica=pump.executor.index, workers=died, num_moved=len(flights), reason=str(error))
-        self.lost_replicas.append(lost)
-        logger.warning(
-            "%s lost replica %d (%s): its %d requests in flight go on at the others",
-            self.name,
-            lost.replica,
-            "; ".join(died) or error,
-            lost.num_moved,
-        )
-        trace.instant("replica lost", engine=self.name, replica=lost.replica, workers=died, num_moved=lost.num_moved)
-        siblings: dict[tuple[int, ...], list[Flight]] = {}
-        for flight in flights:
-            siblings.setdefault(tuple(flight.request.input_ids), []).append(flight)
-        try:
-            self._route(list(siblings.values()))
-        except RliteError as failure:  # the others are gone by now
-            end_all(flights, failure)
-
-    def _wait(self, flights: Sequence[Flight], timeout: float) -> None:
-        """Return when all have ended; raise what the first failed one did, or CallTimeout, and cancel the others."""
-        done, late = wait([flight.done for flight in flights], timeout=timeout, return_when=FIRST_EXCEPTION)
-        if late:
-            self._cancel([flight for flight in flights if flight.done in late])
-        for flight in flights:
-            if flight.done in done:
-                flight.done.result()
-        if late:
-            busy = tuple(self.group.describe(pump.executor.ranks[0]) for pump in self._pumps if pump.num_in_flight)
-            raise CallTimeout(
-                f"generate: {len(late)} of {len(flights)} completions were not done within {timeout:g} s, on "
-                f"{'; '.join(busy)}. Give it more time (timeout=) or ask for fewer tokens (max_new_tokens).",
-                busy,
-            )
-
-    def _cancel(self, flights: Sequence[Flight]) -> None:
-        for flight in flights:
-            flight.is_cancelled = True  # before the pumps are asked: it may be on its way from one to another
-        for pump in self._pumps:
-            pump.cancel([flight.request.request_id for flight in flights])
-
-    def _output(self, index: int, flight: Flight) -> CompletionOutput:
-        self._note_truncation(flight)
-        text = self.tokenizer.decode(flight.token_ids, skip_special_tokens=True)
-        for stop in flight.request.gconfig.stop:
-            text = text.partition(stop)[0]
-        return CompletionOutput(
-            index=index,
-            token_ids=flight.token_ids,
-            text=text,
-            logprobs=flight.logprobs,
-            sampling_logprobs=flight.sampling_logprobs,
-            versions=flight.versions,
-            finish_reason=flight.finish_reason,
-        )
-
-    def _note_truncation(self, flight: Flight) -> None:
-        """Warn once if a completion ended at a context length that nobody chose."""
-        asked, made = flight.request.gconfig.max_new_tokens, len(flight.token_ids)
-        is_known = self._has_noted_truncation or vars(self.options).get("max_model_len") is not None
-        if is_known or flight.finish_reason != "length" or made >= asked:
-            return
-        self._has_noted_truncation = True
-        logger.warning(
-            "%s: a completion ended after %d of %d new tokens, at the default context length of %d tokens; "
-            "build(max_model_len=...) sets another one, up to the model's own limit",
-            *(self.name, made, asked, len(flight.request.input_ids) + made),
-        )
-
-    def _check_ready(self, what: str, may_wait: bool = False) -> None:
-        group = self.group
-        group.check()
-        if may_wait and self._is_receiving:
-            return  # between two weights: the request waits
-        self._need_weights(what)
-        if not self._has_cache:
-            raise ResidencyError(
-                f'{what}: the KV cache of {self.name} is not on the device; call cuda("kv_cache") first'
-            )
-        if self._is_paused and not may_wait:
-            raise ResidencyError(f"{what}: {self.name} is paused; call resume() first")
-
-    # -- life ----------------------------------------------------------------------------------------------------
-
-    def _validate(self, executor_size: int) -> None:
-        if executor_size > 1 and (heads := attention_shape(self._config)[2]) % executor_size:
-            raise ConfigError(
-                f"tensor_parallel_size={executor_size} does not divide the model's {heads} key-value heads"
-            )
-        if self._backend.check is not None:
-            self._backend.check(self.path, executor_size)
-
-    def _source(self) -> str:
-        return self.path
-
-    def _built(self) -> None:
-        self._has_cache = True
-        self._version = 0
-        self._may_run.set()
-        self.lost_replicas = []
-        self._pumps = [Pump(executor, self._may_run, self._replica_failed) for executor in self.executors]
-        assert self._session is not None
-        self._session.before_release(self.name, self._stop_serving)
 
     def _stop_serving(self) -> None:
         if self._collector is not None:
             self._collector.close()
             self._collector = None
-        for pump in self._pumps:
-            pump.close()
-        for pump in self._pumps:
-            pump.join()
-        self._pumps = []
+        super()._stop_serving()
 
-    @contextmanager
-    def _moving(self) -> Iterator[None]:
-        self._hold()
-        try:
-            for pump in self._pumps:
-                pump.flush_cancelled()  # requests that nobody waits for are not in the way
-            if self.num_in_flight:
-                raise ResidencyError(
-                    f"{self.name} has {self.num_in_flight} requests in flight; wait for them or call abort_all() first"
-                )
-            yield
-        finally:
-            self._let_run()
-
-    def _moved(self, what: Part, resident: bool) -> None:
-        if what in ("all", "kv_cache"):
-            self._has_cache = resident
-
-    def _hold(self) -> None:
-        self._may_run.clear()
-        for pump in self._pumps:
-            with pump.between_calls():
-                pass  # wait until the call under way has ended
-
-    def _let_run(self) -> None:
-        if not self._is_paused and self._has_cache and self.weights is Weights.DEVICE:
-            self._may_run.set()
-
-    # -- weights -------------------------------------------------------------------------------------------------
-
-    def load(self, path: str | Path | None = None) -> None:
-        """Read weights from a checkpoint of the same model; without a path, from the engine's own: a new version."""
-        folder = None if path is None else str(local_checkpoint(path))
-        with self.receiving_weights("continue"):
-            self.group.broadcast("load_weights", folder)
-
-    def set_version(self, version: int) -> None:
-        """Stamp tokens with this policy version from now on."""
-        self.group.broadcast("set_version", version)
-        super().set_version(version)
-        if self._collector is not None:
-            self._collector.version_changed()
-
-    @contextmanager
-    def receiving_weights(self, on_inflight: str) -> Iterator[None]:
-        """Hold generation while weights arrive; then let it go on from its tokens so far, or abort it."""
-        with trace.span("wait for a token boundary"):
-            self._hold()
-        if on_inflight == "abort":
-            for pump in self._pumps:
-                pump.cancel_all()
-                pump.flush_cancelled()
-        self._is_receiving = True
-        try:
-            with super().receiving_weights(on_inflight):
-                yield
-        except Exception as error:
-            cause = f"the weights of {self.name} could not be written, so this request was ended: {error}"
-            for pump in self._pumps:
-                pump.drop_all(WeightSyncError(cause))
-            raise
-        finally:
-            self._is_receiving = False
-        self._let_run()
+    def _version_changed(self) -> None:
         if self._collector is not None:
             self._collector.version_changed()

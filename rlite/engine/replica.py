@@ -1,18 +1,278 @@
-"""The seam between the inference engine and its executors: replicas, their workers, and the registered backend."""
+"""The seam between an inference engine and its executors: a replica is one served copy of the model.
+
+    generate / agenerate ──> router ──submit(requests)──> replica ──> whatever generates
+              ^                                              │
+              └───── InFlightRequest.take(chunk), as tokens are made, in a thread of the replica's
+
+A replica is an object in the driver. It may pump synchronous workers, as the embedded executor does, or let an
+asynchronous engine or a server push tokens at it. The engine sees no difference.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from rlite.engine.registry import Backend
-from rlite.engine.workers import Worker
-from rlite.types import SequenceRequest, TokenChunk
+from rlite.engine.workers import Executor, Part, Resident, Worker
+from rlite.errors import DataError
+from rlite.types import SequenceRequest, StopReason, TokenChunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """Optional abilities of an inference executor. The engine refuses a call that needs a missing one."""
+
+    has_prompt_logprobs: bool = False
+    """`Replica.prompt_logprobs` works"""
+    has_residency: bool = True
+    """weights and KV cache can leave the device and come back while the replica lives"""
+    has_weight_sync: bool = True
+    """`Replica.executor` has workers whose `parameter_shards()` weight sync may write"""
+    extras: frozenset[str] = frozenset()
+    """names of the columns beside tokens and log-probabilities that a request may ask for"""
+
+
+class OutstandingTokens:
+    """Counter of the tokens that one replica may still have to read or write."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lock = threading.Lock()
+
+    def add(self, num: int) -> None:
+        """Add tokens, or remove them if `num` is negative."""
+        with self._lock:
+            self.count += num
+
+
+@dataclass(eq=False)
+class InFlightRequest:
+    """A request on its way: the tokens that have arrived, and who waits for the end."""
+
+    request: SequenceRequest
+    on_chunk: Callable[[TokenChunk], object] | None = None
+    """called with every chunk in the thread that delivers it; what it raises ends this request"""
+    done: Future[InFlightRequest] = field(default_factory=lambda: _running_future())
+    started: float = field(default_factory=time.perf_counter)
+    first_token: float = 0.0
+    ended: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    """columns with an entry for each token"""
+    finish_reason: StopReason = "abort"
+    is_cancelled: bool = False
+    """nobody waits for more"""
+    _outstanding: OutstandingTokens | None = None
+
+    def remaining_request(self) -> SequenceRequest:
+        """Return the request as a replica gets it: with the tokens that a lost replica has made, if there are any."""
+        return replace(self.request, output_ids=list(self.token_ids)) if self.token_ids else self.request
+
+    @property
+    def cost(self) -> int:
+        """Tokens that this request may still need."""
+        return len(self.request.input_ids) + self.request.gconfig.max_new_tokens - len(self.token_ids)
+
+    def count_at(self, outstanding: OutstandingTokens | None) -> None:
+        """Count the cost at this replica's counter, and no longer at the one before."""
+        if self._outstanding is not None:
+            self._outstanding.add(-self.cost)
+        self._outstanding = outstanding
+        if outstanding is not None:
+            outstanding.add(self.cost)
+
+    def take(self, chunk: TokenChunk) -> bool:
+        """Append a chunk; return whether the request has ended."""
+        num = len(chunk.token_ids)
+        if num and not self.token_ids:
+            self.first_token = time.perf_counter()
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.sampling_logprobs += chunk.sampling_logprobs
+        self.versions += [chunk.version] * num
+        for name, column in chunk.extras.items():
+            self.extras.setdefault(name, []).extend(column)
+        if self._outstanding is not None:
+            self._outstanding.add(-num)
+        if self.on_chunk is not None:
+            try:
+                self.on_chunk(chunk)
+            except Exception as error:  # whatever it is, it belongs to this request; the replica serves others too
+                self.fail(error)
+                return True
+        if chunk.error is not None:
+            self.fail(DataError(chunk.error))
+        elif chunk.finish_reason is not None and not self.done.done():
+            self.finish_reason = chunk.finish_reason
+            self._end()
+            self.done.set_result(self)
+        return self.done.done()
+
+    def abort(self) -> None:
+        """Answer with the tokens that have arrived, without asking the replica."""
+        self.take(
+            TokenChunk(
+                request_id=self.request.request_id,
+                token_ids=[],
+                logprobs=[],
+                sampling_logprobs=[],
+                version=self.versions[-1] if self.versions else 0,
+                finish_reason="abort",
+            )
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with an error, unless the request has ended."""
+        if not self.done.done():
+            self._end()
+            self.done.set_exception(error)
+
+    def _end(self) -> None:
+        self.ended = time.perf_counter()
+        self.count_at(None)
+
+
+def _running_future() -> Future[InFlightRequest]:
+    """Return a future that a task which stops waiting cannot cancel."""
+    future: Future[InFlightRequest] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+class InFlightTable:
+    """The requests of one replica that have not ended, by number. Any thread may call its methods."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        """why no request is taken in any more"""
+        self._requests: dict[int, InFlightRequest] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, requests: Sequence[InFlightRequest]) -> bool:
+        """Take requests in; return False, and take none, if the replica has failed."""
+        with self._lock:
+            if self.failure is None:
+                self._requests.update({request.request.request_id: request for request in requests})
+            return self.failure is None
+
+    def take(self, chunks: Sequence[TokenChunk]) -> list[int]:
+        """Hand chunks to their requests; return the numbers of requests that ended here, but not at their maker's."""
+        left = []
+        for chunk in chunks:
+            request = self._requests.get(chunk.request_id)
+            if request is not None and request.take(chunk):
+                with self._lock:
+                    self._requests.pop(chunk.request_id, None)
+                if chunk.finish_reason is None and chunk.error is None:
+                    left.append(chunk.request_id)
+        return left
+
+    def cancel(self, request_ids: Collection[int] | None) -> list[int]:
+        """Mark requests as cancelled, all of them for None; return the numbers of those that are here."""
+        with self._lock:
+            here = [n for n in (self._requests if request_ids is None else request_ids) if n in self._requests]
+            for number in here:
+                self._requests[number].is_cancelled = True
+            return here
+
+    def clear(self, failure: Exception | None = None) -> list[InFlightRequest]:
+        """Give up all requests and return them; with a failure, take in nothing more."""
+        with self._lock:
+            self.failure = self.failure or failure
+            requests, self._requests = list(self._requests.values()), {}
+            return requests
+
+    def fail(self, error: Exception) -> list[InFlightRequest]:
+        """Take in nothing more; end cancelled requests with their tokens, and return the others."""
+        requests = self.clear(error)
+        for request in requests:
+            if request.is_cancelled:
+                request.abort()
+        return [request for request in requests if not request.done.done()]
+
+
+class Replica(Resident, Protocol):
+    """One served copy of the model, as the engine sees it.
+
+    The engine calls `pause` before it moves the replica, writes its weights or drops its requests. Calls that may take
+    long return when they are done; the engine runs those of several replicas at once.
+    """
+
+    executor: Executor
+    """the replica's workers; weight sync writes into their `parameter_shards()`"""
+
+    @property
+    def failure(self) -> Exception | None:
+        """The error by which this replica was lost; None as long as it serves."""
+        ...
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of requests that have not ended."""
+        ...
+
+    def submit(self, requests: Sequence[InFlightRequest]) -> bool:
+        """Begin requests, each after its `output_ids`; return at once, False if the replica has failed.
+
+        Every chunk of tokens goes to `InFlightRequest.take`, the last one with a finish_reason or an error. Requests
+        that are submitted while the replica is paused wait.
+        """
+        ...
+
+    def cancel(self, request_ids: Collection[int] | None) -> None:
+        """Ask for requests to end with their tokens so far and the reason "abort"; return at once.
+
+        Args:
+            request_ids: numbers, some of which may not be here; None is all requests.
+        """
+        ...
+
+    def pause(self) -> None:
+        """Rest at a token boundary; return when no token is being made and cancelled requests have ended."""
+        ...
+
+    def resume(self) -> None:
+        """Go on after `pause`. Requests continue from their tokens; new weights mean that their cache is recomputed."""
+        ...
+
+    def drop(self, error: BaseException) -> None:
+        """End every request with this error. The replica is paused and goes on to serve."""
+        ...
+
+    def load_weights(self, path: str | None) -> None:
+        """Read weights from a checkpoint of the same model; None is the engine's own."""
+        ...
+
+    def set_version(self, version: int) -> None:
+        """Stamp tokens with this policy version from now on."""
+        ...
+
+    def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
+        """Return log_softmax(logits) of every token but the first of each prompt; `has_prompt_logprobs` promises it."""
+        ...
+
+    def close(self) -> None:
+        """Make no more tokens; end requests in flight with an error. The workers end afterwards."""
+        ...
+
+
+OnFailure = Callable[[Replica, list[InFlightRequest], Exception], None]
+"""on_failure(replica, requests, error): the replica is lost; these requests were in flight and have not ended"""
 
 
 class ServingWorker(Worker, Protocol):
-    """One process of a replica."""
+    """One process of a replica whose weights are in workers that rlite has started."""
 
     def load_weights(self, path: str | None) -> None:
         """Read weights from a checkpoint of the same model; None is the engine's own."""
@@ -23,18 +283,60 @@ class ServingWorker(Worker, Protocol):
         ...
 
 
-class PumpedWorker(ServingWorker, Protocol):
-    """A synchronous worker that the driver pumps."""
+class WorkerReplica:
+    """The part of a replica that calls its workers, for replicas whose workers are `ServingWorker`s."""
 
-    def advance(self, new: Sequence[SequenceRequest], cancelled: Sequence[int], max_steps: int) -> list[TokenChunk]:
-        """Take in new requests, end cancelled ones, and make up to `max_steps` tokens of each running request."""
-        ...
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+
+    def check(self) -> None:
+        """Raise why the workers serve no more."""
+        self.executor.check()
+
+    def to_device(self, what: Part) -> None:
+        """Bring a part to the device."""
+        self.executor.to_device(what)
+
+    def to_cpu(self) -> None:
+        """Offload to host memory."""
+        self.executor.to_cpu()
+
+    def to_meta(self) -> None:
+        """Give all memory back."""
+        self.executor.to_meta()
+
+    def memory_bytes(self) -> list[dict[str, int]]:
+        """Return the bytes that each worker holds."""
+        return self.executor.memory_bytes()
+
+    def weights_changed(self, version: int) -> None:
+        """Take written weights into use."""
+        self.executor.weights_changed(version)
+
+    def load_weights(self, path: str | None) -> None:
+        """Read weights from a checkpoint."""
+        self.executor.call(ServingWorker.load_weights, path)
+
+    def set_version(self, version: int) -> None:
+        """Stamp tokens with this policy version from now on."""
+        self.executor.call(ServingWorker.set_version, version)
+
+    def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
+        """Raise: a replica that has prompt log-probabilities overrides this."""
+        raise NotImplementedError(f"{type(self).__name__} has no prompt log-probabilities")
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceBackend(Backend):
-    """An inference executor, as `register_executor("inference", NAME, ...)` takes it."""
+    """An inference executor, as `register_executor("inference", NAME, ...)` takes it.
 
+    `worker` makes a process's part from the checkpoint's path; what it offers is between it and its replica, but for
+    the methods of `Worker`.
+    """
+
+    replica: Callable[[Executor, Any, OnFailure], Replica]
+    """replica(executor, options, on_failure) in the driver, when the workers stand"""
     check: Callable[[str, int], None] | None = None
     """check(path, tensor_parallel_size) in the driver, before any process starts; raises ConfigError for a checkpoint
     that the executor cannot serve"""
+    capabilities: Capabilities = Capabilities()

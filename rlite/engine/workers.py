@@ -179,7 +179,7 @@ def together(residents: Iterable[R], act: Callable[[R], T]) -> list[T]:
     """Act on several residents at once and wait for all.
 
     Args:
-        residents: none of them is acted on if one serves no more.
+        residents: usually the replicas of an engine.
         act: runs in a thread of its own for each.
 
     Returns:
@@ -189,8 +189,6 @@ def together(residents: Iterable[R], act: Callable[[R], T]) -> list[T]:
         Exception: what the first failed one raised, when all have ended.
     """
     residents = list(residents)
-    for resident in residents:
-        resident.check()
     if len(residents) == 1:
         return [act(residents[0])]
     with ThreadPoolExecutor(len(residents) or 1) as pool:

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.cluster.group import apply_on_processes
-from rlite.engine.inference import ReplicaLost
+from rlite.engine.router import ReplicaLost
 from rlite.errors import ResidencyError, WorkerDied
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse

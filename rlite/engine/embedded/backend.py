@@ -7,8 +7,9 @@ import torch
 from rlite.cluster.host import WorkerContext
 from rlite.engine.embedded.check import check_served
 from rlite.engine.embedded.options import EmbeddedOptions
+from rlite.engine.embedded.replica import PumpedReplica
 from rlite.engine.embedded.worker import EmbeddedWorker
-from rlite.engine.replica import InferenceBackend
+from rlite.engine.replica import Capabilities, InferenceBackend
 from rlite.parallel.processes import subgroup
 
 
@@ -20,4 +21,6 @@ def make_worker(context: WorkerContext, path: str, options: EmbeddedOptions, exe
     return EmbeddedWorker(path, options, torch.device(context.torch_device), group)
 
 
-BACKEND = InferenceBackend(options=EmbeddedOptions, worker=make_worker, check=check_served)
+BACKEND = InferenceBackend(
+    options=EmbeddedOptions, worker=make_worker, replica=PumpedReplica, check=check_served, capabilities=Capabilities()
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -52,10 +53,12 @@ async def run_episodes(
     Raises: EpisodeFailed; WorkerError, ResidencyError or DivergedError, at once.
     """
 
+    affinity = uuid.uuid4().hex if count > 1 else None
+
     async def episode(sample: int) -> TensorDict | None:
         def attempt() -> Awaitable[TensorDict | None]:
             # with a seed, a further attempt is the same again, unless what failed was not the model's doing
-            return workflow.arun_episode(SampleInference(engine, sample, seed, tokens), dict(data))
+            return workflow.arun_episode(SampleInference(engine, sample, seed, tokens, affinity), dict(data))
 
         return await _until_it_succeeds(attempt, type(workflow).__name__, timeout, retries, failed_attempts)
 

@@ -25,12 +25,19 @@ class SampleInference:
 
     A request with a seed of its own gets another one for each sample but the first. One without gets it from the
     group's seed, the sample and its turn, if the group has a seed. `tokens[sample]` counts what is generated.
+    With an `affinity`, all requests have it as their `rid`: siblings share a replica, which prefills their prompt once.
     """
 
     def __init__(
-        self, engine: AsyncInference, sample: int, group_seed: int | None = None, tokens: Counter[int] | None = None
+        self,
+        engine: AsyncInference,
+        sample: int,
+        group_seed: int | None = None,
+        tokens: Counter[int] | None = None,
+        affinity: str | None = None,
     ) -> None:
         self._engine = engine
+        self._affinity = affinity
         self._tokens = Counter() if tokens is None else tokens
         self._tokens[sample] = 0
         self._sample = sample
@@ -60,7 +67,7 @@ class SampleInference:
             seed = mix(self._seed, turn)
         elif seed is not None and self._sample > 0:
             seed = mix(seed, self._sample)
-        return replace(request, gconfig=replace(request.gconfig, seed=seed))
+        return replace(request, gconfig=replace(request.gconfig, seed=seed), rid=self._affinity or request.rid)
 
     def get_version(self) -> int:
         return self._engine.get_version()

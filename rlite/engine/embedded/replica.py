@@ -1,0 +1,152 @@
+"""The replica of the embedded executor: a thread that pumps synchronous workers.
+
+It sends new requests with short calls of a few decode steps, and hands the tokens to those who wait. Pausing is not
+calling: generation rests at a token boundary.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from rlite.engine.replica import InFlightRequest, InFlightTable, OnFailure, ServingWorker, WorkerReplica
+from rlite.engine.workers import Executor
+from rlite.errors import RliteError
+from rlite.observability import trace
+from rlite.types import SequenceRequest, TokenChunk
+
+STEPS_PER_CALL = 8
+"""decode steps between two looks at the queue of new requests"""
+
+
+class PumpedWorker(ServingWorker, Protocol):
+    """A synchronous worker: it makes tokens only while `advance` runs."""
+
+    def advance(self, new: list[SequenceRequest], aborted: list[int], max_steps: int) -> list[TokenChunk]:
+        """Take in `new`, end `aborted`, make up to `max_steps` decode steps, and return what was made."""
+        ...
+
+
+class PumpedReplica(WorkerReplica):
+    """Feeds the workers of one replica. Waits for requests, and for leave to run. Ends with the engine or its workers.
+
+    Args:
+        executor: workers that are `PumpedWorker`s.
+        options: of the executor; not used here.
+        on_failure: told of the requests in flight when a call fails.
+    """
+
+    def __init__(self, executor: Executor, options: Any, on_failure: OnFailure) -> None:
+        super().__init__(executor)
+        self._on_failure = on_failure
+        self._in_flight = InFlightTable()
+        self._waiting: list[InFlightRequest] = []
+        self._cancelled: list[int] = []
+        self._changed = threading.Condition()
+        self._calling = threading.Lock()
+        self._may_run = threading.Event()
+        self._may_run.set()
+        self._is_closing = False
+        name = f"pump of {executor.group.name} {executor.index}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> Exception | None:
+        return self._in_flight.failure
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def submit(self, requests: Sequence[InFlightRequest]) -> bool:
+        with self._changed:
+            if not self._in_flight.add(requests):
+                return False
+            self._waiting += requests
+            self._cancelled += [request.request.request_id for request in requests if request.is_cancelled]
+            self._changed.notify()
+            return True
+
+    def cancel(self, request_ids: Collection[int] | None) -> None:
+        with self._changed:
+            self._cancelled += self._in_flight.cancel(request_ids)
+            self._changed.notify()
+
+    def pause(self) -> None:
+        self._may_run.clear()
+        with self._calling:  # the call under way has ended
+            with self._changed:
+                new, cancelled = self._take() if self._cancelled else ([], [])
+            if cancelled:
+                self._try_to_advance(new, cancelled, 0)
+
+    def resume(self) -> None:
+        self._may_run.set()
+
+    def drop(self, error: BaseException) -> None:
+        with self._changed:
+            dropped = self._in_flight.clear()
+            unsent = set(self._waiting)
+            self._cancelled += [request.request.request_id for request in dropped if request not in unsent]
+            self._waiting = []
+        for request in dropped:
+            request.fail(error)
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._may_run.set()
+        self._thread.join(timeout=60)
+        self._fail(RliteError("the inference engine was released while this request was in flight"))
+
+    def _run(self) -> None:
+        def has_to_look() -> bool:
+            return bool(self._has_ended or self._cancelled or self.num_in_flight)
+
+        while True:
+            with self._changed:
+                self._changed.wait_for(has_to_look)
+                if self._has_ended:
+                    return
+            if not self._may_run.is_set():
+                with trace.span("held"):
+                    self._may_run.wait()
+            with self._calling:
+                if not self._may_run.is_set():
+                    continue
+                with self._changed:
+                    if self._has_ended:
+                        return
+                    new, cancelled = self._take()
+                self._try_to_advance(new, cancelled, STEPS_PER_CALL)
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._is_closing or self.failure is not None
+
+    def _take(self) -> tuple[list[InFlightRequest], list[int]]:
+        new, cancelled = self._waiting, self._cancelled
+        self._waiting, self._cancelled = [], []
+        return new, cancelled
+
+    def _try_to_advance(self, new: Sequence[InFlightRequest], cancelled: list[int], steps: int) -> None:
+        requests = [request.remaining_request() for request in new]
+        try:
+            left = self._in_flight.take(self.executor.ask(PumpedWorker.advance, requests, cancelled, steps))
+        except Exception as error:  # the replica's, or a worker's own: it belongs to everyone who waits
+            self._fail(error)
+            return
+        if left:
+            with self._changed:
+                self._cancelled += left
+
+    def _fail(self, error: Exception) -> None:
+        """Take in nothing more. Cancelled requests end now; the engine decides about the others."""
+        with self._changed:
+            self._waiting, self._cancelled = [], []
+            requests = self._in_flight.fail(error)
+            self._changed.notify()
+        self._on_failure(self, requests, error)

@@ -1,0 +1,170 @@
+"""Which replica serves which request. The policy is a function of the replicas' loads; the rest keeps its state."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlite.engine.replica import InFlightRequest, OutstandingTokens, Replica
+from rlite.errors import RliteError, WorkerDied, WorkerError
+from rlite.observability import trace
+
+logger = logging.getLogger(__name__)
+
+Policy = Callable[[Mapping[int, int], int | None], int]
+"""policy(outstanding tokens of each replica that serves, replica of earlier requests of this affinity) -> replica"""
+MAX_SESSIONS = 65536
+"""affinity keys whose replica is remembered after a second request"""
+MAX_FIRST = 8192
+"""affinity keys that were used once; most are never used again"""
+
+
+def least_outstanding(loads: Mapping[int, int], home: int | None) -> int:
+    """Return the replica of earlier requests if it serves, else the one with the fewest outstanding tokens.
+
+    Args:
+        loads: outstanding tokens of each replica that serves, by its index; not empty.
+        home: index of the replica that served this affinity before, if one did. It may be lost.
+    """
+    return home if home is not None and home in loads else min(loads, key=loads.__getitem__)
+
+
+class Affinities:
+    """Replica of each affinity key. Keys that were used once are kept apart, so that they push out no session."""
+
+    def __init__(self, max_sessions: int = MAX_SESSIONS, max_first: int = MAX_FIRST) -> None:
+        self._sessions: OrderedDict[str, int] = OrderedDict()
+        self._first: OrderedDict[str, int] = OrderedDict()
+        self._limits = max_sessions, max_first
+
+    def get(self, key: str) -> int | None:
+        """Return the replica that served this key last, None if it is new or forgotten."""
+        return self._sessions.get(key, self._first.get(key))
+
+    def set(self, key: str, replica: int) -> None:
+        """Remember a request's replica; the keys that were not used for longest are forgotten."""
+        is_session = key in self._sessions or self._first.pop(key, None) is not None
+        table, limit = (self._sessions, self._limits[0]) if is_session else (self._first, self._limits[1])
+        table[key] = replica
+        table.move_to_end(key)
+        if len(table) > limit:
+            table.popitem(last=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaLost:
+    """The loss of one replica. The others go on."""
+
+    replica: int
+    workers: tuple[str, ...]
+    """workers that died"""
+    num_moved: int
+    """requests in flight that go on elsewhere, from the tokens that they had"""
+    reason: str
+
+
+class Router:
+    """Sends requests to replicas, and those of a lost replica to the others.
+
+    Args:
+        name: of the engine, for messages.
+        policy: chooses a replica.
+    """
+
+    def __init__(self, name: str, policy: Policy = least_outstanding) -> None:
+        self.name = name
+        self.replicas: list[Replica] = []
+        self.lost: list[ReplicaLost] = []
+        """in the order of their loss"""
+        self._policy = policy
+        self._affinities = Affinities()
+        self._outstanding: dict[int, OutstandingTokens] = {}
+        self._lock = threading.Lock()
+
+    def add(self, replica: Replica) -> None:
+        """Route to this replica too from now on."""
+        self._outstanding[replica.executor.index] = OutstandingTokens()
+        self.replicas.append(replica)
+
+    def route(self, groups: Sequence[Sequence[InFlightRequest]], affinity: str | None = None) -> None:
+        """Submit requests to the replicas that the policy chooses.
+
+        Args:
+            groups: siblings, which share a prompt, go to one replica.
+            affinity: key of requests that should share a replica.
+
+        Raises:
+            Exception: the failure, if no replica is left.
+        """
+        refused = groups
+        while refused:
+            chosen = [(self._choose(siblings, affinity), siblings) for siblings in refused]
+            refused = [siblings for replica, siblings in chosen if not replica.submit(siblings)]
+
+    def _choose(self, siblings: Sequence[InFlightRequest], affinity: str | None) -> Replica:
+        serving = {replica.executor.index: replica for replica in self.replicas if replica.failure is None}
+        if not serving:
+            self._raise_failure()
+        with self._lock:
+            loads = {index: self._outstanding[index].count for index in serving}
+            home = None if affinity is None else self._affinities.get(affinity)
+            chosen = self._policy(loads, home)
+            if affinity is not None:
+                self._affinities.set(affinity, chosen)
+            for request in siblings:
+                request.count_at(self._outstanding[chosen])
+        return serving[chosen]
+
+    def _raise_failure(self) -> None:
+        for replica in self.replicas:
+            replica.check()  # names all who died
+        failures = [replica.failure for replica in self.replicas if replica.failure is not None]
+        if not failures:
+            raise RliteError(f"{self.name} was released; build the engine again")
+        # a replica that was lost before did not fail the last one
+        failure = next((error for error in failures if not isinstance(error, WorkerError)), failures[0])
+        raise type(failure)(*failure.args)
+
+    def cancel(self, requests: Sequence[InFlightRequest]) -> None:
+        """Ask for requests to end, wherever they are."""
+        for request in requests:
+            request.is_cancelled = True  # before replicas are asked: it may be on its way from one to another
+        for replica in self.replicas:
+            replica.cancel([request.request.request_id for request in requests])
+
+    def replica_failed(self, replica: Replica, requests: list[InFlightRequest], error: Exception) -> None:
+        """Let a lost replica's requests go on elsewhere; called in a thread of that replica.
+
+        Args:
+            replica: the lost one.
+            requests: its requests that have not ended.
+            error: a WorkerError if its workers are gone; anything else ends the requests.
+        """
+        if not isinstance(error, WorkerError) or all(other.failure is not None for other in self.replicas):
+            for request in requests:
+                request.fail(error)
+            return
+        self._note_loss(replica.executor.index, len(requests), error)
+        siblings: dict[tuple[int, ...], list[InFlightRequest]] = {}
+        for request in requests:
+            siblings.setdefault(tuple(request.request.input_ids), []).append(request)
+        try:
+            self.route(list(siblings.values()))
+        except RliteError as failure:  # the others are gone by now
+            for request in requests:
+                request.fail(failure)
+
+    def _note_loss(self, index: int, num_moved: int, error: WorkerError) -> None:
+        died = error.workers if isinstance(error, WorkerDied) else ()
+        self.lost.append(ReplicaLost(replica=index, workers=died, num_moved=num_moved, reason=str(error)))
+        logger.warning(
+            "%s lost replica %d (%s): its %d requests in flight go on at the others",
+            self.name,
+            index,
+            "; ".join(died) or error,
+            num_moved,
+        )
+        trace.instant("replica lost", engine=self.name, replica=index, workers=died, num_moved=num_moved)
