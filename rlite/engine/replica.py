@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from rlite.engine.registry import Backend
 from rlite.engine.workers import Executor, Part, Resident, Worker
-from rlite.errors import DataError
+from rlite.errors import DataError, NonFiniteError
 from rlite.types import SequenceRequest, StopReason, TokenChunk
 
 
@@ -109,7 +109,7 @@ class InFlightRequest:
                 self.fail(error)
                 return True
         if chunk.error is not None:
-            self.fail(DataError(chunk.error))
+            self.fail((NonFiniteError if chunk.is_nonfinite else DataError)(chunk.error))
         elif chunk.finish_reason is not None and not self.done.done():
             self.finish_reason = chunk.finish_reason
             self._end()

@@ -1,4 +1,4 @@
-"""The episodes of one group: attempted side by side, each until it succeeds or its attempts are spent."""
+"""The episodes of one group: they run side by side, and each is attempted until it succeeds or has no attempt left."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import asyncio
 import inspect
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from tensordict import TensorDict
 
 from rlite.errors import CallTimeout, ConfigError, DataError, DivergedError, ResidencyError, WorkerError
+from rlite.rollout.collector.group import Group
+from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.seeds import SampleInference
 from rlite.rollout.rewards.function import RewardError
-from rlite.rollout.trajectories import check_trajectory
-from rlite.rollout.workflow import RolloutWorkflow
+from rlite.rollout.trajectories import check_alike, check_trajectory
 from rlite.sandbox.child import text_of
 from rlite.types import AsyncInference
 
 FINAL = (DataError, ConfigError)
-"""what a further attempt would meet again"""
+"""errors that another attempt would meet again"""
 ENGINE_FAILURES = (WorkerError, ResidencyError, DivergedError)
-"""the engine's own, which no workflow can help"""
+"""errors of the engine, which no workflow can help"""
 
 
 class EpisodeFailed(Exception):
-    """An episode's last error, when it is not attempted again."""
+    """The last error of an episode that has no attempt left."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(text_of(error))
@@ -34,58 +34,69 @@ class EpisodeFailed(Exception):
 
 
 async def run_episodes(
-    workflow: RolloutWorkflow,
-    engine: AsyncInference,
-    data: Mapping[str, Any],
-    count: int,
-    *,
-    timeout: float,
-    retries: int,
-    failed_attempts: Counter[str],
-    seed: int | None = None,
-    tokens: Counter[int] | None = None,
-) -> list[TensorDict | None]:
-    """`count` episodes of one item; the first that fails for good cancels its siblings.
+    group: Group, engine: AsyncInference, options: CollectorOptions, failed_attempts: Counter[str]
+) -> list[TensorDict] | None:
+    """Run the episodes of a group. The first that fails for good cancels its siblings.
 
-    `failed_attempts` counts what was raised, by the exception's name or the reward's outcome. With a `seed`, random
-    numbers depend on it, the sample and the turn alone; those of requests with a seed of their own on that and the
-    sample. `tokens` counts what each sample has generated so far.
-    Raises: EpisodeFailed; WorkerError, ResidencyError or DivergedError, at once.
+    With a seed, random numbers depend only on the seed, the episode's number in its group and the turn. For a request
+    with a seed of its own they depend on this seed and the episode's number.
+
+    Args:
+        group: its `tokens` count what each episode has generated so far.
+        engine: generates.
+        options: time-out and number of attempts.
+        failed_attempts: counts the attempts that raised, by the exception's name or the reward's outcome.
+
+    Returns:
+        One checked trajectory per episode; None if the workflow returned None for one of them.
+
+    Raises:
+        EpisodeFailed: An episode has no attempt left, or the episodes do not fit into one batch.
+        WorkerError: The engine cannot serve.
+        ResidencyError: The engine cannot serve.
+        DivergedError: The engine's weights are not finite.
     """
-
-    affinity = uuid.uuid4().hex if count > 1 else None
-
-    async def episode(sample: int) -> TensorDict | None:
-        def attempt() -> Awaitable[TensorDict | None]:
-            # with a seed, a further attempt is the same again, unless what failed was not the model's doing
-            return workflow.arun_episode(SampleInference(engine, sample, seed, tokens, affinity), dict(data))
-
-        return await _until_it_succeeds(attempt, type(workflow).__name__, timeout, retries, failed_attempts)
-
-    if count == 1:
-        return [await episode(0)]
+    affinity = uuid.uuid4().hex if group.size > 1 else None
+    attempts = [
+        _attempt_until_success(group, number, engine, options, failed_attempts, affinity)
+        for number in range(group.size)
+    ]
+    if len(attempts) == 1:
+        found = [await attempts[0]]
+    else:
+        try:
+            async with asyncio.TaskGroup() as siblings:
+                tasks = [siblings.create_task(attempt) for attempt in attempts]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        found = [task.result() for task in tasks]
+    trajectories = [trajectory for trajectory in found if trajectory is not None]
+    if len(trajectories) < group.size:
+        return None
     try:
-        async with asyncio.TaskGroup() as siblings:
-            tasks = [siblings.create_task(episode(sample)) for sample in range(count)]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
+        check_alike(trajectories)
+    except DataError as error:
+        raise EpisodeFailed(error) from error
+    return trajectories
 
 
-async def _until_it_succeeds(
-    attempt: Callable[[], Awaitable[TensorDict | None]],
-    name: str,
-    timeout: float,
-    retries: int,
+async def _attempt_until_success(
+    group: Group,
+    number: int,
+    engine: AsyncInference,
+    options: CollectorOptions,
     failed_attempts: Counter[str],
+    affinity: str | None,
 ) -> TensorDict | None:
-    attempts = 0
+    name, num_attempts = type(group.workflow).__name__, 0
     while True:
-        attempts += 1
-        limit = asyncio.timeout(timeout)
+        num_attempts += 1
+        limit = asyncio.timeout(options.request_timeout)
         try:
             async with limit:
-                episode = attempt()
+                # with a seed, another attempt draws the same numbers: what failed was not the model's doing
+                inference: Any = SampleInference(engine, number, group.seed, group.tokens, affinity)
+                episode = group.workflow.arun_episode(inference, dict(group.data))
                 if not inspect.isawaitable(episode):
                     raise ConfigError(f"{name}.arun_episode returned {episode!r:.100}: write `async def arun_episode`")
                 result = await episode
@@ -96,10 +107,10 @@ async def _until_it_succeeds(
             raise
         except Exception as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise asyncio.CancelledError from error  # the workflow has made another error of it
+                raise asyncio.CancelledError from error  # the workflow turned the cancellation into another error
             cause: Exception = error
             if isinstance(error, TimeoutError) and limit.expired():
-                cause = CallTimeout(f"an episode of {name} did not end in {timeout:g} s")
+                cause = CallTimeout(f"an episode of {name} did not end in {options.request_timeout:g} s")
             failed_attempts[cause.outcome if isinstance(cause, RewardError) else type(cause).__name__] += 1
-            if attempts > retries or isinstance(cause, FINAL):
+            if num_attempts > options.request_retries or isinstance(cause, FINAL):
                 raise EpisodeFailed(cause) from cause

@@ -1,4 +1,4 @@
-"""A group: the episodes of one submitted item, and what is kept of it over a restart."""
+"""Groups, and the queues that hold them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from rlite.errors import DataError
-from rlite.rollout.collector.episodes import EpisodeFailed
+from rlite.errors import CheckpointError, DataError
+from rlite.observability import trace
 from rlite.rollout.collector.ledger import RolloutLedger
-from rlite.rollout.trajectories import check_alike, layout
+from rlite.rollout.trajectories import layout
 from rlite.rollout.workflow import RolloutWorkflow
 
 Item = Mapping[str, Any]
@@ -24,31 +24,41 @@ ShouldAccept = Callable[[TensorDict], bool]
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """One submitted item. `trajectories` when accepted, `reason` when lost."""
+    """The episodes of one submitted item. The ledger's module draws a group's life."""
 
     id: int
+    """unique in its collector; batches carry it as `group_ids`"""
     data: Item
+    """the submitted item"""
     workflow: RolloutWorkflow
     size: int
+    """number of episodes"""
     should_accept: ShouldAccept | None = None
+    """decides whether the finished group is kept"""
     seed: int | None = None
+    """key of the group's random numbers; None leaves them to the order of requests"""
     version: int | None = None
-    """at its start"""
-    place: int | None = None
-    """in the order of the starts; None if it only measures, and failures do not stop the run"""
+    """policy version at the group's start"""
+    start_order: int | None = None
+    """how many groups to train on started before it; None for an evaluation"""
     started: float | None = None
+    """`time.monotonic()` at the group's start, in seconds"""
     task: asyncio.Task[None] | None = None
+    """runs the episodes"""
     trajectories: list[TensorDict] | None = None
+    """one per episode, as soon as the group is ready"""
     reason: str | None = None
+    """why the group is lost"""
     error: BaseException | None = None
+    """the exception behind `reason`"""
     tokens: Counter[int] = field(default_factory=Counter)
-    """generated so far, by sample"""
+    """tokens generated so far, by episode"""
 
     @property
     def age(self) -> int | None:
-        """The version of its oldest token; if the trajectories do not say, that at its start."""
-        known = oldest_version(self.trajectories or ())
-        return self.version if known is None else known
+        """Version of the oldest token; the version at the start if the trajectories have no `versions`."""
+        made = [row["versions"][row["versions"] >= 0] for row in self.trajectories or () if "versions" in row]
+        return min((int(versions.min()) for versions in made if len(versions)), default=self.version)
 
     @property
     def has_ended(self) -> bool:
@@ -59,7 +69,11 @@ class Group:
         return f"group {self.id} ({state})"
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the workflow, as plain values and tensors. Raises: DataError for an item that holds other things."""
+        """Return everything but the workflow, as plain values and tensors.
+
+        Raises:
+            DataError: The item holds something else.
+        """
         rows = self.trajectories
         return {
             "id": self.id,
@@ -72,44 +86,107 @@ class Group:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], workflow: RolloutWorkflow, accept: ShouldAccept | None) -> Group:
-        rows = state["trajectories"]
-        trajectories = None if rows is None else [TensorDict(row, batch_size=[len(row["input_ids"])]) for row in rows]
-        return cls(
-            state["id"],
-            state["data"],
-            workflow,
-            state["size"],
-            should_accept=accept,
-            seed=state["seed"],
-            version=state.get("version"),
-            trajectories=trajectories,
-            tokens=Counter(dict(enumerate(response_lengths(trajectories or ())))),
-        )
+        group = cls(state["id"], state["data"], workflow, state["size"], accept, state["seed"], state.get("version"))
+        if (rows := state["trajectories"]) is not None:
+            group.trajectories = [TensorDict(row, batch_size=[len(row["input_ids"])]) for row in rows]
+            group.tokens.update(dict(enumerate(response_lengths(group.trajectories))))
+        return group
 
 
-class Lane:
-    """Groups under one rule of admission; `groups` has those that wait, run or are ready."""
+class Queue:
+    """Groups under one rule of admission: those that wait, run or are ready, in the order of their submission.
 
-    def __init__(self, ledger: RolloutLedger) -> None:
+    The ledger decides by number; the queue keeps the groups behind the numbers.
+
+    Args:
+        ledger: admits the groups.
+        is_training: whether the groups are trained on. If not, lost groups are not reported and stop no run.
+    """
+
+    def __init__(self, ledger: RolloutLedger, is_training: bool = True) -> None:
         self.ledger = ledger
+        self.is_training = is_training
         self.groups: dict[int, Group] = {}
+        self.failed_attempts: Counter[str] = Counter()
+        """attempts at an episode that raised, by the exception's name or the reward's outcome"""
+
+    def submit(self, group: Group) -> None:
+        self.groups[group.id] = group
+        self.ledger.submit(group.id)
+        trace.stage("group", group.id, "waiting")
+
+    def start(self, version: int) -> Group:
+        """Mark the group that has waited longest as running, and return it."""
+        group = self.groups[self.ledger.start(version)]
+        trace.stage("group", group.id, "running")
+        group.started, group.version = time.monotonic(), version
+        return group
+
+    def accept(self, group: Group, trajectories: list[TensorDict]) -> None:
+        trace.stage("group", group.id, "ready")
+        group.trajectories = trajectories
+        self.ledger.accept(group.id, group.age)
+
+    def drop(self, group: Group, reason: str, error: BaseException | None = None) -> None:
+        trace.finish("group", group.id, reason)
+        self.ledger.drop(group.id, reason)
+        del self.groups[group.id]
+        group.reason, group.error, group.trajectories = reason, error, None
+
+    def consume(self, groups: Sequence[Group], version: int) -> None:
+        self.ledger.consume([group.id for group in groups], version)
+        for group in groups:
+            trace.finish("group", group.id, "consumed")
+            del self.groups[group.id]
 
     def unfinished(self) -> list[Group]:
         return [group for group in self.groups.values() if not group.has_ended]
 
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "batch_size": self.ledger.batch_size,
+            "ledger": self.ledger.state_dict(),
+            "failed_attempts": dict(self.failed_attempts),
+            "groups": [group.state_dict() for group in self.groups.values()],
+        }
 
-def check_siblings(trajectories: Sequence[TensorDict]) -> None:
-    """Raise EpisodeFailed unless the episodes of one group fit into one batch."""
-    try:
-        check_alike(trajectories)
-    except DataError as error:
-        raise EpisodeFailed(error) from error
+    def load_state_dict(
+        self, state: Mapping[str, Any], workflow: RolloutWorkflow, accept: ShouldAccept | None, version: int
+    ) -> None:
+        """Restore the groups: finished ones are ready, the others wait to run again.
+
+        Args:
+            state: what `state_dict` returned.
+            workflow: runs the unfinished groups.
+            accept: decides whether they are kept.
+            version: current policy version, the age of a finished group that does not know its own.
+
+        Raises:
+            CheckpointError: The queue holds groups already, or has another batch size.
+        """
+        size, saved = self.ledger.batch_size, state["batch_size"]
+        if size is not None and saved not in (None, size):
+            raise CheckpointError(
+                f"the rollouts under way were made for batches of {saved} groups, this run has "
+                f"consumer_batch_size={size}: resume with the former"
+            )
+        if self.groups:
+            raise CheckpointError("load_state_dict: this collector has groups under way; use one that is new")
+        self.ledger.batch_size = saved
+        self.ledger.load_state_dict(state["ledger"])
+        self.failed_attempts = Counter(state["failed_attempts"])
+        for kept in state["groups"]:
+            group = self.groups[kept["id"]] = Group.from_state(kept, workflow, accept)
+            if group.trajectories is None:
+                self.ledger.submit(group.id)
+            else:
+                self.ledger.restore_ready(group.id, version if group.age is None else group.age)
 
 
 def misfits(groups: Sequence[Group]) -> list[tuple[Group, str]]:
-    """The groups that do not fit into one batch with most of these, each with the reason."""
+    """Return the groups whose keys or types differ from those of most groups, each with the reason to drop it."""
     layouts = [layout(group.trajectories[0]) if group.trajectories else frozenset() for group in groups]
-    common = Counter(layouts).most_common(1)[0][0]
+    common = Counter(layouts).most_common(1)[0][0] if layouts else frozenset()
     return [
         (group, f"unlike the others of its batch in {', '.join(sorted({key for key, *_ in own ^ common}))}")
         for group, own in zip(groups, layouts, strict=True)
@@ -117,22 +194,16 @@ def misfits(groups: Sequence[Group]) -> list[tuple[Group, str]]:
     ]
 
 
-def oldest_version(trajectories: Sequence[TensorDict]) -> int | None:
-    """The version that made the oldest token; None if the trajectories do not say."""
-    made = [row["versions"][row["versions"] >= 0] for row in trajectories if "versions" in row]
-    known = [int(versions.min()) for versions in made if len(versions)]
-    return min(known) if known else None
-
-
 def response_lengths(trajectories: Sequence[TensorDict]) -> list[int]:
-    """Tokens that were generated, of each row."""
+    """Return the number of generated tokens of each row."""
     return [int(length) for row in trajectories if "loss_mask" in row for length in row["loss_mask"].sum(-1)]
 
 
 def plain(value: Any, where: str) -> Any:
-    """A copy made of dicts, lists, tensors, texts, numbers, booleans and None alone; NumPy's become those.
+    """Copy a value into dicts, lists, tensors, texts, numbers, booleans and None. NumPy's values are converted.
 
-    Raises: DataError that says where something else was found.
+    Raises:
+        DataError: The value holds something else; the message says where.
     """
     if isinstance(value, torch.Tensor):
         return value

@@ -112,9 +112,13 @@ class RolloutLedger:
             self.begin(batch_size, version)
 
     def begin(self, batch_size: int, version: int) -> None:
-        """Say how many groups one update consumes; as many count as consumed for each update until now."""
-        self.batch_size = batch_size
-        self._consumed = max(self._consumed, version * batch_size)
+        """Set the number of groups that one update consumes, unless it is known.
+
+        The same number counts as consumed for each update until now.
+        """
+        if self.batch_size is None:
+            self.batch_size = batch_size
+            self._consumed = max(self._consumed, version * batch_size)
 
     @property
     def counters(self) -> RolloutCounters:
@@ -256,3 +260,25 @@ class RolloutLedger:
         self._consumed = int(state["consumed"])
         self._consumed_at = (int(state["consumed_at"][0]), int(state["consumed_at"][1]))
         self.lost = Counter(state["lost"])
+
+
+class FailureStreaks:
+    """Counts how many groups in a row have failed, in the order of their start.
+
+    The order of their end would not do. If one row in twenty fails at once, the first groups of a large batch to end
+    are all failures.
+    """
+
+    def __init__(self) -> None:
+        self._lengths: dict[int, int] = {}
+        """length of each streak, at the positions of its first and of its last group"""
+
+    def add(self, position: int) -> int:
+        """Count a failed group, which was the `position`-th to start. Returns the length of its streak."""
+        before, after = self._lengths.pop(position - 1, 0), self._lengths.pop(position + 1, 0)
+        length = before + 1 + after
+        self._lengths[position - before] = self._lengths[position + after] = length
+        return length
+
+    def clear(self) -> None:
+        self._lengths.clear()

@@ -12,7 +12,7 @@ from rlite.types import AsyncInference, LLMRequest, LLMResponse, OnChunk, TokenC
 
 
 def mix(seed: int, number: int) -> int:
-    """A 63-bit seed from two numbers (splitmix64)."""
+    """Return a 63-bit seed made of two numbers (splitmix64)."""
     mask = 2**64 - 1
     z = (seed * 0x9E3779B97F4A7C15 + number + 0x632BE59BD9B4E019) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -20,12 +20,29 @@ def mix(seed: int, number: int) -> int:
     return (z ^ (z >> 31)) >> 1
 
 
-class SampleInference:
-    """An engine for one episode of a group: what it samples differs from what its siblings do.
+def group_seed(seed: int | None, version: int, position: int) -> int | None:
+    """Return the seed of a group, if there is a seed.
 
-    A request with a seed of its own gets another one for each sample but the first. One without gets it from the
-    group's seed, the sample and its turn, if the group has a seed. `tokens[sample]` counts what is generated.
-    With an `affinity`, all requests have it as their `rid`: siblings share a replica, which prefills their prompt once.
+    Args:
+        seed: the collector's.
+        version: policy version at the submission.
+        position: the item's, among the submitted ones. A resumed run submits the same items at the same positions.
+    """
+    return None if seed is None else mix(mix(seed, version), position)
+
+
+class SampleInference:
+    """The engine as one episode of a group sees it: episodes of one group draw different random numbers.
+
+    A request without a seed gets one from the group's seed, the episode's number and the turn, if the group has a seed.
+    A request with a seed keeps it in the first episode, and gets a different one in each other episode.
+
+    Args:
+        engine: generates; its other attributes are available, too.
+        sample: the episode's number in its group.
+        group_seed: see `group_seed`.
+        tokens: counts the generated tokens, by episode.
+        affinity: replaces the `rid` of all requests: siblings share a replica, which prefills their prompt once.
     """
 
     def __init__(
@@ -68,12 +85,3 @@ class SampleInference:
         elif seed is not None and self._sample > 0:
             seed = mix(seed, self._sample)
         return replace(request, gconfig=replace(request.gconfig, seed=seed), rid=self._affinity or request.rid)
-
-    def get_version(self) -> int:
-        return self._engine.get_version()
-
-    def pause(self) -> None:
-        self._engine.pause()
-
-    def resume(self) -> None:
-        self._engine.resume()

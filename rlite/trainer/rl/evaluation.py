@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from rlite.observability.console import ConsoleReporter
-from rlite.rollout.collector.collected import Collected
-from rlite.rollout.collector.reasons import in_a_line, kind_of
+from rlite.rollout.collector.collector import Collected
+from rlite.rollout.collector.lost import in_a_line, kind_of
 from rlite.rollout.trajectories import first_rows
 
 NUM_NAMED = 3

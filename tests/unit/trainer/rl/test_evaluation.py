@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from rlite.observability.console import ConsoleReporter
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
-from rlite.rollout.collector.collected import Collected
+from rlite.rollout.collector.collector import Collected
 from rlite.trainer.rl.evaluation import ErrorLimit, evaluation_metrics
 
 

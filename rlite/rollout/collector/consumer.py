@@ -1,0 +1,188 @@
+"""The consumer: waits in the callers' threads for groups to end, and makes batches of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from tensordict import TensorDict
+
+from rlite.errors import CallTimeout
+from rlite.rollout.collector.group import Group, Queue, misfits
+from rlite.rollout.collector.lost import CANCELLED, TOO_OLD
+from rlite.rollout.collector.options import CollectorOptions
+from rlite.rollout.collector.runner import GroupRunner
+from rlite.rollout.trajectories import pad_trajectories
+from rlite.rollout.workflow import RolloutError
+from rlite.types import AsyncInference
+
+NUM_NAMED = 5
+"""groups or reasons that a message lists"""
+
+
+class GroupConsumer:
+    """Takes ended groups out of the queues, in the callers' threads.
+
+    It consumes ready groups. It waits for groups to end, and for a batch that the ledger lets it consume. It is
+    unblocked by the runner, at every change, and by the time-out of a group that holds up a batch.
+
+    Args:
+        engine: knows the policy version.
+        options: time-out of groups that hold up a batch.
+        runner: runs the groups.
+    """
+
+    def __init__(self, engine: AsyncInference, options: CollectorOptions, runner: GroupRunner) -> None:
+        self._engine, self._options, self._runner = engine, options, runner
+
+    def finish(self, queue: Queue, groups: Sequence[Group], timeout: float | None) -> list[Group]:
+        """Wait until all of these groups have ended, and consume those that are not lost.
+
+        If the wait fails, all groups are cancelled.
+
+        Args:
+            queue: holds the groups.
+            groups: in the order of their submission.
+            timeout: in seconds; None waits for ever.
+
+        Returns:
+            The groups that are not lost.
+
+        Raises:
+            CallTimeout: Some groups are late; the error names them.
+            RolloutError: The run was stopped.
+        """
+        unfinished = list(groups)
+
+        def is_settled() -> bool:
+            while unfinished and unfinished[-1].has_ended:  # one look per change, not one at each group
+                unfinished.pop()
+            return not unfinished
+
+        try:
+            if not self._runner.wait_until(is_settled, _deadline(timeout)):
+                raise _late_error([group for group in groups if not group.has_ended], timeout)
+        except BaseException:
+            with self._runner.changed:
+                for group in groups:
+                    if group.id in queue.groups:
+                        self._runner.drop(queue, group, CANCELLED)
+            raise
+        with self._runner.changed:
+            self._drop_misfits(queue, [group for group in groups if group.trajectories is not None])
+            finished = [group for group in groups if group.trajectories is not None]
+            queue.consume(finished, self._engine.get_version())
+        return finished
+
+    def next_batch(
+        self, queue: Queue, count: int, timeout: float | None, is_short: Callable[[], bool]
+    ) -> TensorDict | None:
+        """Wait for a batch of the oldest groups, and consume them.
+
+        Args:
+            queue: holds the groups.
+            count: groups of the batch.
+            timeout: in seconds; None waits for ever.
+            is_short: whether groups have to be submitted before the wait makes sense.
+
+        Returns:
+            The padded batch; None as soon as `is_short`.
+
+        Raises:
+            CallTimeout: Some groups are late; the error names them.
+            RolloutError: No group runs and none may start, or the run was stopped.
+        """
+        deadline = _deadline(timeout)
+        while (batch := self._take(queue, count)) is None:
+            if not self._runner.wait_until(
+                lambda: self._is_ready(queue, count) or is_short() or not self._can_progress(queue),
+                deadline,
+                is_due=lambda: bool(self._held_up_by(queue, count)),
+            ):
+                raise _late_error(queue.unfinished(), timeout)
+            with self._runner.changed:
+                if is_short():
+                    return None
+                if not (self._can_progress(queue) or self._is_ready(queue, count)):
+                    raise self.too_few_error(queue, count)
+        return batch
+
+    def batch(self, groups: Sequence[Group]) -> TensorDict:
+        """Join consumed groups into a batch to train on, and record its statistics."""
+        batch = join(groups)
+        with self._runner.changed:
+            self._runner.report(batch, len(groups))
+        return batch
+
+    def _take(self, queue: Queue, count: int) -> TensorDict | None:
+        """Consume the oldest groups, if they may be consumed now."""
+        with self._runner.changed:
+            self._runner.drop_too_old()
+            for group in self._held_up_by(queue, count):
+                self._runner.drop(queue, group, f"{TOO_OLD}: it held up a batch for {self._options.stale_timeout:g} s")
+            if not self._is_ready(queue, count):
+                return None
+            groups = [queue.groups[id] for id in queue.ledger.oldest(count)]
+            if self._drop_misfits(queue, groups):
+                return None
+            queue.consume(groups, self._engine.get_version())
+        return self.batch(groups)
+
+    def _is_ready(self, queue: Queue, count: int) -> bool:
+        return queue.ledger.is_ready(count, self._engine.get_version())
+
+    def _held_up_by(self, queue: Queue, count: int) -> list[Group]:
+        """Return the groups for which a batch has waited until their time-out."""
+        limit = time.monotonic() - self._options.stale_timeout
+        holding = [queue.groups[id] for id in queue.ledger.holding(count, self._engine.get_version())]
+        return [group for group in holding if group.started is not None and group.started < limit]
+
+    def _can_progress(self, queue: Queue) -> bool:
+        counters = queue.ledger.counters
+        can_start = counters.waiting > 0 and queue.ledger.room(self._engine.get_version()) > 0
+        return counters.running > 0 or self._runner.is_paused or can_start
+
+    def _drop_misfits(self, queue: Queue, groups: Sequence[Group]) -> bool:
+        odd = misfits(groups)
+        for group, reason in odd:
+            self._runner.drop(queue, group, reason)
+        return bool(odd)
+
+    def too_few_error(self, queue: Queue, count: int) -> RolloutError:
+        """Say why `count` groups will never be ready: too few are under way, or no more may start."""
+        counters, lost = queue.ledger.counters, queue.ledger.lost
+        found = f"{count} groups were asked for, {counters.ready} are ready"
+        if len(queue.groups) < count:
+            rest = ", and others" if len(lost) > NUM_NAMED else ""
+            dropped = f"; dropped so far: {dict(lost.most_common(NUM_NAMED))}{rest}" if lost else ""
+            return RolloutError(f"{found} and {counters.running + counters.waiting} under way{dropped}; submit more")
+        return RolloutError(
+            f"{found} and no more may start: at policy version {self._engine.get_version()} with "
+            f"max_head_offpolicyness={self._options.max_head_offpolicyness} and batches of {queue.ledger.batch_size}, "
+            f"{counters.accepted} groups are as many as may have been generated. Sync weights after each batch "
+            "(the version counts the updates), or raise max_head_offpolicyness"
+        )
+
+
+def join(groups: Sequence[Group], ids: Mapping[int, int] | None = None) -> TensorDict:
+    """Pad the trajectories of finished groups into one batch.
+
+    Args:
+        groups: at least one.
+        ids: the `group_ids` by group; None takes the groups' own.
+    """
+    rows = [row for group in groups for row in group.trajectories or ()]
+    numbers = [group.id if ids is None else ids[group.id] for group in groups for _ in group.trajectories or ()]
+    return pad_trajectories(rows, numbers)
+
+
+def _late_error(late: Sequence[Group], timeout: float | None) -> CallTimeout:
+    names = ", ".join(map(str, late[:NUM_NAMED])) + (", ..." if len(late) > NUM_NAMED else "")
+    return CallTimeout(
+        f"{len(late)} groups had not ended after {timeout:g} s: {names}",
+        tuple(f"group {group.id}" for group in late),
+    )
+
+
+def _deadline(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout

@@ -1,0 +1,94 @@
+"""Lost groups: why they were dropped, and how many since the last batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDict
+
+from rlite.observability import stats_tracker
+from rlite.rollout.collector.group import Group, response_lengths
+from rlite.sandbox.child import text_of
+
+TOO_OLD = "too old"
+"""max_head_offpolicyness forbids to train on the group"""
+NOT_ACCEPTED = "not accepted by should_accept"
+RETURNED_NONE = "the workflow returned None"
+CANCELLED = "cancelled"
+STOPPED = "the run was stopped"
+MAX_REASON = 900
+"""characters of an error's text in a reason; the error itself is the cause of the exception that callers get"""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the reason for which a group is dropped after this error."""
+    text = text_of(error)
+    if len(text) > MAX_REASON:  # a traceback names the exception at its end
+        text = f"{text[: MAX_REASON // 3]} ... {text[-2 * MAX_REASON // 3 :]}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def kind_of(reason: str) -> str:
+    """Return a reason's kind, as part of a metric's name: the exception's name, or what happened."""
+    return reason.partition(":")[0].replace(" ", "_")
+
+
+def in_a_line(reason: str) -> str:
+    """Return a reason without the traceback in it: the kind, and the line that says why."""
+    lines = reason.strip().splitlines() or [""]
+    return lines[0] if len(lines) == 1 else f"{kind_of(reason)}: {lines[-1].strip()}"
+
+
+class LostGroups:
+    """Counts the groups to train on that were lost since the last batch.
+
+    Args:
+        num_failed_attempts: attempts at an episode that have failed before.
+    """
+
+    def __init__(self, num_failed_attempts: int = 0) -> None:
+        self.first: dict[str, str] = {}
+        """reason of the first lost group of each kind"""
+        self._lost: Counter[str] = Counter()
+        self._num_failed_attempts = num_failed_attempts
+        self._too_old: list[Counter[int]] = []
+
+    def add(self, group: Group, reason: str) -> None:
+        self._lost[kind_of(reason)] += 1
+        self.first.setdefault(kind_of(reason), in_a_line(reason))
+        if reason.startswith(TOO_OLD):
+            self._too_old.append(group.tokens)  # a cancelled group may still report a few more
+
+    def report(self, batch: TensorDict, num_groups: int, version: int, num_failed_attempts: int) -> None:
+        """Record statistics of a batch and of the groups that were lost before it, then start again from zero.
+
+        Args:
+            batch: about to be consumed.
+            num_groups: groups in the batch.
+            version: current policy version.
+            num_failed_attempts: attempts at an episode that have failed so far.
+        """
+        num_failed = num_failed_attempts - self._num_failed_attempts
+        num_refused = self._lost.pop(kind_of(NOT_ACCEPTED), 0)  # should_accept is there to refuse groups
+        with stats_tracker.scope("rollout"):
+            stats_tracker.count(num_groups=num_groups, num_lost=self._lost.total(), num_failed_attempts=num_failed)
+            stats_tracker.count(num_refused=num_refused, **{f"lost/{kind}": n for kind, n in self._lost.items()})
+            _report_age(batch, version, self._too_old)
+        self._lost, self._num_failed_attempts, self._too_old = Counter(), num_failed_attempts, []
+
+
+def _report_age(batch: TensorDict, version: int, too_old: Sequence[Counter[int]]) -> None:
+    """Record how many updates late a batch is consumed, and the lengths of the groups that were too old for it."""
+    if "versions" in batch:
+        # a sequence is as old as its oldest token
+        made = batch["versions"].masked_fill(batch["versions"] < 0, torch.iinfo(torch.int64).max).amin(1)
+        stats_tracker.scalar(staleness=(version - made.clamp(max=version)).double().mean())
+    if too_old:
+        lengths, kept = [tokens for group in too_old for tokens in group.values()], response_lengths([batch])
+        stats_tracker.count(num_dropped_too_old=len(too_old))
+        stats_tracker.scalar(
+            length_dropped=sum(lengths) / max(1, len(lengths)),
+            length_kept=sum(kept) / max(1, len(kept)),
+        )

@@ -1,0 +1,252 @@
+"""The runner: starts groups as their ledgers admit them, and runs their episodes in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from tensordict import TensorDict
+
+from rlite.observability import trace
+from rlite.rollout.collector import lost
+from rlite.rollout.collector.episodes import ENGINE_FAILURES, EpisodeFailed, run_episodes
+from rlite.rollout.collector.group import Group, Queue
+from rlite.rollout.collector.ledger import FailureStreaks
+from rlite.rollout.collector.lost import LostGroups, reason_of
+from rlite.rollout.collector.options import CollectorOptions
+from rlite.rollout.trajectories import pad_trajectories
+from rlite.rollout.workflow import RolloutError
+from rlite.sandbox.loop import LoopThread
+from rlite.types import AsyncInference
+
+
+class GroupRunner:
+    """Runs the waiting groups of several queues, in one event loop in a thread of its own.
+
+    The loop consumes waiting groups and makes them ready or lost. It waits for the ledgers' permission to start more.
+    It is unblocked by whatever may change that: a submission, the end of a group, a higher policy version, the end of
+    a pause. Each of these calls `admit`.
+
+    Callers wait in `wait_until`. They are unblocked when the loop finds their condition true, when the run is stopped,
+    and when the loop ends.
+
+    Args:
+        engine: generates, and knows the policy version.
+        options: limits, time-outs and retries.
+        queues: in order of precedence.
+    """
+
+    def __init__(self, engine: AsyncInference, options: CollectorOptions, queues: Sequence[Queue]) -> None:
+        self._engine, self._options, self._queues = engine, options, queues
+        self.changed = threading.Condition()
+        """guards the queues and all fields below; notified when a caller's condition has become true"""
+        self.is_paused = False
+        self.is_closed = False
+        self.lost_groups = LostGroups()
+        self._stopped: BaseException | None = None
+        self._death: BaseException | None = None
+        self._wake_conditions: list[Callable[[], bool]] = []
+        self._num_started = itertools.count()
+        self._failures = FailureStreaks()
+        self._num_refused = 0
+        self._loop = LoopThread("rollout-collector", self._on_loop_end)
+
+    # -- called in any thread ------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Make the loop drop groups that are too old, start groups that may start, and wake callers."""
+        self._loop.call(self._admit)
+
+    def submit(self, queue: Queue, groups: Sequence[Group]) -> None:
+        """Let groups wait in a queue, and start those that may start."""
+        self.raise_if_stopped()
+        with self.changed:
+            for group in groups:
+                queue.submit(group)
+        self.admit()
+
+    def wait_until(
+        self,
+        is_settled: Callable[[], bool],
+        deadline: float | None,
+        is_due: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Wait until a condition holds.
+
+        Args:
+            is_settled: evaluated by the loop at every change.
+            deadline: by `time.monotonic()`; None waits for ever.
+            is_due: becomes true by the clock alone, and ends the wait too. Evaluated in the caller's thread every few
+                seconds.
+
+        Returns:
+            False if the deadline has passed before.
+
+        Raises:
+            RolloutError: The run was stopped, the collector was closed, or its event loop died.
+        """
+        self.admit()
+
+        def is_over() -> bool:
+            return self._stopped is not None or self.is_closed or is_settled()
+
+        with trace.span("wait for rollouts"), self.changed:
+            self._wake_conditions.append(is_over)
+            try:
+                while not (is_over() or is_due()):
+                    patience = self._options.stale_timeout
+                    if deadline is not None and (patience := min(patience, deadline - time.monotonic())) <= 0:
+                        return False
+                    self._loop.wait(self.changed, patience)
+            finally:
+                self._wake_conditions.remove(is_over)
+        self.raise_if_stopped()
+        return True
+
+    def raise_if_stopped(self) -> None:
+        """Raise the error that stopped the run, once; always raise RolloutError when closed or dead."""
+        with self.changed:
+            if self._death is not None:
+                raise RolloutError(f"the collector's event loop died: {self._death!r}") from self._death
+            if self.is_closed:
+                raise RolloutError("the collector is closed")
+            stopped, self._stopped = self._stopped, None
+        if stopped is not None:
+            raise stopped
+
+    def drop(self, queue: Queue, group: Group, reason: str, error: BaseException | None = None) -> None:
+        """Drop a group that waits, runs or is ready, and cancel its episodes. Needs the lock."""
+        if queue.is_training:
+            self.lost_groups.add(group, reason)
+        queue.drop(group, reason, error)
+        if group.task is not None:
+            self._loop.call(group.task.cancel)
+
+    def drop_too_old(self) -> None:
+        """Drop the groups that may not be consumed any more. Needs the lock."""
+        version = self._engine.get_version()
+        for queue in self._queues:
+            for id in queue.ledger.too_old(version):
+                self.drop(queue, queue.groups[id], lost.TOO_OLD)
+
+    def report(self, batch: TensorDict, num_groups: int) -> None:
+        """Record the statistics of a batch of so many groups, and of the groups lost before it. Needs the lock."""
+        num_failed = sum(queue.failed_attempts.total() for queue in self._queues if queue.is_training)
+        self.lost_groups.report(batch, num_groups, self._engine.get_version(), num_failed)
+
+    def close(self) -> None:
+        """Cancel the running groups and end the thread."""
+        with self.changed:
+            is_stopping, self.is_closed = self.is_closed, True
+        if not is_stopping:
+            self._loop.stop()
+        self._loop.join()
+
+    # -- called in the loop's thread -----------------------------------------------------------------------------
+
+    def _on_loop_end(self, death: BaseException | None) -> None:
+        with self.changed:
+            self._death = death
+            self.is_closed = True
+            self.changed.notify_all()
+
+    def _admit(self) -> None:
+        with self.changed:
+            self.drop_too_old()
+            if not self.is_paused and not self.is_closed:
+                version = self._engine.get_version()
+                for queue in self._queues:
+                    for _ in range(min(queue.ledger.room(version), queue.ledger.counters.waiting)):
+                        self._start(queue, queue.start(version))
+            if any(is_over() for is_over in self._wake_conditions):
+                self.changed.notify_all()
+
+    def _start(self, queue: Queue, group: Group) -> None:
+        if queue.is_training:
+            group.start_order = next(self._num_started)
+        group.task = self._loop.start_task(self._run(queue, group))
+        group.task.add_done_callback(partial(self._on_task_end, queue, group))
+
+    def _on_task_end(self, queue: Queue, group: Group, task: asyncio.Task[None]) -> None:
+        if task.cancelled():  # before its first step, so that it could not see it
+            self._end(queue, group, lost.CANCELLED)
+        elif (error := task.exception()) is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
+            self._loop.die(error)  # those two have ended the loop already; `_run` lets no Exception through
+
+    async def _run(self, queue: Queue, group: Group) -> None:
+        try:
+            trajectories = await run_episodes(group, self._engine, self._options, queue.failed_attempts)
+            is_accepted = group.should_accept is None or (
+                trajectories is not None and group.should_accept(pad_trajectories(trajectories))
+            )
+        except asyncio.CancelledError:  # by the workflow: a group that the collector cancels was dropped before
+            self._fail(queue, group, lost.CANCELLED)
+        except ENGINE_FAILURES as error:
+            if self._end(queue, group, reason_of(error), error):
+                self._stop(error)
+        except EpisodeFailed as failed:
+            self._fail(queue, group, reason_of(failed.error), failed.error)
+        except Exception as error:  # only should_accept is left: it is the caller's code, and would fail again
+            if self._end(queue, group, reason_of(error), error):
+                self._stop(_stopping_error(f"should_accept raised {reason_of(error)}", error))
+        else:
+            if trajectories is None:
+                self._refuse(queue, group, lost.RETURNED_NONE)
+            elif not is_accepted:
+                self._refuse(queue, group, lost.NOT_ACCEPTED)
+            else:
+                self._accept(queue, group, trajectories)
+
+    def _accept(self, queue: Queue, group: Group, trajectories: list[TensorDict]) -> None:
+        with self.changed:
+            group.task = None
+            if queue.is_training:
+                self._num_refused = 0
+            if not group.has_ended:  # else it was dropped a moment ago
+                queue.accept(group, trajectories)
+        self._admit()
+
+    def _refuse(self, queue: Queue, group: Group, reason: str) -> None:
+        """Drop a group whose episodes succeeded, and stop the run if too many in a row were refused."""
+        if self._end(queue, group, reason) and queue.is_training:
+            self._num_refused += 1
+            if self._num_refused >= self._options.max_consecutive_rejections:
+                self._stop(_stopping_error(f"{self._num_refused} groups in a row were dropped: {reason}"))
+
+    def _fail(self, queue: Queue, group: Group, reason: str, error: BaseException | None = None) -> None:
+        """Drop a group whose episodes failed, and stop the run if too many in a row failed."""
+        if self._end(queue, group, reason, error) and group.start_order is not None:
+            num_failures = self._failures.add(group.start_order)
+            if num_failures >= self._options.max_consecutive_failures:
+                self._stop(_stopping_error(f"{num_failures} groups in a row failed, the last with {reason}", error))
+
+    def _end(self, queue: Queue, group: Group, reason: str, error: BaseException | None = None) -> bool:
+        """Drop a group whose task ends. Returns False if it was dropped before: then its error means nothing."""
+        with self.changed:
+            group.task = None
+            is_first = not group.has_ended
+            if is_first:
+                self.drop(queue, group, reason, error)
+        self._admit()
+        return is_first
+
+    def _stop(self, error: BaseException) -> None:
+        """Drop every group that runs or waits. The next caller gets the error."""
+        with self.changed:
+            self._stopped = error
+            self._failures.clear()
+            self._num_refused = 0
+            for queue in self._queues:
+                for group in queue.unfinished():
+                    self.drop(queue, group, lost.STOPPED)
+            self.changed.notify_all()
+
+
+def _stopping_error(why: str, cause: BaseException | None = None) -> RolloutError:
+    error = RolloutError(f"the rollouts were stopped: {why}")
+    error.__cause__ = cause
+    return error
