@@ -38,7 +38,7 @@ Check = Callable[[type[PreTrainedModel], PreTrainedConfig], str | None]
 
 
 def once_per_config(check: Check) -> Check:
-    """Remember what a check found, by the model's class and the content of its config."""
+    """Return a check that remembers its result by the model's class and the content of its config."""
     reasons: dict[tuple[type, str], str | None] = {}
 
     @wraps(check)
@@ -69,7 +69,11 @@ def check_architecture(cls: type[PreTrainedModel], config: PreTrainedConfig, nam
 
 @once_per_config
 def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
-    """Return why a pack would be computed differently from transformers, None if it would not."""
+    """Return why a pack would be computed differently from transformers, None if it would not.
+
+    Raises:
+        StorageError: the small model could not be written.
+    """
     try:
         model = miniature(cls, config)
         if (reason := _experts(name for name, _ in model.named_parameters())) is not None:
