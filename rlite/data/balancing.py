@@ -1,6 +1,6 @@
-"""Share weighted rows so that every part weighs about the same.
+"""Partition of weighted rows into parts of nearly equal weight.
 
-Pure Python: the control plane uses it, and that imports neither torch nor numpy.
+Pure Python: the control plane uses it, and imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def _spread(state: list[_Part], num_parts: int) -> float:
 
 
 def _merge(a: list[_Part], b: list[_Part], num_parts: int) -> list[_Part]:
-    """Join two partial solutions, the heaviest part of one with the lightest of the other. Empty parts are implicit."""
+    """Return two joined partial solutions: the heaviest part of one with the lightest of the other.
+
+    Empty parts are implicit.
+    """
     if len(a) < len(b):
         a, b = b, a
     if len(b) == 1:  # by far the most frequent: one row enters a solution; nothing else moves
@@ -56,12 +59,13 @@ def karmarkar_karp(weights: Sequence[float], num_parts: int, equal_size: bool = 
     partial solutions whose parts differ most are joined, heavy parts with light ones, until one solution is left.
 
     Args:
-        weights: one finite weight of at least 0 for each row.
-        equal_size: all parts hold the same number of rows (off by at most one if `num_parts` does not divide them).
+        weights: one finite weight of at least 0 per row.
+        num_parts: number of parts.
+        equal_size: all parts get the same number of rows (off by at most one if `num_parts` does not divide them).
 
     Returns:
-        `num_parts` lists of row indices, ascending in each, every row in exactly one. Parts are ordered by their first
-        row, and no part is empty unless there are fewer rows than parts; then the empty ones come last.
+        `num_parts` lists of ascending row indices; every row is in exactly one. Parts are ordered by their first row.
+            Parts are empty only if there are fewer rows than parts; empty parts come last.
 
     Raises:
         ValueError: `num_parts` is below 1.
@@ -96,8 +100,8 @@ def karmarkar_karp(weights: Sequence[float], num_parts: int, equal_size: bool = 
 
 
 def balanced_partitions(weights: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Rows for each of `num_parts` ranks, balanced by weight; the numbers of rows may differ.
+    """Return the rows of each of `num_parts` ranks, balanced by weight; the numbers of rows may differ.
 
-    The same input gives the same answer on every machine. See `karmarkar_karp` for what is returned and raised.
+    The same input gives the same result on every machine. See `karmarkar_karp` for the form of the result and errors.
     """
     return karmarkar_karp(weights, num_parts)

@@ -1,4 +1,4 @@
-"""The order in which data is dealt, and batches in that order; both go on exactly where they were."""
+"""The order of data, and batches in that order; both resume exactly."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rlite.errors import CheckpointError, ConfigError
 
 
 class ShuffledOrder:
-    """The numbers 0 to num_items - 1 without end: each epoch in another order, which seed and epoch alone decide.
+    """Endless sequence of the numbers 0 to num_items - 1. Each epoch has another order, given by seed and epoch.
 
-    `position` counts the numbers dealt so far; set it to go on from there.
+    `position` counts the numbers dealt so far; set it to continue from there.
     """
 
     def __init__(self, num_items: int, seed: int) -> None:
@@ -29,27 +29,31 @@ class ShuffledOrder:
 
     @property
     def epoch(self) -> int:
-        """Epochs dealt whole."""
+        """Complete epochs so far."""
         return self.position // self._num_items
 
     @property
     def left_in_epoch(self) -> int:
-        """Numbers that the epoch has still to deal, at least one."""
+        """Numbers left in the current epoch, at least one."""
         return self._num_items - self.position % self._num_items
 
     def take(self, count: int) -> list[int]:
-        """The next `count` numbers; they may span epochs."""
+        """Return the next `count` numbers; they may span epochs."""
         taken = [self._number(place) for place in range(self.position, self.position + count)]
         self.position += count
         return taken
 
     def state_dict(self) -> dict[str, int]:
-        """Where the order is: seed, epoch, offset in the epoch, and the number of items that this is true of."""
+        """Return the position: seed, epoch, offset in the epoch, and the number of items it holds for."""
         epoch, offset = divmod(self.position, self._num_items)
         return {"seed": self._seed, "epoch": epoch, "offset": offset, "num_items": self._num_items}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where another order was, with its seed. Raises: CheckpointError if the number of items differs."""
+        """Continue from another order's position, with its seed.
+
+        Raises:
+            CheckpointError: the number of items differs.
+        """
         if state["num_items"] != self._num_items:
             raise CheckpointError(
                 f"the checkpoint was made with {state['num_items']} items of data; now there are {self._num_items}: "
@@ -68,7 +72,11 @@ class ShuffledOrder:
 
 
 def check_content(state: Mapping[str, Any], digest: str) -> None:
-    """Raise CheckpointError if a state holds the digest of other data. States of earlier versions hold none."""
+    """Compare the digest in a state with that of the data. States of earlier versions have none.
+
+    Raises:
+        CheckpointError: the state is of other data.
+    """
     if state.get("content", digest) != digest:
         raise CheckpointError(
             "the checkpoint was made with as many items of data, but with another content or in another order: resume "
@@ -77,16 +85,16 @@ def check_content(state: Mapping[str, Any], digest: str) -> None:
 
 
 class BatchLoader:
-    """Shuffled batches of token rows, epoch by epoch.
+    """Loader of shuffled batches of token rows, epoch by epoch.
 
-    Iterating goes on from the position, which has moved when a batch is handed out: a state taken while a batch is
-    trained on continues with the next one. Every item is dealt once in an epoch; its last batch may be smaller.
+    Iteration continues from the position, which moves when a batch is handed out. So a state saved while a batch is
+    trained on continues with the next batch. Every item occurs once per epoch; the epoch's last batch may be smaller.
 
     Args:
-        rows: what to deal.
-        batch_size: items in a batch (a preference pair is one item, and two rows).
-        seed: of the order.
-        n_epochs: how often the data is dealt.
+        rows: the data.
+        batch_size: items in a batch (a preference pair is one item and two rows).
+        seed: seed of the order.
+        n_epochs: epochs to deal.
     """
 
     def __init__(self, rows: TokenRows, batch_size: int, seed: int = 0, n_epochs: int = 1) -> None:
@@ -100,7 +108,7 @@ class BatchLoader:
         self._content = cache(rows.digest)
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         return -(-len(self._rows) // self._batch_size)
 
     @property
@@ -110,14 +118,14 @@ class BatchLoader:
 
     @property
     def num_left(self) -> int:
-        """Batches that are still to be dealt."""
+        """Batches not dealt yet."""
         if (epochs := self._num_epochs - self._order.epoch) < 1:
             return 0
         return -(-self._order.left_in_epoch // self._batch_size) + (epochs - 1) * len(self)
 
     @property
     def epoch(self) -> int:
-        """Epochs dealt whole."""
+        """Complete epochs so far."""
         return self._order.epoch
 
     def __iter__(self) -> Iterator[TensorDict]:
@@ -125,10 +133,14 @@ class BatchLoader:
             yield self._rows.batch(self._order.take(min(self._batch_size, self._order.left_in_epoch)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is, as a few numbers, and a digest of the data."""
+        """Return the loader's position and a digest of the data."""
         return {**self._order.state_dict(), "content": self._content()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where another loader was. Raises: CheckpointError if its data was other data."""
+        """Continue from another loader's position.
+
+        Raises:
+            CheckpointError: the state is of other data.
+        """
         self._order.load_state_dict(state)
         check_content(state, self._content())

@@ -1,6 +1,7 @@
-"""Pack token rows into microbatches of bounded size, the same number on every data-parallel rank.
+"""Packing of token rows into microbatches of bounded size, equally many on every data-parallel rank.
 
-The plan is row indices only: pure, the same on every rank that computes it, made before any tensor is touched.
+The plan consists of row indices only. It is pure, the same on every rank that computes it, and made before any tensor
+is touched.
 """
 
 from __future__ import annotations
@@ -64,16 +65,19 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 
 def sequence_flops(length: int, hidden_size: int, num_layers: int) -> float:
-    """Floating-point operations of a transformer's forward pass over one sequence, estimated.
+    """Estimate the floating-point operations of a transformer's forward pass over one sequence.
 
     num_layers (24 l h^2 + 2 l^2 h), after Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
-    Clusters" (2021), where a causal mask saves half of attention. Meant to be compared: the backward pass costs twice
-    as much for every length, and what is equal for all tokens, such as the vocabulary, is left out.
+    Clusters" (2021), where a causal mask saves half of attention. The estimate is for comparisons: the backward pass
+    costs twice as much for every length, and costs that are equal for all tokens, such as the vocabulary, are left out.
 
     Args:
         length: tokens.
         hidden_size: width of the model.
-        num_layers: of the model.
+        num_layers: layers of the model.
+
+    Returns:
+        Operations.
     """
     return num_layers * (24.0 * length * hidden_size**2 + 2.0 * length**2 * hidden_size)
 
@@ -87,29 +91,29 @@ def plan_microbatches(
     costs: Sequence[float] | None = None,
     method: PackingMethod = "first_fit_decreasing",
 ) -> Plan:
-    """Deal rows to data-parallel ranks and pack each rank's rows into microbatches.
+    """Assign rows to data-parallel ranks and pack each rank's rows into microbatches.
 
     Args:
         lengths: tokens of each row.
         num_ranks: data-parallel ranks.
         capacity: most tokens in one microbatch.
-        groups: one key for each row; rows with equal keys (say, the two sides of a preference pair) stay together in
-            one microbatch.
-        costs: time that each row takes, in any unit (say, `sequence_flops`); default: its length. Ranks are balanced by
-            it; capacity stays in tokens.
-        method: "first_fit_decreasing" fills one microbatch after the other; "karmarkar_karp" makes those of a rank
-            alike (in cost, or at least in length), in the same number, where capacity leaves room for that.
+        groups: one key per row; rows with equal keys (such as the two sides of a preference pair) stay together in one
+            microbatch.
+        costs: time that each row takes, in any unit (such as `sequence_flops`); default: its length. Ranks are balanced
+            by cost; capacity stays in tokens.
+        method: "first_fit_decreasing" fills one microbatch after the other. "karmarkar_karp" makes a rank's
+            microbatches alike (in cost, or at least in length), in the same number, if the capacity leaves room.
 
     Returns:
-        `plan[rank][microbatch]` = row indices, ascending. Every row is there exactly once. All ranks have the same
-        number of microbatches, because each forward and backward is a collective: a rank with too little work has
-        empty microbatches at its end. Costs are balanced over ranks, and a rank's microbatches run from large to
-        small, so that those which run at the same time are of like cost. Without rows, there are no microbatches.
+        `plan[rank][microbatch]`, ascending row indices. Every row occurs exactly once. All ranks have the same number
+            of microbatches, because each forward and backward is a collective; a rank with too little work has empty
+            microbatches at its end. Costs are balanced over ranks. A rank's microbatches run from large to small, so
+            that simultaneous microbatches have similar costs. Without rows, there are no microbatches.
 
     Raises:
         ValueError: `num_ranks` is below 1, `method` is unknown, or `groups` or `costs` has another length than
             `lengths`.
-        DataError: a row, or the rows of one group together, exceed `capacity`; a cost is negative or not finite.
+        DataError: a row, or the rows of one group together, exceed `capacity`; or a cost is negative or not finite.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks}: expected at least 1")
@@ -159,7 +163,7 @@ def plan_microbatches(
 def _even(
     shares: list[list[int]], weights: Sequence[float], tokens: Sequence[int], num_packs: int, capacity: int
 ) -> Plan | None:
-    """Each rank's share in `num_packs` packs of even weight, of even length if those are too long; None if both are."""
+    """Return each rank's share in `num_packs` packs of even cost, else of even length; None if a pack is too long."""
     for loads in (weights, tokens):
         plan = []
         for share in shares:
@@ -171,7 +175,12 @@ def _even(
 
 
 def _units(lengths: list[int], capacity: int, groups: Sequence[Hashable] | None) -> list[list[int]]:
-    """What must stay together: single rows, or the rows of one group."""
+    """Return the rows that must stay together: single rows, or the rows of one group.
+
+    Raises:
+        ValueError: `groups` has another length than `lengths`.
+        DataError: a group exceeds the capacity.
+    """
     if groups is None:
         return [[row] for row in range(len(lengths))]
     if len(groups) != len(lengths):

@@ -1,4 +1,4 @@
-"""Packs: rows of a padded batch laid end to end in one-dimensional tensors."""
+"""Packs: rows of a padded batch, concatenated to one-dimensional tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ LAYOUT_KEYS = ("cu_seqlens", "max_seqlen", "position_ids")
 
 
 def check_batch(batch: Any) -> None:
-    """Raise DataError unless `batch` is a right-padded batch: input_ids and attention_mask [N, L], first key N."""
+    """Check the form of a right-padded batch: input_ids and attention_mask [N, L], and N rows in every key.
+
+    Raises:
+        DataError: the batch has another form.
+    """
     missing = [key for key in ("input_ids", "attention_mask") if key not in batch]
     if missing:
         raise DataError(f"a batch needs input_ids and attention_mask [N, L]; missing: {', '.join(missing)}")
@@ -35,22 +39,28 @@ def check_batch(batch: Any) -> None:
 
 
 def sequence_lengths(batch: Any) -> list[int]:
-    """Tokens of each row of a right-padded batch."""
+    """Return the tokens of each row of a right-padded batch."""
     return batch["attention_mask"].sum(-1).tolist()
 
 
 def companions(batch: Mapping[str, Tensor], row: int = 0) -> list[int]:
-    """The rows that stay in one pack with `row`, itself among them: those of its `pair_ids`, if the batch has them."""
+    """Return the rows that stay in one pack with `row`, including itself: rows with the same `pair_ids`, if any."""
     if "pair_ids" not in batch:
         return [row]
     return (batch["pair_ids"] == batch["pair_ids"][row]).nonzero()[:, 0].tolist()
 
 
 def pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """Lay `rows` of a right-padded batch end to end.
+    """Concatenate rows of a right-padded batch.
 
-    Keys of shape [N, L, ...] become [T, ...]; keys of shape [N] or [N, 1] keep one entry per sequence [n] or [n, 1].
-    Adds cu_seqlens [n + 1] int32, position_ids [T] and max_seqlen.
+    Args:
+        batch: keys [N, L, ...] per token, or [N] or [N, 1] per row.
+        rows: the rows to take, in this order.
+        device: where the result goes.
+
+    Returns:
+        Keys [T, ...] per token and [n] or [n, 1] per sequence, with cu_seqlens [n + 1] int32, position_ids [T] and
+            max_seqlen.
     """
     index = torch.as_tensor(rows)
     mask = batch["attention_mask"][index].bool()
@@ -69,7 +79,17 @@ def pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device)
 
 
 def unpack(values: Tensor, cu_seqlens: Tensor, width: int, fill: float = 0.0) -> Tensor:
-    """The inverse of `pack` for one key: [T, ...] -> [n, width, ...], right-padded with `fill`."""
+    """Undo `pack` for one key.
+
+    Args:
+        values: [T, ...].
+        cu_seqlens: [n + 1].
+        width: length of the padded rows.
+        fill: padding.
+
+    Returns:
+        [n, width, ...], right-padded.
+    """
     lengths = cu_seqlens.diff()
     mask = torch.arange(width, device=values.device) < lengths[:, None]
     padded = values.new_full((len(lengths), width, *values.shape[1:]), fill)

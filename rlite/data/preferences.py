@@ -1,4 +1,4 @@
-"""Preferences: rows of a prompt, a chosen and a rejected response, to pairs of token rows."""
+"""Preferences: rows of a prompt, a chosen and a rejected response, converted to pairs of token rows."""
 
 from __future__ import annotations
 
@@ -28,21 +28,27 @@ def preference_rows(
 ) -> TokenRows:
     """Tokenise preference pairs for reward models and DPO.
 
-    The first row says which form all rows have: a text `prompt`, or `messages` that end before the assistant's answer.
+    All rows have the form of the first row: a text `prompt`, or `messages` that end before the assistant's answer.
     `chosen` and `rejected` are texts. `loss_mask` marks each answer with its end (raw: the end-of-sequence token), not
-    the assistant's earlier turns; what a template writes after that end is left away, so that a row ends as a generated
+    the assistant's earlier turns. Text that a template writes after that end is removed, so a row ends as a generated
     one does, and a reward model reads both at the same token. A side longer than `max_length` is cut at its end. If the
     first row has a `margin`, all rows have that number.
 
     Args:
-        where: the table's name for messages, such as "data.path=x.json".
-        template_options: for the chat template, such as `enable_thinking=False`.
+        rows: the table.
+        tokenizer: the model's tokenizer.
+        max_length: most tokens of one side.
+        where: the table's name in messages, such as "data.path=x.json".
+        **template_options: options of the chat template, such as `enable_thinking=False`.
 
-    Returns: token rows two by two, chosen before rejected; batches also have `pair_ids` [N] int64, the same for the
-        two sides of a pair, `is_chosen` [N] bool, and `margin` [N] float32 where there is one. `tally` says what was
-        cut and dropped (see `tokenise`).
-    Raises: DataError naming row and column for a row of another form, or a conversation that the template refuses;
-        ConfigError for a tokenizer that cannot do this.
+    Returns:
+        Token rows two by two, chosen before rejected. Batches also have `pair_ids` [N] int64, the same for both sides
+            of a pair, `is_chosen` [N] bool, and `margin` [N] float32 if there is one. `tally` counts cut and dropped
+            rows (see `tokenise`).
+
+    Raises:
+        DataError: a row has another form, or the template refuses a conversation; the message names row and column.
+        ConfigError: the tokenizer cannot do this.
     """
     is_chat = bool(rows) and rows[0].get("messages") is not None
     has_margin = bool(rows) and rows[0].get("margin") is not None

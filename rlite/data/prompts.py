@@ -1,4 +1,4 @@
-"""Prompts to roll out: what a row must hold, and rows dealt in an order that a resumed run takes up where it was."""
+"""Prompts for rollouts: the form of a row, and rows in an order that a resumed run continues."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ PROMPT_KEYS = ("messages", "prompt", "input_ids")
 
 
 def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raise DataError, naming row and key, unless every row holds a prompt in one of PROMPT_KEYS.
+    """Check that every row holds one prompt: `messages`, a list; `prompt`, a text or messages; or `input_ids`.
 
-    That is `messages`, a list; `prompt`, a text or messages; or `input_ids`, a list of token ids.
+    Raises:
+        DataError: a row does not; the message names row and key.
     """
     for number, row in enumerate(rows):
         at = f"{where}, row index {number}"
@@ -40,11 +41,12 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
 
 
 class PromptStream:
-    """Batches of rows without end: each epoch in another order, which the seed and the epoch decide.
+    """Endless batches of rows: each epoch in another order that depends only on seed and epoch.
 
-    `position` counts the rows dealt so far; set it to take up where another stream was.
+    `position` counts the rows dealt so far; set it to continue where another stream was.
 
-    Raises: ConfigError if a batch would be empty, or larger than the table.
+    Raises:
+        ConfigError: a batch would be empty, or larger than the table.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], batch_size: int, seed: int) -> None:
@@ -70,21 +72,25 @@ class PromptStream:
         self._order.position = position
 
     def next(self, count: int | None = None) -> list[Mapping[str, Any]]:
-        """The next `batch_size` rows, or `count` of them; a batch may span two epochs."""
+        """Return the next `batch_size` rows, or `count` rows; they may span epochs."""
         return [self._rows[number] for number in self._order.take(self._batch_size if count is None else count)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, as a few numbers, and a digest of the rows."""
+        """Return the stream's position and a digest of the rows."""
         return {**self._order.state_dict(), "content": self._content()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where another stream was. Raises: CheckpointError if its rows were other rows."""
+        """Continue from another stream's position.
+
+        Raises:
+            CheckpointError: the state is of other rows.
+        """
         self._order.load_state_dict(state)
         check_content(state, self._content())
 
 
 def rows_digest(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a hash of the rows in their order. Of values that JSON cannot hold it knows the type alone."""
+    """Return a hash of the rows in their order. Values that JSON cannot hold count by their type only."""
     digest = hashlib.sha256()
     for row in rows:
         text = json.dumps(dict(row), skipkeys=True, default=lambda value: type(value).__name__)

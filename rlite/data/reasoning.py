@@ -1,4 +1,4 @@
-"""Problems from reasoning-gym as rows, and its own verifiers as reward functions.
+"""Problems from reasoning-gym as rows, and its verifiers as reward functions.
 
 A row is plain data: it can be written to JSONL, sent to another process, and scored there.
 """
@@ -24,21 +24,23 @@ Row = dict[str, Any]
 
 
 def build_problems(name: str, size: int, seed: int, *, exclude: Iterable[str] = (), **options: Any) -> list[Row]:
-    """`size` distinct problems of a reasoning-gym task, the same ones for the same arguments.
+    """Make distinct problems of a reasoning-gym task, the same for the same arguments.
 
     Args:
         name: a task of reasoning-gym, such as "spell_backward".
-        size: how many rows.
-        seed: problem i is made from seed + i; repeated problems are passed over.
+        size: number of rows.
+        seed: problem i is made from seed + i; repeated problems are skipped.
         exclude: questions (see `question_of`) that must not occur.
-        options: fields of the task's own config, such as max_word_len.
+        **options: fields of the task's own config, such as max_word_len.
 
-    Returns: rows of `messages` (one user turn: the question), `answer` (reasoning-gym's solution; other answers may
-    verify too) and `metadata` (what the verifier needs; `metadata["source_dataset"]` is `name`). Questions that differ
-    in case alone count as one.
+    Returns:
+        Rows of `messages` (one user turn: the question), `answer` (reasoning-gym's solution; other answers may verify,
+            too) and `metadata` (for the verifier; `metadata["source_dataset"]` is `name`). Questions that differ only
+            in case count as one.
 
-    Raises: ConfigError if reasoning-gym is missing, or does not know the task or an option; DataError if the task has
-    fewer distinct problems than asked for.
+    Raises:
+        ConfigError: reasoning-gym is missing, or does not know the task or an option.
+        DataError: the task has fewer distinct problems.
     """
     dataset = _dataset(name, seed=seed, size=size * ATTEMPTS_PER_PROBLEM, **options)
     seen = {question.casefold() for question in exclude}
@@ -63,27 +65,44 @@ def build_problems(name: str, size: int, seed: int, *, exclude: Iterable[str] = 
 def held_out_split(
     name: str, num_train: int, num_held_out: int, seed: int, **options: Any
 ) -> tuple[list[Row], list[Row]]:
-    """Training and held-out problems of a task: no question occurs twice, neither in a part nor across them.
+    """Make training and held-out problems of a task. No question occurs twice.
 
-    The held-out problems are drawn first, so that they stay the same when `num_train` changes. Returns and raises as
+    Held-out problems are drawn first, so they stay the same when `num_train` changes. Errors are those of
     `build_problems`.
+
+    Args:
+        name: a task of reasoning-gym.
+        num_train: number of training rows.
+        num_held_out: number of held-out rows.
+        seed: seed of the problems.
+        **options: fields of the task's own config.
+
+    Returns:
+        Training rows and held-out rows.
     """
     rows = build_problems(name, num_held_out + num_train, seed, **options)
     return rows[num_held_out:], rows[:num_held_out]
 
 
 def question_of(row: Mapping[str, Any]) -> str:
-    """The text of a row's question."""
+    """Return the text of a row's question."""
     return row["messages"][-1]["content"]
 
 
 def verify(
     prompt: Any, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
 ) -> float:
-    """A reward function: reasoning-gym's score of a completion, in [0, 1] and with the task's own partial credit.
+    """Score a completion: a reward function with reasoning-gym's score in [0, 1], including the task's partial credit.
 
-    `completions` is the text of one completion without special tokens; surrounding white space does not count. `data`
-    is the row; the other arguments are not read.
+    Args:
+        prompt: not read.
+        completions: text of one completion without special tokens; surrounding white space does not count.
+        prompt_ids: not read.
+        completion_ids: not read.
+        **data: the row.
+
+    Returns:
+        The score.
     """
     entry = {"question": question_of(data), "answer": data["answer"], "metadata": data["metadata"]}
     score = _verifier(data["metadata"]["source_dataset"])(completions.strip(), entry)
@@ -93,9 +112,19 @@ def verify(
 def verify_exactly(
     prompt: Any, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
 ) -> float:
-    """A reward function: 1.0 if reasoning-gym's score is full, else 0.0. Arguments as for `verify`.
+    """Score a completion: a reward function that gives 1.0 for reasoning-gym's full score, else 0.0.
 
-    Full means equal to 1: partial credits are sums of fractions, which can end a rounding error above or below.
+    The full score is exactly 1. Partial credits are sums of fractions, which can end a rounding error above or below.
+
+    Args:
+        prompt: not read.
+        completions: text of one completion without special tokens.
+        prompt_ids: not read.
+        completion_ids: not read.
+        **data: the row.
+
+    Returns:
+        The score.
     """
     return float(verify(prompt, completions, prompt_ids, completion_ids, **data) == 1.0)
 

@@ -1,4 +1,4 @@
-"""Demonstrations: rows of `prompt` and `response`, or of `messages`, to token rows."""
+"""Demonstrations: rows of `prompt` and `response`, or of `messages`, converted to token rows."""
 
 from __future__ import annotations
 
@@ -23,17 +23,24 @@ def sft_rows(
 ) -> TokenRows:
     """Tokenise demonstrations for supervised fine-tuning.
 
-    The first row says which form all rows have. Raw: `prompt` and `response` are texts; the response and the
+    All rows have the form of the first row. Raw: `prompt` and `response` are texts; the response and the
     end-of-sequence token after it are learnt. Messages: every turn of the assistant is learnt, with the token that ends
-    it; `tools` (JSON schemas) may stand beside. A row longer than `max_length` is cut at its end.
+    it; `tools` (JSON schemas) may be given, too. A row longer than `max_length` is cut at its end.
 
     Args:
-        where: the table's name for messages, such as "data.path=x.json".
-        template_options: for the chat template, such as `enable_thinking=False`.
+        rows: the table.
+        tokenizer: the model's tokenizer.
+        max_length: most tokens of a row.
+        where: the table's name in messages, such as "data.path=x.json".
+        **template_options: options of the chat template, such as `enable_thinking=False`.
 
-    Returns: one token row for each row that is kept; its `tally` says what was cut and dropped (see `tokenise`).
-    Raises: DataError naming row and column for a row of another form, a conversation that the template refuses, or one
-        without a turn of the assistant; ConfigError for a tokenizer that cannot do this.
+    Returns:
+        One token row per kept row; `tally` counts cut and dropped rows (see `tokenise`).
+
+    Raises:
+        DataError: a row has another form, the template refuses a conversation, or a conversation has no turn of the
+            assistant; the message names row and column.
+        ConfigError: the tokenizer cannot do this.
     """
     is_chat = bool(rows) and rows[0].get("messages") is not None
     for number, row in enumerate(rows):

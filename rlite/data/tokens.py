@@ -27,9 +27,9 @@ _LONG = 5_000
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows:
-    """Items of tokenised data, each of `rows_per_item` token rows side by side (preferences: 2, chosen and rejected).
+    """Items of tokenised data, each of `rows_per_item` adjacent token rows (preferences: 2, chosen and rejected).
 
-    Four bytes per token and one for its mask; batches are made when they are asked for.
+    A token takes four bytes, and one for its mask. Batches are made on demand.
     """
 
     input_ids: np.ndarray
@@ -46,12 +46,12 @@ class TokenRows:
     tally: Tally
 
     def __len__(self) -> int:
-        """The number of items."""
+        """Return the number of items."""
         return len(self.source)
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [N]: tokens of each row."""
+        """Tokens of each row, int64 [N]."""
         return np.diff(self.starts)
 
     def digest(self) -> str:
@@ -64,10 +64,14 @@ class TokenRows:
         return digest.hexdigest()
 
     def batch(self, items: Sequence[int]) -> TensorDict:
-        """A right-padded batch of these items, their rows side by side in this order.
+        """Make a right-padded batch of these items, their rows adjacent, in this order.
 
-        Returns: TensorDict of batch size [n] with n = rows_per_item x items: `input_ids` int64, `attention_mask` and
-            `loss_mask` bool, all [n, L] with L the longest row's length; the keys of `per_row`.
+        Returns:
+            TensorDict of batch size [n] with n = rows_per_item x items: `input_ids` int64, `attention_mask` and
+                `loss_mask` bool, all [n, L] with the longest row's length L; and the keys of `per_row`.
+
+        Raises:
+            DataError: there are no items.
         """
         if len(items) == 0:
             raise DataError("a batch of no items; expected at least one")
@@ -84,12 +88,21 @@ class TokenRows:
         return TensorDict({key: torch.from_numpy(values) for key, values in columns.items()}, batch_size=[len(rows)])
 
     def batches(self, batch_size: int) -> Iterator[TensorDict]:
-        """All items once in their order, as for evaluation; the last batch may be smaller."""
+        """Yield all items once in their order, as for evaluation; the last batch may be smaller."""
         for start in range(0, len(self), batch_size):
             yield self.batch(range(start, min(start + batch_size, len(self))))
 
     def check_capacity(self, capacity: int, name: str, table: str = "data") -> None:
-        """Raise ConfigError, naming row and `table`, unless every item fits the `capacity` that `name` says."""
+        """Check that every item fits a capacity.
+
+        Args:
+            capacity: tokens.
+            name: the capacity's name in the message.
+            table: the table's name in the message.
+
+        Raises:
+            ConfigError: an item does not fit; the message names its row.
+        """
         sizes = self.lengths.reshape(-1, self.rows_per_item).sum(1)
         if sizes.max() > capacity:
             item = int(sizes.argmax())
@@ -102,7 +115,7 @@ class TokenRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """What became of the rows of a file."""
+    """Numbers of a file's kept, cut and dropped rows."""
 
     num_read: int
     """rows in the file"""
@@ -117,7 +130,7 @@ class Tally:
     max_length: int
 
     def __str__(self) -> str:
-        """One line for a person, such as "253 of 256 rows; 12 cut to max_length=64 ..."."""
+        """Return one line for a person, such as "253 of 256 rows; 12 cut to max_length=64 ..."."""
         parts = [f"{self.num_kept} of {self.num_read} rows"]
         if self.num_truncated:
             parts.append(f"{self.num_truncated} cut to max_length={self.max_length} (the longest has {self.longest})")
@@ -132,16 +145,20 @@ def tokenise(
     where: str,
     rows_per_item: int = 1,
 ) -> TokenRows:
-    """Tokenise a table once, chunk by chunk, and cut what is longer than `max_length` at its end.
+    """Tokenise a table once, chunk by chunk, and cut rows longer than `max_length` at their end.
 
-    An item is dropped, and counted, if nothing to learn is left of one of its rows (the prompt alone fills
-    `max_length`), or if its rows are equal.
+    An item is dropped, and counted, if one of its rows has nothing left to learn (the prompt alone fills `max_length`),
+    or if its rows are equal.
 
     Args:
         num_rows: rows of the table.
         encode: rows of the table -> for each of them `rows_per_item` sequences.
         max_length: most tokens of one row.
-        where: the table's name for messages, such as "data.path=x.json".
+        where: the table's name in messages, such as "data.path=x.json".
+        rows_per_item: token rows of one row of the table.
+
+    Returns:
+        The token rows.
 
     Raises:
         ConfigError: `max_length` is below 2.
@@ -199,7 +216,7 @@ def _cut(ids: np.ndarray, mask: np.ndarray, max_length: int) -> Tokens:
 
 
 def _fault(sequences: Sequence[Tokens], max_length: int) -> str | None:
-    """Why nothing can be learnt from an item, if so."""
+    """Return why nothing can be learnt from an item, if so."""
     if not all(mask.any() for _, mask in sequences):
         return f"nothing to learn within max_length={max_length}"
     first = sequences[0][0]
