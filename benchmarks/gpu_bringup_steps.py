@@ -45,7 +45,8 @@ from rlite.nn.attention import PackedLayout, packed_attention
 from rlite.parallel.processes import process_identity
 from rlite.parallel.shards import ParameterShard
 from rlite.parallel.usage import device_usage
-from rlite.trainer.policy import OptimizerOptions, SftLoss, policy_module
+from rlite.trainer.losses import SftLoss
+from rlite.trainer.modules import OptimizerOptions, policy_module
 from rlite.types import GenerationHyperparameters, SequenceRequest
 from tests.tiny import build_model_dir
 

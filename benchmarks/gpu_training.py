@@ -33,7 +33,8 @@ import transformers
 from tensordict import TensorDict
 
 from rlite.engine.train import RliteTrainEngine
-from rlite.trainer.policy import OptimizerOptions, OwnLogprobs, PolicyLoss, SftLoss, policy_module
+from rlite.trainer.losses import OwnLogprobs, PolicyLoss, SftLoss
+from rlite.trainer.modules import OptimizerOptions, policy_module
 from rlite.trainer.run.mfu import usage_metrics
 from tests.tiny import build_model_dir
 

@@ -34,8 +34,9 @@ from rlite.data.packs import pack
 from rlite.engine.train import RliteTrainEngine
 from rlite.nn.attention import PACKED, PackedLayout
 from rlite.nn.linear import speed_up_linear_layers
+from rlite.trainer.losses import SftLoss
+from rlite.trainer.modules import policy_module
 from rlite.trainer.options import ModelOptions
-from rlite.trainer.policy import SftLoss, policy_module
 
 LR = 1e-4
 

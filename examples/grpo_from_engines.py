@@ -15,7 +15,7 @@ from transformers import Qwen3ForCausalLM
 import rlite
 import rlite.nn
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.algorithms import group_advantages, masked_mean, next_token, on_logprobs, ppo_clip
+from rlite.algorithms import LossInputs, group_advantages, masked_mean, next_token, on_logprobs, ppo_clip
 from rlite.quickstart.tiny import build_tiny_qwen3
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.types import GenerationHyperparameters
@@ -36,7 +36,8 @@ def grpo_loss(tokens, data):
     """Sequences end to end: tokens.logprobs [T] stand where a token is predicted; `next_token` moves data there."""
     keys = ("logprobs", "advantages", "loss_mask")
     old, advantages, mask = (next_token(data[key], data["cu_seqlens"]) for key in keys)
-    return masked_mean(ppo_clip(tokens.logprobs, old, advantages, clip_low=0.2, clip_high=0.28).loss, mask)
+    inputs = LossInputs(tokens.logprobs, old, advantages, mask, cu_seqlens=data["cu_seqlens"])
+    return masked_mean(ppo_clip(inputs, clip_low=0.2, clip_high=0.28).loss, mask)
 
 
 def num_action_tokens(data):

@@ -1,4 +1,4 @@
-"""Per-token estimators of KL(policy || reference) from tokens that the policy sampled.
+"""KL to a reference policy: estimates from sampled tokens, rewards shaped by them, and the adaptive coefficient.
 
 D = logprobs - ref_logprobs (John Schulman, "Approximating KL Divergence", 2020, joschu.net/blog/kl-approx.html):
 k1 = D (unbiased), k2 = D^2 / 2 (biased, low variance), k3 = exp(-D) - 1 + D (unbiased, low variance, >= 0).
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from rlite.algorithms.shapes import Mask, Tokens
 from rlite.errors import ConfigError
 
 KLEstimator = Literal["k1", "abs", "k2", "k3"]
@@ -22,23 +22,31 @@ BinaryDivergence = Literal["tv", "kl"]
 
 
 def kl_penalty(
-    logprobs: Float[Tensor, "*tokens"],
-    ref_logprobs: Float[Tensor, "*tokens"],
+    logprobs: Tokens,
+    ref_logprobs: Tokens,
     estimator: KLEstimator = "k1",
     *,
     straight_through: bool = False,
-    weights: Float[Tensor, "*tokens"] | None = None,
+    weights: Tokens | None = None,
     max_log_ratio: float | None = 20.0,
     max_value: float | None = 10.0,
-) -> Float[Tensor, "*tokens"]:
-    """The estimate at each token, differentiable in both arguments.
+) -> Tokens:
+    """Estimate KL(policy || reference) at each token, differentiable in both arguments.
 
-    `weights`, importance weights of the policy over the one that sampled, multiply the straight-through gradient but
-    not the value: tokens of an older policy then give the gradient of this one's KL. To weigh both, as DeepSeek-V3.2
-    (arXiv:2512.02556) does with a ratio that carries its gradient, multiply the result.
-    As a loss, k1 needs `straight_through`: its own gradient, that of log pi, is 0 in expectation.
-    `max_log_ratio` and `max_value` guard the exponential of k3 alone (no gradient where they are active); None turns
-    a guard off.
+    Args:
+        logprobs: log-probabilities under the policy, `[T]` or `[B, L]`.
+        ref_logprobs: under the reference.
+        estimator: "k1", "abs" (|k1|), "k2" or "k3". As a loss k1 needs `straight_through`: its own gradient, that of
+            log pi, is 0 in expectation.
+        straight_through: give the estimate the gradient of k2.
+        weights: importance weights of the policy over the one that sampled. They multiply the straight-through
+            gradient but not the value: tokens of an older policy then give the gradient of this policy's KL. To weigh
+            both, as DeepSeek-V3.2 (arXiv:2512.02556) does with a ratio that carries its gradient, multiply the result.
+        max_log_ratio: bound of |D| in the exponential of k3, beyond which there is no gradient; None is none.
+        max_value: bound of k3, likewise.
+
+    Raises:
+        ConfigError: the estimator is unknown.
     """
     if estimator not in _ESTIMATE:
         raise ConfigError(f"KL estimator {estimator!r}: expected one of {', '.join(KL_ESTIMATORS)}")
@@ -53,11 +61,13 @@ def kl_penalty(
     return gradient + (value - gradient).detach()
 
 
-def binary_divergence(
-    logprobs: Float[Tensor, "*tokens"], other_logprobs: Float[Tensor, "*tokens"], divergence: BinaryDivergence
-) -> Float[Tensor, "*tokens"]:
-    """The divergence of (p, 1 - p) from (q, 1 - q), where p and q are the sampled token's probabilities: total
-    variation |p - q|, or p log(p / q) + (1 - p) log((1 - p) / (1 - q)). A lower bound of that over all tokens.
+def binary_divergence(logprobs: Tokens, other_logprobs: Tokens, divergence: BinaryDivergence) -> Tokens:
+    """Return the divergence of (p, 1 - p) from (q, 1 - q), a lower bound of the divergence over all tokens.
+
+    Args:
+        logprobs: log p of the sampled token, `[T]` or `[B, L]`.
+        other_logprobs: log q of the sampled token.
+        divergence: "tv" is the total variation |p - q|; "kl" is p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
     """
     p = logprobs.exp()
     if divergence == "tv":
@@ -66,6 +76,45 @@ def binary_divergence(
     # nothing is left where a policy is certain: the logarithm is kept finite
     log_rest_ratio = torch.log(rest.clamp(min=_SMALLEST_REST) / other_rest.clamp(min=_SMALLEST_REST))
     return p * (logprobs - other_logprobs) + rest * log_rest_ratio
+
+
+@torch.no_grad()
+def kl_shaped_rewards(
+    rewards: Tokens, logprobs: Tokens, ref_logprobs: Tokens, mask: Mask, coef: float, *, estimator: KLEstimator = "k1"
+) -> Tokens:
+    """Return r_t - coef KL_t over the mask, 0 elsewhere. RLHF, arXiv:2203.02155 (eq. 2, there with k1).
+
+    Args:
+        rewards: reward of each token, `[T]` or `[B, L]`.
+        logprobs: log-probabilities under the policy.
+        ref_logprobs: under the reference.
+        mask: tokens that count.
+        coef: weight of the KL.
+        estimator: of the KL at a token.
+    """
+    return torch.where(mask.bool(), rewards - coef * kl_penalty(logprobs, ref_logprobs, estimator), 0.0)
+
+
+def adaptive_kl_coef(coef: float, kl: float, *, target: float, horizon: float, num_steps: float) -> float:
+    """Return the next coefficient, coef (1 + clip(kl / target - 1, -0.2, 0.2) num_steps / horizon).
+
+    Proportional control in log space, which closes in on the target within about 5 horizons. arXiv:1909.08593, section
+    2.2.
+
+    Args:
+        coef: the coefficient so far.
+        kl: mean KL that was measured with it.
+        target: mean KL that is wanted, in the same unit.
+        horizon: inverse gain, in steps.
+        num_steps: steps since the last update, in any unit (say, sequences).
+
+    Raises:
+        ConfigError: target or horizon is not positive.
+    """
+    if target <= 0 or horizon <= 0:
+        raise ConfigError(f"target={target}, horizon={horizon}: both must be positive")
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * num_steps / horizon)
 
 
 def _k2(log_ratio: Tensor) -> Tensor:

@@ -1,7 +1,16 @@
 """Log-probabilities and entropies of tokens, without a second copy of the logits.
 
-A softmax over T x V in float32 is the largest tensor of a training step. Here both directions walk over the rows in
-chunks: the forward keeps a number or two per row, the backward makes each chunk's softmax again.
+A softmax over T x V in float32 is the largest tensor of a training step. Here the forward and the backward pass walk
+over the rows in chunks: the forward keeps a number or two per row, the backward computes each chunk's softmax again.
+
+The columns of the vocabulary may also come in blocks, one after the other or one per rank. With x = logits /
+temperature, four numbers per row are enough, and the numbers of two blocks give the numbers of both together:
+
+    greatest m = max_v x_v    total s = sum_v exp(x_v - m)    moment t = sum_v exp(x_v - m) (x_v - m)    label x_l
+    log p_l = x_l - m - log s         d/dx_v = [v = l] - p_v
+    H = log s - t / s                 d/dx_v = -p_v (log p_v + H)
+
+(m and s: "Online normalizer calculation for softmax", arXiv:1805.02867.)
 """
 
 from __future__ import annotations
@@ -15,13 +24,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlite.algorithms.softmax import (
-    block_gradient,
-    block_statistics,
-    logprobs_and_entropy,
-    merge_over,
-    no_statistics,
-)
+from rlite.algorithms.shapes import CuSeqlens, Tokens
 from rlite.errors import ConfigError
 
 # default chunks, in elements: on a CPU what its cache holds, on a GPU what keeps it busy
@@ -37,16 +40,21 @@ def gather_logprobs(
     chunk_size: int | None = None,
     group: dist.ProcessGroup | None = None,
     start: int = 0,
-) -> Float[Tensor, "*tokens"]:
-    """log p(label) under softmax(logits / temperature), in float32 (float64 for float64 logits).
+) -> Tokens:
+    """Return log p(label) under softmax(logits / temperature), in float32 (float64 for float64 logits).
 
-    Labels are already aligned with the logits that predict them (see `next_token`) and lie in [0, V): give masked
-    positions any valid id; one outside gives -inf. `chunk_size` is the number of rows that are worked on at once.
+    Args:
+        logits: `[T, V]` or `[B, L, V]`.
+        labels: token ids, `[T]` or `[B, L]`, aligned with the logits that predict them (see `next_token`). Give masked
+            positions any id in [0, V); an id outside has log-probability -inf.
+        temperature: divisor of the logits.
+        chunk_size: rows per chunk; default: what the device's cache holds.
+        group: ranks that share the vocabulary. Each rank gives its own columns of the same rows, and the same labels;
+            it gets the whole result, and the gradient of its own columns.
+        start: token id of this rank's first column.
 
-    With a `group`, each of its ranks gives its own columns of the same rows, the first of which is the token id
-    `start`, and the same labels; each gets the whole result, and the gradient of its own columns.
-
-    Raises: ConfigError when the shapes do not fit or temperature is not positive.
+    Raises:
+        ConfigError: the shapes do not fit, or temperature is not positive.
     """
     return _logprobs(logits, labels, temperature, chunk_size, group, start, with_entropy=False)[0]
 
@@ -59,15 +67,33 @@ def gather_logprobs_entropy(
     chunk_size: int | None = None,
     group: dist.ProcessGroup | None = None,
     start: int = 0,
-) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
-    """`gather_logprobs` and `entropy` in one pass over the logits."""
+) -> tuple[Tokens, Tokens]:
+    """Return `gather_logprobs` and `entropy` in one pass over the logits.
+
+    Args:
+        logits: `[T, V]` or `[B, L, V]`.
+        labels: token ids, `[T]` or `[B, L]`; see `gather_logprobs` for these and the following arguments.
+        temperature: divisor of the logits.
+        chunk_size: rows per chunk.
+        group: ranks that share the vocabulary.
+        start: token id of this rank's first column.
+
+    Raises:
+        ConfigError: the shapes do not fit, or temperature is not positive.
+    """
     return _logprobs(logits, labels, temperature, chunk_size, group, start, with_entropy=True)
 
 
 def entropy(
     logits: Float[Tensor, "*tokens vocab"], temperature: float = 1.0, *, chunk_size: int | None = None
-) -> Float[Tensor, "*tokens"]:
-    """H = -sum_v p_v log p_v of softmax(logits / temperature), in nats."""
+) -> Tokens:
+    """Return H = -sum_v p_v log p_v of softmax(logits / temperature), in nats.
+
+    Args:
+        logits: `[T, V]` or `[B, L, V]`.
+        temperature: divisor of the logits.
+        chunk_size: rows per chunk.
+    """
     labels = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
     return _logprobs(logits, labels, temperature, chunk_size, None, 0, with_entropy=True)[1]
 
@@ -75,8 +101,14 @@ def entropy(
 @torch.no_grad()
 def sum_pi_squared(
     logits: Float[Tensor, "*tokens vocab"], temperature: float = 1.0, *, chunk_size: int | None = None
-) -> Float[Tensor, "*tokens"]:
-    """sum_v p_v^2 of softmax(logits / temperature), which `optimal_token_advantages` asks for; without a gradient."""
+) -> Tokens:
+    """Return sum_v p_v^2 of softmax(logits / temperature), for `optimal_token_advantages`; without a gradient.
+
+    Args:
+        logits: `[T, V]` or `[B, L, V]`.
+        temperature: divisor of the logits.
+        chunk_size: rows per chunk.
+    """
     scale, flat = 1 / check_temperature(temperature), logits.flatten(0, -2)
     sums = [
         ((2 * rows).logsumexp(-1) - 2 * rows.logsumexp(-1)).exp()
@@ -89,12 +121,17 @@ def sum_pi_squared(
 
 
 def next_token(
-    x: Shaped[Tensor, "tokens *rest"], cu_seqlens: Int[Tensor, " sequences+1"] | None = None, fill: float = 0
+    x: Shaped[Tensor, "tokens *rest"], cu_seqlens: CuSeqlens | None = None, fill: float = 0
 ) -> Shaped[Tensor, "tokens *rest"]:
-    """The value of the next position inside each sequence, `fill` at each sequence's last one.
+    """Shift values by one position to the left inside each sequence.
 
-    Aligns what belongs to a token (ids, masks, rewards, log-probabilities of the sampler) with the position whose
-    logits predict it. `x` is packed `[T, ...]` with `cu_seqlens`, or padded `[B, L]` without.
+    It aligns what belongs to a token (ids, masks, rewards, log-probabilities of the sampler) with the position whose
+    logits predict the token.
+
+    Args:
+        x: values, packed `[T, ...]` with `cu_seqlens`, or padded `[B, L]` without.
+        cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+        fill: value at each sequence's last position.
     """
     if cu_seqlens is None:
         shifted = x.roll(-1, dims=1)
@@ -108,11 +145,16 @@ def next_token(
 
 
 def previous_token(
-    x: Shaped[Tensor, "tokens *rest"], cu_seqlens: Int[Tensor, " sequences+1"] | None = None, fill: float = 0
+    x: Shaped[Tensor, "tokens *rest"], cu_seqlens: CuSeqlens | None = None, fill: float = 0
 ) -> Shaped[Tensor, "tokens *rest"]:
-    """The inverse of `next_token`: the value of the position before, `fill` at each sequence's first one.
+    """Shift values by one position to the right inside each sequence, the inverse of `next_token`.
 
-    Puts what was computed where a token is predicted (its log-probability) on the token itself.
+    It puts what was computed where a token is predicted, such as its log-probability, on the token itself.
+
+    Args:
+        x: values, packed `[T, ...]` with `cu_seqlens`, or padded `[B, L]` without.
+        cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+        fill: value at each sequence's first position.
     """
     if cu_seqlens is None:
         shifted = x.roll(1, dims=1)
@@ -127,7 +169,7 @@ def previous_token(
 
 
 def check_temperature(temperature: float) -> float:
-    """Raises: ConfigError unless it is positive."""
+    """Return the temperature. Raises ConfigError unless it is positive."""
     if not temperature > 0:
         raise ConfigError(f"temperature={temperature}: expected a positive number (greedy sampling has temperature 1)")
     return float(temperature)
@@ -160,7 +202,7 @@ def _rows_at_once(logits: Tensor, chunk_size: int | None) -> int:
 
 
 class _GatherLogprobs(torch.autograd.Function):
-    """The formulas are those of `rlite.algorithms.softmax`; labels count from the first column of `logits`."""
+    """Log-probabilities and entropies by chunks of rows; labels count from the first column of `logits`."""
 
     @staticmethod
     def forward(
@@ -206,7 +248,7 @@ class _GatherLogprobs(torch.autograd.Function):
 
 
 def _row_chunks(logits: Tensor, chunk_size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Views of at most `chunk_size` rows `[rows, V]`, with their place among all rows.
+    """Yield views of at most `chunk_size` rows `[rows, V]`, with their place among all rows.
 
     `logits[:, :-1]` cannot be flattened without a copy of everything, so it is taken one batch row at a time.
     """
@@ -217,3 +259,106 @@ def _row_chunks(logits: Tensor, chunk_size: int) -> Iterator[tuple[slice, Tensor
         for chunk in piece.split(chunk_size):
             yield slice(start, start + len(chunk)), chunk
             start += len(chunk)
+
+
+# -- softmax over blocks of columns --
+
+_LEAST = -1e4
+"""stands for a logarithm of 0: its exponential is 0, and times 0 it is 0"""
+
+
+def block_statistics(
+    logits: Float[Tensor, "rows columns"], labels: Int[Tensor, " rows"], temperature: float
+) -> Float[Tensor, "4 rows"]:
+    """Return m, s, t and x_l of a block of columns, in float32 (float64 for float64 logits).
+
+    Args:
+        logits: a block of columns, `[rows, columns]`.
+        labels: token ids, counted from the block's first column, `[rows]`. x_l is -inf for a label in another block.
+        temperature: divisor of the logits.
+    """
+    x = _scaled(logits, temperature)
+    if x.shape[-1] == 0:
+        return no_statistics(labels, x.dtype)
+    greatest = x.amax(-1).clamp(min=torch.finfo(x.dtype).min)
+    z = (x - greatest[:, None]).clamp_(min=_LEAST)
+    exponentials = z.exp()
+    is_here = (labels >= 0) & (labels < x.shape[-1])
+    label = x.gather(-1, labels.clamp(0, x.shape[-1] - 1)[:, None])[:, 0].where(is_here, -torch.inf)
+    return torch.stack([greatest, exponentials.sum(-1), z.mul_(exponentials).sum(-1), label])
+
+
+def no_statistics(labels: Int[Tensor, " rows"], dtype: torch.dtype) -> Float[Tensor, "4 rows"]:
+    """Return the statistics of a block without columns."""
+    values = labels.new_tensor([torch.finfo(dtype).min, 0, 0, -torch.inf], dtype=dtype)
+    return values[:, None].repeat(1, len(labels))
+
+
+def merge(first: Float[Tensor, "4 rows"], second: Float[Tensor, "4 rows"]) -> Float[Tensor, "4 rows"]:
+    """Return the statistics of two blocks together."""
+    greatest, label = torch.maximum(first[0], second[0]), torch.maximum(first[3], second[3])
+    totals = [_moved(statistics, greatest) for statistics in (first, second)]
+    return torch.stack([greatest, *(totals[0] + totals[1]), label])
+
+
+def merge_over(group: dist.ProcessGroup, statistics: Float[Tensor, "4 rows"]) -> Float[Tensor, "4 rows"]:
+    """Return the statistics of the blocks of all ranks together, on every rank."""
+    greatest_and_label = statistics[[0, 3]]
+    dist.all_reduce(greatest_and_label, dist.ReduceOp.MAX, group=group)
+    totals = _moved(statistics, greatest_and_label[0])
+    dist.all_reduce(totals, group=group)
+    return torch.stack([greatest_and_label[0], *totals, greatest_and_label[1]])
+
+
+def logprobs_and_entropy(
+    statistics: Float[Tensor, "4 rows"],
+) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """Return log p_l, H and log sum_v exp(x_v) of rows from the statistics of all their columns."""
+    greatest, total, moment, label = statistics
+    log_total = total.log()
+    return label - greatest - log_total, log_total - moment / total, greatest + log_total
+
+
+def block_gradient(
+    logits: Float[Tensor, "rows columns"],
+    labels: Int[Tensor, " rows"],
+    temperature: float,
+    log_sums: Float[Tensor, " rows"],
+    entropies: Float[Tensor, " rows"],
+    grad_logprobs: Float[Tensor, " rows"],
+    grad_entropies: Float[Tensor, " rows"] | None,
+) -> Float[Tensor, "rows columns"]:
+    """Return the gradient with respect to a block of logits, in the dtype of its statistics.
+
+    Args:
+        logits: a block of columns, `[rows, columns]`.
+        labels: token ids, counted from the block's first column, `[rows]`.
+        temperature: divisor of the logits.
+        log_sums: log sum_v exp(x_v) over all columns, `[rows]`.
+        entropies: H of the rows, `[rows]`.
+        grad_logprobs: gradient with respect to log p_l, `[rows]`.
+        grad_entropies: gradient with respect to H, `[rows]`; None is 0.
+    """
+    grad_logprobs = grad_logprobs[:, None] / temperature
+    log_p = (_scaled(logits, temperature) - log_sums[:, None]).clamp_(min=_LEAST)
+    if grad_entropies is None:
+        out = log_p.exp_().mul_(-grad_logprobs)
+    else:
+        p = log_p.exp()
+        slope = (grad_entropies / -temperature)[:, None]
+        out = log_p.add_(entropies[:, None]).mul_(slope).sub_(grad_logprobs).mul_(p)
+    if out.shape[-1] == 0:
+        return out
+    is_here = (labels >= 0) & (labels < out.shape[-1])
+    return out.scatter_add_(-1, labels.clamp(0, out.shape[-1] - 1)[:, None], grad_logprobs * is_here[:, None])
+
+
+def _moved(statistics: Tensor, greatest: Tensor) -> Tensor:
+    """Return s and t `[2, rows]` for another m, which is not less than their own."""
+    shift = (statistics[0] - greatest).clamp_(min=_LEAST)
+    return torch.stack([statistics[1], statistics[2] + statistics[1] * shift]) * shift.exp()
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide if temperature == 1.0 else wide / temperature

@@ -1,33 +1,43 @@
-"""From per-token values to sequences and scalars, for packed `[T]` + `cu_seqlens` and padded `[B, L]` alike."""
+"""Reduce per-token values to sequences and scalars, for packed `[T]` + `cu_seqlens` and padded `[B, L]` alike."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from rlite.algorithms.shapes import CuSeqlens, Mask, Scalar, Sequences, Tokens
 from rlite.errors import ConfigError
 
 Aggregation = Literal["token", "sequence", "constant"]
+
+
+class TokenLoss(NamedTuple):
+    """The loss of every token; `aggregate` makes the scalar, so that averaging is decided in one place."""
+
+    loss: Tokens
+    """carries the gradient"""
+    metrics: dict[str, Tokens]
+    """detached, of the same shape as the loss; to be averaged over the mask"""
 
 
 @dataclass(frozen=True)
 class Mean:
     """A mean over elements, as their sum and their number.
 
-    A loss that reports it gives an engine what the mean of the whole batch needs, however the batch is split and
-    whatever the loss itself is averaged over.
+    An engine adds up the sums and the numbers of all microbatches and ranks. A metric that a loss reports as a `Mean`
+    is therefore the mean over the whole batch, however the batch is split and whatever the loss is averaged over.
     """
 
-    total: Float[Tensor, ""]
+    total: Scalar
     count: Int[Tensor, ""]
 
     @classmethod
-    def of(cls, x: Float[Tensor, "*tokens"], mask: Shaped[Tensor, "*tokens"]) -> Mean:
-        """Return the mean of `x` where the mask is 1, without its gradient."""
+    def of(cls, x: Tokens, mask: Mask) -> Mean:
+        """Return the mean of `x` over the mask, without a gradient."""
         return cls(_masked(x.detach(), mask).sum(), mask.bool().count_nonzero())
 
     def item(self) -> float:
@@ -36,26 +46,34 @@ class Mean:
 
 
 def aggregate(
-    x: Float[Tensor, "*tokens"],
-    mask: Shaped[Tensor, "*tokens"],
+    x: Tokens,
+    mask: Mask,
     how: Aggregation = "token",
     *,
-    cu_seqlens: Int[Tensor, " sequences+1"] | None = None,
+    cu_seqlens: CuSeqlens | None = None,
     num_tokens: Tensor | float | None = None,
     num_sequences: Tensor | float | None = None,
     length: float | None = None,
-) -> Float[Tensor, ""]:
-    """The scalar loss of per-token losses.
+) -> Scalar:
+    """Reduce per-token losses to the scalar loss.
 
     token:    sum of all tokens / num_tokens            (DAPO, arXiv:2503.14476)
     sequence: sum of the sequences' means / num_sequences      (GRPO, arXiv:2402.03300)
     constant: sum of all tokens / (num_sequences * length)     (Dr. GRPO, arXiv:2503.20783)
 
-    The counts default to those of `x` itself: a mean. Give the counts of the whole batch, and the values of all its
-    microbatches and ranks add up to the loss of the whole, whatever the split. A sequence without a masked-in token
-    is not counted. An empty mask gives 0.
+    Args:
+        x: loss of each token, `[T]` or `[B, L]`.
+        mask: tokens that count. An empty mask gives 0.
+        how: "token", "sequence" or "constant".
+        cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+        num_tokens: divisor of "token". Default: the tokens in the mask. With the count of the whole batch, the values
+            of all its microbatches and ranks add up to the loss of the whole batch.
+        num_sequences: divisor of "sequence" and "constant", in the same way. Default: the sequences with a token in
+            the mask.
+        length: divisor of "constant" in tokens, for example max_new_tokens.
 
-    Raises: ConfigError for an unknown `how`, a missing `length`, or a layout that `cu_seqlens` does not fit.
+    Raises:
+        ConfigError: `how` is unknown, "constant" has no positive `length`, or `cu_seqlens` does not fit the layout.
     """
     if how == "sequence":
         total, count = sequence_means(x, mask, cu_seqlens).sum(), num_sequences
@@ -72,10 +90,17 @@ def aggregate(
     return total / (count * length)
 
 
-def aggregation_weight(
-    mask: Shaped[Tensor, "*tokens"], how: Aggregation = "token", cu_seqlens: Int[Tensor, " sequences+1"] | None = None
-) -> Int[Tensor, ""]:
-    """The count that `aggregate(how)` divides by, without `length`: the weight of a microbatch in its batch."""
+def aggregation_weight(mask: Mask, how: Aggregation = "token", cu_seqlens: CuSeqlens | None = None) -> Int[Tensor, ""]:
+    """Return the count that `aggregate` divides by, without `length`: the weight of a microbatch in its batch.
+
+    Args:
+        mask: tokens that count, `[T]` or `[B, L]`.
+        how: the aggregation: "token" counts tokens, the others count sequences with a token in the mask.
+        cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+
+    Raises:
+        ConfigError: `how` is unknown, or `cu_seqlens` does not fit the layout.
+    """
     if how not in get_args(Aggregation):
         raise ConfigError(f"aggregation {how!r}: expected one of {', '.join(get_args(Aggregation))}")
     mask = mask.bool()
@@ -84,25 +109,37 @@ def aggregation_weight(
     return sequence_sums(mask.float(), mask, cu_seqlens).count_nonzero()
 
 
-def masked_mean(x: Float[Tensor, "*tokens"], mask: Shaped[Tensor, "*tokens"]) -> Float[Tensor, ""]:
-    """Mean of `x` where the mask is 1; 0 for an empty mask."""
+def masked_mean(x: Shaped[Tensor, "*any"], mask: Shaped[Tensor, "*any"]) -> Scalar:
+    """Return the mean of `x` over the mask; 0 for an empty mask."""
     return _masked(x, mask).sum() / mask.bool().count_nonzero().clamp(min=1)
 
 
-def masked_variance(
-    x: Float[Tensor, "*tokens"], mask: Shaped[Tensor, "*tokens"], *, unbiased: bool = True
-) -> Float[Tensor, ""]:
-    """Variance of `x` where the mask is 1, over n - 1 (unbiased) or n; 0 for a single value."""
+def masked_variance(x: Tokens, mask: Mask, *, unbiased: bool = True) -> Scalar:
+    """Return the variance of `x` over the mask.
+
+    Args:
+        x: values, of any shape.
+        mask: elements that count, of the same shape.
+        unbiased: divide by n - 1 instead of n. A single value has variance 0.
+    """
     squares = _masked((x - masked_mean(x, mask)).square(), mask).sum()
     return squares / (mask.bool().count_nonzero() - int(unbiased)).clamp(min=1)
 
 
-def sequence_sums(
-    x: Float[Tensor, "*tokens"],
-    mask: Shaped[Tensor, "*tokens"],
-    cu_seqlens: Int[Tensor, " sequences+1"] | None = None,
-) -> Float[Tensor, " sequences"]:
-    """Sum over each sequence's masked-in tokens."""
+def sequence_sums(x: Tokens, mask: Mask, cu_seqlens: CuSeqlens | None = None) -> Sequences:
+    """Sum each sequence's tokens in the mask.
+
+    Args:
+        x: values, packed `[T]` or padded `[B, L]`.
+        mask: tokens that count, of the same shape.
+        cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`. Tokens after the last boundary are padding.
+
+    Returns:
+        One sum per sequence, `[N]`, in float32 or wider.
+
+    Raises:
+        ConfigError: `cu_seqlens` does not fit the layout.
+    """
     if cu_seqlens is None:
         check_layout(x, cu_seqlens)
         return _masked(x, mask).sum(-1)
@@ -112,22 +149,38 @@ def sequence_sums(
     return sums.index_add(0, index, _masked(x, mask))[:-1]
 
 
-def sequence_means(
-    x: Float[Tensor, "*tokens"],
-    mask: Shaped[Tensor, "*tokens"],
-    cu_seqlens: Int[Tensor, " sequences+1"] | None = None,
-) -> Float[Tensor, " sequences"]:
-    """Mean over each sequence's masked-in tokens; 0 for a sequence without any."""
+def sequence_means(x: Tokens, mask: Mask, cu_seqlens: CuSeqlens | None = None) -> Sequences:
+    """Return the mean over each sequence's tokens in the mask; 0 for a sequence without such a token.
+
+    Args:
+        x: values, packed `[T]` or padded `[B, L]`.
+        mask: tokens that count, of the same shape.
+        cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+    """
     ones = torch.ones_like(x, dtype=_accumulator(x))
     return sequence_sums(x, mask, cu_seqlens) / sequence_sums(ones, mask, cu_seqlens).clamp(min=1)
 
 
-def to_tokens(
-    values: Float[Tensor, " sequences"],
-    mask: Shaped[Tensor, "*tokens"],
-    cu_seqlens: Int[Tensor, " sequences+1"] | None = None,
-) -> Float[Tensor, "*tokens"]:
-    """Each sequence's value at each of its masked-in tokens, 0 elsewhere."""
+def sequence_log_ratio(log_ratio: Tokens, mask: Mask, cu_seqlens: CuSeqlens | None = None) -> Tokens:
+    """Return each sequence's mean log ratio at each of its tokens in the mask, with its gradient. GSPO,
+    arXiv:2507.18071.
+
+    Args:
+        log_ratio: log probability ratio of each token, packed `[T]` or padded `[B, L]`.
+        mask: tokens that count, of the same shape.
+        cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+    """
+    return to_tokens(sequence_means(log_ratio, mask, cu_seqlens), mask, cu_seqlens)
+
+
+def to_tokens(values: Sequences, mask: Mask, cu_seqlens: CuSeqlens | None = None) -> Tokens:
+    """Put each sequence's value on each of its tokens in the mask; other tokens get 0.
+
+    Args:
+        values: one value per sequence, `[N]`.
+        mask: tokens that get the value, packed `[T]` or padded `[B, L]`.
+        cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+    """
     check_layout(mask, cu_seqlens)
     if cu_seqlens is None:
         spread = values.unsqueeze(-1)
@@ -136,10 +189,8 @@ def to_tokens(
     return torch.where(mask.bool(), spread, 0.0)
 
 
-def sequence_index(
-    x: Shaped[Tensor, "*tokens"], cu_seqlens: Int[Tensor, " sequences+1"] | None
-) -> Int[Tensor, "*tokens"]:
-    """The number of each token's sequence; tokens after `cu_seqlens[-1]` get the number of sequences."""
+def sequence_index(x: Shaped[Tensor, "*tokens"], cu_seqlens: CuSeqlens | None) -> Int[Tensor, "*tokens"]:
+    """Return the number of each token's sequence; tokens after `cu_seqlens[-1]` get the number of sequences."""
     check_layout(x, cu_seqlens)
     if cu_seqlens is None:
         return torch.arange(x.shape[0], device=x.device)[:, None].expand(x.shape)
@@ -147,14 +198,14 @@ def sequence_index(
     return torch.bucketize(torch.arange(x.shape[0], device=x.device), cu_seqlens[1:].contiguous(), right=True)
 
 
-def check_layout(x: Shaped[Tensor, "*tokens"], cu_seqlens: Int[Tensor, " sequences+1"] | None) -> None:
+def check_layout(x: Shaped[Tensor, "*tokens"], cu_seqlens: CuSeqlens | None) -> None:
     """Raise ConfigError unless `x` is packed `[T]` with `cu_seqlens`, or padded `[B, L]` without."""
     if x.dim() != (2 if cu_seqlens is None else 1):
         layout = "padded [B, L] without cu_seqlens" if cu_seqlens is None else "packed [T] with cu_seqlens"
         raise ConfigError(f"expected {layout}, found a tensor of shape {list(x.shape)}")
 
 
-def _masked(x: Float[Tensor, "*tokens"], mask: Bool[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
+def _masked(x: Tensor, mask: Tensor) -> Tensor:
     # where, not a product: a masked nan or inf must not reach the sum
     return torch.where(mask.bool(), x.to(_accumulator(x)), 0.0)
 

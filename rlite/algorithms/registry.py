@@ -1,8 +1,7 @@
-"""Algorithms by name: a table is a plain dict, and these are the ways to add to it and to look into it.
+"""Algorithms by name: a table is a plain dict, and these functions add to it and look into it.
 
-An algorithm is a function. What it takes beyond its tensors are keyword parameters, and those are its options: an
-option that no parameter is named after, or whose value is not of the annotated kind, is an error before anything is
-computed.
+An algorithm is a function. Its keyword-only parameters are its options. An option that the function does not have, or
+whose value does not fit the annotation, is an error before anything is computed.
 """
 
 from __future__ import annotations
@@ -11,29 +10,31 @@ import inspect
 import numbers
 import types
 from collections.abc import Callable, Collection, Hashable, Mapping
-from functools import partial
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 
 Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 
 
-def register(table: dict[str, Algorithm], name: str) -> Callable[[Algorithm], Algorithm]:
-    """A decorator that enters a function into `table`. Raises: ConfigError if another function has the name."""
-
-    def enter(function: Algorithm) -> Algorithm:
-        if table.setdefault(name, function) is not function:
-            raise ConfigError(
-                f"{name!r} is taken by {table[name].__module__}.{table[name].__qualname__}: choose another"
-            )
-        return function
-
-    return enter
+def register(table: dict[str, Algorithm], name: str, function: Algorithm) -> Algorithm:
+    """Enter a function into `table`. Raises ConfigError if another function has the name."""
+    if table.setdefault(name, function) is not function:
+        raise ConfigError(f"{name!r} is taken by {table[name].__module__}.{table[name].__qualname__}: choose another")
+    return function
 
 
 def find(table: Mapping[str, Algorithm], name: str | Algorithm, what: str) -> Algorithm:
-    """The function of that name; a function is itself. Raises: ConfigError with the nearest known name."""
+    """Return the function of this name; a function is returned unchanged.
+
+    Args:
+        table: functions by name.
+        name: a name, or a function.
+        what: the kind of algorithm, for messages.
+
+    Raises:
+        ConfigError: the name is unknown; the message has the nearest known name.
+    """
     if callable(name):
         return name
     if name not in table:
@@ -42,42 +43,59 @@ def find(table: Mapping[str, Algorithm], name: str | Algorithm, what: str) -> Al
 
 
 def name_of(table: Mapping[str, Algorithm], function: Algorithm) -> str:
-    """How messages call a function: its name in the table, or its own."""
+    """Return the function's name in the table, or its own name."""
     names = (name for name, known in table.items() if known is function)
     return next(names, getattr(function, "__name__", "without a name"))
 
 
-def keyword_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of a function that can only be given by name; `**` of it included."""
-    parameters = inspect.signature(function).parameters
-    return {k: p for k, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD)}
+def options_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations of a function's keyword-only parameters, by name."""
+    parameters = _signature(function).parameters.items()
+    return {name: parameter.annotation for name, parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 def check_options(
-    function: Callable[..., Any], options: Mapping[str, Any], what: str, *, reserved: Collection[str] = ()
+    function: Callable[..., Any],
+    options: Mapping[str, Any],
+    what: str,
+    given: Collection[str],
+    reserved: Collection[str] = (),
 ) -> None:
-    """Raise UnknownOptionError for an option that is no keyword parameter of `function`, or that is `reserved` for
-    what the caller itself gives; ConfigError for a number, truth value, text or choice that is none by the parameter's
-    annotation."""
-    parameters = keyword_parameters(function)
-    known = [k for k, p in parameters.items() if k not in reserved and p.kind is p.KEYWORD_ONLY]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    annotations = _annotations(function) if options else {}
+    """Check that an algorithm can be called with these options.
+
+    Args:
+        function: the algorithm.
+        options: keyword arguments from a config.
+        what: the kind and the name of the algorithm, for messages.
+        given: names of the positional arguments that the library gives.
+        reserved: names of the keyword arguments that the library gives.
+
+    Raises:
+        UnknownOptionError: an option is reserved, or no keyword-only parameter of the function.
+        ConfigError: an option's value is not of the annotated kind, or the function takes other arguments.
+    """
+    known = {name: kind for name, kind in options_of(function).items() if name not in reserved}
+    parameters = _signature(function).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     for option, value in options.items():
         if option in reserved or (option not in known and not takes_any):
             hint = did_you_mean(option, known) if known else "it has none"
             raise UnknownOptionError(f"{what} has no option {option!r}; {hint}")
-        kind = annotations.get(option, Any)
-        if not _is_of(value, kind):
+        kind = known.get(option, Any)
+        if not _fits(value, kind):
             raise ConfigError(f"{what}: {option}={value!r}; expected {_in_words(kind)}")
-
-
-def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
-    function = function.func if isinstance(function, partial) else function
     try:
-        return get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
-    except Exception:  # names that only a type checker sees, or texts that are no types
-        return {}
+        _signature(function).bind(*given, **dict.fromkeys(reserved), **options)
+    except TypeError as error:
+        arguments = ", ".join([*given, *(f"{name}=..." for name in [*reserved, *options])])
+        raise ConfigError(f"{what} cannot be called with ({arguments}): {error}") from error
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(function, eval_str=True)
+    except Exception:  # annotations that only a type checker can evaluate, or texts that are no types
+        return inspect.signature(function)
 
 
 _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
@@ -89,12 +107,12 @@ _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
 }
 
 
-def _is_of(value: Any, kind: Any) -> bool:
-    """Whether it fits an annotation; one that is none of the simple kinds fits everything."""
+def _fits(value: Any, kind: Any) -> bool:
+    """Return whether a value fits an annotation; every value fits an annotation that is none of the simple kinds."""
     if get_origin(kind) is Literal:
         return isinstance(value, Hashable) and value in get_args(kind)
     if get_origin(kind) in (Union, types.UnionType):
-        return any(_is_of(value, one) for one in get_args(kind))
+        return any(_fits(value, one) for one in get_args(kind))
     if kind not in _KINDS:
         return True
     return isinstance(value, _KINDS[kind][0]) and (kind is bool or not isinstance(value, bool))

@@ -21,14 +21,24 @@ def lr_factor(
     min_factor: float = 0.0,
     power: float = 1.0,
 ) -> float:
-    """The factor of the peak rate at optimizer step `step`, counted from 0.
+    """Return the factor of the peak learning rate at an optimizer step.
 
-    Linear warm-up in `warmup_steps` steps from `warmup_from`, which itself is no step's factor, to 1, the factor of
-    step `warmup_steps` - 1. Then 1, then over the last `decay_steps` (by default all that are left) a line, half a
-    cosine (arXiv:1608.03983), or the share of steps that are left to the power of `power`, down to `min_factor`, which
-    step `total_steps` and all after it have. With `decay_steps` it is warmup-stable-decay (arXiv:2404.06395).
+    The factor rises linearly during the warm-up, stays 1, and falls over the last `decay_steps`.
 
-    Raises: ConfigError for an unknown schedule.
+    Args:
+        step: optimizer step, counted from 0.
+        schedule: how the factor falls: "constant" not at all, "linear" along a line, "cosine" along half a cosine
+            (arXiv:1608.03983), "polynomial" as the share of steps left to the power of `power`.
+        total_steps: this step and all after it have the factor `min_factor`.
+        warmup_steps: steps of the warm-up. Step `warmup_steps` - 1 has the factor 1.
+        decay_steps: steps in which the factor falls; default: all after the warm-up. With fewer it is
+            warmup-stable-decay (arXiv:2404.06395).
+        warmup_from: where the warm-up starts; the first step is already above it.
+        min_factor: where the factor ends.
+        power: of "polynomial".
+
+    Raises:
+        ConfigError: the schedule is unknown.
     """
     if schedule not in get_args(Schedule):
         raise ConfigError(f"schedule {schedule!r}: expected one of {', '.join(get_args(Schedule))}")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlite.algorithms.logprobs import gather_logprobs_entropy, next_token
-from rlite.algorithms.token_logprobs import TokenLogprobs
+from rlite.algorithms.on_logprobs import TokenLogprobs
 from rlite.errors import ConfigError
 
 CheckpointSource = str | Path | Mapping[str, Tensor]

@@ -18,7 +18,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConf
 from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 
 from rlite.algorithms.logprobs import next_token
-from rlite.algorithms.token_logprobs import TokenLogprobs
+from rlite.algorithms.on_logprobs import TokenLogprobs
 from rlite.errors import ConfigError
 from rlite.nn.architecture import check_architecture, rope_limit
 from rlite.nn.attention import PACKED, PackedLayout, attention, recompute_alike

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from rlite.algorithms.logprobs import check_temperature
-from rlite.algorithms.softmax import (
+from rlite.algorithms.logprobs import (
     block_gradient,
     block_statistics,
+    check_temperature,
     logprobs_and_entropy,
     merge,
     merge_over,
     no_statistics,
 )
-from rlite.algorithms.token_logprobs import TokenLogprobs
+from rlite.algorithms.on_logprobs import TokenLogprobs
 from rlite.errors import ConfigError
 from rlite.nn.linear import linear
 from rlite.parallel.context import ContextShare
@@ -188,7 +188,7 @@ def _local_part(head: nn.Linear) -> tuple[Tensor, Tensor | None, dict[str, Any]]
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """The formulas are those of `rlite.algorithms.softmax`; labels count from the first row of `weight`."""
+    """The formulas are those of `rlite.algorithms.logprobs`; labels count from the first row of `weight`."""
 
     @staticmethod
     def forward(

@@ -30,7 +30,8 @@ from rlite.observability.plots import plot_learning_curve
 from rlite.quickstart.teacher import impatient_demonstrations
 from rlite.quickstart.tiny import build_tiny_qwen3
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
-from rlite.trainer.policy import OptimizerOptions, SftLoss, policy_module
+from rlite.trainer.losses import SftLoss
+from rlite.trainer.modules import OptimizerOptions, policy_module
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.config import (
     ActorOptions,

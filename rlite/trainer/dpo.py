@@ -22,9 +22,9 @@ from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError, UnknownOptionError
 from rlite.observability import stats_tracker
+from rlite.trainer.losses import DpoLoss, OwnLogprobs
+from rlite.trainer.modules import policy_module
 from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions, TestDataOptions
-from rlite.trainer.policy import OwnLogprobs, policy_module
-from rlite.trainer.preferences import DpoLoss
 from rlite.trainer.rl.engines import init_devices, untrained
 from rlite.trainer.run.command import run
 from rlite.trainer.supervised import EpochOptions, SupervisedRun, num_steps, read_tokens, serve_if_worker

@@ -11,7 +11,8 @@ from rlite.errors import ConfigError
 from rlite.nn.liger import check_liger_installed
 from rlite.nn.lora import LoraOptions
 from rlite.parallel.mesh import ParallelDims
-from rlite.trainer.policy import AvgLevel, OptimizerOptions
+from rlite.trainer.losses import AvgLevel
+from rlite.trainer.modules import OptimizerOptions
 
 
 @dataclass(frozen=True, kw_only=True)

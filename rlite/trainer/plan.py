@@ -22,7 +22,7 @@ from rlite.errors import ConfigError, RliteError
 from rlite.observability.console import ConsoleReporter
 from rlite.parallel.fsdp import local_tensor, shard
 from rlite.parallel.mesh import ParallelDims, make_mesh
-from rlite.trainer.policy import policy_module
+from rlite.trainer.modules import policy_module
 
 ADAM_STATES = 2
 

@@ -28,7 +28,7 @@ from rlite.errors import ConfigError, writing
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
-from rlite.trainer.policy import OwnLogprobs, PolicyLoss
+from rlite.trainer.losses import OwnLogprobs, PolicyLoss
 from rlite.trainer.rl.advantages import Credit
 from rlite.trainer.rl.config import PpoConfig, SamplingOptions
 from rlite.trainer.rl.critic import find_critic

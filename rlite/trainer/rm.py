@@ -18,9 +18,9 @@ from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
+from rlite.trainer.losses import RewardModelLoss
+from rlite.trainer.modules import critic_module
 from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions, TestDataOptions
-from rlite.trainer.policy import critic_module
-from rlite.trainer.preferences import RewardModelLoss
 from rlite.trainer.rl.engines import init_devices
 from rlite.trainer.run.command import run
 from rlite.trainer.supervised import EpochOptions, SupervisedRun, num_steps, read_tokens, serve_if_worker

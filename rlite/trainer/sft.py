@@ -20,8 +20,9 @@ from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
+from rlite.trainer.losses import SftLoss
+from rlite.trainer.modules import policy_module
 from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions, TestDataOptions
-from rlite.trainer.policy import SftLoss, policy_module
 from rlite.trainer.rl.engines import init_devices
 from rlite.trainer.run.command import run
 from rlite.trainer.supervised import EpochOptions, SupervisedRun, num_steps, read_tokens, serve_if_worker
@@ -71,7 +72,7 @@ class SftTrainer:
                 actor.model_name, actor.optimizer(num_steps(options, rows)), actor.lora, actor.disable_dropout
             )
         )
-        loss = SftLoss(avg_level=options.actor.avg_level)  # type: ignore[arg-type]
+        loss = SftLoss(avg_level=options.actor.avg_level)
         self.run = SupervisedRun(options, "actor", options.data, options.trainer, engine, loss, rows, test_rows, SHOWN)
 
     def fit(self) -> dict[str, float]:

@@ -8,7 +8,6 @@ from types import ModuleType
 import pytest
 
 import rlite
-import rlite.algorithms
 import rlite.nn
 import rlite.rollout
 import rlite.rollout.openai
@@ -45,14 +44,14 @@ def test_agents_have_these_names_and_no_others():
 
 
 def test_every_exported_name_exists():
-    for package in (rlite, rlite.algorithms, rlite.nn, rlite.rollout, rlite.rollout.openai, rlite.rollout.rewards):
+    for package in (rlite, rlite.nn, rlite.rollout, rlite.rollout.openai, rlite.rollout.rewards):
         for name in package.__all__:
             assert getattr(package, name) is not None, f"{package.__name__}.{name}"
 
 
 @pytest.mark.parametrize(
     "package",
-    [rlite, rlite.algorithms, rlite.rollout, rlite.rollout.openai, rlite.rollout.rewards],
+    [rlite, rlite.rollout, rlite.rollout.openai, rlite.rollout.rewards],
     ids=lambda p: p.__name__,
 )
 def test_what_is_loaded_lazily_is_what_type_checkers_see(package: ModuleType):

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.algorithms import group_advantages, masked_mean, next_token, on_logprobs, ppo_clip
+from rlite.algorithms import LossInputs, group_advantages, masked_mean, next_token, on_logprobs, ppo_clip
 from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.rollout import GenerationHyperparameters
 from rlite.rollout.openai import AgentClient, AgentEndpoint, AgentSession, AgentWorkflow
@@ -358,7 +358,8 @@ def test_two_sessions_at_once_never_mix(engine: RliteInferenceEngine) -> None:
 def grpo_loss(tokens: Any, data: Any) -> Any:
     keys = ("logprobs", "advantages", "loss_mask")
     old, advantages, mask = (next_token(data[key], data["cu_seqlens"]) for key in keys)
-    return masked_mean(ppo_clip(tokens.logprobs, old, advantages, clip_low=0.2, clip_high=0.28).loss, mask)
+    inputs = LossInputs(tokens.logprobs, old, advantages, mask, cu_seqlens=data["cu_seqlens"])
+    return masked_mean(ppo_clip(inputs, clip_low=0.2, clip_high=0.28).loss, mask)
 
 
 class Policy(HuggingFaceFsdp2TrainModule, Qwen3ForCausalLM):

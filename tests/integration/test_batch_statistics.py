@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDict
 
 from rlite import RliteTrainEngine
-from rlite.trainer.policy import OptimizerOptions, PolicyLoss, critic_module, policy_module
-from rlite.trainer.rl.critic import ValueLoss
+from rlite.trainer.losses import PolicyLoss, ValueLoss
+from rlite.trainer.modules import OptimizerOptions, critic_module, policy_module
 from rlite.trainer.rl.selection import Selection
 from tests.integration.modules import make_batch
 from tests.integration.worlds import world

@@ -21,8 +21,8 @@ from transformers import AutoModelForSequenceClassification
 from rlite import RliteTrainEngine
 from rlite.checkpoint import huggingface, sharded
 from rlite.errors import CheckpointError, DamagedCheckpointError
-from rlite.trainer.policy import OptimizerOptions, critic_module
-from rlite.trainer.rl.critic import ValueLoss, own_values
+from rlite.trainer.losses import ValueLoss, own_values
+from rlite.trainer.modules import OptimizerOptions, critic_module
 from rlite.trainer.run.checkpoints import Checkpoints
 from tests.integration.modules import LlamaPolicy, Qwen2Policy, make_batch, num_counted, on_meta, token_loss
 from tests.integration.worlds import world

@@ -24,7 +24,8 @@ from rlite.nn import LoraOptions
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout.workflow import SingleTurnWorkflow
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
-from rlite.trainer.policy import OptimizerOptions, OwnLogprobs, critic_module, policy_module
+from rlite.trainer.losses import OwnLogprobs
+from rlite.trainer.modules import OptimizerOptions, critic_module, policy_module
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.config import (
     ActorOptions,

@@ -19,7 +19,8 @@ from rlite.cluster.group import apply_on_processes
 from rlite.data.packs import pack
 from rlite.errors import CheckpointError, ConfigError, DataError, PlacementError, ResidencyError, RliteError
 from rlite.nn import BaseTrainModule, HuggingFaceFsdp2TrainModule
-from rlite.trainer.policy import OwnLogprobs, policy_module
+from rlite.trainer.losses import OwnLogprobs
+from rlite.trainer.modules import policy_module
 from rlite.trainer.rl.engines import untrained
 from tests.integration.modules import (
     LlamaPolicy,

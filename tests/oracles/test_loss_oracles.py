@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlite.algorithms import (
+    LossInputs,
     TokenLoss,
     aggregate,
     aot_loss,
@@ -38,17 +39,16 @@ from tests.oracles.cases import Adapter, Case, Comparison, aggregated, compariso
 
 def token_loss(case: Case, name: str, leaf: Tensor, **options: Any) -> TokenLoss:
     """A registered policy loss of a case's tensors; `leaf` are its log-probabilities."""
-    return policy_loss(
-        name,
+    inputs = LossInputs(
         leaf,
         case.old_logprobs,
         case.advantages,
-        mask=case.mask,
+        case.mask,
         weights=case.inputs.get("token_weights"),
         behaviour_logprobs=case.inputs.get("rollout_logprobs"),
-        options=options,
         **case.layout,
     )
+    return policy_loss(name, inputs, options)
 
 
 def reduced(case: Case, token: TokenLoss, leaf: Tensor, aggregation: str | None = None) -> dict[str, Tensor]:
@@ -138,7 +138,7 @@ def check_decoupled_ppo(case: Case) -> dict[str, Tensor]:
     if p["ratio_level"] == "sequence":
         log_ratio = sequence_log_ratio(log_ratio, mask, **case.layout)
         advantages = sequence_log_ratio(advantages, mask, **case.layout)
-    weights, kept, outputs = None, mask, {}
+    weights, kept, outputs = 1.0, mask, {}
     if (correction := p["behaviour_correction"]) is not None:
         weights, kept, changed = behaviour_weights(
             case.proximal_logprobs,
@@ -159,9 +159,8 @@ def check_decoupled_ppo(case: Case) -> dict[str, Tensor]:
         clip_low=p["clip_low"],
         clip_high=p["clip_high"],
         dual_clip=p["dual_clip_c"],
-        weights=weights,
     )
-    loss = aggregated(case, token.loss, "token-mean")
+    loss = aggregated(case, token.loss * weights, "token-mean")
     return {
         **outputs,
         "loss": loss,

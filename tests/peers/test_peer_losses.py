@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlite.algorithms import (
+    LossInputs,
     aggregate,
     aot_loss,
     cross_entropy,
@@ -121,9 +122,8 @@ def test_policy_losses_are_verls(peer: Peer, name: str, weighted: bool, average:
     theirs = verls_loss(peer, theirs_name, average, changes)
 
     def ours(logprobs: Tensor) -> Tensor:
-        token = policy_loss(
-            ours_name, logprobs, batch.old_logprobs, advantages, mask=batch.mask, weights=weights, options=options
-        )
+        inputs = LossInputs(logprobs, batch.old_logprobs, advantages, batch.mask, weights=weights)
+        token = policy_loss(ours_name, inputs, options)
         return aggregate(token.loss, batch.mask, average)
 
     same(
@@ -174,15 +174,8 @@ def test_gated_ppo_is_openrlhfs(
         }
 
     def ours(logprobs: Tensor) -> Tensor:
-        token = policy_loss(
-            "ppo_clip" if level == "off" else "decoupled_ppo",
-            logprobs,
-            batch.old_logprobs,
-            advantages,
-            mask=batch.mask,
-            behaviour_logprobs=behaviour,
-            options=options,
-        )
+        inputs = LossInputs(logprobs, batch.old_logprobs, advantages, batch.mask, behaviour_logprobs=behaviour)
+        token = policy_loss("ppo_clip" if level == "off" else "decoupled_ppo", inputs, options)
         return aggregate(token.loss, batch.mask)
 
     same(
@@ -201,7 +194,7 @@ def test_gspo_is_openrlhfs_and_areals(peer: Peer, seed: int) -> None:
 
     def ours(logprobs: Tensor, average: str) -> Tensor:
         options = {"clip_low": 0.05, "clip_high": 0.06}
-        token = policy_loss("gspo", logprobs, batch.old_logprobs, advantages, mask=batch.mask, options=options)
+        token = policy_loss("gspo", LossInputs(logprobs, batch.old_logprobs, advantages, batch.mask), options)
         return aggregate(token.loss, batch.mask, average)
 
     same(
@@ -270,16 +263,8 @@ def test_decoupled_ppo_is_areals_packed(
 
     def ours(logprobs: Tensor) -> Tensor:
         options = {"dual_clip": 3.0, "metric": metric, "scope": level, "action": action}
-        token = policy_loss(
-            "decoupled_ppo",
-            logprobs,
-            old,
-            advantages,
-            mask=mask,
-            cu_seqlens=cu_seqlens,
-            behaviour_logprobs=behaviour,
-            options={**options, "lower": bounds[0], "upper": bounds[1]},
-        )
+        inputs = LossInputs(logprobs, old, advantages, mask, behaviour_logprobs=behaviour, cu_seqlens=cu_seqlens)
+        token = policy_loss("decoupled_ppo", inputs, {**options, "lower": bounds[0], "upper": bounds[1]})
         return aggregate(token.loss, mask, cu_seqlens=cu_seqlens)
 
     same(theirs, ours, batch.logprobs.flatten(), **FLOAT32)
@@ -292,7 +277,7 @@ def test_sapo_the_proximal_interpolation_and_the_second_moment_mask_are_areals(p
     advantages = advantages_of(batch, seed)
     same(
         lambda x: areal.sapo_loss_fn(x, batch.old_logprobs, advantages, 1.0, 1.05, mask)[0],
-        lambda x: aggregate(policy_loss("sapo", x, batch.old_logprobs, advantages, mask=mask).loss, mask),
+        lambda x: aggregate(policy_loss("sapo", LossInputs(x, batch.old_logprobs, advantages, mask)).loss, mask),
         batch.logprobs,
     )
     for threshold in (1e-4, 0.02, 0.05, 1.0):
@@ -434,9 +419,8 @@ def test_grpo_and_its_variants_are_trls(peer: Peer, variant: str, weighted: bool
         settings = {**settings, "beta": 0.04, "use_bias_correction_kl": kl == "corrected"}
 
     def ours(logprobs: Tensor) -> Tensor:
-        loss = policy_loss(
-            name, logprobs, batch.old_logprobs, advantages, mask=batch.mask, weights=weights, options=options
-        ).loss
+        inputs = LossInputs(logprobs, batch.old_logprobs, advantages, batch.mask, weights=weights)
+        loss = policy_loss(name, inputs, options).loss
         if kl != "none":
             k3 = kl_penalty(logprobs, batch.ref_logprobs, "k3", max_log_ratio=None, max_value=None)
             log_ratio = logprobs - batch.old_logprobs
@@ -460,9 +444,8 @@ def test_the_off_policy_sequence_mask_is_trls(peer: Peer, seed: int) -> None:
     )
 
     def ours(logprobs: Tensor) -> Tensor:
-        loss = policy_loss(
-            "ppo_clip", logprobs, batch.old_logprobs, advantages, mask=batch.mask, options={"clip_high": 0.28}
-        ).loss
+        inputs = LossInputs(logprobs, batch.old_logprobs, advantages, batch.mask)
+        loss = policy_loss("ppo_clip", inputs, {"clip_high": 0.28}).loss
         kept = off_policy_sequence_mask(logprobs, batch.ref_logprobs, advantages, batch.mask, threshold=0.03)
         return aggregate(loss * kept, batch.mask, "sequence")
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from rlite.algorithms.on_logprobs import OnLogprobs, TokenLogprobs
 from rlite.algorithms.reduce import Mean
-from rlite.algorithms.token_logprobs import OnLogprobs, TokenLogprobs
 from rlite.checkpoint import huggingface, sharded
 from rlite.cluster.host import WorkerContext
 from rlite.data.packs import companions, pack, unpack

@@ -20,7 +20,7 @@ from rlite.algorithms import (
     normalize_rewards,
     outcome_advantages,
 )
-from rlite.algorithms.actions import ActionTokens
+from rlite.algorithms.advantages.token import ActionTokens
 from rlite.errors import DataError
 from rlite.observability import stats_tracker
 from rlite.rollout.trajectories import first_rows, last_rows, trajectory_index

@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 from rlite import config
 from rlite.algorithms import ADVANTAGES, Schedule, check_advantage, check_policy_loss
-from rlite.algorithms.estimators import is_of_group_alone
+from rlite.algorithms.advantages import is_of_group_alone
 from rlite.algorithms.kl import KLEstimator
 from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 from rlite.nn.lora import LoraOptions
 from rlite.rollout.collector.ledger import OnStale
 from rlite.rollout.collector.options import CollectorOptions
+from rlite.trainer.losses import AvgLevel, check_kl_loss
 from rlite.trainer.options import LaunchOptions, ModelOptions, check_model_options
-from rlite.trainer.policy import AvgLevel, check_kl_loss
 from rlite.trainer.run.run import TrainerOptions
 from rlite.types import GenerationHyperparameters
 

@@ -2,47 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
-from rlite.algorithms import Mean, aggregate, aggregation_weight, next_token, previous_token, value_loss
 from rlite.engine.train import RliteTrainEngine
 from rlite.observability import stats_tracker
-from rlite.trainer.policy import AvgLevel, predicts_counted
+from rlite.trainer.losses import ValueLoss, own_values
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.engines import Engines
-
-
-def own_values(values: Tensor, data: Mapping[str, Any]) -> Tensor:
-    """A post_hook for `forward`: at each token [T] the value of the state in which it was chosen."""
-    return previous_token(values, data["cu_seqlens"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValueLoss:
-    """The clipped value loss on a pack; `data` holds `returns`, `values` and `loss_mask`, each [T]."""
-
-    clip: float = 0.5
-    avg_level: AvgLevel = "token"
-    max_new_tokens: int | None = None
-    """divisor of avg_level "constant" """
-
-    def __call__(self, values: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Mean]]:
-        cu_seqlens, mask = data["cu_seqlens"], predicts_counted(data)
-        returns, old = (next_token(data[key], cu_seqlens) for key in ("returns", "values"))
-        token_loss = value_loss(values, returns, old, clip=self.clip)
-        loss = aggregate(token_loss.loss, mask, self.avg_level, cu_seqlens=cu_seqlens, length=self.max_new_tokens)
-        report = {**token_loss.metrics, "value": old, "return": returns}
-        return loss, {key: Mean.of(value, mask) for key, value in report.items()}
-
-    def weight(self, data: Mapping[str, Any]) -> Tensor:
-        """What a microbatch's mean counts."""
-        return aggregation_weight(predicts_counted(data), self.avg_level, data["cu_seqlens"])
 
 
 class AnyCritic(Protocol):

@@ -16,8 +16,8 @@ from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.engine.weight_sync import SyncReport
 from rlite.errors import ConfigError
+from rlite.trainer.modules import critic_module, policy_module
 from rlite.trainer.options import ModelOptions
-from rlite.trainer.policy import critic_module, policy_module
 from rlite.trainer.rl.config import PpoConfig, RolloutOptions
 
 

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from rlite.engine.train import RliteTrainEngine
 from rlite.observability import stats_tracker
-from rlite.trainer.policy import OwnLogprobs
+from rlite.trainer.losses import OwnLogprobs
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.engines import Engines
 

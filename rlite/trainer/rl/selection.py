@@ -8,7 +8,7 @@ from tensordict import TensorDict
 
 from rlite.algorithms import is_selective
 from rlite.engine.train import RliteTrainEngine
-from rlite.trainer.policy import OwnLogprobs, PolicyLoss
+from rlite.trainer.losses import OwnLogprobs, PolicyLoss
 from rlite.trainer.rl.config import PpoConfig
 
 

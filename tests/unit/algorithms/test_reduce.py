@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.algorithms import aggregate, aggregation_weight, sequence_means, sequence_sums, to_tokens
+from rlite.algorithms import aggregate, aggregation_weight, sequence_log_ratio, sequence_means, sequence_sums, to_tokens
 from rlite.errors import ConfigError
 
 HOWS = ("token", "sequence", "constant")
@@ -89,3 +89,11 @@ def test_bad_arguments_are_named() -> None:
         aggregate(torch.ones(2, 3), torch.ones(2, 3), "constant")
     with pytest.raises(ConfigError, match=r"padded \[B, L\].*\[6\]"):
         aggregate(torch.ones(6), torch.ones(6), "sequence")
+
+
+def test_the_sequence_ratio_spreads_its_gradient_over_the_sequence() -> None:
+    log_ratio = torch.tensor([0.2, 0.4, 7.0, 1.0], requires_grad=True)
+    spread = sequence_log_ratio(log_ratio, torch.tensor([1, 1, 0, 1]), torch.tensor([0, 3, 4]))
+    torch.testing.assert_close(spread, torch.tensor([0.3, 0.3, 0.0, 1.0]))
+    spread[0].backward()
+    assert log_ratio.grad.tolist() == [0.5, 0.5, 0.0, 0.0]

@@ -8,7 +8,8 @@ from transformers import GPT2Config, LlamaConfig, MptConfig, OPTConfig
 import rlite
 from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.nn.dropout import disable_dropout, disable_dropout_layers, with_dropout
-from rlite.trainer.policy import OptimizerOptions, OwnLogprobs, SftLoss, critic_module, policy_module
+from rlite.trainer.losses import OwnLogprobs, SftLoss
+from rlite.trainer.modules import OptimizerOptions, critic_module, policy_module
 from tests.integration.modules import Qwen2Policy, make_batch, on_meta
 from tests.tiny import build_model_dir
 

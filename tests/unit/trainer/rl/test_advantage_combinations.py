@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from rlite.algorithms import TokenLogprobs
-from rlite.trainer.policy import PolicyLoss
+from rlite.trainer.losses import PolicyLoss
 from rlite.trainer.rl.advantages import Credit
 from rlite.trainer.rl.config import AdvantageOptions, KlOptions
 

@@ -1,32 +1,5 @@
-import pytest
-import torch
-
 from rlite.config import load
 from rlite.trainer.rl.config import PpoConfig
-from rlite.trainer.rl.critic import ValueLoss, own_values
-
-
-def test_a_value_belongs_to_the_state_in_which_its_token_was_chosen():
-    data = {"cu_seqlens": torch.tensor([0, 3, 5], dtype=torch.int32)}
-    assert own_values(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), data).tolist() == [0, 1, 2, 0, 4]
-
-
-def test_the_value_loss_reads_the_scores_that_the_values_came_from():
-    data = {
-        "cu_seqlens": torch.tensor([0, 3, 5], dtype=torch.int32),
-        "loss_mask": torch.tensor([0, 1, 1, 0, 1]),
-        "returns": torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0]),
-    }
-    scores = torch.tensor([0.8, 0.5, 9.0, 2.0, 9.0])
-    data["values"] = own_values(scores, data)
-    loss, report = ValueLoss(clip=0.5)(scores, data)
-    assert loss.item() == pytest.approx((0.2**2 + 0.5**2 + 2.0**2) / 2 / 3)
-    assert report["value"].item() == pytest.approx((0.8 + 0.5 + 2.0) / 3)
-    assert ValueLoss().weight(data) == 3
-    data["values"] = data["values"] - 3.0  # the scores have risen too far: the loss is that of the nearest allowed
-    clipped, report = ValueLoss(clip=0.5)(scores, data)
-    assert clipped.item() == pytest.approx(((-1.7 - 1) ** 2 + (-2.0 - 1) ** 2 + 2.0**2) / 2 / 3)
-    assert report["clip_fraction"].item() == pytest.approx(2 / 3)
 
 
 def test_the_critic_is_as_the_actor_where_it_does_not_say():

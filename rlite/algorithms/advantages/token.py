@@ -1,0 +1,229 @@
+"""Advantages, returns and rewards of tokens: packed `[T]` + `cu_seqlens`, or padded `[B, L]`.
+
+Estimators step over action tokens only: holes in the mask, such as an environment's tokens, are skipped. Statistics are
+computed in float64. Nothing here carries a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rlite.algorithms.advantages.group import Singleton, as_advantages, group_advantages, group_indices, sum_over_set
+from rlite.algorithms.reduce import masked_mean, masked_variance, sequence_index, sequence_sums, to_tokens
+from rlite.algorithms.shapes import CuSeqlens, GroupIds, Mask, Sequences, Tokens
+
+Table = Float[Tensor, "rows columns"]
+
+
+class ActionTokens(NamedTuple):
+    """The places of the action tokens, flat and in a dense table `[sequences, most actions of a sequence]`.
+
+    An estimator that steps over a sequence's actions steps over the table's columns, whatever lies between the actions.
+    """
+
+    tokens_at: Int[Tensor, " actions"]
+    rows: Int[Tensor, " actions"]
+    columns: Int[Tensor, " actions"]
+    num_rows: int
+    num_columns: int
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, mask: Mask, cu_seqlens: CuSeqlens | None) -> ActionTokens:
+        """Find the tokens with mask 1."""
+        index = sequence_index(mask, cu_seqlens).flatten()
+        num_rows = mask.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        tokens_at = mask.flatten().bool().nonzero().squeeze(-1)
+        tokens_at = tokens_at[index[tokens_at] < num_rows]
+        rows = index[tokens_at]
+        counts = torch.bincount(rows, minlength=num_rows)
+        columns = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+        return cls(tokens_at, rows, columns, num_rows, int(counts.max()) if num_rows else 0, mask.shape)
+
+    def table(self, x: Tensor) -> Table:
+        """Return the tokens' values as a table in float64, 0 after each sequence's last action."""
+        dense = torch.zeros(self.num_rows, self.num_columns, dtype=torch.float64, device=x.device)
+        dense[self.rows, self.columns] = x.flatten()[self.tokens_at].double()
+        return dense
+
+    def tokens(self, table: Table) -> Tokens:
+        """Put a table's values back on their tokens; other tokens get 0."""
+        flat = table.new_zeros(self.shape.numel())
+        flat[self.tokens_at] = table[self.rows, self.columns]
+        return flat.view(self.shape)
+
+
+def discounted_suffix_sums(x: Table, factor: float) -> Table:
+    """Return S_t = x_t + factor S_{t+1}, by doubling: S^{2n}_t = S^n_t + factor^n S^n_{t+n}, in log2(columns) steps."""
+    step = 1
+    while step < x.shape[1]:
+        x = x + torch.nn.functional.pad(x[:, step:], (0, step)) * factor**step
+        step *= 2
+    return x
+
+
+@torch.no_grad()
+def gae(
+    rewards: Tokens,
+    values: Tokens,
+    mask: Mask,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    *,
+    cu_seqlens: CuSeqlens | None = None,
+) -> tuple[Tokens, Tokens]:
+    """Return advantages and returns by generalised advantage estimation, both 0 outside of the mask.
+
+    delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1},  return_t = A_t + V_t
+    (arXiv:1506.02438, eq. 16). t + 1 is the next action token: environment tokens in between are skipped, and their
+    rewards and values dropped. After the last action token V and A are 0; nothing is bootstrapped.
+
+    Args:
+        rewards: reward of each token, `[T]` or `[B, L]`.
+        values: V of the state in which each token was chosen.
+        mask: action tokens.
+        gamma: discount per action token.
+        lam: lambda; 1 relies on rewards alone, 0 on values.
+        cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+    """
+    actions = ActionTokens.of(mask, cu_seqlens)
+    r, v = actions.table(rewards), actions.table(values)
+    next_v = torch.nn.functional.pad(v[:, 1:], (0, 1)) if v.shape[1] else v
+    advantages = discounted_suffix_sums(r + gamma * next_v - v, gamma * lam)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return actions.tokens(advantages).to(dtype), actions.tokens(advantages + v).to(dtype)
+
+
+@torch.no_grad()
+def discounted_returns(
+    rewards: Tokens, mask: Mask, gamma: float = 1.0, *, cu_seqlens: CuSeqlens | None = None
+) -> Tokens:
+    """Return G_t = r_t + gamma G_{t+1} over action tokens, 0 outside of the mask.
+
+    Args:
+        rewards: reward of each token, `[T]` or `[B, L]`.
+        mask: action tokens.
+        gamma: discount per action token.
+        cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+    """
+    actions = ActionTokens.of(mask, cu_seqlens)
+    returns = discounted_suffix_sums(actions.table(rewards), gamma)
+    return actions.tokens(returns).to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+def reinforce_pp_advantages(
+    rewards: Tokens,
+    mask: Mask,
+    gamma: float = 1.0,
+    *,
+    group_ids: GroupIds | None = None,
+    singleton: Singleton = "zero",
+    cu_seqlens: CuSeqlens | None = None,
+) -> Tokens:
+    """Return discounted returns, whitened over all action tokens of the batch. REINFORCE++, arXiv:2501.03262.
+
+    Args:
+        rewards: reward of each token, `[T]` or `[B, L]`.
+        mask: action tokens.
+        gamma: discount per action token; without effect with `group_ids`.
+        group_ids: choose the variant with a baseline: each sequence's total reward less its group's mean, on each of
+            its action tokens, whitened in the same way. `[N]`.
+        singleton: advantage of a group of one before it is whitened: "zero", or its reward, "raw".
+        cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+    """
+    if group_ids is None:
+        unscaled = discounted_returns(rewards, mask, gamma, cu_seqlens=cu_seqlens)
+    else:
+        totals = sequence_sums(rewards.double(), torch.ones_like(mask), cu_seqlens)
+        unscaled = to_tokens(group_advantages(totals, group_ids, singleton=singleton), mask, cu_seqlens)
+    return masked_whiten(unscaled, mask).to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+@torch.no_grad()
+def masked_whiten(
+    x: Tokens, mask: Mask, *, shift_mean: bool = True, unbiased: bool = True, eps: float = 1e-8
+) -> Tokens:
+    """Return (x - mean) / sqrt(var + eps) over the mask, 0 elsewhere.
+
+    Args:
+        x: values, of any shape.
+        mask: elements that count, of the same shape.
+        shift_mean: subtract the mean; otherwise it is kept.
+        unbiased: divide the variance by n - 1 instead of n.
+        eps: added to the variance.
+    """
+    wide = x.double()
+    mean = masked_mean(wide, mask)
+    white = (wide - mean) * (masked_variance(wide, mask, unbiased=unbiased) + eps).rsqrt()
+    if not shift_mean:
+        white = white + mean
+    return torch.where(mask.bool(), white, 0.0).to(torch.promote_types(x.dtype, torch.float32))
+
+
+@torch.no_grad()
+def last_action_rewards(scores: Sequences, mask: Mask, *, cu_seqlens: CuSeqlens | None = None) -> Tokens:
+    """Put each sequence's score on its last token in the mask; other tokens get 0.
+
+    Args:
+        scores: one per sequence, `[N]`. A sequence without a token in the mask loses its score.
+        mask: action tokens, `[T]` or `[B, L]`.
+        cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+    """
+    index = sequence_index(mask, cu_seqlens).flatten()
+    places = torch.arange(len(index), device=index.device).masked_fill(~mask.flatten().bool(), -1)
+    last = places.new_full((len(scores) + 1,), -1).scatter_reduce(0, index, places, "amax")[:-1]
+    rewards = scores.new_zeros(len(index) + 1)
+    rewards[last] = scores  # -1 is the place beyond the end
+    return rewards[:-1].view(mask.shape)
+
+
+@torch.no_grad()
+def optimal_token_advantages(
+    rewards: Tokens,
+    logprobs: Tokens,
+    sum_pi_squared: Tokens,
+    mask: Mask,
+    group_ids: GroupIds,
+    *,
+    importance_weights: Tokens | None = None,
+    zero_tail: bool = True,
+    eps: float = 1e-8,
+    cu_seqlens: CuSeqlens | None = None,
+) -> Tokens:
+    """A_t = G_t - B_t, with the baseline of least variance at each position t of a group. The Optimal Token Baseline
+    (Li et al., ICML 2026).
+
+    G_t is the reward still to come. w_t = 1 - 2 pi(token) + sum over the vocabulary of pi^2 is the squared norm of the
+    logits' gradient, W_t = w_1 + ... + w_t, and B_t = sum(G_t W_t) / (sum(W_t) + eps) over the members of the group
+    that act at t; t counts action tokens.
+
+    Args:
+        rewards: reward of each token, `[T]` or `[B, L]`.
+        logprobs: log pi(token).
+        sum_pi_squared: sum of pi^2 over the vocabulary, from the function of this name.
+        mask: action tokens.
+        group_ids: equal for the responses to one prompt, `[N]`. A group of one has no baseline.
+        importance_weights: their squares multiply w_t.
+        zero_tail: the longest sequence has no baseline after the second longest has ended; its baseline there would be
+            its own return.
+        eps: added to sums of W_t.
+        cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+    """
+    actions = ActionTokens.of(mask, cu_seqlens)
+    returns = discounted_suffix_sums(actions.table(rewards), 1.0)
+    acts = actions.table(torch.ones_like(rewards))
+    energy = 1 - 2 * logprobs.double().exp() + sum_pi_squared.double()
+    if importance_weights is not None:
+        energy = energy * importance_weights.double().square()
+    path = actions.table(energy).cumsum(1) * acts
+    groups = group_indices(returns.new_zeros(len(returns)), group_ids)
+    baseline = sum_over_set(returns * path, groups) / (sum_over_set(path, groups) + eps)
+    is_alone = sum_over_set(acts.any(1).double(), groups)[:, None] == 1
+    if zero_tail:
+        is_alone = is_alone | (sum_over_set(acts, groups) == 1)
+    advantages = returns - torch.where(is_alone, 0.0, baseline)
+    return as_advantages(actions.tokens(advantages), rewards)

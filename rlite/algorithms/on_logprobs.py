@@ -1,0 +1,71 @@
+"""Losses that declare that they read log-probabilities and entropies, so that no rank has to hold the logits."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, overload
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rlite.algorithms.logprobs import check_temperature
+
+
+class TokenLogprobs(NamedTuple):
+    """The policy's log-probability and entropy at every position of a pack, for the token that follows."""
+
+    logprobs: Float[Tensor, " tokens"]
+    """log p(next token) under softmax(logits / temperature); without a meaning at a sequence's last position"""
+    entropy: Float[Tensor, " tokens"]
+    """entropy of the same distribution, in nats"""
+
+
+class OnLogprobs(ABC):
+    """A loss_fn or post_hook whose first argument is a `TokenLogprobs` instead of logits `[T, V]`.
+
+    The engine then never holds the logits of a whole pack: it computes log-probabilities in blocks of the vocabulary,
+    forward and backward. Subclass it, or decorate a function with `on_logprobs`.
+    """
+
+    temperature: float = 1.0
+    """divisor of the logits"""
+
+    @abstractmethod
+    def __call__(self, tokens: TokenLogprobs, data: dict[str, Any]) -> Any:
+        """Return what a loss_fn or post_hook returns."""
+
+    def positions(self, data: Mapping[str, Any]) -> Bool[Tensor, " tokens"] | None:
+        """Return the positions that the loss reads; elsewhere values may be 0, which saves work. None is all."""
+        return None
+
+
+class _Function(OnLogprobs):
+    def __init__(self, function: Callable[..., Any], temperature: float) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.temperature = check_temperature(temperature)
+
+    def __call__(self, tokens: TokenLogprobs, data: dict[str, Any]) -> Any:
+        return self.function(tokens, data)
+
+
+@overload
+def on_logprobs(function: Callable[..., Any], *, temperature: float = 1.0) -> OnLogprobs: ...
+@overload
+def on_logprobs(*, temperature: float = 1.0) -> Callable[[Callable[..., Any]], OnLogprobs]: ...
+def on_logprobs(function: Callable[..., Any] | None = None, *, temperature: float = 1.0) -> Any:
+    """Mark `function(tokens: TokenLogprobs, data)` as a loss_fn or post_hook that needs no logits, as a decorator.
+
+        @on_logprobs
+        def surprise(tokens, data):
+            return masked_mean(-tokens.logprobs, next_token(data["loss_mask"], data["cu_seqlens"]))
+
+        engine.train_batch(batch, surprise, num_tokens)
+
+    Also `@on_logprobs(temperature=0.7)`, and `on_logprobs(partial(function, ...), temperature=t)`.
+    """
+    if function is None:
+        return functools.partial(on_logprobs, temperature=temperature)
+    return _Function(function, temperature)

@@ -1,0 +1,124 @@
+"""The inputs of a policy loss, and the table in which every loss registers itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlite.algorithms.reduce import TokenLoss, sequence_log_ratio
+from rlite.algorithms.registry import register
+from rlite.algorithms.shapes import CuSeqlens, Flags, Mask, Tokens
+from rlite.errors import ConfigError
+
+MAX_LOG_RATIO = 20.0
+"""ratios are held between exp(-20) and exp(20); beyond them there is no gradient"""
+
+
+class WeightedTokenLoss(TokenLoss):
+    """A token loss that already contains `LossInputs.weights`."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """The tensors that a policy loss reads, one value per token: packed `[T]` with `cu_seqlens`, or padded `[B, L]`.
+
+    Only `logprobs` carries a gradient; the other tensors are constants and are detached here.
+    """
+
+    logprobs: Tokens
+    """log-probability of the token under the policy that is trained"""
+    old_logprobs: Tokens
+    """log-probability before the updates on this rollout batch, the centre of the trust region"""
+    advantages: Tokens
+    """advantage of the token"""
+    mask: Mask
+    """1 for the tokens that count"""
+    behaviour_logprobs: Tokens | None = None
+    """log-probability under the policy that sampled the token"""
+    weights: Tokens | None = None
+    """importance weights of the old policy over the behaviour policy; every loss is multiplied by them, or includes
+    them in a way of its own"""
+    cu_seqlens: CuSeqlens | None = None
+    """boundaries of the sequences of a pack, `[N + 1]`; None for padded tensors"""
+    selected: Flags | None = None
+    """the tokens that `select_tokens` chose over the whole batch, of which these tensors are a part"""
+
+    def __post_init__(self) -> None:
+        for name in ("old_logprobs", "advantages", "behaviour_logprobs", "weights"):
+            value = self.__dict__[name]
+            object.__setattr__(self, name, None if value is None else value.detach())
+
+    def log_ratio(self, limit: float = MAX_LOG_RATIO) -> Tokens:
+        """Return log(pi / pi_old) with its gradient, held between -limit and limit."""
+        return (self.logprobs - self.old_logprobs).clamp(-limit, limit)
+
+    def sequence_mean(self, x: Tokens) -> Tokens:
+        """Return the mean of `x` over each sequence's tokens in the mask, at each of these tokens."""
+        return sequence_log_ratio(x, self.mask, self.cu_seqlens)
+
+    def behaviour(self, loss: str) -> Tokens:
+        """Return `behaviour_logprobs`.
+
+        Raises:
+            ConfigError: they are missing; the message names the loss that needs them.
+        """
+        if self.behaviour_logprobs is None:
+            raise ConfigError(f"policy loss {loss} needs behaviour_logprobs, which LossInputs does not have here")
+        return self.behaviour_logprobs
+
+    def weighted(self, loss: Tokens, metrics: dict[str, Tokens]) -> WeightedTokenLoss:
+        """Return the loss multiplied by the importance weights, if there are any."""
+        return WeightedTokenLoss(loss if self.weights is None else loss * self.weights, metrics)
+
+
+PolicyLossFunction = Callable[..., TokenLoss]
+Selection = Callable[..., Flags]
+
+POLICY_LOSSES: dict[str, PolicyLossFunction] = {}
+"""policy losses by name"""
+SELECTIONS: dict[str, Selection] = {}
+"""for a loss that treats a few tokens of the batch apart: the function that chooses them, by the loss's name"""
+
+
+def register_policy_loss(
+    name: str, *, select: Selection | None = None
+) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
+    """Make a function the policy loss of this name.
+
+    A policy loss is a function `(inputs: LossInputs, *, ...) -> TokenLoss`. Its keyword parameters are its options; a
+    value is checked against the parameter's annotation.
+
+    Args:
+        name: the value of `actor.policy_loss.name`.
+        select: for a loss that treats a few tokens of the whole batch apart: `(inputs, **options) -> Bool`, called
+            with the whole batch and the loss's options. Each part of the batch then has its answer as
+            `LossInputs.selected`.
+
+    Returns:
+        A decorator, which returns the function unchanged.
+
+    Raises:
+        ConfigError: the name is taken by another function.
+    """
+
+    def enter(function: PolicyLossFunction) -> PolicyLossFunction:
+        register(POLICY_LOSSES, name, function)
+        if select is not None:
+            SELECTIONS[name] = select
+        return function
+
+    return enter
+
+
+def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
+    """Return `approx_kl`, k1 of the old policy against the new one, and `ratio`, of each token."""
+    log_ratio = log_ratio.detach()
+    return {"approx_kl": -log_ratio, "ratio": log_ratio.exp()}
+
+
+def choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """Return `yes` or `no` for each token, in the dtype of `like`; torch.where alone would make float32."""
+    return torch.where(condition, torch.full_like(like.detach(), yes), no)

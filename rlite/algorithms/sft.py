@@ -1,0 +1,11 @@
+"""The loss of supervised fine-tuning."""
+
+from __future__ import annotations
+
+from rlite.algorithms.reduce import TokenLoss
+from rlite.algorithms.shapes import Tokens
+
+
+def cross_entropy(logprobs: Tokens) -> TokenLoss:
+    """L = -log p(token), from the log-probabilities that `gather_logprobs` gives."""
+    return TokenLoss(-logprobs, {})

@@ -1,0 +1,263 @@
+"""The losses of the trainers, on packs: what `train_batch` is given, and the post_hooks of `forward`.
+
+`data` holds a pack's keys: per-token tensors `[T]`, per-row tensors `[n]`, and `cu_seqlens` `[n + 1]`. Keys of a token
+stand at the token; a loss reads them with `next_token` where the token is predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rlite.algorithms import (
+    LossInputs,
+    Mean,
+    OnLogprobs,
+    PairLoss,
+    PolicyLossFunction,
+    TokenLogprobs,
+    aggregate,
+    aggregation_weight,
+    check_policy_loss,
+    check_preference_loss,
+    importance_weights,
+    kl_penalty,
+    next_token,
+    policy_loss,
+    ppo_clip,
+    preference_loss,
+    previous_token,
+    reward_model_loss,
+    select_tokens,
+    sequence_sums,
+    value_loss,
+)
+from rlite.algorithms.kl import KLEstimator
+from rlite.algorithms.reduce import Aggregation
+from rlite.errors import ConfigError
+
+AvgLevel = Aggregation
+PAIR_METRICS = ("accuracy", "margin", "chosen_rewards", "rejected_rewards")
+"""metrics that losses on pairs report"""
+
+
+def predicts_counted(data: Mapping[str, Any]) -> Tensor:
+    """Return whether the token that follows a position counts, `[T]`."""
+    return next_token(data["loss_mask"], data["cu_seqlens"]).bool()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TokenMean:
+    """A loss that averages over the tokens that count, by `avg_level`."""
+
+    avg_level: AvgLevel = "token"
+    max_new_tokens: int | None = None
+    """divisor of avg_level "constant" """
+
+    def positions(self, data: Mapping[str, Any]) -> Tensor:
+        """Return the positions that predict a token that counts."""
+        return predicts_counted(data)
+
+    def weight(self, data: Mapping[str, Any]) -> Tensor:
+        """Return the weight of a microbatch's mean."""
+        return aggregation_weight(predicts_counted(data), self.avg_level, data["cu_seqlens"])
+
+    def _mean(self, per_token: Tensor, mask: Tensor, data: Mapping[str, Any]) -> Tensor:
+        return aggregate(per_token, mask, self.avg_level, cu_seqlens=data["cu_seqlens"], length=self.max_new_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss(_TokenMean, OnLogprobs):
+    """A policy loss on a pack, Dr. GRPO's by default.
+
+    `data` holds `advantages`, `logprobs` (of the sampler) and `loss_mask`, each `[T]`. If it has no `old_logprobs`, the
+    policy of this very update is the old one: the ratio is 1 and carries the gradient alone. The sampler's
+    log-probabilities then only weigh tokens (truncated importance sampling). `selected` is what `select` chose over the
+    whole batch.
+    """
+
+    policy_loss: str | PolicyLossFunction = "ppo_clip"
+    """a name of `rlite.algorithms.POLICY_LOSSES`, or a function like them"""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """options of that loss"""
+    clip_low: float = 0.2
+    """clip range of ppo_clip alone, as is clip_high: what another loss clips is of another size"""
+    clip_high: float = 0.2
+    temperature: float = 1.0
+    tis_coef: float | None = 2.0
+    """cap of the truncated importance weight exp(old - sampler); None is off"""
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    """weight of the KL to the reference; `data` then holds `ref_logprobs` [T]"""
+    kl_estimator: KLEstimator = "k2"
+
+    def __post_init__(self) -> None:
+        if self.avg_level == "constant" and not self.max_new_tokens:
+            raise ConfigError("avg_level=constant divides by max_new_tokens: give rollout.train_sampling_params")
+        check_kl_loss(self.kl_estimator)
+        # a worker may not know the name: it is looked up here, and the function travels
+        function = check_policy_loss(self.policy_loss, self.options)
+        clip = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        if function is ppo_clip:
+            object.__setattr__(self, "options", clip | dict(self.options))
+        elif clip != {"clip_low": 0.2, "clip_high": 0.2}:
+            raise ConfigError(
+                f"actor.clip and actor.clip_high are of ppo_clip alone, not of {self.policy_loss}: what it clips is of "
+                "another size, and set in actor.policy_loss.options"
+            )
+        object.__setattr__(self, "policy_loss", function)
+
+    def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Mean]]:
+        cu_seqlens, mask = data["cu_seqlens"], predicts_counted(data)
+        keys = ("logprobs", "old_logprobs", "advantages", "ref_logprobs", "selected")
+        at = {key: next_token(data[key], cu_seqlens) for key in keys if key in data}
+        behaviour, old = at["logprobs"], at.get("old_logprobs", tokens.logprobs.detach())
+        weights = None if self.tis_coef is None else importance_weights(old, behaviour, mask, upper=self.tis_coef)
+        inputs = LossInputs(
+            tokens.logprobs,
+            old,
+            at["advantages"],
+            mask,
+            behaviour_logprobs=behaviour,
+            weights=weights,
+            cu_seqlens=cu_seqlens,
+            selected=at["selected"].bool() if "selected" in at else None,
+        )
+        loss, metrics = policy_loss(self.policy_loss, inputs, self.options)
+        report = {**metrics, "entropy": tokens.entropy, "logprob_drift": (old - behaviour).abs()}
+        loss = loss - self.entropy_coef * tokens.entropy
+        if self.kl_coef:
+            report["kl"] = kl_penalty(tokens.logprobs, at["ref_logprobs"], self.kl_estimator)
+            loss = loss + self.kl_coef * report["kl"]
+        return self._mean(loss, mask, data), {key: Mean.of(value, mask) for key, value in report.items()}
+
+    def select(self, batch: Mapping[str, Any], logprobs: Tensor) -> Tensor:
+        """Choose the tokens of a whole batch that the loss treats apart, if it is a loss of `SELECTIONS`.
+
+        Args:
+            batch: the keys of `data` for the whole batch, in any layout.
+            logprobs: each token's log-probability under the policy that is trained, at the token.
+
+        Returns:
+            True for the chosen tokens, in the batch's layout.
+        """
+        old = batch.get("old_logprobs", logprobs)
+        inputs = LossInputs(
+            logprobs, old, batch["advantages"], batch["loss_mask"], behaviour_logprobs=batch["logprobs"]
+        )
+        return select_tokens(self.policy_loss, inputs, self.options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftLoss(_TokenMean, OnLogprobs):
+    """The cross entropy of the tokens in `loss_mask`."""
+
+    reported: ClassVar[tuple[str, ...]] = ()
+
+    def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> Tensor:
+        return self._mean(-tokens.logprobs, predicts_counted(data), data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueLoss(_TokenMean):
+    """The clipped value loss on a pack; `data` holds `returns`, `values` and `loss_mask`, each `[T]`."""
+
+    clip: float = 0.5
+
+    def __call__(self, values: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Mean]]:
+        mask = predicts_counted(data)
+        returns, old = (next_token(data[key], data["cu_seqlens"]) for key in ("returns", "values"))
+        loss, metrics = value_loss(values, returns, old, clip=self.clip)
+        report = {**metrics, "value": old, "return": returns}
+        return self._mean(loss, mask, data), {key: Mean.of(value, mask) for key, value in report.items()}
+
+
+class _PairMean:
+    """A loss that averages over pairs; `is_chosen` [n] marks each pair's chosen row, which stands before the other."""
+
+    reported: ClassVar[tuple[str, ...]] = PAIR_METRICS
+
+    def weight(self, data: Mapping[str, Any]) -> Tensor:
+        """Return the number of pairs in a pack, the weight of its mean."""
+        return data["is_chosen"].sum()
+
+    def _mean(self, pairs: PairLoss) -> tuple[Tensor, dict[str, Tensor]]:
+        return pairs.loss.mean(), {key: value.mean() for key, value in pairs.metrics.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoLoss(_PairMean, OnLogprobs):
+    """A loss of the DPO family; `data` holds `ref_logprobs` [T], `loss_mask` [T] and `is_chosen` [n]."""
+
+    loss: str = "sigmoid"
+    """a name of `rlite.algorithms.PREFERENCE_LOSSES`"""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """options of that loss"""
+    beta: float = 0.1
+    is_length_normalised: bool = False
+    """use means of log-probabilities over the answer's tokens instead of sums"""
+
+    def __post_init__(self) -> None:
+        # a worker may not know the name: it is looked up here, and the function travels
+        object.__setattr__(self, "loss", check_preference_loss(self.loss, self.options))
+
+    def positions(self, data: Mapping[str, Any]) -> Tensor:
+        """Return the positions that predict a token that counts."""
+        return predicts_counted(data)
+
+    def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        cu_seqlens, mask, is_chosen = data["cu_seqlens"], predicts_counted(data), data["is_chosen"].bool()
+        reference = next_token(data["ref_logprobs"], cu_seqlens)
+        ours, theirs, lengths = (
+            sequence_sums(x, mask, cu_seqlens) for x in (tokens.logprobs, reference, torch.ones_like(reference))
+        )
+        sides = [is_chosen, ~is_chosen]
+        chosen_lengths, rejected_lengths = (lengths[side] if self.is_length_normalised else None for side in sides)
+        pairs = preference_loss(
+            *(x[side] for x in (ours, theirs) for side in sides),
+            loss=self.loss,
+            beta=self.beta,
+            options=self.options,
+            chosen_lengths=chosen_lengths,
+            rejected_lengths=rejected_lengths,
+        )
+        return self._mean(pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelLoss(_PairMean):
+    """Bradley-Terry on the scores of each row's last token; `margin` [n] is used if `data` has it."""
+
+    def __call__(self, scores: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        is_chosen = data["is_chosen"].bool()
+        last = scores[data["cu_seqlens"][1:].long() - 1]
+        margin = data["margin"][is_chosen] if "margin" in data else None
+        return self._mean(reward_model_loss(last[is_chosen], last[~is_chosen], margin=margin))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnLogprobs(OnLogprobs):
+    """A post_hook for `forward`: each token's log-probability [T], at the token; 0 for a sequence's first token."""
+
+    temperature: float = 1.0
+
+    def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> Tensor:
+        return previous_token(tokens.logprobs, data["cu_seqlens"])
+
+
+def own_values(values: Tensor, data: Mapping[str, Any]) -> Tensor:
+    """Return at each token [T] the value of the state in which it was chosen: a post_hook for `forward`."""
+    return previous_token(values, data["cu_seqlens"])
+
+
+def check_kl_loss(estimator: KLEstimator) -> None:
+    """Raise ConfigError for an estimator that is no loss."""
+    if estimator == "k1":
+        raise ConfigError(
+            "kl.loss_estimator=k1: its gradient is that of log pi, which is 0 in expectation, so that it would add "
+            "noise and no penalty. Use k2, whose gradient is that of the KL, or kl.type=reward, where k1 is unbiased"
+        )

@@ -1,0 +1,128 @@
+"""The modules that trainers train: any Hugging Face causal model, or a score model, with AdamW and a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+
+from rlite.algorithms import Schedule, lr_factor
+from rlite.nn.heads import HuggingFaceFsdp2ScoreModule, score_module
+from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, causal_lm_class
+from rlite.nn.lora import LoraOptions, LoraTrainModule
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """AdamW with a schedule over `total_steps` optimizer steps."""
+
+    lr: float
+    weight_decay: float
+    scheduler: Schedule
+    warmup_steps: int
+    total_steps: int
+    lr_end: float = 0.0
+    """rate at the last step"""
+    power: float = 1.0
+    """power of the schedule "polynomial" """
+
+
+class _Optimized(LoraTrainModule):
+    """A module with the optimizer that `optimizer_options` describe; without them it is a reference model."""
+
+    optimizer_options: OptimizerOptions | None = None
+
+    def on_weights_materialized(self) -> None:
+        options = self.optimizer_options
+        if options is None:
+            return
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        # fused: each parameter's memory is passed over once instead of ten times
+        self.optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=options.weight_decay, fused=True)
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(schedule, options=options))
+
+    def on_state_loaded(self) -> None:
+        """Take the peak rate and the weight decay from this run's options; the saved state may have others."""
+        options, scheduler = self.optimizer_options, self.lr_scheduler
+        if options is None or self.optimizer is None or scheduler is None:
+            return
+        lr = options.lr * schedule(scheduler.last_epoch, options)
+        scheduler.base_lrs = [options.lr for _ in scheduler.base_lrs]
+        for group in self.optimizer.param_groups:
+            group.update(initial_lr=options.lr, lr=lr, weight_decay=options.weight_decay)
+
+
+class PolicyModule(_Optimized, HuggingFaceFsdp2TrainModule):
+    """A causal language model."""
+
+    _keeps_dropout = False
+
+
+class CriticModule(_Optimized, HuggingFaceFsdp2ScoreModule):
+    """A model with one number per token: a critic's values, or a reward model's scores."""
+
+    _keeps_dropout = False
+
+
+def schedule(step: int, options: OptimizerOptions) -> float:
+    """Return the factor of the peak rate at a step: linear warm-up to 1, then the schedule down to `lr_end`."""
+    return lr_factor(
+        step,
+        options.scheduler,
+        total_steps=options.total_steps,
+        warmup_steps=options.warmup_steps,
+        min_factor=options.lr_end / options.lr if options.lr else 0.0,
+        power=options.power,
+    )
+
+
+def policy_module(
+    path: str | Path,
+    optimizer_options: OptimizerOptions | None = None,
+    lora: LoraOptions | None = None,
+    disable_dropout: bool = True,
+) -> PolicyModule:
+    """Make a train module on meta from a causal model's checkpoint.
+
+    Args:
+        path: folder or hub name of the checkpoint.
+        optimizer_options: of the optimizer; None makes a model that is not trained.
+        lora: train adapters beside the weights, and only the adapters.
+        disable_dropout: train without the dropout of the checkpoint's config.
+    """
+    with init_empty_weights():
+        module = causal_lm_class(path, _carrier(PolicyModule, disable_dropout)).from_pretrained(path)
+    return _optimized(module, optimizer_options, lora)
+
+
+def critic_module(
+    path: str | Path,
+    optimizer_options: OptimizerOptions | None = None,
+    lora: LoraOptions | None = None,
+    disable_dropout: bool = True,
+) -> CriticModule:
+    """Make a train module on meta from the checkpoint of a causal model or of an earlier critic.
+
+    Args:
+        path: folder or hub name of the checkpoint.
+        optimizer_options: of the optimizer; None makes a model that is not trained.
+        lora: train the head, and adapters beside the other weights.
+        disable_dropout: train without the dropout of the checkpoint's config.
+    """
+    return _optimized(score_module(path, _carrier(CriticModule, disable_dropout)), optimizer_options, lora)
+
+
+def _carrier(carrier: Any, disable_dropout: bool) -> Any:
+    """Return the class with another dropout setting under the same name, by which checkpoints know their module."""
+    return carrier if disable_dropout else type(carrier.__name__, (carrier,), {"_keeps_dropout": True})
+
+
+def _optimized(module: Any, optimizer_options: OptimizerOptions | None, lora: LoraOptions | None) -> Any:
+    if lora is not None:
+        module.add_lora(lora)
+    module.optimizer_options = optimizer_options
+    return module

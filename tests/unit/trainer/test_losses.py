@@ -1,0 +1,163 @@
+import math
+
+import pytest
+import torch
+
+from rlite.algorithms import POLICY_LOSSES, TokenLogprobs, TokenLoss, gather_logprobs_entropy, next_token, ppo_clip
+from rlite.config import load
+from rlite.errors import ConfigError
+from rlite.trainer.losses import DpoLoss, OwnLogprobs, PolicyLoss, RewardModelLoss, SftLoss, ValueLoss, own_values
+from rlite.trainer.rl.config import ActorOptions, PpoConfig
+
+
+def pack(lengths, prompt=2, vocab=11, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    loss_mask = torch.cat([torch.tensor([0] * prompt + [1] * (n - prompt)) for n in lengths])
+    return torch.randn(total, vocab, generator=generator, dtype=torch.float64).requires_grad_(), {
+        "input_ids": torch.randint(vocab, (total,), generator=generator),
+        "loss_mask": loss_mask,
+        "logprobs": -torch.rand(total, generator=generator, dtype=torch.float64) * loss_mask,
+        "advantages": torch.randn(total, generator=generator, dtype=torch.float64) * loss_mask,
+        "cu_seqlens": torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
+    }
+
+
+def tokens(logits, data):
+    return TokenLogprobs(*gather_logprobs_entropy(logits, next_token(data["input_ids"], data["cu_seqlens"])))
+
+
+def test_without_old_logprobs_the_gradient_is_that_of_reinforce_with_the_advantage():
+    logits, data = pack([5, 7, 4])
+    loss, report = PolicyLoss(tis_coef=None)(tokens(logits, data), data)
+    loss.backward()
+    probs = logits.detach().softmax(-1)
+    expected = torch.zeros_like(probs)
+    count = int(data["loss_mask"].sum())
+    for position in range(len(probs) - 1):
+        if data["loss_mask"][position + 1] and position + 1 not in data["cu_seqlens"].tolist():
+            one_hot = torch.nn.functional.one_hot(data["input_ids"][position + 1], probs.shape[-1])
+            expected[position] = -data["advantages"][position + 1] * (one_hot - probs[position]) / count
+    torch.testing.assert_close(logits.grad, expected)
+    assert report["clip_fraction"].item() == 0
+
+
+def test_a_token_that_the_engine_found_half_as_likely_weighs_at_most_the_cap():
+    logits, data = pack([6])
+    own = OwnLogprobs()(tokens(logits.detach(), data), data)
+    data["logprobs"] = (own - math.log(3.0)) * data["loss_mask"]
+    plain, _ = PolicyLoss(tis_coef=None)(tokens(logits, data), data)
+    capped, report = PolicyLoss(tis_coef=2.0)(tokens(logits, data), data)
+    torch.testing.assert_close(capped, 2 * plain)
+    assert report["logprob_drift"].item() == pytest.approx(math.log(3.0))
+
+
+SELECTIVE = {
+    "clip_cov": {"share": 0.2, "cov_low": 0.1, "clip_low": 0.9, "clip_high": 9.0},
+    "kl_cov": {"share": 0.2},
+    "m2po": {"threshold": 0.05},
+}
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_weighted_microbatches_add_up_to_the_loss_of_the_whole_batch(name):
+    logits, data = pack([5, 9, 4, 6])
+    data["old_logprobs"] = data["logprobs"] - 0.3 * data["loss_mask"]
+    averages = ({}, {"avg_level": "sequence"}, {"avg_level": "constant", "max_new_tokens": 8})
+    for average in averages:
+        loss = PolicyLoss(policy_loss=name, options=SELECTIVE.get(name, {}), **average)
+        whole, _ = loss(tokens(logits, data), data)
+        if name in SELECTIVE:
+            own = OwnLogprobs()(tokens(logits.detach(), data), data)
+            data["selected"] = loss.select(data, own)
+            assert 0 < data["selected"].sum() < data["loss_mask"].sum()
+        split = 0.0
+        for first, last in ((0, 1), (1, 4)):
+            start, end = data["cu_seqlens"][first], data["cu_seqlens"][last]
+            part = {key: value[start:end] for key, value in data.items() if key != "cu_seqlens"}
+            part["cu_seqlens"] = data["cu_seqlens"][first : last + 1] - start
+            split = split + loss(tokens(logits[start:end], part), part)[0] * loss.weight(part) / loss.weight(data)
+        torch.testing.assert_close(split, whole)
+
+
+def test_the_constant_average_needs_its_divisor():
+    with pytest.raises(ConfigError, match="max_new_tokens"):
+        PolicyLoss(avg_level="constant")
+
+
+def test_supervised_loss_is_the_mean_surprise_of_the_answer_tokens():
+    logits, data = pack([5, 7])
+    loss = SftLoss()(tokens(logits, data), data)
+    own = OwnLogprobs()(tokens(logits, data), data)
+    torch.testing.assert_close(loss, -own[data["loss_mask"].bool()].mean())
+
+
+def test_a_policy_loss_is_a_name_with_options_or_a_function():
+    logits, data = pack([5, 9, 4])
+    data["old_logprobs"] = data["logprobs"] - 0.3 * data["loss_mask"]
+    default, _ = PolicyLoss(clip_low=0.1, clip_high=0.4)(tokens(logits, data), data)
+    named, _ = PolicyLoss(options={"clip_low": 0.1, "clip_high": 0.4})(tokens(logits, data), data)
+    torch.testing.assert_close(named, default)
+    wide, _ = PolicyLoss(policy_loss="gspo", options={"clip_low": 1.0, "clip_high": 9.0})(tokens(logits, data), data)
+    narrow, report = PolicyLoss(policy_loss="gspo")(tokens(logits, data), data)
+    assert wide != narrow
+    assert report["clip_fraction"].item() > 0
+
+    def own(inputs, *, gain):
+        return TokenLoss(-gain * inputs.advantages * inputs.logprobs, {"gain": torch.full_like(inputs.logprobs, gain)})
+
+    loss, report = PolicyLoss(policy_loss=own, options={"gain": 3.0}, tis_coef=None)(tokens(logits, data), data)
+    assert report["gain"].item() == 3.0
+    assert loss.requires_grad
+
+
+def test_a_policy_loss_that_cannot_work_is_refused_before_training():
+    with pytest.raises(ConfigError, match="of ppo_clip alone, not of gspo"):
+        PolicyLoss(policy_loss="gspo", clip_high=0.28)
+    assert PolicyLoss().policy_loss is ppo_clip
+    with pytest.raises(ConfigError, match=r"kl\.loss_estimator=k1: its gradient .* is 0 in expectation"):
+        PolicyLoss(kl_coef=0.1, kl_estimator="k1")
+    with pytest.raises(ConfigError, match=r"kl\.loss_estimator=k1: .* Use k2"):
+        load(PpoConfig, ["actor.model_name=m", "kl.loss_estimator=k1"])
+    with pytest.raises(ConfigError, match=r"policy_loss: unknown policy loss 'gpso'; did you mean 'gspo'"):
+        load(ActorOptions, ["model_name=m", "policy_loss.name=gpso"])
+    with pytest.raises(ConfigError, match=r"policy_loss: policy loss gspo has no option 'clip'; did you mean 'clip_"):
+        load(ActorOptions, ["model_name=m", "policy_loss={name: gspo, options: {clip: 0.1}}"])
+    actor = load(ActorOptions, ["model_name=m", "policy_loss.name=gspo", "policy_loss.options.clip_low=2e-4"])
+    assert actor.policy_loss.options == {"clip_low": 2e-4}
+
+
+def test_losses_on_pairs_name_what_they_report():
+    data = {
+        "cu_seqlens": torch.tensor([0, 3, 6], dtype=torch.int32),
+        "loss_mask": torch.tensor([0, 1, 1, 0, 1, 1]),
+        "ref_logprobs": -torch.rand(6),
+        "is_chosen": torch.tensor([1, 0]),
+    }
+    scores = torch.randn(6)
+    for loss, outputs in ((RewardModelLoss(), scores), (DpoLoss(), TokenLogprobs(scores, scores))):
+        _, report = loss(outputs, data)
+        assert set(report) == set(loss.reported)
+
+
+def test_a_value_belongs_to_the_state_in_which_its_token_was_chosen():
+    data = {"cu_seqlens": torch.tensor([0, 3, 5], dtype=torch.int32)}
+    assert own_values(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), data).tolist() == [0, 1, 2, 0, 4]
+
+
+def test_the_value_loss_reads_the_scores_that_the_values_came_from():
+    data = {
+        "cu_seqlens": torch.tensor([0, 3, 5], dtype=torch.int32),
+        "loss_mask": torch.tensor([0, 1, 1, 0, 1]),
+        "returns": torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0]),
+    }
+    scores = torch.tensor([0.8, 0.5, 9.0, 2.0, 9.0])
+    data["values"] = own_values(scores, data)
+    loss, report = ValueLoss(clip=0.5)(scores, data)
+    assert loss.item() == pytest.approx((0.2**2 + 0.5**2 + 2.0**2) / 2 / 3)
+    assert report["value"].item() == pytest.approx((0.8 + 0.5 + 2.0) / 3)
+    assert ValueLoss().weight(data) == 3
+    data["values"] = data["values"] - 3.0  # the scores have risen too far: the loss is that of the nearest allowed
+    clipped, report = ValueLoss(clip=0.5)(scores, data)
+    assert clipped.item() == pytest.approx(((-1.7 - 1) ** 2 + (-2.0 - 1) ** 2 + 2.0**2) / 2 / 3)
+    assert report["clip_fraction"].item() == pytest.approx(2 / 3)
