@@ -59,6 +59,7 @@ def snapshot(
     scheduler: Scheduler | None,
     is_copied: bool,
     memory: HostMemory | None = None,
+    accumulated: Mapping[str, Any] | None = None,
 ) -> Snapshot:
     """Collect the state of one rank.
 
@@ -68,6 +69,7 @@ def snapshot(
         scheduler: its learning-rate scheduler, if it has one.
         is_copied: copy the state to host memory, so that training may go on while it is written.
         memory: host memory to copy to; an earlier snapshot there is overwritten. None allocates.
+        accumulated: plain values that belong to the gradients; `load` returns them.
 
     Returns:
         The state; without a copy it refers to the live tensors.
@@ -80,6 +82,7 @@ def snapshot(
         "settings": _settings(optimizer),
         "stepped": stepped,
         "gradients": gradients,
+        "accumulated": dict(accumulated or {}),
     }
     shared = _shared(module, optimizer if stepped else None, gradients)
     if is_copied:
@@ -175,7 +178,7 @@ def load(
     scheduler: Scheduler | None,
     rank: int,
     group: dist.ProcessGroup,
-) -> None:
+) -> dict[str, Any]:
     """Read a checkpoint that `write` wrote, into this layout. Extra ranks keep their own random state.
 
     Args:
@@ -185,6 +188,9 @@ def load(
         scheduler: its learning-rate scheduler, if it has one.
         rank: this rank in `group`.
         group: the process group of all ranks that read.
+
+    Returns:
+        `accumulated` of the snapshot; empty for a checkpoint of an earlier version.
 
     Raises:
         CheckpointError: the checkpoint is of another model, and nothing was changed; or it could not be read.
@@ -222,6 +228,7 @@ def load(
         scheduler.load_state_dict(own["scheduler"])
     if file.exists():
         set_random_state(own["random"])
+    return own.get("accumulated", {})
 
 
 def _reason(error: BaseException) -> str:

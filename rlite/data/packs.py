@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,13 +52,38 @@ def companions(batch: Mapping[str, Tensor], row: int = 0) -> list[int]:
     return (batch["pair_ids"] == batch["pair_ids"][row]).nonzero()[:, 0].tolist()
 
 
-def pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device) -> dict[str, Any]:
+class Pack(UserDict[str, Any]):
+    """Rows of a batch, concatenated; each key is packed and moved to the device when it is first read."""
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        if isinstance(value, _Unread):
+            value = self.data[key] = value.read()
+        return value
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A key of a pack that has not been read yet."""
+
+    value: Tensor
+    rows: Tensor
+    mask: Tensor
+    """of these rows"""
+    device: torch.device
+
+    def read(self) -> Tensor:
+        selected = self.value[self.rows]
+        return (selected[self.mask] if selected.shape[:2] == self.mask.shape else selected).to(self.device)
+
+
+def lazy_pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device) -> Pack:
     """Concatenate rows of a right-padded batch.
 
     Args:
-        batch: keys [N, L, ...] per token, or [N] or [N, 1] per row.
+        batch: keys [N, L, ...] per token, or [N] or [N, 1] per row. It must not change while the pack is read.
         rows: the rows to take, in this order.
-        device: where the result goes.
+        device: where the pack is read.
 
     Returns:
         Keys [T, ...] per token and [n] or [n, 1] per sequence, with cu_seqlens [n + 1] int32, position_ids [T] and
@@ -65,17 +92,17 @@ def pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device)
     index = torch.as_tensor(rows)
     mask = batch["attention_mask"][index].bool()
     lengths = mask.sum(-1)
-    packed: dict[str, Any] = {}
-    for key, value in batch.items():
-        if key in LAYOUT_KEYS:
-            continue
-        selected = value[index]
-        packed[key] = (selected[mask] if selected.shape[:2] == mask.shape else selected).to(device)
     starts = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
+    packed = Pack({key: _Unread(value, index, mask, device) for key, value in batch.items() if key not in LAYOUT_KEYS})
     packed["cu_seqlens"] = starts.to(device)
     packed["position_ids"] = (torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)).to(device)
     packed["max_seqlen"] = int(lengths.max())
     return packed
+
+
+def pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """Return the `lazy_pack` of the same arguments with every key read."""
+    return dict(lazy_pack(batch, rows, device))
 
 
 def unpack(values: Tensor, cu_seqlens: Tensor, width: int, fill: float = 0.0) -> Tensor:

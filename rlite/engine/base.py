@@ -132,7 +132,8 @@ class Engine:
         ]
         if self.has_independent_replicas and session.launcher.survives_deaths:
             group.divide(tensor_parallel_size)
-        group.reporters = range(0, len(group), self._num_peers())
+        num_peers = self._num_peers()
+        group.reporters = range(range(num_peers)[self._backend.ranks.returns], len(group), num_peers)
         self.weights = Weights.DEVICE
         try:
             self._built()

@@ -31,7 +31,7 @@ class Backend:
 
 B = TypeVar("B", bound=Backend)
 _backends: dict[tuple[str, str], Backend | str] = {
-    ("train", "fsdp2"): "rlite.engine.fsdp2.worker:BACKEND",
+    ("train", "fsdp2"): "rlite.engine.fsdp2.backend:BACKEND",
     ("inference", "torch"): "rlite.engine.embedded.backend:BACKEND",
 }
 

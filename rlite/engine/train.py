@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import cloudpickle
-import torch
 from torch import Tensor, nn
 
-from rlite.checkpoint.atomic import staging, verify
-from rlite.checkpoint.randomness import random_state, set_random_state
-from rlite.checkpoint.safe import load_values
-from rlite.cluster.group import WorkerGroup
-from rlite.cluster.session import current_session
-from rlite.data.packing import plan_microbatches, sequence_flops
-from rlite.data.packs import check_batch, companions, sequence_lengths
+from rlite.data.packing import sequence_flops
+from rlite.data.packs import sequence_lengths
 from rlite.dispatch import cuts_sequences, gather, gather_of, plan_shares, scatter
-from rlite.engine.base import Engine, Weights
-from rlite.engine.registry import Kind
-from rlite.engine.weight_sync import OnInflight, SyncReport, sync_weights
-from rlite.errors import CheckpointError, ConfigError, DataError, RliteError, why_not_written
-from rlite.nn.base import BaseTrainModule, is_on_meta
-from rlite.nn.huggingface import local_checkpoint
-from rlite.nn.liger import check_liger
-from rlite.parallel.mesh import ParallelDims
+from rlite.engine.batch_shares import BatchShare, join_rows, split_batch
+from rlite.engine.module_engine import ModuleEngine
+from rlite.engine.module_methods import check_train_module, user_methods
+from rlite.engine.train_executor import TrainExecutor
+from rlite.errors import ConfigError
 from rlite.parallel.usage import DeviceUsage
 
-logger = logging.getLogger(__name__)
-
-DRIVER_STATE = "driver.pt"
-"""the driver's random numbers, in a checkpoint"""
+YIELDING = ("forward_backward", "optimizer_step")
+"""methods of the engine that give way to the module's, if it defines methods of these names"""
 
 
-class RliteTrainEngine(Engine):
+class RliteTrainEngine(ModuleEngine):
     """Trains a module that you define; its methods are the engine's methods.
 
     Args:
@@ -55,121 +40,49 @@ class RliteTrainEngine(Engine):
     `tp_size` 2 copies x 8 fsdp.
     """
 
-    kind: ClassVar[Kind] = "train"
-
     def __init__(self, module: nn.Module, executor: str = "fsdp2") -> None:
-        super().__init__(executor)
-        if not isinstance(module, BaseTrainModule):
-            raise ConfigError(
-                f"expected a rlite.nn.BaseTrainModule, found {type(module).__name__}: "
-                "subclass it beside your model class, and move the algorithm into its methods"
-            )
-        own = _own_methods(type(module))
-        if hidden := sorted(name for name in own if hasattr(RliteTrainEngine, name)):
-            raise ConfigError(
-                f"{type(module).__name__} defines {', '.join(hidden)}, which the engine has itself, so that yours "
-                "would never be called; give your methods other names"
-            )
-        if taken := sorted(name for name, method in own.items() if "timeout" in inspect.signature(method).parameters):
-            raise ConfigError(
-                f"{type(module).__name__}: {', '.join(taken)} has a parameter 'timeout', which every call on an engine "
-                "understands as seconds to wait for its workers; give yours another name"
-            )
-        if not is_on_meta(module):
-            raise ConfigError(
-                f"{type(module).__name__} holds real weights; a train module travels to its workers without any. "
-                "Build it inside `with accelerate.init_empty_weights():`"
-            )
-        self.module = module
-        self._writing: StateWriting | None = None
+        super().__init__(check_train_module(module, set(dir(type(self))).difference(YIELDING)), executor)
+        for name in user_methods(type(module)).keys() & set(YIELDING):
+            vars(self)[name] = self._module_method(name)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """The module's public methods, called on every data-parallel rank."""
+        """Return a public method of the module, which is called on every data-parallel rank."""
         module = self.__dict__.get("module")
-        method = getattr(type(module), name, None)
-        if module is None or name.startswith("_") or not callable(method):
+        if module is None or name.startswith("_") or not callable(getattr(type(module), name, None)):
             raise AttributeError(
                 f"{type(self).__name__} has no method {name!r}, and neither has its module {type(module).__name__}"
             )
+        return self._module_method(name)
+
+    def _module_method(self, name: str) -> Callable[..., Any]:
+        method = getattr(type(self.module), name)
 
         def call(*args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
             self._need_weights(name)
-            dims = self.dims
-            shares = plan_shares(args, kwargs, dims.num_data_ranks)
-            calls = scatter(args, kwargs, dims.num_data_ranks, dims.seq, shares=shares)
-            each: list[Any] = [((name, *call), {}) for call in calls for _ in range(dims.tensor)]
-            # whoever has other tokens than its neighbours tells other numbers
-            reporters = range(0, len(each), dims.tensor) if cuts_sequences(args, kwargs) else None
-            results = self.group.call("invoke", each, timeout=timeout, what=name, reporters=reporters)
-            return gather(results[:: dims.num_peers], gather_of(method), shares)
+            shares = plan_shares(args, kwargs, self.num_data_ranks)
+            calls = scatter(args, kwargs, self.num_data_ranks, self.dims.seq, shares=shares)
+            results = self._on_data_ranks(
+                TrainExecutor.invoke,
+                [(*call, name) for call in calls],
+                what=name,
+                timeout=timeout,
+                differs_in_seq=cuts_sequences(args, kwargs),
+            )
+            return gather(results, gather_of(method), shares)
 
         call.__name__ = name
         call.__doc__ = method.__doc__
         return call
 
-    @property
-    def dims(self) -> ParallelDims:
-        """How the workers divide the work."""
-        size = len(self.executors[0].ranks)
-        return ParallelDims.of(len(self.group), size, self.options.sp_size, self.options.tp_size)
-
-    @property
-    def num_data_ranks(self) -> int:
-        """Ranks over which batches are split."""
-        return self.dims.num_data_ranks
-
-    @property
-    def num_parameters(self) -> int:
-        """Of the module, tied ones once."""
-        return sum(parameter.numel() for parameter in self.module.parameters())
-
-    @property
-    def device(self) -> torch.device:
-        """Where the driver should keep batches for this engine."""
-        return torch.device("cpu")
-
-    def _validate(self, executor_size: int) -> None:
-        try:
-            ParallelDims.of(executor_size, executor_size, self.options.sp_size, self.options.tp_size)
-        except ConfigError as error:
-            raise ConfigError(f"tensor_parallel_size={executor_size}: {error}") from error
-        self.module.check_architecture()
-        if self.options.tp_size > 1:
-            self.module.check_parallel(self.options.tp_size)
-        if self.options.use_liger_kernel:
-            check_liger(self.module, current_session().device)
-
-    def _source(self) -> bytes:
-        for parameter in self.module.parameters():
-            # accelerate notes it there for tied parameters, and what was frozen since would arrive as it was before
-            vars(parameter).pop("requires_grad", None)
-        return cloudpickle.dumps(self.module)
-
-    def _num_peers(self) -> int:
-        return self.dims.num_peers
-
-    def _built(self) -> None:
-        assert self._session is not None
-        self._session.before_release(self.name, self._before_release)
-
-    def _before_release(self) -> None:
-        """Let a checkpoint be written to its end; the workers end then, whatever becomes of it."""
-        try:
-            self._finish_saving()
-        except (RliteError, OSError) as error:
-            logger.error("%s: %s", self.name, error)
-        except RuntimeError:  # at the interpreter's end there are no threads to ask; they have written what they had to
-            pass
-
     # -- atomic operations ---------------------------------------------------------------------------------------
 
     def train(self) -> None:
         """Put the module into training mode, in which it is built; `forward` and `eval_batch` leave it for a while."""
-        self.group.broadcast("set_mode", True)
+        self._workers.call(TrainExecutor.set_mode, True)
 
     def eval(self) -> None:
         """Put the module into evaluation mode."""
-        self.group.broadcast("set_mode", False)
+        self._workers.call(TrainExecutor.set_mode, False)
 
     def train_batch(
         self, batch: Mapping[str, Tensor], loss_fn: Callable[..., Any], loss_weight_fn: Callable[..., Any]
@@ -187,18 +100,59 @@ class RliteTrainEngine(Engine):
                 `rlite.algorithms.on_logprobs` gets log-probabilities and entropies [T], and no logits are kept.
             loss_weight_fn: data -> what the microbatch's mean counts, e.g. its number of action tokens.
 
+        Gradients of the module that were accumulated before are dropped.
+
         Returns: the batch's `loss`, what loss_fn reports, `grad_norm`, `lr`, `weight`, `num_tokens`,
             `num_microbatches` per rank; `is_skipped` is 1 if no step was made, because the weight is 0, or the loss
             or a gradient is not finite.
         Raises: DataError for a batch of another form, or a sequence longer than a microbatch.
         """
-        return self._atomic("train_batch", batch, loss_fn, loss_weight_fn)
+        return self._atomic(TrainExecutor.train_batch, batch, loss_fn, loss_weight_fn)
+
+    def forward_backward(
+        self, batch: Mapping[str, Tensor], loss_fn: Callable[..., Any], loss_weight_fn: Callable[..., Any]
+    ) -> dict[str, float]:
+        """Accumulate the gradients of a batch, for `optimizer_step`.
+
+        After any number of calls the gradients are those of the weighted mean over all microbatches since the last
+        step: several calls give what one call with all rows gives. The first call after a step drops gradients that
+        methods of the module left. If `loss_fn` raises, everything accumulated is dropped. A module that defines a
+        method of this name is called instead.
+
+        Args:
+            batch: as for `train_batch`.
+            loss_fn: as for `train_batch`.
+            loss_weight_fn: as for `train_batch`. Weights of several calls must count the same thing.
+
+        Returns: this batch's `loss`, what loss_fn reports, `weight`, `num_tokens`, `num_microbatches` per rank.
+        Raises: DataError for a batch of another form, or a sequence longer than a microbatch.
+        """
+        return self._atomic(TrainExecutor.forward_backward, batch, loss_fn, loss_weight_fn)
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip the accumulated gradients, make one optimizer step, and drop the gradients.
+
+        The gradients may also come from methods of the module. A module that defines a method of this name is called
+        instead.
+
+        Returns: `grad_norm`, `lr`, `weight` of all calls of `forward_backward` since the last step, and `is_skipped`:
+            1 if no step was made, because there is no gradient, or a loss or a gradient is not finite.
+        Raises: ConfigError if the module has no optimizer.
+        """
+        self._need_weights("optimizer_step")
+        return self._on_data_ranks(TrainExecutor.optimizer_step, [()] * self.num_data_ranks)[0]
 
     def eval_batch(
         self, batch: Mapping[str, Tensor], loss_fn: Callable[..., Any], loss_weight_fn: Callable[..., Any]
     ) -> dict[str, float]:
-        """The loss of a batch, as in train_batch, without a step. The module is in evaluation mode meanwhile."""
-        return self._atomic("eval_batch", batch, loss_fn, loss_weight_fn)
+        """Return the loss of a batch, as train_batch does, without a step. The module is in evaluation mode meanwhile.
+
+        Args:
+            batch: as for `train_batch`.
+            loss_fn: as for `train_batch`.
+            loss_weight_fn: as for `train_batch`.
+        """
+        return self._atomic(TrainExecutor.eval_batch, batch, loss_fn, loss_weight_fn)
 
     def forward(
         self,
@@ -207,80 +161,76 @@ class RliteTrainEngine(Engine):
         max_tokens_per_microbatch: int | None = None,
         without_adapters: bool = False,
     ) -> Tensor:
-        """Apply `post_hook(logits [T, V], data) -> [T, ...]` to a batch; returns [N, L, ...], padded with 0.
+        """Apply `post_hook(logits [T, V], data) -> [T, ...]` to a batch, without gradients.
 
-        The module is in evaluation mode meanwhile, so that dropout is off. A post_hook may be marked with
-        `on_logprobs`, as a loss_fn may. Without gradients to keep, microbatches may be
-        larger than in training: `max_tokens_per_microbatch` says how large, where it is not as the engine was built.
-        `without_adapters` switches a LoRA module's adapters off meanwhile: what is left is the model that it began as.
+        The module is in evaluation mode meanwhile, so that dropout is off.
+
+        Args:
+            batch: as for `train_batch`.
+            post_hook: what is computed; it may be marked with `on_logprobs`, as a loss_fn may.
+            max_tokens_per_microbatch: another size of microbatches than the engine was built with: without gradients
+                to keep they may be larger.
+            without_adapters: switch the adapters of a LoRA module off: what is left is the model that it began as.
+
+        Returns: values [N, L, ...], padded with 0.
         """
-        plan, calls = self._plan("forward", batch, max_tokens_per_microbatch)
-        results = self._on_data_ranks("forward", calls, post_hook, without_adapters)
-        first = next(value for part in results for value in part.values())
-        padded = first.new_zeros(*batch["input_ids"].shape, *first.shape[1:])
-        for rows, values in zip(plan, results, strict=True):
-            for local, value in values.items():
-                padded[rows[local], : len(value)] = value  # as wide as its rank's longest row
-        return padded
+        shares = self._split("forward", batch, max_tokens_per_microbatch)
+        calls = [(share.batch, share.microbatches, post_hook, without_adapters) for share in shares]
+        results = self._on_data_ranks(TrainExecutor.forward, calls)
+        return join_rows(shares, results, batch["input_ids"].shape)
 
     def nonfinite_parameters(self) -> list[str]:
         """Return the names of parameters that hold NaN or infinity, on any worker."""
-        return sorted({name for names in self.group.broadcast("nonfinite_parameters") for name in names})
+        return sorted({name for names in self._workers.call(TrainExecutor.nonfinite_parameters) for name in names})
 
     def device_usage(self) -> list[DeviceUsage]:
-        """Each worker's device and the most memory that its process held there since the last call."""
-        return self.group.broadcast("device_usage")
+        """Return each worker's device and the most memory that its process held there since the last call."""
+        return self._workers.call(TrainExecutor.device_usage)
 
     def step_lr_scheduler(self) -> float:
-        """Advance the module's learning-rate schedule; returns the new rate."""
-        return self.group.broadcast("step_lr_scheduler")[0]
+        """Advance the module's learning-rate schedule and return the new rate."""
+        return self._on_data_ranks(TrainExecutor.step_lr_scheduler, [()] * self.num_data_ranks)[0]
 
-    def _atomic(self, method: str, batch: Mapping[str, Tensor], *functions: Callable[..., Any]) -> dict[str, float]:
-        _, calls = self._plan(method, batch)
-        stats = self._on_data_ranks(method, calls, *functions)[0]
+    def _atomic(
+        self, method: Callable[..., Any], batch: Mapping[str, Tensor], *functions: Callable[..., Any]
+    ) -> dict[str, float]:
+        shares = self._split(method.__name__, batch)
+        stats = self._on_data_ranks(method, [(share.batch, share.microbatches, *functions) for share in shares])[0]
         num_tokens = float(sum(sequence_lengths(batch)))
-        return {**stats, "num_microbatches": float(len(calls[0][1])), "num_tokens": num_tokens}
+        return {**stats, "num_microbatches": float(len(shares[0].microbatches)), "num_tokens": num_tokens}
 
-    def _on_data_ranks(self, method: str, calls: Sequence[tuple], *common: Any) -> list[Any]:
-        """Call a worker method with each data rank's arguments, on all who share its work; one result for each."""
-        num_peers = self.dims.num_peers
-        each: list[Any] = [((*call, *common), {}) for call in calls for _ in range(num_peers)]
-        return self.group.call(method, each)[::num_peers]
-
-    def _plan(
-        self, what: str, batch: Mapping[str, Tensor], max_tokens: int | None = None
-    ) -> tuple[list[list[int]], list[tuple[dict, list]]]:
-        """Rows of each rank, and each rank's (its part of the batch, its microbatches as rows of that part)."""
+    def _split(self, what: str, batch: Mapping[str, Tensor], max_tokens: int | None = None) -> list[BatchShare]:
         self._need_weights(what)
-        check_batch(batch)
-        if len(batch["input_ids"]) == 0:
-            raise DataError(f"{what}: the batch has no rows")
-        lengths = sequence_lengths(batch)
-        dims = self.dims
-        plan = plan_microbatches(
-            lengths,
-            dims.num_data_ranks,
-            (max_tokens or self.options.max_tokens_per_microbatch) * dims.num_peers,
-            batch["pair_ids"].tolist() if "pair_ids" in batch else None,
-            costs=self._costs(lengths),
-        )
-        rows_of, calls = [], []
-        for microbatches in plan:
-            rows = [row for microbatch in microbatches for row in microbatch] or companions(batch)  # for their shape
-            local = {row: index for index, row in enumerate(rows)}
-            width = max(lengths[row] for row in rows)
-            index = torch.tensor(rows)
-            full_width = batch["input_ids"].shape[1]
-            part = {
-                key: value[index][:, :width] if value.dim() > 1 and value.shape[1] == full_width else value[index]
-                for key, value in batch.items()
-            }
-            rows_of.append(rows)
-            calls.append((part, [[local[row] for row in microbatch] for microbatch in microbatches]))
-        return rows_of, calls
+        capacity = (max_tokens or self.options.max_tokens_per_microbatch) * self.dims.pack_factor
+        return split_batch(what, batch, self.num_data_ranks, capacity, self._row_costs)
 
-    def _costs(self, lengths: Sequence[int]) -> list[float] | None:
-        """What the rows' work is balanced by; None is their lengths."""
+    def _on_data_ranks(
+        self,
+        method: Callable[..., Any],
+        calls: Sequence[tuple],
+        what: str | None = None,
+        timeout: float | None = None,
+        differs_in_seq: bool = False,
+    ) -> list[Any]:
+        """Call a `TrainExecutor` method on every worker, and return one result for each data rank.
+
+        Args:
+            method: a method that the protocol declares.
+            calls: arguments for each data rank, or for each piece of sequences of each data rank.
+            what: names the call in messages.
+            timeout: seconds; None is the session's `call_timeout`.
+            differs_in_seq: whether those who share sequences see other tokens, and so record other statistics.
+        """
+        num_workers, choice = len(self.group), self._backend.ranks
+        size = num_workers // len(calls)
+        dealt: list[Any] = [(args, {}) for call in calls for args in choice.deal(call, size)]
+        reporters = range(0, num_workers, size) if differs_in_seq else None
+        results = self.group.call(method.__name__, dealt, timeout=timeout, what=what, reporters=reporters)
+        num_peers = self.dims.num_peers
+        return results[range(num_peers)[choice.returns] :: num_peers]
+
+    def _row_costs(self, lengths: Sequence[int]) -> list[float] | None:
+        """Return what data ranks are balanced by; None is the lengths of the rows."""
         if self.options.balance_by == "tokens":
             return None
         config = getattr(self.module, "config", None)
@@ -288,157 +238,3 @@ class RliteTrainEngine(Engine):
             raise ConfigError("balance_by=flops: the module has no config that says how wide and deep it is")
         text = config.get_text_config()
         return [sequence_flops(length, text.hidden_size, text.num_hidden_layers) for length in lengths]
-
-    # -- weights -------------------------------------------------------------------------------------------------
-
-    def p2p_weight_sync(
-        self, target: Engine, on_inflight: OnInflight = "continue", verify_checksums: bool = False
-    ) -> SyncReport:
-        """Write this engine's weights into `target` and raise its policy version by one.
-
-        Args:
-            target: an inference engine, or a train engine, with its weights on the device.
-            on_inflight: what becomes of generation in flight: "continue" goes on from the tokens so far, with the cache
-                computed again; "abort" ends it with stop_reason "abort".
-            verify_checksums: compare every tensor at both ends afterwards.
-
-        Raises: ResidencyError; WeightSyncError if a tensor does not match; the target then refuses to serve.
-        """
-        self._need_weights("p2p_weight_sync")
-        return sync_weights(self, target, on_inflight, verify_checksums)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The whole model on the driver's CPU, by parameter name; tied parameters once."""
-        if self.weights in (Weights.EMPTY, Weights.RELEASED):
-            self._need_weights("state_dict")
-        one_copy = self.executors[0].ranks
-        shards = self.group.call("export_values", [((), {})] * len(one_copy), ranks=one_copy)
-        full: dict[str, Tensor] = {}
-        for part in shards:
-            for name, (box, global_shape, values) in part.items():
-                if name not in full:
-                    full[name] = torch.empty(global_shape, dtype=values.dtype)
-                full[name][box] = values
-        return full
-
-    def save(self, path: str | Path) -> None:
-        """Write a Hugging Face checkpoint that transformers opens, with the tokenizer of the original beside it.
-
-        Weights are written in the `dtype` of the model's config, whatever the master weights have: `save_state` keeps
-        those.
-        """
-        self._need_weights("save")
-        self.group.broadcast("save", str(path))
-
-    def load(self, path: str | Path | None = None) -> None:
-        """Read weights from a Hugging Face checkpoint; without a path, from the module's own source.
-
-        Raises: ConfigError for a folder that is not there; CheckpointError for one that does not fit: the engine then
-            refuses to serve until a load or a sync succeeds, because a part of its weights may be written.
-        """
-        folder = None if path is None else str(local_checkpoint(path))
-        if self.weights is Weights.HOST:
-            self.cuda()
-        self.weights = Weights.EMPTY
-        self.group.broadcast("load", folder)
-        self.weights = Weights.DEVICE
-
-    def save_state(
-        self, path: str | Path, asynchronous: bool = False, kept: Mapping[str, Any] | None = None, **facts: Any
-    ) -> StateWriting:
-        """Write a checkpoint to resume from: weights, optimizer, scheduler, gradients, random numbers of every rank.
-
-        Whole or not at all: `path` is as it was until everything is written.
-
-        Args:
-            path: a folder on a file system that all workers and this process share.
-            asynchronous: copy the state to host memory and write it while training goes on.
-            kept: what the program keeps besides: plain values and tensors; load_state returns it among the facts.
-            facts: what JSON can hold; load_state returns it.
-
-        Returns: what to wait for; there is nothing to wait for unless it is asynchronous.
-        Raises: CheckpointError, of this save or of the asynchronous one before.
-        """
-        self._need_weights("save_state")
-        self._finish_saving()
-        final = Path(path).absolute()
-        try:
-            folder = staging(final)
-            with (folder / DRIVER_STATE).open("wb") as file:
-                torch.save({"random": random_state(), "kept": dict(kept or {})}, file)
-        except (OSError, RuntimeError) as error:  # torch.save makes either of a full disk
-            raise CheckpointError(f"{final}: could not be written: {why_not_written(error)}") from error
-        self._writing = StateWriting(final, self.group)
-        known = {"module": type(self.module).__name__, **facts}
-        self.group.broadcast("save_state", str(folder), str(final), known, asynchronous)
-        return self._writing
-
-    def _finish_saving(self) -> None:
-        writing, self._writing = self._writing, None
-        if writing is not None and not writing.is_known:
-            writing.result()
-
-    def load_state(self, path: str | Path) -> dict[str, Any]:
-        """Resume from what save_state wrote, with any number of workers in any layout; returns its facts.
-
-        Raises: DamagedCheckpointError; CheckpointError if it is of another module. Then nothing was changed.
-        """
-        if self.weights is not Weights.EMPTY:
-            self._need_weights("load_state")
-        self._finish_saving()
-        folder = Path(path).absolute()
-        facts = verify(folder)
-        if facts.get("module") != type(self.module).__name__:
-            raise CheckpointError(
-                f"{folder}: saved from {facts.get('module')}, this engine has {type(self.module).__name__}"
-            )
-        driver = load_values(folder / DRIVER_STATE)
-        self.weights = Weights.EMPTY  # until all of it is read
-        self.group.broadcast("load_state", str(folder))
-        self.weights = Weights.DEVICE
-        set_random_state(driver["random"])
-        return {**facts, **driver["kept"]}
-
-
-class StateWriting:
-    """A checkpoint that workers write while training goes on."""
-
-    def __init__(self, path: Path, group: WorkerGroup) -> None:
-        self.path = path
-        self._group = group
-        self._error: CheckpointError | None = None
-        self.is_known = False
-        """whether somebody has heard what became of it"""
-
-    def done(self) -> bool:
-        """Whether it is written, or could not be; does not wait for that."""
-        return self.is_known or all(self._group.broadcast("has_saved"))
-
-    def result(self, timeout: float | None = None) -> Path:
-        """Wait until it is written; returns where it is. The engine's other calls wait, too.
-
-        Raises: CheckpointError if it could not be written; what a worker raises; CallTimeout.
-        """
-        if not self.is_known:
-            try:
-                self._group.broadcast("finish_saving", timeout=timeout)
-            except CheckpointError as error:
-                self._error = error
-            self.is_known = True
-        if self._error is not None:
-            raise self._error
-        return self.path
-
-
-def _own_methods(module: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """Public methods that the user's own classes define.
-
-    What modules have anyway (`forward`, `train`, `state_dict`) may be overridden: workers and torch call it.
-    """
-    own = [cls for cls in module.__mro__ if cls.__module__.partition(".")[0] not in ("torch", "transformers", "rlite")]
-    defined = {name: value for cls in reversed(own) for name, value in vars(cls).items() if callable(value)}
-    return {
-        name: value
-        for name, value in defined.items()
-        if not name.startswith("_") and not hasattr(BaseTrainModule, name)
-    }

@@ -87,6 +87,14 @@ class ParallelDims:
         """Ranks that work on the same data."""
         return self.seq * self.tensor
 
+    @property
+    def pack_factor(self) -> int:
+        """Multiple of one rank's tokens that a microbatch holds, because its activations are shared."""
+        return self.num_peers
+
+    def __str__(self) -> str:
+        return f"{self.copies} copies x {self.fsdp} shards x sp {self.seq} x tp {self.tensor}"
+
 
 @dataclass(frozen=True)
 class TrainMesh:

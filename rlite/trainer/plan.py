@@ -118,7 +118,6 @@ def main(argv: Sequence[str]) -> None:
     """Print a plan."""
     options = config.load(PlanConfig, argv)
     made = plan(options)
-    dims = made.dims
     parts = {
         f"weights, {options.param_dtype}": made.weights,
         "gradients": made.gradients,
@@ -127,10 +126,9 @@ def main(argv: Sequence[str]) -> None:
         "layers' inputs": made.kept,
         "together": made.total,
     }
-    layout = f"{dims.copies} copies x {dims.fsdp} shards x sp {dims.seq} x tp {dims.tensor}"
     rows = {
         "model": f"{options.model_name}, {made.num_parameters / 1e9:.2f} B parameters",
-        "devices": f"{options.num_devices} = {layout}",
+        "devices": f"{options.num_devices} = {made.dims}",
         **{f"{name}, per device": f"{size / 2**30:.2f} GiB ({size} bytes)" for name, size in parts.items()},
         "not counted": "activations inside one layer, and what the libraries take for themselves",
     }

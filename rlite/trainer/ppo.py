@@ -253,15 +253,14 @@ def batch_plan(options: PpoConfig, engines: Engines, context: Context) -> dict[s
     unread = options.without_effect()
     return {
         "model": f"{actor.model_name}, {engines.actor.num_parameters / 1e6:.2f} M parameters",
-        "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims.copies} "
-        f"copies x {dims.fsdp} shards x sp {dims.seq} x tp {dims.tensor}",
+        "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
         "step": f"{data.prompts_per_rollout} prompts x {options.responses_per_prompt} responses = {sequences} "
         f"sequences, at most {rollout.train_sampling_params.max_new_tokens} new tokens in each of {rollout.max_turns} "
         "turn(s)",
         "sampling": f"{_sampling(rollout.train_sampling_params)}; evaluation {_sampling(rollout.evaluation_sampling)}",
         "context": context.describe(rollout.train_sampling_params.max_new_tokens),
         "update": f"{actor.update_per_rollout} optimizer step(s) of {per_update} sequences: {per_update // ranks} on "
-        f"each of {ranks} data rank(s), in packs of at most {actor.max_length_per_device * dims.num_peers} tokens",
+        f"each of {ranks} data rank(s), in packs of at most {actor.max_length_per_device * dims.pack_factor} tokens",
         "filter": "groups of equal rewards are replaced" if options.has_dynamic_filtering else "every group is kept",
         "rollout": f"{len(engines.rollout.executors)} replica(s) of {rollout.tp_size} device(s), executor "
         f"{rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each, {_pace(options)}",

@@ -120,12 +120,11 @@ class SupervisedRun:
         batch_tokens = num_items * self.rows.rows_per_item * lengths.mean()
         return {
             "model": f"{model.model_name}, {self.engine.num_parameters / 1e6:.2f} M parameters",
-            "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims.copies} "
-            f"copies x {dims.fsdp} shards x sp {dims.seq} x tp {dims.tensor}",
+            "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
             "data": f"{len(self.rows)} items of {lengths.mean():.0f} tokens on average, at most {lengths.max()}; "
             f"{self.rows.tally}",
             "step": f"{num_items} items, about {batch_tokens:.0f} tokens over {dims.num_data_ranks} data "
-            f"rank(s), in packs of at most {model.max_length_per_device * dims.num_peers} tokens",
+            f"rank(s), in packs of at most {model.max_length_per_device * dims.pack_factor} tokens",
             "run": f"{self.options.n_epochs} epoch(s) of {len(self.loader)} steps = {self.run.total_steps}, "
             f"checkpoint every {self.options.save_freq}, in {self.options.save_dir}",
         }

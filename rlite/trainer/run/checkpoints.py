@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlite.checkpoint.atomic import MANIFEST, discard, is_sound, verify
-from rlite.engine.train import RliteTrainEngine, StateWriting
+from rlite.engine.state_writing import StateWriting
+from rlite.engine.train import RliteTrainEngine
 from rlite.errors import CheckpointError, DamagedCheckpointError
 
 NO_ENGINES: Mapping[str, RliteTrainEngine] = {}

@@ -1,0 +1,36 @@
+"""What the train executor "fsdp2" is made of, and what it refuses before any process starts."""
+
+from __future__ import annotations
+
+from rlite.cluster.session import current_session
+from rlite.engine.fsdp2.options import Fsdp2Options
+from rlite.engine.fsdp2.worker import Fsdp2Worker
+from rlite.engine.train_executor import TrainBackend
+from rlite.nn.base import BaseTrainModule
+from rlite.nn.liger import check_liger
+from rlite.parallel.mesh import ParallelDims
+
+
+def layout(num_workers: int, executor_size: int, options: Fsdp2Options) -> ParallelDims:
+    """Return how the workers divide the work.
+
+    Args:
+        num_workers: of all copies of the model.
+        executor_size: workers that hold one copy.
+        options: sizes within a copy.
+
+    Raises: ConfigError with the equation that does not hold.
+    """
+    return ParallelDims.of(num_workers, executor_size, options.sp_size, options.tp_size)
+
+
+def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
+    """Raise ConfigError for a module that could not be computed with these options."""
+    module.check_architecture()
+    if options.tp_size > 1:
+        module.check_parallel(options.tp_size)
+    if options.use_liger_kernel:
+        check_liger(module, current_session().device)
+
+
+BACKEND = TrainBackend(options=Fsdp2Options, worker=Fsdp2Worker, layout=layout, check_module=check_module)

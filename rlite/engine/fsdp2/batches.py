@@ -1,0 +1,212 @@
+"""Run a module over the microbatches of one rank: gradients, optimizer steps, evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlite.algorithms.on_logprobs import OnLogprobs, TokenLogprobs
+from rlite.data.packs import Pack, companions, lazy_pack, unpack
+from rlite.engine.loss_sums import LossSums, call_loss
+from rlite.engine.train_executor import Batch, Loss, Weight
+from rlite.errors import ConfigError
+from rlite.nn.base import BaseTrainModule
+from rlite.observability import stats_tracker
+from rlite.parallel.fsdp import clip_gradients, forget_gradients, local_tensor, resharded, set_gradient_sync
+from rlite.parallel.mesh import TrainMesh
+
+
+class BatchRunner:
+    """Gradients, steps and evaluation of one rank's module. Its operations are those of a `TrainExecutor`."""
+
+    def __init__(self, module: BaseTrainModule, mesh: TrainMesh, everyone: Any, device: torch.device) -> None:
+        self._module = module
+        self._mesh = mesh
+        self._everyone = everyone
+        self._device = device
+        self._weight = 0.0
+        """what the accumulated gradients, which are those of a mean, count"""
+        self._is_finite = True
+        """whether every loss was, whose gradients are accumulated"""
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, batch: Batch, microbatches: list[list[int]], loss_fn: Loss, loss_weight_fn: Weight
+    ) -> dict[str, float]:
+        """See `TrainExecutor.forward_backward`."""
+        if not self._has_gradients():
+            self._weight, self._is_finite = 0.0, True
+        elif self._weight == 0:
+            self._forget()  # gradients that a method of the user's left
+        packs, weights, added = self._packs(batch, microbatches, loss_weight_fn)
+        if added == 0:
+            return {"loss": 0.0, "weight": 0.0}
+        before, total = self._weight, self._weight + added
+        try:
+            if before:
+                self._scale_gradients(before / total)
+            shares = [weight / added for weight in weights]
+            means = self._accumulate(packs, microbatches, shares, added / total, loss_fn)
+        except Exception:  # a loss that raises must not leave its first microbatches to the next step
+            forget_gradients(self._module)
+            raise
+        self._weight = total
+        self._is_finite &= math.isfinite(means["loss"])
+        return {**means, "weight": added}
+
+    def optimizer_step(self, max_norm: float) -> dict[str, float]:
+        """See `TrainExecutor.optimizer_step`.
+
+        Args:
+            max_norm: gradients are scaled down to this global norm.
+        """
+        optimizer = self._optimizer("optimizer_step")
+        lr = float(optimizer.param_groups[0]["lr"])
+        if not self._has_gradients():
+            return {"grad_norm": 0.0, "lr": lr, "weight": 0.0, "is_skipped": 1.0}
+        grad_norm = clip_gradients(self._module.parameters(), max_norm, self._mesh, self._everyone)
+        is_skipped = not (math.isfinite(grad_norm) and self._is_finite)
+        if not is_skipped:
+            optimizer.step()
+        weight = self._weight
+        self._forget()  # else gradients take memory, and are offloaded and saved
+        return {"grad_norm": grad_norm, "lr": lr, "weight": weight, "is_skipped": float(is_skipped)}
+
+    def start(self, what: str) -> None:
+        """Drop what was accumulated. Raises: ConfigError if the module has no optimizer to make a step with."""
+        self._optimizer(what)
+        self._forget()
+
+    def accumulated(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the accumulation, beside the gradients themselves."""
+        return {"weight": self._weight, "is_finite": self._is_finite}
+
+    def resume(self, accumulated: dict[str, Any]) -> None:
+        """Go on with what `accumulated` returned; without it, gradients count nothing."""
+        self._weight, self._is_finite = accumulated.get("weight", 0.0), accumulated.get("is_finite", True)
+
+    def _accumulate(
+        self, packs: list[Pack], microbatches: list[list[int]], shares: list[float], factor: float, loss_fn: Loss
+    ) -> dict[str, float]:
+        """Add up the gradients of this rank's microbatches: each counts its share of the batch, times the factor."""
+        sums = LossSums()
+        for rows, share in zip(microbatches, shares, strict=True):
+            data = packs.pop(0)
+            set_gradient_sync(self._module, is_last=not packs)
+            outputs = self._outputs(loss_fn, data)
+            with _counting(rows):
+                loss, report = call_loss(loss_fn, outputs, data)
+            if share == 0:
+                values = outputs.logprobs if isinstance(outputs, TokenLogprobs) else outputs
+                loss = values.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
+            # FSDP averages gradients over ranks; the shares already divide by the whole batch
+            (loss * (share * factor * self._mesh.num_averaged)).backward()
+            sums.add({"loss": loss, **report}, share)
+        return self._means(sums)
+
+    def _optimizer(self, what: str) -> torch.optim.Optimizer:
+        if self._module.optimizer is None:
+            raise ConfigError(f"{what} needs self.optimizer: set it in on_weights_materialized")
+        return self._module.optimizer
+
+    def _has_gradients(self) -> bool:
+        """Whether anything is accumulated: a method of the user's may have made it, or forgotten it."""
+        optimizer = self._module.optimizer
+        groups = [{"params": self._module.parameters()}] if optimizer is None else optimizer.param_groups
+        return any(parameter.grad is not None for group in groups for parameter in group["params"])
+
+    def _forget(self) -> None:
+        (self._module.optimizer or self._module).zero_grad(set_to_none=True)
+        self._weight, self._is_finite = 0.0, True
+
+    def _scale_gradients(self, factor: float) -> None:
+        held = [local_tensor(parameter.grad) for parameter in self._module.parameters() if parameter.grad is not None]
+        torch._foreach_mul_(held, factor)
+
+    # -- without gradients ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def eval_batch(
+        self, batch: Batch, microbatches: list[list[int]], loss_fn: Loss, loss_weight_fn: Weight
+    ) -> dict[str, float]:
+        """See `TrainExecutor.eval_batch`."""
+        packs, weights, total = self._packs(batch, microbatches, loss_weight_fn)
+        sums = LossSums()
+        with resharded(self._module), _evaluating(self._module):
+            for rows, weight in zip(microbatches, weights, strict=True):
+                data = packs.pop(0)
+                outputs = self._outputs(loss_fn, data)
+                with _counting(rows):
+                    loss, report = call_loss(loss_fn, outputs, data)
+                sums.add({"loss": loss, **report}, weight / total if total else 0.0)
+        return {**self._means(sums), "weight": total}
+
+    @torch.no_grad()
+    def forward(
+        self,
+        batch: Batch,
+        microbatches: list[list[int]],
+        post_hook: Callable[..., Tensor],
+        without_adapters: bool,
+    ) -> dict[int, Tensor]:
+        """See `TrainExecutor.forward`."""
+        width = batch["attention_mask"].shape[1]
+        results: dict[int, Tensor] = {}
+        base = self._module.without_adapters() if without_adapters else nullcontext()
+        with resharded(self._module), _evaluating(self._module), base:
+            for rows in microbatches:
+                data = lazy_pack(batch, rows or companions(batch), self._device)
+                outputs = self._outputs(post_hook, data)
+                with _counting(rows):
+                    values = post_hook(outputs, data)
+                padded = unpack(values, data["cu_seqlens"], width).cpu()
+                results.update(zip(rows, padded, strict=False))
+        return results
+
+    def _packs(
+        self, batch: Batch, microbatches: list[list[int]], loss_weight_fn: Weight
+    ) -> tuple[list[Pack], list[float], float]:
+        """This rank's packs and their weights, and the weight of the whole batch."""
+        packs = [lazy_pack(batch, rows or companions(batch), self._device) for rows in microbatches]
+        given: Any = zip(microbatches, packs, strict=True)
+        weights = [float(loss_weight_fn(data)) if rows else 0.0 for rows, data in given]
+        return packs, weights, self._sum([sum(weights)])[0]
+
+    def _outputs(self, function: Callable[..., Any], data: Pack) -> Tensor | TokenLogprobs:
+        """What a loss or a post_hook reads of a pack: logits, or the log-probabilities that it says are enough."""
+        if isinstance(function, OnLogprobs):
+            return self._module.compute_logprobs(data, function.temperature, function.positions(data))
+        return self._module.compute_logits(data)
+
+    def _means(self, sums: LossSums) -> dict[str, float]:
+        return sums.means(self._sum, self._mesh.dims.num_data_ranks)
+
+    def _sum(self, values: list[float]) -> list[float]:
+        """Sums over the ranks with different data, in float64."""
+        summed = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(summed, group=self._everyone)
+        return (summed / self._mesh.dims.num_peers).tolist()  # every sum is there once for each peer
+
+
+@contextmanager
+def _evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, the module is in evaluation mode; afterwards every submodule is in the mode that it was in."""
+    training = [child for child in module.modules() if child.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for child in training:
+            child.training = True
+
+
+def _counting(rows: list[int]) -> AbstractContextManager[Any]:
+    """Ignore what is told to stats_tracker of rows that only fill a microbatch up."""
+    return nullcontext() if rows else stats_tracker.apart()

@@ -1,0 +1,94 @@
+"""Make a user's meta module real: shard it, allocate this rank's part, and read its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from rlite.engine.fsdp2.options import Fsdp2Options
+from rlite.errors import CheckpointError
+from rlite.nn.base import BaseTrainModule
+from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, local_checkpoint
+from rlite.nn.liger import use_liger_kernels
+from rlite.nn.linear import speed_up_linear_layers
+from rlite.parallel.arena import SharedArena
+from rlite.parallel.fsdp import allocate, local_shard, shard
+from rlite.parallel.mesh import TrainMesh
+from rlite.parallel.shards import CheckpointReader, nonfinite_names
+
+
+def make_module(
+    source: bytes, options: Fsdp2Options, mesh: TrainMesh, device: torch.device
+) -> tuple[BaseTrainModule, SharedArena | None]:
+    """Return the pickled module with unwritten weights, and on CPU the memory that they lie in.
+
+    Args:
+        source: the module on the meta device, pickled.
+        options: how it is computed.
+        mesh: this rank's place.
+        device: where its part of the weights is allocated.
+    """
+    param_dtype = getattr(torch, options.param_dtype)
+    default = "bfloat16" if device.type == "cuda" else options.param_dtype
+    module: BaseTrainModule = cloudpickle.loads(source)
+    if isinstance(module, HuggingFaceFsdp2TrainModule):
+        module.tie_weights()  # type: ignore[operator]
+    if options.use_liger_kernel:
+        use_liger_kernels(module)
+    if options.gradient_checkpointing:
+        module.recompute_activations()
+    if device.type == "cpu":
+        speed_up_linear_layers(module)
+    if mesh.dims.tensor > 1:
+        module.parallelize(mesh.tensor)
+    if mesh.dims.seq > 1:
+        module.context_group = mesh.seq
+    shard(module, module.fsdp_units(), mesh, getattr(torch, options.compute_dtype or default), param_dtype)
+    return module, allocate(module, device, param_dtype)
+
+
+@torch.no_grad()
+def read_weights(module: BaseTrainModule, path: str | None = None) -> None:
+    """Fill this rank's boxes from a Hugging Face folder or the module's own source, and read nothing else of it.
+
+    Raises: CheckpointError for a tensor of another shape, one that is missing, or one that is not finite.
+    """
+    source = module.materialization_source() if path is None else path
+    reader: Any = _Tensors(source) if isinstance(source, Mapping) else CheckpointReader(local_checkpoint(source))
+    boxes = {name: local_shard(parameter) for name, parameter in module.named_parameters()}
+    for name, box in boxes.items():
+        stored = module.checkpoint_name(name)
+        if stored not in reader.names():
+            missing = module.missing_parameter(name, box.global_shape)
+            if missing is not None:
+                box.tensor.copy_(missing[box.box])
+                continue
+        shape = reader.shape(stored)
+        if shape != box.global_shape:
+            raise CheckpointError(f"{stored}: the model needs shape {box.global_shape}, {source} has {shape}")
+        box.tensor.copy_(module.preprocess_named_parameter(name, reader.read(stored, box.box)))
+    if names := nonfinite_names(boxes):
+        where = "materialization_source()" if isinstance(source, Mapping) else source
+        raise CheckpointError(f"{where}: the weights are not finite: {names[0]} holds NaN or infinity")
+
+
+class _Tensors:
+    """A dict of tensors, read as a checkpoint is."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._tensors:
+            raise CheckpointError(f"materialization_source() has no tensor named {name!r}")
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        return self._tensors[name][box]

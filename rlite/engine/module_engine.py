@@ -1,0 +1,190 @@
+"""An engine around a user's module: how its workers divide the work, its weights, and the state to resume from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from rlite.checkpoint.randomness import set_random_state
+from rlite.engine.base import Engine, Weights
+from rlite.engine.registry import Backend, Kind
+from rlite.engine.state_writing import StateWriting, read_driver_state, stage_driver_state
+from rlite.engine.train_executor import TrainBackend, TrainExecutor
+from rlite.engine.weight_sync import OnInflight, SyncReport, sync_weights
+from rlite.engine.workers import Executor
+from rlite.errors import ConfigError, RliteError
+from rlite.nn.base import BaseTrainModule
+from rlite.nn.huggingface import local_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+class ModuleEngine(Engine):
+    """The base of engines whose workers hold shards of a user's module."""
+
+    kind: ClassVar[Kind] = "train"
+    backend_type: ClassVar[type[Backend]] = TrainBackend
+    _backend: TrainBackend
+
+    def __init__(self, module: BaseTrainModule, executor: str) -> None:
+        super().__init__(executor)
+        self.module = module
+        self._writing: StateWriting | None = None
+
+    @property
+    def dims(self) -> Any:
+        """Division of work over the workers: a `WorkLayout`. The executor "fsdp2" has a `ParallelDims`."""
+        return self._backend.layout(len(self.group), self.executors[0].size, self.options)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks over which batches are split."""
+        return self.dims.num_data_ranks
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of the module's parameters; tied ones count once."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which the driver should keep batches for this engine."""
+        return torch.device("cpu")
+
+    def _validate(self, executor_size: int) -> None:
+        try:
+            self._backend.layout(executor_size, executor_size, self.options)
+        except ConfigError as error:
+            raise ConfigError(f"tensor_parallel_size={executor_size}: {error}") from error
+        if self._backend.check_module is not None:
+            self._backend.check_module(self.module, self.options)
+
+    def _source(self) -> bytes:
+        for parameter in self.module.parameters():
+            # accelerate notes it there for tied parameters, and what was frozen since would arrive as it was before
+            vars(parameter).pop("requires_grad", None)
+        return cloudpickle.dumps(self.module)
+
+    def _num_peers(self) -> int:
+        return self.dims.num_peers
+
+    def _built(self) -> None:
+        assert self._session is not None
+        self._session.before_release(self.name, self._before_release)
+
+    def _before_release(self) -> None:
+        """Let a checkpoint be written to its end; the workers end then, whatever becomes of it."""
+        try:
+            self._finish_saving()
+        except (RliteError, OSError) as error:
+            logger.error("%s: %s", self.name, error)
+        except RuntimeError:  # at the interpreter's end there are no threads to ask; they have written what they had to
+            pass
+
+    @property
+    def _workers(self) -> Executor:
+        return Executor(0, self.group, len(self.group))
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def p2p_weight_sync(
+        self, target: Engine, on_inflight: OnInflight = "continue", verify_checksums: bool = False
+    ) -> SyncReport:
+        """Write this engine's weights into `target` and raise its policy version by one.
+
+        Args:
+            target: an inference engine, or a train engine, with its weights on the device.
+            on_inflight: what becomes of generation in flight: "continue" goes on from the tokens so far, with the cache
+                computed again; "abort" ends it with stop_reason "abort".
+            verify_checksums: compare every tensor at both ends afterwards.
+
+        Raises: ResidencyError; WeightSyncError if a tensor does not match; the target then refuses to serve.
+        """
+        self._need_weights("p2p_weight_sync")
+        return sync_weights(self, target, on_inflight, verify_checksums)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the whole model on the driver's CPU, by parameter name; tied parameters once."""
+        if self.weights in (Weights.EMPTY, Weights.RELEASED):
+            self._need_weights("state_dict")
+        full: dict[str, Tensor] = {}
+        for part in self.executors[0].call(TrainExecutor.export_values):
+            for name, (box, global_shape, values) in part.items():
+                if name not in full:
+                    full[name] = torch.empty(global_shape, dtype=values.dtype)
+                full[name][box] = values
+        return full
+
+    def save(self, path: str | Path) -> None:
+        """Write a Hugging Face checkpoint that transformers opens, with the tokenizer of the original beside it.
+
+        Weights are written in the `dtype` of the model's config, whatever the master weights have: `save_state` keeps
+        those.
+        """
+        self._need_weights("save")
+        self._workers.call(TrainExecutor.save, str(path))
+
+    def load(self, path: str | Path | None = None) -> None:
+        """Read weights from a Hugging Face checkpoint; without a path, from the module's own source.
+
+        Raises: ConfigError for a folder that is not there; CheckpointError for one that does not fit: the engine then
+            refuses to serve until a load or a sync succeeds, because a part of its weights may be written.
+        """
+        folder = None if path is None else str(local_checkpoint(path))
+        if self.weights is Weights.HOST:
+            self.cuda()
+        self.weights = Weights.EMPTY
+        self._workers.call(TrainExecutor.load, folder)
+        self.weights = Weights.DEVICE
+
+    def save_state(
+        self, path: str | Path, asynchronous: bool = False, kept: Mapping[str, Any] | None = None, **facts: Any
+    ) -> StateWriting:
+        """Write a checkpoint to resume from: weights, optimizer, scheduler, gradients, random numbers of every rank.
+
+        Whole or not at all: `path` is as it was until everything is written.
+
+        Args:
+            path: a folder on a file system that all workers and this process share.
+            asynchronous: copy the state to host memory and write it while training goes on.
+            kept: what the program keeps besides: plain values and tensors; load_state returns it among the facts.
+            facts: what JSON can hold; load_state returns it.
+
+        Returns: what to wait for; there is nothing to wait for unless it is asynchronous.
+        Raises: CheckpointError, of this save or of the asynchronous one before.
+        """
+        self._need_weights("save_state")
+        self._finish_saving()
+        final = Path(path).absolute()
+        folder = stage_driver_state(final, kept or {})
+        self._writing = StateWriting(final, self._workers)
+        known = {"module": type(self.module).__name__, **facts}
+        self._workers.call(TrainExecutor.save_state, str(folder), str(final), known, asynchronous)
+        return self._writing
+
+    def _finish_saving(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None and not writing.is_known:
+            writing.result()
+
+    def load_state(self, path: str | Path) -> dict[str, Any]:
+        """Resume from what save_state wrote, with any number of workers in any layout; returns its facts.
+
+        Raises: DamagedCheckpointError; CheckpointError if it is of another module. Then nothing was changed.
+        """
+        if self.weights is not Weights.EMPTY:
+            self._need_weights("load_state")
+        self._finish_saving()
+        folder = Path(path).absolute()
+        facts, driver = read_driver_state(folder, type(self.module).__name__)
+        self.weights = Weights.EMPTY  # until all of it is read
+        self._workers.call(TrainExecutor.load_state, str(folder))
+        self.weights = Weights.DEVICE
+        set_random_state(driver["random"])
+        return {**facts, **driver["kept"]}
