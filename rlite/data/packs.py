@@ -101,7 +101,16 @@ def lazy_pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.de
 
 
 def pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """Return the `lazy_pack` of the same arguments with every key read."""
+    """Concatenate rows of a right-padded batch at once; see `lazy_pack`.
+
+    Args:
+        batch: keys [N, L, ...] per token, or [N] or [N, 1] per row.
+        rows: the rows to take, in this order.
+        device: where the result goes.
+
+    Returns:
+        The pack with every key read.
+    """
     return dict(lazy_pack(batch, rows, device))
 
 
