@@ -46,7 +46,8 @@ from rlite.parallel.processes import process_identity
 from rlite.parallel.shards import ParameterShard
 from rlite.parallel.usage import device_usage
 from rlite.trainer.losses import SftLoss
-from rlite.trainer.modules import OptimizerOptions, policy_module
+from rlite.trainer.modules import policy_module
+from rlite.trainer.options import OptimizerOptions
 from rlite.types import GenerationHyperparameters, SequenceRequest
 from tests.tiny import build_model_dir
 

@@ -26,9 +26,9 @@ import transformers
 import rlite
 from benchmarks.model import build_model
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
+from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.run.run import TrainerOptions
 from rlite.types import GenerationHyperparameters
 
 STOP_PROBABILITY = 0.0235

@@ -11,9 +11,9 @@ import tempfile
 import rlite
 from rlite.quickstart.tiny import build_tiny_qwen3, byte_tokenizer
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
+from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions
-from rlite.trainer.run.run import TrainerOptions
 from rlite.types import GenerationHyperparameters
 
 

@@ -1,89 +1,192 @@
-"""Configuration: frozen keyword-only dataclasses <- yaml files <- `key=value` arguments. The only place that parses.
+"""Configuration: pydantic models, filled from yaml files and from `key=value` arguments. The only place that parses.
 
-    @dataclass(frozen=True, kw_only=True)
-    class SftConfig:
-        data: DataConfig                       # a nested group; its required keys are `data.path`, ...
-        lr: float = 5e-6
-        '''peak learning rate'''               # the sentence that --help prints
+    class SftConfig(Options):
+        data: DataOptions                        # a nested group; its required keys are `data.path`, ...
+        lr: Annotated[float, Ge(0)] = 5e-6
+        '''peak learning rate'''                 # the sentence that --help prints
 
     config = load(SftConfig, ["--config", "recipe.yaml", "data.path=train.jsonl", "lr=1e-5"])
 
-A value is read as its field's type says: `name=001` is the string "001" for a `str` and 1 for an `int`. `null` is
-None where None is allowed; lists and dicts are written in yaml (`stop=[a, b]`). Files may use OmegaConf's
-interpolations (`${actor.lr}`) and see what the command line sets; `???` marks what a file leaves to its user.
+OmegaConf merges files and arguments and resolves interpolations (`${actor.lr}`), which see the command line and the
+defaults. pydantic validates, strictly: 1.5 is no int and "yes" is no truth value. Text is read as the type of its
+field: `name=001` is the string "001" for a `str` and 1 for an `int`. `null` is None if the field allows None. Lists and
+mappings are written in yaml (`stop=[a, b]`). `???` marks a key that a file leaves to its user.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import difflib
-import enum
 import functools
-import inspect
+import json
 import os
+import re
 import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Annotated, Any, Generic, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
+from annotated_types import Ge, Gt, Le, Unit
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import (
+    AllowInfNan,
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticUndefined, core_schema
 
-from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
+from rlite.errors import ConfigError, RliteError, UnknownOptionError, did_you_mean
 
-C = TypeVar("C")
+C = TypeVar("C", bound="Options")
+
+Count = Annotated[int, Ge(1)]
+Natural = Annotated[int, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+Rate = Annotated[float, Ge(0), AllowInfNan(False)]
+Positive = Annotated[float, Gt(0)]
+Seconds = Annotated[float, Gt(0), Unit("seconds")]
+
+Interpolations = dict[str, tuple[Any, Any]]
+"""key -> its value as a file gives it, `${...}`, and as it was resolved"""
 
 _NULLS = ("null", "none", "~")
 _BOOLS = {"true": True, "false": False}
+_COMMAND_LINE = "command line"
+_WORDS = {
+    bool: "true or false",
+    int: "an int",
+    float: "a float",
+    str: "a str",
+    types.NoneType: "null",
+    dict: "a mapping such as {key: value}",
+    Any: "anything",
+}
+_BOUNDS = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
 
 
-class Interpolated(str):
-    """A text that was given as an interpolation: its value, which remembers its `source`."""
+class Options(BaseModel):
+    """A frozen group of options. Making one raises ConfigError or UnknownOptionError with all its problems at once."""
 
-    source: str
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, hide_input_in_errors=True
+    )
 
-    def __new__(cls, value: str, source: str) -> Interpolated:
-        text = super().__new__(cls, value)
-        text.source = source
-        return text
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _Problems(type(self), values).of(error).as_error() from None
 
-    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
-        return str(self), self.source
+    # pydantic's own mark: nested groups are then validated without this method, and report into the outer error
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: Any = handler(source)
+        model = schema
+        while model["type"] != "model":
+            model = model["schema"]
+        model["strict"] = False  # values are strict, but a group may be given as a mapping
+        return schema
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _read(cls, value: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+        option = cls.model_fields[str(info.field_name)]
+        if isinstance(value, str):
+            value = _read_text(value, _kinds(option.annotation))
+        elif isinstance(value, Mapping) and isinstance(default := _default(option), Options):
+            value = _over(default, value)
+        return validate(value)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        try:
+            problems = list(self.problems())
+        except RliteError as error:
+            problems = [str(error)]
+        if problems:
+            raise ConfigError("\n".join(problems))
+        return self
+
+    @functools.cached_property
+    def _interpolated(self) -> Interpolations:
+        return {}
+
+    def problems(self) -> Iterable[str]:
+        """Yield one message for each rule between several options that does not hold."""
+        return ()
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a validated copy with changes."""
+        made = type(self)(**{**dict(self), **changes})
+        made._interpolated.update(self._interpolated)
+        return made
 
 
 def load(cls: type[C], argv: Sequence[str], *, aliases: Mapping[str, str] | None = None) -> C:
-    """Read `cls` from `--config FILE.yaml` (repeatable, later ones win) and, winning over files, `a.b.c=value`.
+    """Read a config from `--config FILE.yaml` (repeatable, later files win) and from `a.b.c=value`, which wins.
 
-    `aliases` maps other spellings of keys to the fields they mean. `--help` prints every key and ends the program.
-    Raises: UnknownOptionError naming the whole key and the nearest real one; ConfigError naming key, value and what
-    was expected, the missing required keys together, or the file that cannot be read.
+    `--help` prints every key and ends the program.
+
+    Args:
+        cls: the config's class.
+        argv: arguments of the command line.
+        aliases: other spellings of keys -> the keys that they mean.
+
+    Returns:
+        The config, validated.
+
+    Raises:
+        UnknownOptionError: for unknown keys, each with the nearest known key.
+        ConfigError: for wrong values, each with its key, its source and what was expected; for missing required keys;
+            for a file that cannot be read. All wrong values and missing keys are reported together.
     """
     aliases = aliases or {}
     files, overrides = _split_arguments(cls, argv)
-    tree = typing.cast(DictConfig, OmegaConf.merge({}, *(_with_aliases(_read_yaml(file), aliases) for file in files)))
+    problems = _Problems(cls, {})
+    tree = OmegaConf.create({})
+    for file in files:
+        read = _with_aliases(_read_yaml(file), aliases)
+        problems.sources.update(dict.fromkeys(_leaves("", OmegaConf.to_container(read)), file))
+        tree = typing.cast(DictConfig, OmegaConf.merge(tree, read))
     for key, text in overrides:
         key = aliases.get(key, key)
-        OmegaConf.update(tree, key, _from_text(cls, key, text), merge=True)
-    return from_mapping(cls, _resolved(cls, tree))
+        at = _locate(cls, key.split("."))
+        if not at.is_exact and not _is_open(at.hint):
+            problems.unknown[key] = f"{_unknown(cls, key)} ({_COMMAND_LINE})"
+            continue
+        value = text if at.is_exact and _is_scalar(at.hint) else _read_yaml_value(key, text)
+        OmegaConf.update(tree, key, value, merge=True)
+        problems.sources.update(dict.fromkeys(_leaves(key, value), _COMMAND_LINE))
+    problems.given = problems.restrict(_resolved(cls, tree), OmegaConf.to_container(tree), "")
+    made = problems.validated()
+    made._interpolated.update(problems.interpolated)
+    return made
 
 
 def from_mapping(cls: type[C], given: Mapping[str, Any]) -> C:
-    """Build `cls` from nested mappings, with the checks and the errors of `load`."""
-    reader = _Reader(cls)
-    values = reader.read_group(cls, given, default=None, path="")
-    reader.raise_problems()
-    return _construct(cls, values, path="")
+    """Build a config from nested mappings, with the checks and the errors of `load`."""
+    return cls(**given)
 
 
-def save(config: Any, path: str | Path) -> None:
-    """Write a config as yaml that `load` reads back as an equal one. The file appears whole or not at all.
+def save(config: Options, path: str | Path) -> None:
+    """Write a config as yaml that `load` reads back as an equal config. The file appears whole or not at all.
 
-    Texts that were given as interpolations (`${oc.env:KEY}`) are written as they were given, not as their values.
+    A value that was given as an interpolation (`${oc.env:KEY}`) is written as the interpolation.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,52 +196,62 @@ def save(config: Any, path: str | Path) -> None:
 
 
 def to_container(config: Any) -> Any:
-    """A config as nested dicts and lists of plain values; interpolated texts as they were given, so without secrets."""
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {f.name: to_container(getattr(config, f.name)) for f in dataclasses.fields(config) if f.init}
-    if isinstance(config, Mapping):
-        return {key: to_container(value) for key, value in config.items()}
-    if isinstance(config, (list, tuple)):
+    """Return a config as nested dicts and lists of plain values. Interpolations stay, so secrets do not appear."""
+    if isinstance(config, Mapping | Options):
+        plain = {key: to_container(value) for key, value in dict(config).items()}
+        for key, (source, value) in (config._interpolated if isinstance(config, Options) else {}).items():
+            *groups, name = key.split(".")
+            group = _select(plain, groups)
+            if group is not None and group.get(name) == to_container(value):  # not replaced since
+                group[name] = source
+        return plain
+    if isinstance(config, list | tuple):
         return [to_container(value) for value in config]
-    if isinstance(config, enum.Enum):
-        return config.name
-    if isinstance(config, Interpolated):
-        return config.source
-    if isinstance(config, Path):
-        config = str(config)
     return config.replace("${", r"\${") if isinstance(config, str) else config
 
 
-def inherit(child: C, parent: Any) -> C:
-    """`child` with each field that is None taken from the field of the same name in `parent`, groups included."""
-    theirs = {f.name: getattr(parent, f.name) for f in dataclasses.fields(parent)}
-    changes = {}
-    for field in dataclasses.fields(child):  # type: ignore[arg-type]  # C is a dataclass
-        value = getattr(child, field.name)
-        if theirs.get(field.name) is None:
-            continue
+def inherit(child: C, parent: Options) -> C:
+    """Return `child` with each option that is None taken from `parent`, if `parent` has it. Groups are merged."""
+    changes, theirs = {}, dict(parent)
+    for name, value in child:
         if value is None:
-            changes[field.name] = theirs[field.name]
-        elif dataclasses.is_dataclass(value) and dataclasses.is_dataclass(theirs[field.name]):
-            changes[field.name] = inherit(value, theirs[field.name])
-    return dataclasses.replace(child, **changes)  # type: ignore[type-var]
+            changes[name] = theirs.get(name)
+        elif isinstance(value, Options) and isinstance(theirs.get(name), Options):
+            changes[name] = inherit(value, theirs[name])
+    return child.replace(**changes)
 
 
-def describe(cls: type) -> str:
-    """The text of `--help`: every key with its type, its default and its sentence."""
+def describe(cls: type[Options]) -> str:
+    """Return the text of `--help`: every key with its type, its default and its sentence."""
     lines = ["usage: [--config FILE.yaml]... [key=value]...", ""]
-    for key in _keys(cls):
-        default = "<required>" if key.default is dataclasses.MISSING else _show(to_container(key.default))
-        lines.append(f"{key.path}={default}  ({_name(key.hint)})")
-        lines += textwrap.wrap(key.doc, 112, initial_indent="    ", subsequent_indent="    ")
+    for path, option, value in _keys(cls):
+        default = "<required>" if value is PydanticUndefined else _show(to_container(value))
+        lines.append(f"{path}={default}  ({', '.join(filter(None, (_name(option.annotation), _limits(option))))})")
+        sentence = " ".join((option.description or "").split())
+        lines += textwrap.wrap(sentence, 112, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
+
+
+def schema(cls: type[Options]) -> dict[str, Any]:
+    """Return the JSON schema of a yaml file for `cls`. No key is required, because arguments may give it."""
+    return {"$schema": _RecipeSchema.schema_dialect, **cls.model_json_schema(schema_generator=_RecipeSchema)}
+
+
+class _RecipeSchema(GenerateJsonSchema):
+    def field_is_required(self, field: Any, total: bool) -> bool:
+        return False
+
+    def model_field_schema(self, schema: core_schema.ModelField) -> JsonSchemaValue:
+        value = super().model_field_schema(schema)
+        interpolation = {"type": "string", "pattern": r"\$\{|^\?\?\?$"}
+        return value if value.get("type") == "string" else {"anyOf": [value, interpolation]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # arguments and files
 
 
-def _split_arguments(cls: type, argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+def _split_arguments(cls: type[Options], argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     files: list[str] = []
     overrides: list[tuple[str, str]] = []
     rest = list(argv)
@@ -171,6 +284,16 @@ def _read_yaml(file: str) -> DictConfig:
     return loaded
 
 
+def _read_yaml_value(key: str, text: str) -> Any:
+    if text.lower() in _NULLS or "${" in text:
+        return text
+    try:
+        # OmegaConf's loader rather than yaml's own: it reads 1e-6 as a number
+        return OmegaConf.to_container(OmegaConf.create(f"value: {text}"))["value"]  # type: ignore[index,call-overload]
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{key}={text}: not valid yaml: {error}") from error
+
+
 def _with_aliases(tree: DictConfig, aliases: Mapping[str, str]) -> DictConfig:
     for alias, key in aliases.items():
         *groups, leaf = alias.split(".")
@@ -185,282 +308,196 @@ def _with_aliases(tree: DictConfig, aliases: Mapping[str, str]) -> DictConfig:
     return tree
 
 
-def _resolved(cls: type, tree: DictConfig) -> dict[str, Any]:
-    """What was given, as plain values. Interpolations may name any key, those left at their defaults too."""
+def _resolved(cls: type[Options], tree: DictConfig) -> Any:
+    """Return the given values over the defaults, resolved: interpolations may name keys left at their defaults."""
     defaults = OmegaConf.create({})
-    for key in _keys(cls):
-        if key.default is not dataclasses.MISSING:
-            OmegaConf.update(defaults, key.path, to_container(key.default))
+    for path, _, value in _keys(cls):
+        if value is not PydanticUndefined:
+            OmegaConf.update(defaults, path, to_container(value))
     try:
-        known = OmegaConf.to_container(OmegaConf.merge(defaults, tree), resolve=True)
+        return OmegaConf.to_container(OmegaConf.merge(defaults, tree), resolve=True)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
-        reason = (error.msg or str(error)).splitlines()[0]  # what follows is of OmegaConf's own objects
+        reason = (error.msg or str(error)).splitlines()[0]  # the other lines describe OmegaConf's own objects
         raise ConfigError(f"{where}{reason}") from error
-    return _restrict(known, OmegaConf.to_container(tree))
 
 
-def _restrict(values: Any, shape: Any) -> Any:
-    """`values` without the keys that `shape` lacks; what a file left open stays open, whatever the default.
-
-    Texts that `shape` interpolates remember it.
-    """
-    if isinstance(values, dict) and isinstance(shape, dict):
-        return {key: _restrict(values[key], shape[key]) for key in shape}
-    if isinstance(values, list) and isinstance(shape, list):
-        return [_restrict(value, item) for value, item in zip(values, shape, strict=True)]
-    if not isinstance(shape, str):
-        return values
-    if shape == "???":
-        return shape
-    return _remembering(values, shape) if "${" in shape else values
-
-
-def _remembering(value: Any, source: str) -> Any:
-    """What an interpolation stands for; of a group or a list (`${group}`) each text remembers its own place there."""
-    if isinstance(value, (dict, list)):
-        whole = source.removesuffix("}").rstrip()
-        if whole.startswith("${."):  # relative to where it stands, which is one level further down from here on
-            whole = "${." + whole.removeprefix("${")
-        if isinstance(value, dict):
-            return {key: _remembering(item, f"{whole}.{key}}}") for key, item in value.items()}
-        return [_remembering(item, f"{whole}[{place}]}}") for place, item in enumerate(value)]
-    return Interpolated(value, source) if isinstance(value, str) else value
-
-
-def _from_text(cls: type, key: str, text: str) -> Any:
-    """The value of a `key=text` argument: text for fields that are read from text, yaml for groups, lists and dicts."""
-    hint: Any = cls
-    for name in key.split("."):
-        group = _group_of(hint)
-        if group is None:
-            if _is_open(hint):
-                hint = Any
-                break
-            raise _unknown(cls, key)
-        hints = _hints(group)
-        if name not in hints:
-            raise _unknown(cls, key)
-        hint = hints[name]
-    if not (_group_of(hint) or _is_open(hint) or _is_list(hint, text)) or text.lower() in _NULLS or "${" in text:
-        return text
-    return _parse_yaml(key, text)
-
-
-def _parse_yaml(key: str, text: str) -> Any:
-    try:
-        # OmegaConf's loader rather than yaml's own: it reads 1e-6 as a number
-        return OmegaConf.to_container(OmegaConf.create(f"value: {text}"))["value"]  # type: ignore[index,call-overload]
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{key}={text}: not valid yaml: {error}") from error
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# from plain values to dataclasses
-
-
-class _Mismatch(Exception):
-    """A value is not what its type hint says; the argument is what was expected."""
-
-
-class _Reader:
-    """Reads a whole tree before it complains, so that a user corrects a file once and not key by key."""
-
-    def __init__(self, root: type) -> None:
-        self.root = root
-        self.unknown: list[UnknownOptionError] = []
-        self.mismatched: list[str] = []
-        self.missing: list[str] = []
-
-    def raise_problems(self) -> None:
-        if self.unknown:
-            raise self.unknown[0] if len(self.unknown) == 1 else UnknownOptionError("\n".join(map(str, self.unknown)))
-        if self.mismatched:
-            raise ConfigError("\n".join(self.mismatched))
-        if self.missing:
-            raise ConfigError(
-                f"required and not set: {', '.join(self.missing)} (give KEY=VALUE, or --help for all keys)"
-            )
-
-    def read_group(self, cls: type, given: Any, default: Any, path: str) -> dict[str, Any]:
-        """Values for the fields of `cls`: given, else from the `default` instance, else the field's own default."""
-        if not isinstance(given, Mapping):
-            self.mismatched.append(
-                f"{path.rstrip('.')}={_show(given)}: expected keys of {cls.__name__}, e.g. {_example(cls, path)}"
-            )
-            return {}
-        hints = _hints(cls)
-        for name in given:
-            if name not in hints:
-                self.unknown += [_unknown(self.root, key) for key in _leaves(f"{path}{name}", given[name])]
-        values: dict[str, Any] = {}
-        for field in _fields(cls):
-            key, hint = f"{path}{field.name}", hints[field.name]
-            is_left_open = isinstance(left := given.get(field.name), str) and left == "???"
-            has_value = field.name in given and not is_left_open
-            fallback = _default(field) if default is None else getattr(default, field.name)
-            group = _group_of(hint)
-            if group is not None and (has_value or fallback is dataclasses.MISSING):
-                values[field.name] = self._read_nested(group, hint, given.get(field.name, {}), fallback, key)
-            elif has_value:
-                try:
-                    values[field.name] = _convert(given[field.name], hint)
-                except _Mismatch as mismatch:
-                    self.mismatched.append(f"{key}={_show(given[field.name])}: expected {mismatch}")
-            elif is_left_open or fallback is dataclasses.MISSING:
-                self.missing.append(key)
-            else:
-                values[field.name] = fallback
-        return values
-
-    def _read_nested(self, group: type, hint: Any, given: Any, fallback: Any, key: str) -> Any:
-        if _is_null(given) and _allows_none(hint):
-            return None
-        default = fallback if isinstance(fallback, group) else None
-        cls = type(default) if default is not None else group
-        return _Group(cls, self.read_group(cls, given, default, f"{key}."))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    """A nested dataclass that was read but not built: it is built when the whole tree is known to be good."""
-
-    cls: type
-    values: dict[str, Any]
-
-
-def _construct(cls: type[C], values: Mapping[str, Any], path: str) -> C:
-    built = {
-        name: _construct(value.cls, value.values, f"{path}{name}.") if isinstance(value, _Group) else value
-        for name, value in values.items()
-    }
-    try:
-        return cls(**built)
-    except ValueError as error:  # raised by __post_init__, which does not know where its group stands
-        message = str(error)
-        if message.startswith(path):  # no path, or one that the message knows
-            raise ConfigError(message) from error
-        prefix = path if message.split("=")[0].split(":")[0].strip() in built else f"{path.rstrip('.')}: "
-        raise ConfigError(f"{prefix}{message}") from error
-
-
-def _convert(value: Any, hint: Any) -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any or hint is object:
-        return value
-    if origin in (Union, types.UnionType):
-        return _convert_union(value, arguments)
-    if origin is Literal:
-        for choice in arguments:
-            if value == choice and type(value) is type(choice):
-                return choice
-        for choice in arguments:
-            if isinstance(value, str) and value == str(choice):
-                return choice
-        raise _Mismatch(_name(hint))
-    if origin in (list, tuple, Sequence) or hint in (list, tuple):
-        return _convert_list(value, hint, origin or hint, arguments)
-    if origin in (dict, Mapping) or hint is dict:
-        if not isinstance(value, Mapping):
-            raise _Mismatch("a mapping such as {key: value}")
-        return {key: _convert(item, arguments[1] if arguments else Any) for key, item in value.items()}
-    if dataclasses.is_dataclass(hint):  # inside a list or a dict
-        if isinstance(value, Mapping):
-            return from_mapping(typing.cast(type, hint), value)
-        raise _Mismatch(f"keys of {_name(hint)}")
-    return _convert_scalar(value, hint)
-
-
-def _convert_union(value: Any, members: tuple[Any, ...]) -> Any:
-    if type(None) in members and _is_null(value):
+def _read_text(text: str, kinds: Sequence[Any]) -> Any:
+    """Return the number, truth value or None that a text means to these types, else the text."""
+    if types.NoneType in kinds and text.lower() in _NULLS:
         return None
-    members = tuple(member for member in members if member is not type(None))
-    for member in members:  # an exact type first, so that 1 stays an int for `float | int`
-        if isinstance(member, type) and type(value) is member and not isinstance(value, str):
-            return value
-    expected = []
-    # text is tried as a number before it is taken as it stands
-    for member in sorted(members, key=lambda member: member is str):
-        try:
-            return _convert(value, member)
-        except _Mismatch as mismatch:
-            expected.append(str(mismatch))
-    raise _Mismatch(" or ".join(expected))
-
-
-def _convert_list(value: Any, hint: Any, origin: Any, arguments: tuple[Any, ...]) -> Any:
-    if not isinstance(value, (list, tuple)):
-        raise _Mismatch(f"{_name(hint)}, written [a, b]")
-    make = tuple if origin is tuple else list
-    if origin is tuple and arguments and arguments[-1] is not Ellipsis:
-        if len(value) != len(arguments):
-            raise _Mismatch(f"{len(arguments)} values, written [a, b]")
-        return tuple(_convert(item, argument) for item, argument in zip(value, arguments, strict=True))
-    return make(_convert(item, arguments[0] if arguments else Any) for item in value)
-
-
-def _convert_scalar(value: Any, hint: Any) -> Any:
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        for member in hint:
-            if value in (member, member.name, member.value) or str(value).lower() == member.name.lower():
-                return member
-    elif hint is bool:
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, str) and value.lower() in _BOOLS:
-            return _BOOLS[value.lower()]
-    elif hint in (int, float):
-        if isinstance(value, str):
+    if bool in kinds and text.lower() in _BOOLS:
+        return _BOOLS[text.lower()]
+    for kind in (int, float):
+        if kind in kinds:
             try:
-                return hint(value)
+                return kind(text)
             except ValueError:
                 pass
-        elif not isinstance(value, bool) and isinstance(value, (int, float) if hint is float else int):
-            return hint(value)
-    elif hint is str:
-        if isinstance(value, str):
-            return value
-        raise _Mismatch("a string (in yaml, quote it)")
-    elif hint is Path:
-        if isinstance(value, (str, Path)):
-            return Path(value)
-    elif isinstance(hint, type) and isinstance(value, hint):
-        return value
-    raise _Mismatch(_name(hint))
+    return text
+
+
+def _over(default: Options, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's values: those given, else those of the default instance."""
+    values = dict(default)
+    for name, value in given.items():
+        own = values.get(name)
+        values[name] = _over(own, value) if isinstance(own, Options) and isinstance(value, Mapping) else value
+    return values
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what a dataclass says about itself
+# from pydantic's errors to messages
 
 
-@dataclasses.dataclass(frozen=True)
-class _Key:
-    path: str
+@dataclass
+class _Problems(Generic[C]):
+    """Everything that is wrong with a config, so that a user corrects a file once and not key by key."""
+
+    root: type[C]
+    given: Mapping[str, Any]
+    sources: dict[str, str] = field(default_factory=dict)
+    """key -> the file, or the command line, that gave its value"""
+    interpolated: Interpolations = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+    def restrict(self, values: Any, given: Any, path: str) -> Any:
+        """Return the resolved values of the given keys. `???` is missing, even if the key has a default."""
+        if isinstance(given, dict):
+            below = {name: f"{path}.{name}" if path else str(name) for name in given}
+            self.missing += [below[name] for name in given if given[name] == "???"]
+            return {k: self.restrict(values[k], given[k], below[k]) for k in given if given[k] != "???"}
+        if "${" in str(given):
+            self.interpolated[path] = (given, values)
+        return values
+
+    def validated(self) -> C:
+        """Return the config, or raise one error with all problems."""
+        try:
+            made = self.root.model_validate(self.given)
+        except ValidationError as error:
+            raise self.of(error).as_error() from None
+        if self.unknown or self.missing:
+            raise self.as_error()
+        return made
+
+    def of(self, error: ValidationError) -> Self:
+        """Add the problems that pydantic found."""
+        for found in error.errors(include_url=False):
+            at = _locate(self.root, found["loc"])
+            if found["type"] == "extra_forbidden":
+                for key in _leaves(".".join(map(str, found["loc"])), found["input"]):
+                    self.unknown[key] = f"{_unknown(self.root, key)}{self._source(key)}"
+            elif found["type"] == "missing":
+                group = _group_of(at.hint)
+                paths = [path for path, _, value in _keys(group) if value is PydanticUndefined] if group else []
+                self.missing += [f"{at.key}.{path}" for path in paths] or [at.key]
+            elif found["type"] == "value_error":  # a rule between several options
+                lines = str(found["ctx"]["error"]).splitlines()
+                self.wrong.update({line: _prefixed(line, at, found["input"]) for line in lines})
+            else:
+                value = found["input"] if at.is_exact else _select(self.given, at.key.split("."))
+                value = self.interpolated.get(at.key, (value,))[0]
+                message = f"{at.key}={_show(value)}: expected {_expected(found, at)}{self._source(at.key)}"
+                self.wrong.setdefault(at.key, message)
+        return self
+
+    def as_error(self) -> RliteError:
+        """Return one error with all problems, unknown keys first."""
+        lines = [*self.unknown.values(), *self.wrong.values()]
+        if self.missing:
+            keys = ", ".join(dict.fromkeys(self.missing))
+            lines.append(f"required and not set: {keys} (give KEY=VALUE, or --help for all keys)")
+        return (UnknownOptionError if self.unknown else ConfigError)("\n".join(lines))
+
+    def _source(self, key: str) -> str:
+        while key and key not in self.sources:
+            key = key.rpartition(".")[0]
+        return f" ({self.sources[key]})" if key else ""
+
+
+class _Location(NamedTuple):
+    """The last option on the way to a key, and whether it is the whole way."""
+
+    key: str
     hint: Any
-    default: Any
-    """MISSING if required"""
-    doc: str
+    option: FieldInfo | None
+    is_exact: bool
 
 
-def _keys(cls: type, default: Any = None, prefix: str = "") -> Iterator[_Key]:
-    hints, docs = _hints(cls), _docs(cls)
-    for field in _fields(cls):
-        hint = hints[field.name]
+def _locate(root: type[Options], way: Sequence[int | str]) -> _Location:
+    hint: Any = root
+    option: FieldInfo | None = None
+    for depth, part in enumerate(way):
         group = _group_of(hint)
-        value = _default(field) if default is None else getattr(default, field.name)
-        path = f"{prefix}{field.name}"
-        if group is not None and value is not None:
-            yield from _keys(group, value if isinstance(value, group) else None, f"{path}.")
-            continue
-        yield _Key(path, hint, value, docs.get(field.name, ""))
+        if group is None or part not in group.model_fields:
+            return _Location(".".join(map(str, way[:depth])), hint, option, False)
+        option = group.model_fields[str(part)]
+        hint = option.annotation
+    return _Location(".".join(map(str, way)), hint, option, True)
+
+
+def _prefixed(line: str, at: _Location, value: Any) -> str:
+    """Return the message of a rule with the whole key, if the message does not have it."""
+    group = _group_of(at.hint)
+    if group is None:
+        return f"{at.key}={_show(value)}: {line}"
+    if not at.key or line.startswith(f"{at.key}."):
+        return line
+    is_of_option = re.split(r"[=:.]", line)[0] in group.model_fields
+    return f"{at.key}.{line}" if is_of_option else f"{at.key}: {line}"
+
+
+def _expected(found: Any, at: _Location) -> str:
+    if found["type"] == "string_type":
+        return "a string (in yaml, quote it)"
+    if group := _group_of(at.hint):
+        return f"keys of {group.__name__}, e.g. {at.key}.{next(iter(group.model_fields))}=..."
+    if found["type"] == "list_type":
+        return f"{_name(at.hint)}, written [a, b]"
+    is_limit = found["type"].startswith(("greater", "less", "finite", "too"))
+    return _limits(at.option) if is_limit and at.option else _name(at.hint)
+
+
+def _limits(option: FieldInfo) -> str:
+    """Return the range of a number in words: at least 0."""
+    limits = [*option.metadata, *(item for kind in get_args(option.annotation) for item in get_args(kind)[1:])]
+    bounds = {name: getattr(limit, name) for limit in limits for name in (*_BOUNDS, "unit") if hasattr(limit, name)}
+    if "ge" in bounds and "le" in bounds:
+        return f"a number between {bounds['ge']} and {bounds['le']}"
+    is_finite = any(isinstance(limit, AllowInfNan) for limit in limits)
+    words = " and ".join(words.format(bounds[name]) for name, words in _BOUNDS.items() if name in bounds)
+    return " ".join(filter(None, ("a finite number of" if is_finite else "", words, bounds.get("unit"))))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# keys and types
+
+
+def _keys(cls: type[Options], default: Options | None = None, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any]]:
+    """Yield every key with its option and its default, which is PydanticUndefined if the key is required."""
+    for name, option in cls.model_fields.items():
+        group = _group_of(option.annotation)
+        value = _default(option) if default is None else dict(default)[name]
+        if group is None or value is None:
+            yield f"{prefix}{name}", option, value
         if group is not None:
-            yield from _keys(group, None, f"{path}.")
+            yield from _keys(group, value if isinstance(value, group) else None, f"{prefix}{name}.")
 
 
-def _unknown(cls: type, key: str) -> UnknownOptionError:
-    known = [known.path for known in _keys(cls)]
-    same_leaf = [path for path in known if path.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+def _default(option: FieldInfo) -> Any:
+    """Return the default, or PydanticUndefined if the option is required or a group with its own defaults."""
+    if isinstance(option.default_factory, type) and issubclass(option.default_factory, Options):
+        return PydanticUndefined
+    return option.get_default(call_default_factory=True, validated_data={})
+
+
+def _unknown(cls: type[Options], key: str) -> str:
+    known = [path for path, *_ in _keys(cls)]
     group, _, leaf = key.rpartition(".")
+    same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
     initials = [path for path in known if _is_short_for(path.rpartition(".")[2], leaf)]
     short = [path for path in initials if path.rpartition(".")[0] == group] or initials[:3]
     if close := short or difflib.get_close_matches(key, known, n=1, cutoff=0.75) or same_leaf[:3]:
@@ -469,11 +506,11 @@ def _unknown(cls: type, key: str) -> UnknownOptionError:
         prefix = f"{group}." if group and any(path.startswith(f"{group}.") for path in known) else ""
         siblings = {path.removeprefix(prefix).split(".")[0] for path in known if path.startswith(prefix)}
         hint = did_you_mean(key, {f"{prefix}{name}" for name in siblings})
-    return UnknownOptionError(f"unknown key {key!r}; {hint}")
+    return f"unknown key {key!r}; {hint}"
 
 
 def _is_short_for(one: str, other: str) -> bool:
-    """Whether one of two names is made of the initials of the other's words, as `lr` is of `learning_rate`."""
+    """Return whether a name is made of the initials of the other's words, as `lr` is of `learning_rate`."""
     return any(
         "_" in long and short == "".join(w[:1] for w in long.split("_")) for short, long in ((one, other), (other, one))
     )
@@ -482,112 +519,50 @@ def _is_short_for(one: str, other: str) -> bool:
 def _leaves(path: str, value: Any) -> list[str]:
     if not isinstance(value, Mapping) or not value:
         return [path]
-    return [leaf for name in value for leaf in _leaves(f"{path}.{name}", value[name])]
+    return [leaf for name in value for leaf in _leaves(f"{path}.{name}" if path else str(name), value[name])]
 
 
-def _fields(cls: type) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(cls) if field.init]
+def _select(values: Any, way: Sequence[str]) -> Any:
+    for name in way:
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values
 
 
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in _fields(cls)}
+def _kinds(hint: Any) -> list[Any]:
+    """Return the alternatives of a union, without their constraints."""
+    if get_origin(hint) is Annotated:
+        return _kinds(get_args(hint)[0])
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
+    return [kind for member in members for kind in _kinds(member)] or [hint]
 
 
-@functools.cache
-def _docs(cls: type) -> dict[str, str]:
-    """The string literal under each field, which Python itself forgets."""
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        try:
-            source = textwrap.dedent(inspect.getsource(base))
-        except (OSError, TypeError):  # defined where there is no file, e.g. at a prompt
-            continue
-        definition = typing.cast(ast.ClassDef, ast.parse(source).body[0])
-        for field, below in zip(definition.body, definition.body[1:], strict=False):
-            match field, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(sentence))):
-                    docs[name] = " ".join(sentence.split())
-    return docs
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    """The field's default, or MISSING if it is required or a group that is to be read from its own defaults."""
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    factory = field.default_factory
-    if factory is dataclasses.MISSING or (isinstance(factory, type) and dataclasses.is_dataclass(factory)):
-        return dataclasses.MISSING
-    return factory()
-
-
-def _group_of(hint: Any) -> type | None:
-    """The dataclass that a hint names, `X | None` included."""
-    members = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-    groups = [member for member in members if isinstance(member, type) and dataclasses.is_dataclass(member)]
-    return groups[0] if len(groups) == 1 else None
+def _group_of(hint: Any) -> type[Options] | None:
+    """Return the group that a type names, also in `X | None`."""
+    return next((kind for kind in _kinds(hint) if isinstance(kind, type) and issubclass(kind, Options)), None)
 
 
 def _is_open(hint: Any) -> bool:
-    """Whether keys below a field are its user's own."""
-    members = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return any(member in (Any, dict) or typing.get_origin(member) in (dict, Mapping) for member in members)
+    """Return whether keys below an option are its user's own."""
+    return any((get_origin(kind) or kind) in (Any, dict) for kind in _kinds(hint))
 
 
-def _is_list(hint: Any, text: str) -> bool:
-    members = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if str in members and not text.startswith("["):
-        return False
-    return any(member in (list, tuple) or typing.get_origin(member) in (list, tuple, Sequence) for member in members)
-
-
-def _allows_none(hint: Any) -> bool:
-    return type(None) in typing.get_args(hint)
-
-
-def _is_null(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and value.lower() in _NULLS)
-
-
-def _example(cls: type, path: str) -> str:
-    return f"{path}{_fields(cls)[0].name}=..."
+def _is_scalar(hint: Any) -> bool:
+    return all(kind in (str, int, float, bool, types.NoneType) or get_origin(kind) is Literal for kind in _kinds(hint))
 
 
 def _show(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Interpolated):
-        return value.source
-    return value if isinstance(value, str) else repr(value)
+    if isinstance(value, str):
+        return value
+    return repr(value) if isinstance(value, float) else json.dumps(value, default=repr)
 
 
 def _name(hint: Any) -> str:
-    """A type hint in words."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (Union, types.UnionType):
-        named = [_name(member) for member in arguments if member is not type(None)]
-        return " or ".join([*named, "null"] if type(None) in arguments else named)
-    if origin is Literal:
-        return "one of " + ", ".join(map(str, arguments))
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return "one of " + ", ".join(member.name for member in hint)
-    if origin in (list, tuple, Sequence) and arguments:
-        return f"a list of {_name(arguments[0]).removeprefix('a ').removeprefix('an ')}"
-    words = {
-        bool: "true or false",
-        int: "an int",
-        float: "a float",
-        str: "a str",
-        Path: "a path",
-        Any: "anything",
-        list: "a list",
-        tuple: "a list",
-        dict: "a mapping",
-    }
-    key = origin or hint
-    return words.get(key, getattr(hint, "__name__", str(hint)))
+    """Return a type in words."""
+    kinds = _kinds(hint)
+    if len(kinds) > 1:
+        return " or ".join(map(_name, sorted(kinds, key=lambda kind: kind is types.NoneType)))
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) is list:
+        return f"a list of {_name(get_args(hint)[0]).split(maxsplit=1)[-1]}"
+    return _WORDS.get(get_origin(kinds[0]) or kinds[0], getattr(hint, "__name__", str(hint)))

@@ -14,6 +14,7 @@ from rlite.algorithms.advantages import (
     gdpo_advantages,
     gpg_advantages,
     group_advantages,
+    is_of_group_alone,
     last_action_rewards,
     masked_whiten,
     normalize_rewards,

@@ -13,10 +13,10 @@ its executor, `train_executor.py` what a train engine needs.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from enum import Enum
 from functools import partial
 from typing import Any, ClassVar
@@ -149,7 +149,7 @@ class Engine:
         self._group, self.executors, self.weights = None, [], Weights.RELEASED
 
     def _parse_options(self, given: dict[str, Any]) -> Any:
-        known = {f.name for f in fields(self._backend.options)}
+        known = set(inspect.signature(self._backend.options).parameters)
         for key in given:
             if key not in known:
                 everything = known | {"tensor_parallel_size", "data_parallel_size", "colocate_with"}

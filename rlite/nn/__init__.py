@@ -1,8 +1,26 @@
 """Modules that users subclass: they carry an algorithm."""
 
-from rlite.nn.base import BaseTrainModule
-from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule
-from rlite.nn.logprobs import linear_logprobs
-from rlite.nn.lora import LoraOptions, LoraTrainModule
+from __future__ import annotations
 
-__all__ = ["BaseTrainModule", "HuggingFaceFsdp2TrainModule", "LoraOptions", "LoraTrainModule", "linear_logprobs"]
+from typing import TYPE_CHECKING
+
+from rlite import lazy
+
+if TYPE_CHECKING:
+    from rlite.nn.base import BaseTrainModule
+    from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule
+    from rlite.nn.logprobs import linear_logprobs
+    from rlite.nn.lora import LoraTrainModule
+    from rlite.nn.options import LoraOptions
+
+# lazy, so that options import no torch
+__all__, __getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "rlite.nn.base": "BaseTrainModule",
+        "rlite.nn.huggingface": "HuggingFaceFsdp2TrainModule",
+        "rlite.nn.logprobs": "linear_logprobs",
+        "rlite.nn.lora": "LoraTrainModule",
+        "rlite.nn.options": "LoraOptions",
+    },
+)

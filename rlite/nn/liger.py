@@ -5,7 +5,6 @@ Liger's own fused cross entropy is left out: log-probabilities are computed in c
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from types import FunctionType, MethodType
 from typing import Any
@@ -14,23 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlite.errors import ConfigError
+from rlite.nn.options import check_liger_installed
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """whose kernels are known to go into one instance"""
 _ROPE = "apply_rotary_pos_emb"
-
-
-def check_liger_installed() -> None:
-    """Check that the packages are installed.
-
-    Raises:
-        ConfigError: one is missing.
-    """
-    if missing := [name for name in ("liger_kernel", "triton") if importlib.util.find_spec(name) is None]:
-        raise ConfigError(
-            f"use_liger_kernel=true needs {' and '.join(missing)}: pip install 'rlite[liger]', on a machine with GPUs; "
-            "or leave it out"
-        )
 
 
 def check_liger(module: nn.Module, device: str) -> None:

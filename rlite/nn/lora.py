@@ -10,12 +10,10 @@ A checkpoint to resume from holds W, A and B, and the optimizer's state of A and
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,37 +27,11 @@ from rlite.errors import ConfigError, did_you_mean
 from rlite.nn.base import BaseTrainModule, is_on_meta
 from rlite.nn.heads import HuggingFaceFsdp2ScoreModule
 from rlite.nn.meta import meta_parameters
+from rlite.nn.options import ALL_LINEAR, LoraOptions
 from rlite.parallel.fsdp import local_tensor
 
-ALL_LINEAR = "all-linear"
 _HELD, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 _SCORE = "score"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraOptions:
-    """Adapters of rank `rank` beside linear layers, scaled by alpha / rank."""
-
-    rank: int = 16
-    """columns of each factor"""
-    alpha: float = 32.0
-    """what the product of the factors is multiplied with, times rank"""
-    dropout: float = 0.0
-    """share of an adapter's inputs that is set to 0 in training"""
-    target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
-    """names of linear layers, or how they end; all-linear: each but the output embedding or head"""
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(f"rank={self.rank}: expected at least 1")
-        if not self.alpha > 0:
-            raise ConfigError(f"alpha={self.alpha}: expected more than 0")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout={self.dropout}: expected at least 0 and less than 1")
-        if not self.target_modules or (ALL_LINEAR in self.target_modules and len(self.target_modules) > 1):
-            raise ConfigError(f"target_modules={self.target_modules}: expected names of layers, or {ALL_LINEAR} alone")
-        if importlib.util.find_spec("peft") is None:
-            raise ConfigError("adapters need the package peft: pip install 'rlite[lora]'")
 
 
 class LoraTrainModule(BaseTrainModule):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,13 @@ from rlite.data.sft import sft_rows
 from rlite.engine.train import RliteTrainEngine
 from rlite.observability.console import ConsoleReporter
 from rlite.observability.plots import plot_learning_curve
+from rlite.quickstart.options import QuickstartConfig
 from rlite.quickstart.teacher import impatient_demonstrations
 from rlite.quickstart.tiny import build_tiny_qwen3
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.trainer.losses import SftLoss
-from rlite.trainer.modules import OptimizerOptions, policy_module
+from rlite.trainer.modules import policy_module
+from rlite.trainer.options import OptimizerOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.config import (
     ActorOptions,
@@ -41,29 +42,10 @@ from rlite.trainer.rl.config import (
     RolloutOptions,
     SamplingOptions,
 )
-from rlite.trainer.run.run import TrainerOptions
 
 TASK = "spell_backward"
 MAX_NEW_TOKENS = 12
 MAX_LENGTH = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuickstartConfig:
-    """Options of the quickstart."""
-
-    folder: str = "runs/quickstart"
-    """everything is written here"""
-    seed: int = 0
-    """of problems, weights and sampling"""
-    num_train: int = 16000
-    """training problems"""
-    num_held_out: int = 256
-    """problems that are only tested on"""
-    warm_steps: int = 700
-    """supervised steps"""
-    steps: int = 60
-    """GRPO steps"""
 
 
 def main(argv: Sequence[str]) -> None:

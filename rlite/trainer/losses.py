@@ -37,10 +37,9 @@ from rlite.algorithms import (
     value_loss,
 )
 from rlite.algorithms.kl import KLEstimator
-from rlite.algorithms.reduce import Aggregation
 from rlite.errors import ConfigError
+from rlite.trainer.options import AvgLevel, check_kl_loss
 
-AvgLevel = Aggregation
 PAIR_METRICS = ("accuracy", "margin", "chosen_rewards", "rejected_rewards")
 """metrics that losses on pairs report"""
 
@@ -252,12 +251,3 @@ class OwnLogprobs(OnLogprobs):
 def own_values(values: Tensor, data: Mapping[str, Any]) -> Tensor:
     """Return at each token [T] the value of the state in which it was chosen: a post_hook for `forward`."""
     return previous_token(values, data["cu_seqlens"])
-
-
-def check_kl_loss(estimator: KLEstimator) -> None:
-    """Raise ConfigError for an estimator that is no loss."""
-    if estimator == "k1":
-        raise ConfigError(
-            "kl.loss_estimator=k1: its gradient is that of log pi, which is 0 in expectation, so that it would add "
-            "noise and no penalty. Use k2, whose gradient is that of the KL, or kl.type=reward, where k1 is unbiased"
-        )

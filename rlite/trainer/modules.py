@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,25 +9,12 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 
-from rlite.algorithms import Schedule, lr_factor
+from rlite.algorithms import lr_factor
 from rlite.nn.heads import HuggingFaceFsdp2ScoreModule, score_module
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, causal_lm_class
-from rlite.nn.lora import LoraOptions, LoraTrainModule
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
-    """AdamW with a schedule over `total_steps` optimizer steps."""
-
-    lr: float
-    weight_decay: float
-    scheduler: Schedule
-    warmup_steps: int
-    total_steps: int
-    lr_end: float = 0.0
-    """rate at the last step"""
-    power: float = 1.0
-    """power of the schedule "polynomial" """
+from rlite.nn.lora import LoraTrainModule
+from rlite.nn.options import LoraOptions
+from rlite.trainer.options import OptimizerOptions
 
 
 class _Optimized(LoraTrainModule):

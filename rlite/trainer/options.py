@@ -1,23 +1,44 @@
-"""Options that several trainers share."""
+"""Options of the trainers that learn from rows, and options that all trainers share. No torch here."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from rlite.algorithms import Schedule
+from annotated_types import Ge, Gt
+from pydantic import AllowInfNan, Field
+
+import rlite
+from rlite.config import Count, Options, Positive, Rate, Share
+from rlite.engine.fsdp2.options import BalanceBy, Dtype
 from rlite.errors import ConfigError
-from rlite.nn.liger import check_liger_installed
-from rlite.nn.lora import LoraOptions
-from rlite.parallel.mesh import ParallelDims
-from rlite.trainer.losses import AvgLevel
-from rlite.trainer.modules import OptimizerOptions
+from rlite.nn.options import LoraOptions, check_liger_installed
+from rlite.parallel.dims import ParallelDims
+
+AvgLevel = Literal["token", "sequence", "constant"]
+KLEstimator = Literal["k1", "abs", "k2", "k3"]
+Schedule = Literal["constant", "linear", "cosine", "polynomial"]
+Power = Annotated[float, Gt(0), AllowInfNan(False)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """A model that is trained, and how it lies on the devices: world = ddp_size x fsdp x sp_size x tp_size."""
+class OptimizerOptions:
+    """AdamW with a schedule over `total_steps` optimizer steps."""
+
+    lr: float
+    weight_decay: float
+    scheduler: Schedule
+    warmup_steps: int
+    total_steps: int
+    lr_end: float = 0.0
+    """rate at the last step"""
+    power: float = 1.0
+    """exponent of the schedule "polynomial" """
+
+
+class LayoutOptions(Options):
+    """A model and its layout on the devices: world = ddp_size x fsdp x sp_size x tp_size."""
 
     model_name: str
     """folder or hub name of a Hugging Face checkpoint"""
@@ -27,9 +48,14 @@ class ModelOptions:
     """devices that share each matrix (tensor parallel)"""
     sp_size: int = 1
     """devices that share the tokens of a sequence (context parallel)"""
-    max_length_per_device: int = 16384
+    max_length_per_device: Count = 16384
     """tokens of one microbatch on a device; the longest sequence is tp_size x sp_size times as long"""
-    balance_by: Literal["tokens", "flops"] = "tokens"
+
+
+class ModelOptions(LayoutOptions):
+    """A model that is trained."""
+
+    balance_by: BalanceBy = "tokens"
     """what devices share evenly: tokens, or estimated operations, in which long sequences count for more"""
     use_liger_kernel: bool = False
     """RMSNorm, rotary embedding and SwiGLU as Triton kernels (package liger-kernel); GPUs only"""
@@ -40,30 +66,33 @@ class ModelOptions:
     avg_level: AvgLevel = "token"
     """mean of the loss over: all tokens; sequences' means; tokens divided by a constant length (Dr. GRPO's paper). A
     sequence is a row: a trajectory of several rows has as many means, not one"""
-    lr: float = 5e-6
+    lr: Rate = 5e-6
     """peak learning rate of AdamW"""
-    weight_decay: float = 1e-2
-    """of AdamW"""
-    max_grad_norm: float = 1.0
+    weight_decay: Rate = 1e-2
+    """weight decay of AdamW"""
+    max_grad_norm: Positive = 1.0
     """global norm to which gradients are clipped"""
     scheduler: Schedule = "cosine"
-    """after the warm-up"""
-    warmup_ratio: float = 0.1
+    """schedule of the learning rate after the warm-up"""
+    warmup_ratio: Share = 0.1
     """share of all optimizer steps in which the rate rises"""
-    lr_end: float = 0.0
+    lr_end: Rate = 0.0
     """rate at the last step, to which linear, cosine and polynomial fall"""
-    power: float = 1.0
-    """of scheduler=polynomial: the rate falls as (share of steps left)^power"""
+    power: Power = 1.0
+    """exponent of scheduler=polynomial: the rate falls as (share of steps left)^power"""
     disable_dropout: bool = True
     """train without the dropout of the checkpoint's config, which exports keep; passes that only infer never have it"""
     lora: LoraOptions | None = None
     """train adapters beside the weights, which stay as they are; null trains the weights"""
 
-    def __post_init__(self) -> None:
-        check_model_options(self)
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each rule of the kernels and of the schedule that does not hold."""
+        if self.use_liger_kernel:
+            check_liger_installed()
+        yield from schedule_problems(self.scheduler, self.lr, self.lr_end, self.power)
 
     def optimizer(self, total_steps: int) -> OptimizerOptions:
-        """AdamW over so many optimizer steps."""
+        """Return the optimizer's options for a run of `total_steps` optimizer steps."""
         return OptimizerOptions(
             lr=self.lr,
             weight_decay=self.weight_decay,
@@ -75,9 +104,10 @@ class ModelOptions:
         )
 
     def build_options(self, world_size: int, seed: int) -> dict[str, Any]:
-        """What `RliteTrainEngine.build` is given in a world of so many devices.
+        """Return the keywords of `RliteTrainEngine.build` for a world of `world_size` devices.
 
-        Raises: ConfigError with the equation that does not hold.
+        Raises:
+            ConfigError: the sizes do not divide the world; the message names the equation.
         """
         dims = ParallelDims.of_world(world_size, self.ddp_size, self.sp_size, self.tp_size)
         return {
@@ -95,64 +125,238 @@ class ModelOptions:
         }
 
 
-def check_model_options(options: Any) -> None:
-    """Raise ConfigError for what no model can be trained with. Options may be missing, or None."""
-    if getattr(options, "use_liger_kernel", None):
-        check_liger_installed()
-    for name, most in (("lr", math.inf), ("weight_decay", math.inf), ("lr_end", math.inf), ("warmup_ratio", 1.0)):
-        value = getattr(options, name, None)
-        if value is not None and not (0 <= value <= most and math.isfinite(value)):
-            between = "a finite number of at least 0" if most == math.inf else "a number between 0 and 1"
-            raise ConfigError(f"{name}={value}: expected {between}")
-    _check_schedule(options)
-    if (longest := getattr(options, "max_length_per_device", None)) is not None and longest < 1:
-        raise ConfigError(f"max_length_per_device={longest}: expected at least 1")
+def schedule_problems(scheduler: Schedule | None, lr: float, lr_end: float, power: float | None) -> Iterator[str]:
+    """Yield a message for each rule of a learning-rate schedule that does not hold.
 
-
-def _check_schedule(options: Any) -> None:
-    lr, lr_end, power, scheduler = (getattr(options, name, None) for name in ("lr", "lr_end", "power", "scheduler"))
-    if power is not None and not (power > 0 and math.isfinite(power)):
-        raise ConfigError(f"power={power}: expected a finite number above 0")
+    Args:
+        scheduler: the schedule; None if it is another model's.
+        lr: peak rate.
+        lr_end: rate at the last step.
+        power: exponent of the polynomial schedule; None if it is another model's.
+    """
     if scheduler is not None and power not in (None, 1.0) and scheduler != "polynomial":
-        raise ConfigError(f"power={power} is of scheduler=polynomial; scheduler={scheduler} has none")
+        yield f"power={power} is of scheduler=polynomial; scheduler={scheduler} has none"
     if lr_end and scheduler == "constant":
-        raise ConfigError(f"lr_end={lr_end}: scheduler=constant never falls; use linear, cosine or polynomial")
-    if lr_end and lr is not None and lr_end >= lr:
-        raise ConfigError(f"lr_end={lr_end}: expected less than lr={lr}, the peak from which the rate falls")
+        yield f"lr_end={lr_end}: scheduler=constant never falls; use linear, cosine or polynomial"
+    elif lr_end and lr_end >= lr:
+        yield f"lr_end={lr_end}: expected less than lr={lr}, the peak from which the rate falls"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataOptions:
+def check_kl_loss(estimator: KLEstimator) -> None:
+    """Raise ConfigError for an estimator that is no loss."""
+    if estimator == "k1":
+        raise ConfigError(
+            "kl.loss_estimator=k1: its gradient is that of log pi, which is 0 in expectation, so that it would add "
+            "noise and no penalty. Use k2, whose gradient is that of the KL, or kl.type=reward, where k1 is unbiased"
+        )
+
+
+class FrozenModelOptions(Options):
+    """A model beside the actor that is not trained; options that are not set are the actor's."""
+
+    model_name: str | None = None
+    """folder or hub name of a Hugging Face checkpoint; default: the actor's, before training. With actor.lora, and if
+    nothing else is set here, the actor itself is the reference, with its adapters switched off"""
+    use_liger_kernel: bool | None = None
+    """RMSNorm, rotary embedding and SwiGLU as Triton kernels (package liger-kernel); GPUs only"""
+    offload_model: bool | None = None
+    """leave the device to the other models while it is not used"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for missing kernels."""
+        if self.use_liger_kernel:
+            check_liger_installed()
+        yield from ()
+
+
+class DataOptions(Options):
     """Rows to learn from."""
 
     path: str
     """JSON, JSONL, CSV, Parquet or Arrow file, datasets folder or hub name; optionally split@path"""
-    max_length: int = 4096
+    max_length: Annotated[int, Ge(2)] = 4096
     """longest row in tokens; a longer one is cut at its end, and counted"""
-    batch_size: int = 128
+    batch_size: Count = 128
     """rows (of preferences: pairs) in one optimizer step"""
     escape_special_tokens: bool = False
     """special tokens in messages, but for the assistant's, are plain text"""
 
-    def __post_init__(self) -> None:
-        for name, least in (("max_length", 2), ("batch_size", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"data.{name}={getattr(self, name)}: expected at least {least}")
 
-
-@dataclass(frozen=True, kw_only=True)
-class TestDataOptions:
+class TestDataOptions(Options):
     """Rows to evaluate on."""
 
     path: str | None = None
-    """as data.path; null evaluates nothing"""
+    """as the path of the training data; null evaluates nothing"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
-    """What runs the workers."""
+class LaunchOptions(Options):
+    """The processes that run the workers."""
 
     launcher: Literal["inprocess", "torchrun", "ray"] | None = None
-    """what starts the workers; default: torchrun under torchrun, else one process"""
+    """launcher of the workers; default: torchrun under torchrun, else one process"""
     num_devices: int | None = None
     """devices to use; default: one on CPU, all GPUs"""
+
+
+class RunOptions(Options):
+    """The folder of a run, and the files that the run writes there."""
+
+    save_dir: str
+    """holds config.yaml, metrics.jsonl, latest/ (Hugging Face) and state/ (to resume from); ppo: rollouts.jsonl, too"""
+    save_freq: Count = 20
+    """steps between two checkpoints"""
+    save_async: bool = True
+    """write checkpoints while training goes on, from a copy in host memory"""
+    keep: Count = 2
+    """checkpoints to keep; an old one is deleted once a step after a newer one was good"""
+    max_skipped_steps: Count = 5
+    """bad steps in a row after which the run stops. A step is bad if its loss or gradients are not finite, and in
+    supervised training if its loss explodes or its gradient vanishes. If half of the last 4 times as many steps were
+    bad, the run stops, too"""
+    best_metric: str | None = None
+    """metric of the evaluation (test_loss; ppo: accuracy) whose best model so far is kept in best/ (Hugging Face)"""
+    best_is_highest: bool | None = None
+    """whether the best value of best_metric is the highest or the lowest; null: the lowest if it is a loss"""
+    test_freq: Count = 20
+    """steps between two evaluations on test_data, if there is some"""
+    load_ckpt_from: str | None = None
+    """a folder under some run's state/, or "latest" for the newest of this run ("latest_good": the newest that is not
+    damaged; "latest" refuses a damaged one); null goes on with the run in save_dir if its options are the same, and
+    starts anew in a folder without one"""
+    overwrite: bool = False
+    """start anew, and delete the checkpoints and metrics of the run that is in save_dir"""
+    sinks: list[str] = ["jsonl"]
+    """destinations of metrics besides the console: jsonl, tensorboard, wandb, trackio"""
+    use_wandb: bool = False
+    """the same as wandb among the sinks"""
+    project: str = "rlite"
+    """name for wandb and trackio"""
+    experiment_name: str = "run"
+    """name for wandb and trackio"""
+    seed: int = 42
+    """order of the data, and random numbers"""
+    trace: bool = False
+    """draw who waited for whom into trace.json, which ui.perfetto.dev opens"""
+    trace_steps: list[int] = []
+    """first and last step of the trace; by default all"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for steps to trace that are no range."""
+        steps = self.trace_steps
+        if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+            yield f"trace_steps={steps}: expected two numbers, of the first and of the last step"
+
+    @property
+    def all_sinks(self) -> list[str]:
+        """Destinations of metrics, `use_wandb` included."""
+        return [*self.sinks, "wandb"] if self.use_wandb and "wandb" not in self.sinks else self.sinks
+
+
+class TrainerOptions(RunOptions):
+    """A run of a number of steps."""
+
+    save_dir: str = "runs/ppo"
+    total_steps: Count = 100
+    """rollout batches to train on"""
+
+
+class EpochOptions(RunOptions):
+    """A run of a number of epochs."""
+
+    save_dir: str = "runs/supervised"
+    n_epochs: Count = 1
+    """passes over the data"""
+    save_freq: Count = 100
+    """steps between two checkpoints"""
+    test_freq: Count = 100
+    """steps between two evaluations on test_data, if there is some"""
+
+
+class SupervisedConfig(LaunchOptions):
+    """Options of every trainer that learns from rows."""
+
+    data: DataOptions
+    test_data: TestDataOptions = TestDataOptions()
+    trainer: EpochOptions = EpochOptions()
+
+
+class SftConfig(SupervisedConfig):
+    """Options of `rlite sft`."""
+
+    actor: ModelOptions
+    trainer: EpochOptions = EpochOptions(save_dir="runs/sft")
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a mean that this loss does not have."""
+        if self.actor.avg_level == "constant":
+            yield "actor.avg_level=constant divides by the length of generated answers; use token, sequence"
+
+
+class RewardModelOptions(ModelOptions):
+    """The model that learns to score."""
+
+    lr: Rate = 1e-5
+    """peak learning rate of AdamW"""
+
+
+class RmConfig(SupervisedConfig):
+    """Options of `rlite rm`."""
+
+    critic: RewardModelOptions
+    trainer: EpochOptions = EpochOptions(save_dir="runs/rm")
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a mean that this loss does not have."""
+        if self.critic.avg_level != "token":
+            yield f"critic.avg_level={self.critic.avg_level}: this loss is a mean over pairs; leave it out"
+
+
+class PreferenceLossOptions(Options):
+    """A loss of DPO's family."""
+
+    name: str = "sigmoid"
+    """a name of rlite.algorithms.PREFERENCE_LOSSES: sigmoid, ipo, hinge, robust, sppo, apo_zero, apo_down, exo, ..."""
+    options: dict[str, Any] = {}
+    """keyword parameters of the loss, such as {label_smoothing: 0.1}"""
+    length_normalised: bool = False
+    """log-probabilities are means over the answer's tokens instead of sums"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield nothing; raise ConfigError or UnknownOptionError for a loss that cannot be called so."""
+        rlite.algorithms.check_preference_loss(self.name, self.options)
+        yield from ()
+
+
+class DpoActorOptions(ModelOptions):
+    """The policy that learns to prefer."""
+
+    lr: Rate = 5e-7
+    """peak learning rate of AdamW"""
+    beta: Positive = 0.1
+    """strength of the tie to the reference"""
+    preference_loss: PreferenceLossOptions = Field(default_factory=PreferenceLossOptions)
+    """the loss to minimise"""
+
+
+class DpoConfig(SupervisedConfig):
+    """Options of `rlite dpo`."""
+
+    actor: DpoActorOptions
+    ref_actor: FrozenModelOptions = FrozenModelOptions(offload_model=False)
+    trainer: EpochOptions = EpochOptions(save_dir="runs/dpo")
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a mean that this loss does not have."""
+        if self.actor.avg_level != "token":
+            yield f"actor.avg_level={self.actor.avg_level}: this loss is a mean over pairs; leave it out"
+
+
+class PlanConfig(LayoutOptions):
+    """Options of `rlite plan`."""
+
+    num_devices: int
+    """devices in the world"""
+    param_dtype: Dtype = "float32"
+    """master weights, gradients and optimizer state"""
+    compute_dtype: Dtype = "bfloat16"
+    """forward and backward"""

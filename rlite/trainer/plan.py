@@ -17,41 +17,15 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlite import config
-from rlite.engine.fsdp2.options import DTYPES
-from rlite.errors import ConfigError, RliteError
+from rlite.errors import RliteError
 from rlite.observability.console import ConsoleReporter
+from rlite.parallel.dims import ParallelDims
 from rlite.parallel.fsdp import local_tensor, shard
-from rlite.parallel.mesh import ParallelDims, make_mesh
+from rlite.parallel.mesh import make_mesh
 from rlite.trainer.modules import policy_module
+from rlite.trainer.options import PlanConfig
 
 ADAM_STATES = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """A model and a world."""
-
-    model_name: str
-    """folder with a config.json, or hub name of a Hugging Face checkpoint"""
-    num_devices: int
-    """in the world"""
-    ddp_size: int = 1
-    """copies of the model"""
-    tp_size: int = 1
-    """devices that share each matrix (tensor parallel)"""
-    sp_size: int = 1
-    """devices that share the tokens of a sequence (context parallel)"""
-    max_length_per_device: int = 16384
-    """tokens of one microbatch on a device"""
-    param_dtype: str = "float32"
-    """master weights, gradients and optimizer state"""
-    compute_dtype: str = "bfloat16"
-    """forward and backward"""
-
-    def __post_init__(self) -> None:
-        for name in ("param_dtype", "compute_dtype"):
-            if getattr(self, name) not in DTYPES:
-                raise ConfigError(f"{name}={getattr(self, name)}: expected one of {', '.join(DTYPES)}")
 
 
 @dataclass(frozen=True, kw_only=True)

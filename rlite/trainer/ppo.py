@@ -30,7 +30,7 @@ from rlite.rollout import RolloutWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
 from rlite.trainer.losses import OwnLogprobs, PolicyLoss
 from rlite.trainer.rl.advantages import Credit
-from rlite.trainer.rl.config import PpoConfig, SamplingOptions
+from rlite.trainer.rl.config import ALIASES, PpoConfig, SamplingOptions
 from rlite.trainer.rl.critic import find_critic
 from rlite.trainer.rl.engines import Engines, init_devices
 from rlite.trainer.rl.evaluation import ErrorLimit, evaluation_metrics
@@ -45,7 +45,6 @@ from rlite.trainer.run.mfu import usage_metrics
 from rlite.trainer.run.run import TrainingRun, check_best_metric, step_metrics
 from rlite.trainer.supervised import load_tokenizer, serve_if_worker
 
-ALIASES = {"actor.rollout.env_path": "rollout.env_path", "actor.entropy.coef": "actor.entropy_coef"}
 SHOWN = (
     "reward",
     "score",

@@ -9,53 +9,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import rlite
 from rlite import config
 from rlite.data.preferences import preference_rows
 from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.trainer.losses import RewardModelLoss
 from rlite.trainer.modules import critic_module
-from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions, TestDataOptions
+from rlite.trainer.options import RmConfig
 from rlite.trainer.rl.engines import init_devices
 from rlite.trainer.run.command import run
-from rlite.trainer.supervised import EpochOptions, SupervisedRun, num_steps, read_tokens, serve_if_worker
+from rlite.trainer.supervised import SupervisedRun, num_steps, read_tokens, serve_if_worker
 
 SHOWN = ("loss", "accuracy", "margin", "test_loss", "test_accuracy", "grad_norm", "lr", "tokens_per_second", "seconds")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardModelOptions(ModelOptions):
-    """The model that learns to score."""
-
-    lr: float = 1e-5
-    """peak learning rate of AdamW"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RmTrainerOptions(EpochOptions):
-    """Where the run lives."""
-
-    save_dir: str = "runs/rm"
-    """holds config.yaml, metrics.jsonl, latest/ (Hugging Face) and state/ (to resume from)"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RmConfig(LaunchOptions):
-    """Everything that a run is made of."""
-
-    critic: RewardModelOptions
-    data: DataOptions
-    test_data: TestDataOptions = field(default_factory=TestDataOptions)
-    trainer: RmTrainerOptions = field(default_factory=RmTrainerOptions)
-
-    def __post_init__(self) -> None:
-        if self.critic.avg_level != "token":
-            raise ConfigError(f"critic.avg_level={self.critic.avg_level}: this loss is a mean over pairs; leave it out")
 
 
 class RmTrainer:

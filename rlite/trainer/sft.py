@@ -11,47 +11,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import rlite
 from rlite import config
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.modules import policy_module
-from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions, TestDataOptions
+from rlite.trainer.options import SftConfig
 from rlite.trainer.rl.engines import init_devices
 from rlite.trainer.run.command import run
-from rlite.trainer.supervised import EpochOptions, SupervisedRun, num_steps, read_tokens, serve_if_worker
+from rlite.trainer.supervised import SupervisedRun, num_steps, read_tokens, serve_if_worker
 
 SHOWN = ("loss", "test_loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "seconds")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SftTrainerOptions(EpochOptions):
-    """Where the run lives."""
-
-    save_dir: str = "runs/sft"
-    """holds config.yaml, metrics.jsonl, latest/ (Hugging Face) and state/ (to resume from)"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SftConfig(LaunchOptions):
-    """Everything that a run is made of."""
-
-    actor: ModelOptions
-    data: DataOptions
-    test_data: TestDataOptions = field(default_factory=TestDataOptions)
-    trainer: SftTrainerOptions = field(default_factory=SftTrainerOptions)
-
-    def __post_init__(self) -> None:
-        if self.actor.avg_level == "constant":
-            raise ConfigError(
-                "actor.avg_level=constant divides by the length of generated answers; use token, sequence"
-            )
 
 
 class SftTrainer:

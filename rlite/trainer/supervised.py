@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from tensordict import TensorDict
@@ -20,29 +19,10 @@ from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
 from rlite.nn.huggingface import local_checkpoint
 from rlite.observability import stats_tracker
-from rlite.trainer.options import DataOptions, LaunchOptions, ModelOptions
+from rlite.trainer.options import DataOptions, EpochOptions, LaunchOptions, ModelOptions
 from rlite.trainer.rl.engines import init_devices
 from rlite.trainer.run.mfu import usage_metrics
-from rlite.trainer.run.run import RunOptions, TrainingRun, check_best_metric, step_metrics
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpochOptions(RunOptions):
-    """A run of so many epochs."""
-
-    save_dir: str = "runs/supervised"
-    """holds config.yaml, metrics.jsonl, latest/ (Hugging Face) and state/ (to resume from)"""
-    n_epochs: int = 1
-    """how often the data is learnt"""
-    save_freq: int = 100
-    """steps between two checkpoints"""
-    test_freq: int = 100
-    """steps between two evaluations on test_data, if there is some"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n_epochs < 1:
-            raise ConfigError(f"trainer.n_epochs={self.n_epochs}: expected at least 1")
+from rlite.trainer.run.run import TrainingRun, check_best_metric, step_metrics
 
 
 class BatchLoss(Protocol):

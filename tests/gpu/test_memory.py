@@ -13,7 +13,8 @@ import rlite
 from benchmarks.gpu_bringup_steps import ipc
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.parallel.arena import HostMemory, aligned_bytes
-from rlite.trainer.modules import OptimizerOptions, policy_module
+from rlite.trainer.modules import policy_module
+from rlite.trainer.options import OptimizerOptions
 from tests.integration.modules import make_batch, num_counted, token_loss
 from tests.tiny import build_model_dir
 

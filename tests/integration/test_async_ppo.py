@@ -8,11 +8,11 @@ import rlite
 from rlite.errors import ConfigError
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import SingleTurnWorkflow
+from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.config import ActorOptions, PolicyLossOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.trainer.rl.config import SamplingOptions as Sampling
 from rlite.trainer.rl.engines import divide_devices
-from rlite.trainer.run.run import TrainerOptions
 from tests.tiny import build_model_dir
 
 ROWS = [{"prompt": f"{number}:", "number": number} for number in range(10, 90)]

@@ -12,7 +12,8 @@ from tensordict import TensorDict
 
 from rlite import RliteTrainEngine
 from rlite.trainer.losses import PolicyLoss, ValueLoss
-from rlite.trainer.modules import OptimizerOptions, critic_module, policy_module
+from rlite.trainer.modules import critic_module, policy_module
+from rlite.trainer.options import OptimizerOptions
 from rlite.trainer.rl.selection import Selection
 from tests.integration.modules import make_batch
 from tests.integration.worlds import world

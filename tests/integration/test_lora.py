@@ -25,7 +25,8 @@ from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout.workflow import SingleTurnWorkflow
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
 from rlite.trainer.losses import OwnLogprobs
-from rlite.trainer.modules import OptimizerOptions, critic_module, policy_module
+from rlite.trainer.modules import critic_module, policy_module
+from rlite.trainer.options import OptimizerOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.config import (
     ActorOptions,
@@ -37,7 +38,6 @@ from rlite.trainer.rl.config import (
     SamplingOptions,
 )
 from rlite.trainer.rm import RmConfig, RmTrainer
-from rlite.trainer.run.run import TrainerOptions
 from rlite.trainer.sft import SftConfig, SftTrainer
 from tests.integration.modules import make_batch, next_token_logprobs, num_counted, token_loss
 from tests.integration.worlds import world

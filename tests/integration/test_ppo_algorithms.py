@@ -11,6 +11,7 @@ import rlite
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import Environment, EnvironmentWorkflow
 from rlite.trainer import ppo
+from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.config import (
     ActorOptions,
     AdvantageOptions,
@@ -22,7 +23,6 @@ from rlite.trainer.rl.config import (
     RolloutOptions,
     SamplingOptions,
 )
-from rlite.trainer.run.run import TrainerOptions
 from tests.tiny import build_model_dir
 
 ROWS = [{"prompt": f"{a}+{b}=", "extra_info": {"answer": str(a + b)}} for a in range(4) for b in range(4)]

@@ -14,6 +14,7 @@ from rlite.errors import CheckpointError, ConfigError, DataError, RliteError
 from rlite.observability import stats_tracker, trace
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
+from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.config import (
     ActorOptions,
@@ -23,7 +24,6 @@ from rlite.trainer.rl.config import (
     RolloutOptions,
     SamplingOptions,
 )
-from rlite.trainer.run.run import TrainerOptions
 from tests.tiny import build_model_dir
 from tests.trace_format import read_trace, rows_of
 

@@ -9,9 +9,9 @@ from rlite.quickstart.tiny import CHATML, byte_tokenizer
 from rlite.rollout import GenerationHyperparameters, MultiTurnWorkflow, RewardFunction, ToolUseWorkflow
 from rlite.rollout.tools.formats import ToolCall, ToolCallFormat
 from rlite.trainer import ppo
+from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions, SamplingOptions
-from rlite.trainer.run.run import TrainerOptions
 from tests.tiny import build_model_dir
 
 GUESSING = """

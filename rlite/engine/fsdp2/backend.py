@@ -8,7 +8,7 @@ from rlite.engine.fsdp2.worker import Fsdp2Worker
 from rlite.engine.train_executor import TrainBackend
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.liger import check_liger
-from rlite.parallel.mesh import ParallelDims
+from rlite.parallel.dims import ParallelDims
 
 
 def layout(num_workers: int, executor_size: int, options: Fsdp2Options) -> ParallelDims:

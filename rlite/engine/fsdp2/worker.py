@@ -24,8 +24,9 @@ from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.meta import real_tensors
 from rlite.parallel.arena import HostMemory, SharedArena
+from rlite.parallel.dims import ParallelDims
 from rlite.parallel.fsdp import local_shard, local_tensor, resharded
-from rlite.parallel.mesh import ParallelDims, make_mesh
+from rlite.parallel.mesh import make_mesh
 from rlite.parallel.offload import keep_on_host_between_steps, move_state
 from rlite.parallel.processes import subgroup
 from rlite.parallel.shards import ParameterShard, nonfinite_names

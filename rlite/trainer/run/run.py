@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,81 +20,13 @@ from rlite.observability.console import ConsoleReporter
 from rlite.observability.sinks.base import Run, open_sinks
 from rlite.observability.sinks.jsonl import drop_later_lines
 from rlite.rollout.workflow import RolloutError
+from rlite.trainer.options import RunOptions
 from rlite.trainer.run.checkpoints import NO_ENGINES, Checkpoints
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
 from rlite.trainer.run.folder import begins_anew, checkpoint_to_load, clear
 from rlite.trainer.run.interruption import INTERRUPTION
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Where a run lives, and what it writes there."""
-
-    save_dir: str
-    """holds config.yaml, metrics.jsonl, latest/ (Hugging Face) and state/ (to resume from)"""
-    save_freq: int = 20
-    """steps between two checkpoints"""
-    save_async: bool = True
-    """write checkpoints while training goes on, from a copy in host memory"""
-    keep: int = 2
-    """checkpoints to keep; an old one is deleted once a step after a newer one was good"""
-    max_skipped_steps: int = 5
-    """bad steps in a row after which the run stops. A step is bad if its loss or gradients are not finite, and in
-    supervised training if its loss explodes or its gradient vanishes. If half of the last 4 times as many steps were
-    bad, the run stops, too"""
-    best_metric: str | None = None
-    """metric of the evaluation (test_loss; ppo: accuracy) whose best model so far is kept in best/ (Hugging Face)"""
-    best_is_highest: bool | None = None
-    """whether the best value of best_metric is the highest or the lowest; null: the lowest if it is a loss"""
-    test_freq: int = 20
-    """steps between two evaluations on test_data, if there is some"""
-    load_ckpt_from: str | None = None
-    """a folder under some run's state/, or "latest" for the newest of this run ("latest_good": the newest that is not
-    damaged; "latest" refuses a damaged one); null goes on with the run in save_dir if its options are the same, and
-    starts anew in a folder without one"""
-    overwrite: bool = False
-    """start anew, and delete the checkpoints and metrics of the run that is in save_dir"""
-    sinks: list[str] = field(default_factory=lambda: ["jsonl"])
-    """where metrics go besides the console: jsonl, tensorboard, wandb, trackio"""
-    use_wandb: bool = False
-    """the same as wandb among the sinks"""
-    project: str = "rlite"
-    """name for wandb and trackio"""
-    experiment_name: str = "run"
-    """name for wandb and trackio"""
-    seed: int = 42
-    """order of the data, and random numbers"""
-    trace: bool = False
-    """draw who waited for whom into trace.json, which ui.perfetto.dev opens"""
-    trace_steps: list[int] = field(default_factory=list)
-    """first and last step of the trace; by default all"""
-
-    def __post_init__(self) -> None:
-        for name in ("save_freq", "keep", "test_freq", "max_skipped_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"trainer.{name}={getattr(self, name)}: expected at least 1")
-        steps = self.trace_steps
-        if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
-            raise ConfigError(f"trainer.trace_steps={steps}: expected two numbers, of the first and of the last step")
-        if self.use_wandb and "wandb" not in self.sinks:
-            object.__setattr__(self, "sinks", [*self.sinks, "wandb"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerOptions(RunOptions):
-    """A run of so many steps."""
-
-    save_dir: str = "runs/ppo"
-    """holds config.yaml, metrics.jsonl, rollouts.jsonl, latest/ (Hugging Face) and state/ (to resume from)"""
-    total_steps: int = 100
-    """rollout batches to train on"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.total_steps < 1:
-            raise ConfigError(f"trainer.total_steps={self.total_steps}: expected at least 1")
 
 
 class TrainingRun:
@@ -163,7 +94,7 @@ class TrainingRun:
             ) from error
         options = self._options
         self._sinks = open_sinks(
-            options.sinks,
+            options.all_sinks,
             Run(
                 directory=self.folder,
                 project=options.project,

@@ -1,6 +1,7 @@
 import pytest
 
-from rlite.trainer.modules import OptimizerOptions, schedule
+from rlite.trainer.modules import schedule
+from rlite.trainer.options import OptimizerOptions
 
 
 def options(**changes):

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlite.nn.lora import LoraOptions
+from rlite.nn import LoraOptions
 from rlite.trainer.modules import critic_module, policy_module
 from rlite.trainer.run.mfu import ModelSize, mfu, peak_flops, training_flops
 from tests.tiny import build_model_dir

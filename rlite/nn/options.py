@@ -1,0 +1,43 @@
+"""Options of modules. No torch here, so that options are listed and checked at once."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Annotated
+
+from annotated_types import Ge, Lt
+
+from rlite.config import Count, Options, Positive
+from rlite.errors import ConfigError
+
+ALL_LINEAR = "all-linear"
+
+
+class LoraOptions(Options):
+    """Low-rank adapters beside linear layers."""
+
+    rank: Count = 16
+    """columns of each factor"""
+    alpha: Positive = 32.0
+    """scale: the product of the factors is multiplied by alpha / rank"""
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """share of an adapter's inputs that is set to 0 in training"""
+    target_modules: list[str] = [ALL_LINEAR]
+    """names of linear layers, or how they end; all-linear: each but the output embedding or head"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for layers that cannot be meant, and for a missing package."""
+        if not self.target_modules or (ALL_LINEAR in self.target_modules and len(self.target_modules) > 1):
+            yield f"target_modules={self.target_modules}: expected names of layers, or {ALL_LINEAR} alone"
+        if importlib.util.find_spec("peft") is None:
+            yield "adapters need the package peft: pip install 'rlite[lora]'"
+
+
+def check_liger_installed() -> None:
+    """Raise ConfigError if the packages of `use_liger_kernel` are missing."""
+    if missing := [name for name in ("liger_kernel", "triton") if importlib.util.find_spec(name) is None]:
+        raise ConfigError(
+            f"use_liger_kernel=true needs {' and '.join(missing)}: pip install 'rlite[liger]', on a machine with GPUs; "
+            "or leave it out"
+        )

@@ -1,0 +1,90 @@
+"""The arithmetic of parallelism: sizes of the mesh axes. No torch here, because options use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlite.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Sizes of the mesh axes: world = copies x fsdp x seq x tensor, from the slowest to the fastest axis."""
+
+    copies: int
+    """whole copies of the model (HSDP); gradients are averaged over them"""
+    fsdp: int
+    """ranks with different data among which each copy is sharded"""
+    seq: int
+    """ranks that share the tokens of one pack (context parallel); parameters are sharded over them, too"""
+    tensor: int
+    """ranks that share each matrix (tensor parallel)"""
+
+    @classmethod
+    def of(cls, world_size: int, executor_size: int, seq: int, tensor: int) -> ParallelDims:
+        """Compute the axes of an engine.
+
+        Args:
+            world_size: all workers of the engine.
+            executor_size: workers that hold one copy of the model.
+            seq: `sp_size`.
+            tensor: `tp_size`.
+
+        Returns:
+            The sizes of all axes.
+
+        Raises:
+            ConfigError: a size is not positive, or the equation in the message has no whole solution.
+        """
+        for name, size in (("sp_size", seq), ("tp_size", tensor)):
+            if size < 1:
+                raise ConfigError(f"{name}={size}: expected at least 1")
+        if executor_size % (seq * tensor):
+            raise ConfigError(
+                f"{executor_size} workers hold one copy of the model, and {executor_size} = fsdp x sp_size={seq} x "
+                f"tp_size={tensor} has no whole solution: choose sizes whose product divides {executor_size}"
+            )
+        return cls(world_size // executor_size, executor_size // (seq * tensor), seq, tensor)
+
+    @classmethod
+    def of_world(cls, world_size: int, copies: int, seq: int, tensor: int) -> ParallelDims:
+        """Compute the axes from the options of the trainers.
+
+        Args:
+            world_size: all devices.
+            copies: `ddp_size`.
+            seq: `sp_size`.
+            tensor: `tp_size`.
+
+        Returns:
+            The sizes of all axes.
+
+        Raises:
+            ConfigError: the equation in the message has no whole solution.
+        """
+        if copies < 1 or world_size % copies:
+            raise ConfigError(f"ddp_size={copies} copies do not divide the world of {world_size} devices")
+        return cls.of(world_size, world_size // copies, seq, tensor)
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks over which FSDP shards the part of a parameter that a tensor-parallel rank holds."""
+        return self.fsdp * self.seq
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks with different data."""
+        return self.copies * self.fsdp
+
+    @property
+    def num_peers(self) -> int:
+        """Ranks that work on the same data."""
+        return self.seq * self.tensor
+
+    @property
+    def pack_factor(self) -> int:
+        """Multiple of one rank's tokens that a microbatch holds, because its activations are shared."""
+        return self.num_peers
+
+    def __str__(self) -> str:
+        return f"{self.copies} copies x {self.fsdp} shards x sp {self.seq} x tp {self.tensor}"
