@@ -70,11 +70,14 @@ def forge(marker: str) -> None:
     time.sleep(60)
 
 
+def server() -> Any:
+    """What runs calls in this process."""
+    return next(one for one in gc.get_objects() if type(one).__name__ == "Server")
+
+
 def forge_ends(marker: str) -> None:
-    """A fork that cannot be, and its end by a signal that there is not, in the name of its own call."""
-    guard = next(one for one in gc.get_objects() if type(one).__name__ == "Guard")
-    guard.say("forked", 1 << 20)
-    guard.say("ended", -1000)
+    """The end of a fork by a signal that there is not, in the name of its own call."""
+    server().say("ended", -1000)
     time.sleep(60)
 
 

@@ -1,7 +1,7 @@
-"""Columnar tables: Parquet and Arrow files, and what the `datasets` library reads.
+"""Columnar tables: Parquet and Arrow files, and tables that the `datasets` library reads.
 
-Damage in such a file can kill the process that reads it. A process of its own reads it, checks each batch of rows, and
-hands it on as Arrow's stream format; this one touches the file not at all.
+Damage in such a file can kill the process that reads it. A sandbox process reads the file, checks each batch of rows,
+and sends it in Arrow's stream format. This process never opens the file.
 """
 
 from __future__ import annotations
@@ -9,23 +9,27 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlite.errors import ConfigError, DataError, did_you_mean
-from rlite.sandbox.stream import StreamError, stream
+from rlite.sandbox.child import printable
+from rlite.sandbox.errors import SandboxError
+from rlite.sandbox.function import stream
 
 ROWS = 1024
 """of a batch"""
+PIECE = 1 << 20
+"""bytes that the reader sends at a time"""
 
 
 def read_columnar(kind: str, path: str, where: str, *options: Any) -> list[dict[str, Any]]:
-    """The rows of a table whose objects all have the same keys: null stands for a key that one lacked.
+    """Return the rows of a table whose objects all have the same keys. Null stands for a key that an object lacked.
 
-    In messages and tools such nulls go, or a template would write them out as arguments of a call.
+    In messages and tools such nulls are removed, or a template would render them as arguments of a call.
 
     Args:
         kind: parquet, arrow or dataset.
@@ -33,20 +37,23 @@ def read_columnar(kind: str, path: str, where: str, *options: Any) -> list[dict[
         where: for messages.
         options: of a dataset: whether it is saved, whether it is a folder, and the split or None.
 
+    Returns:
+        The rows as dicts.
+
     Raises:
-        DataError: it is damaged, with the rows before the damage.
+        DataError: the table is damaged; the message names the rows before the damage.
         ConfigError: there is no such dataset or split, or the datasets library is missing.
     """
     rows: list[dict[str, Any]] | None = None
     try:
-        pieces = io.BufferedReader(_Pieces(stream(f"{__name__}:send_{kind}", path, where, *options)))
+        pieces = io.BufferedReader(_Pieces(_received(kind, path, where, options)))
         with pa.ipc.open_stream(pieces) as batches:
             rows = []
             for batch in batches:
                 batch.validate(full=True)
                 rows += map(_without_added_nulls, batch.to_pylist())
         return rows
-    except (StreamError, DataError, pa.ArrowException) as error:
+    except (SandboxError, DataError, pa.ArrowException) as error:
         place = f"{where}: " if rows is None else f"{where}, row index {len(rows)} or one after it: "
         raise DataError(f"{place}{_KINDS[kind]}: {error}") from error
 
@@ -64,8 +71,21 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
+def _received(kind: str, path: str, where: str, options: Sequence[Any]) -> Iterator[bytes]:
+    """Yield what the reader sends. Raises: ConfigError; DataError; SandboxError."""
+    failure = yield from stream(send, f"the reader of {path}", kind=kind, path=path, where=where, options=list(options))
+    match failure:
+        case None:
+            return
+        case ["ConfigError", str() as text]:
+            raise ConfigError(printable(text))
+        case ["DataError", str() as text]:
+            raise DataError(printable(text))
+    raise DataError(f"the reader answered {failure!r:.200}")
+
+
 class _Pieces(io.RawIOBase):
-    """An iterator of bytes as a file."""
+    """A file of the bytes that an iterator yields."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
@@ -76,7 +96,10 @@ class _Pieces(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         if not self._rest:
-            self._rest = memoryview(next(self._pieces, b""))
+            piece = next(self._pieces, b"")
+            if not isinstance(piece, bytes):  # the reader is not trusted
+                raise DataError(f"the reader sent {piece!r:.200}")
+            self._rest = memoryview(piece)
         size = min(len(buffer), len(self._rest))
         buffer[:size] = self._rest[:size]
         self._rest = self._rest[size:]
@@ -85,7 +108,7 @@ class _Pieces(io.RawIOBase):
 
 @contextlib.contextmanager
 def _damage() -> Iterator[None]:
-    """What Arrow raises because of a damaged file is a DataError."""
+    """Raise DataError for what Arrow raises because of a damaged file."""
     try:
         yield
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
@@ -95,14 +118,35 @@ def _damage() -> Iterator[None]:
 # -- in the process that reads -------------------------------------------------------------------------------------
 
 
-def send_parquet(path: str, where: str) -> Iterator[bytes]:
+def send(kind: str, path: str, where: str, options: Sequence[Any]) -> Generator[bytes, None, list[str] | None]:
+    """Yield a table in Arrow's stream format, in pieces.
+
+    Args:
+        kind: parquet, arrow or dataset.
+        path: of the file or folder, or the name of a dataset.
+        where: for messages.
+        options: of a dataset.
+
+    Returns:
+        The name and the text of an error of the user's, if there was one.
+    """
+    try:
+        for batch in _SENDERS[kind](path, where, *options):
+            for start in range(0, len(batch), PIECE):
+                yield batch[start : start + PIECE]
+    except (ConfigError, DataError) as error:
+        return [type(error).__name__, str(error)[:10_000]]
+    return None
+
+
+def _send_parquet(path: str, where: str) -> Iterator[bytes]:
     """Yield a Parquet file in Arrow's stream format. Raises: DataError."""
     with _damage():
         file = pq.ParquetFile(path)
         yield from _sent(file.schema_arrow, file.iter_batches(ROWS))
 
 
-def send_arrow(path: str, where: str) -> Iterator[bytes]:
+def _send_arrow(path: str, where: str) -> Iterator[bytes]:
     """Yield an Arrow file, of either format, in the stream format. Raises: DataError."""
     with _damage(), pa.memory_map(path) as file:
         try:
@@ -115,10 +159,12 @@ def send_arrow(path: str, where: str) -> Iterator[bytes]:
             yield from _sent(reader.schema, map(reader.get_batch, range(reader.num_record_batches)))
 
 
-def send_dataset(name: str, where: str, is_saved: bool, is_folder: bool, split: str | None) -> Iterator[bytes]:
-    """Yield one split of what the `datasets` library reads: its folders, folders of data files, and the hub.
+def _send_dataset(name: str, where: str, is_saved: bool, is_folder: bool, split: str | None) -> Iterator[bytes]:
+    """Yield one split of a dataset: a folder that `datasets` saved, a folder of data files, or a name on the hub.
 
-    Raises: ConfigError; DataError.
+    Raises:
+        ConfigError: there is no such dataset or split, or the datasets library is missing.
+        DataError: the dataset is damaged.
     """
     try:
         datasets = importlib.import_module("datasets")  # here: it takes seconds, and most tables are files
@@ -140,6 +186,13 @@ def send_dataset(name: str, where: str, is_saved: bool, is_folder: bool, split: 
         table = found[split].with_format("arrow")
         batches = (batch for part in table.iter(ROWS) for batch in part.to_batches())
         yield from _sent(table.features.arrow_schema, batches)
+
+
+_SENDERS: dict[str, Callable[..., Iterator[bytes]]] = {
+    "parquet": _send_parquet,
+    "arrow": _send_arrow,
+    "dataset": _send_dataset,
+}
 
 
 def _sent(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[bytes]:

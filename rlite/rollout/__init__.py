@@ -13,19 +13,26 @@ if TYPE_CHECKING:
     from rlite.rollout.collector.collector import RolloutCollector
     from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger, capacity
     from rlite.rollout.collector.options import CollectorOptions
+    from rlite.rollout.environments.errors import (
+        EnvironmentCrash,
+        EnvironmentFailure,
+        EnvironmentInvalid,
+        EnvironmentMemory,
+        EnvironmentRaised,
+        EnvironmentTimeout,
+    )
     from rlite.rollout.environments.gym import GymEnvironment, GymWorkflow
     from rlite.rollout.environments.step import Environment, EnvironmentWorkflow
-    from rlite.rollout.rewards.function import (
+    from rlite.rollout.rewards.adapters import from_trl, from_verl
+    from rlite.rollout.rewards.errors import (
         RewardCrash,
         RewardError,
-        RewardFunction,
         RewardInvalid,
         RewardMemory,
         RewardRaised,
         RewardTimeout,
-        from_trl,
-        from_verl,
     )
+    from rlite.rollout.rewards.function import RewardFunction
     from rlite.rollout.scripted import ScriptedEngine
     from rlite.rollout.tools.toolbox import Tool
     from rlite.rollout.tools.workflow import ToolUseWorkflow
@@ -40,14 +47,19 @@ __all__, __getattr__, __dir__ = lazy.exports(
         "rlite.rollout.trajectories": "check_trajectory pad_trajectories",
         "rlite.rollout.collector.collector": "RolloutCollector",
         "rlite.rollout.chat.conversation": "Conversation",
+        "rlite.rollout.environments.errors": (
+            "EnvironmentCrash EnvironmentFailure EnvironmentInvalid EnvironmentMemory EnvironmentRaised "
+            "EnvironmentTimeout"
+        ),
         "rlite.rollout.environments.step": "Environment EnvironmentWorkflow",
         "rlite.rollout.environments.gym": "GymEnvironment GymWorkflow",
         "rlite.rollout.chat.retries": "MultiTurnWorkflow",
         "rlite.rollout.collector.options": "CollectorOptions",
-        "rlite.rollout.rewards.function": (
-            "RewardCrash RewardError RewardFunction RewardInvalid RewardMemory RewardRaised RewardTimeout from_trl "
-            "from_verl"
+        "rlite.rollout.rewards.adapters": "from_trl from_verl",
+        "rlite.rollout.rewards.errors": (
+            "RewardCrash RewardError RewardInvalid RewardMemory RewardRaised RewardTimeout"
         ),
+        "rlite.rollout.rewards.function": "RewardFunction",
         "rlite.rollout.scripted": "ScriptedEngine",
         "rlite.rollout.collector.ledger": "RolloutCounters RolloutLedger capacity",
         "rlite.rollout.tools.workflow": "ToolUseWorkflow",

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite.errors import DataError
-from rlite.sandbox.child import Reward
+from rlite.rollout.rewards.score import Reward
 
 FILL: dict[str, float] = {"versions": -1}
 """what stands in the padding, where that is not 0"""

@@ -1,76 +1,60 @@
-"""Calls of rewards, and how they may end."""
+"""Calls of user code, on the driver's side."""
 
 from __future__ import annotations
 
+import hashlib
 import signal
-import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from rlite.errors import RliteError
-from rlite.sandbox.child import INVALID, MAX_ANSWER, VALUE
-from rlite.sandbox.foreign import ENDED
+import cloudpickle
+
+from rlite.sandbox.child import MAX_ANSWER, same
+from rlite.sandbox.errors import SANDBOX_ERRORS, ErrorKinds
 
 CHUNK_SECONDS = 0.005
-"""calls go out in messages of about so much work; a function whose speed is unknown goes alone"""
+"""calls are sent in chunks of about this much work; a function whose speed is unknown goes alone"""
 MAX_CHUNK = 64
-
-
-class RewardError(RliteError):
-    """A reward could not be computed. `outcome` says how, in one word."""
-
-    outcome = "error"
-
-
-class RewardTimeout(RewardError, TimeoutError):
-    """The function ran for longer than its time-out; its process was killed."""
-
-    outcome = "timeout"
-
-
-class RewardCrash(RewardError, RuntimeError):
-    """The process ended while it computed; the message has its exit code or signal."""
-
-    outcome = "crash"
-
-
-class RewardMemory(RewardError, MemoryError):
-    """The process took more memory than it may, or than there is."""
-
-    outcome = "memory"
-
-
-class RewardRaised(RewardError, RuntimeError):
-    """The function raised an exception; the message begins with it and has its traceback."""
-
-    outcome = "raised"
-
-
-class RewardInvalid(RewardError, ValueError):
-    """The function returned something else than a finite number."""
-
-    outcome = "invalid"
+MAX_TIMEOUTS = 64
+"""calls of a function in a row that may time out. Then calls fail at once, but for a try now and then."""
+NUM_FORKS = 1000
+"""calls of a function that run in forks after one has run code made at run time"""
 
 
 @dataclass(eq=False)
-class RewardCode:
-    """A pickled function, under a key that is equal for equal functions."""
+class Code:
+    """A pickled function. Equal functions have equal keys."""
 
     key: bytes
     blob: bytes
-    seconds: float = float("inf")
-    """running mean of what a call takes; unknown at first"""
-    what: str = "the reward function"
-    """for error messages"""
+    what: str = "the function"
+    """its name in error messages"""
+    errors: ErrorKinds = field(default_factory=lambda: SANDBOX_ERRORS)
     max_answer: int = MAX_ANSWER
     """raw bytes that an answer may have"""
+    seconds: float = float("inf")
+    """running mean of the duration of a call; unknown at first"""
     is_alone: bool = False
-    """its calls change what they share with others"""
+    """its calls change state that they share with others"""
+    num_forks: int = 0
+    """next calls that run in forks"""
+    num_timeouts: int = 0
+    """calls in a row that have timed out"""
+    next_try: float = 0.0
+    """when a function that hangs is called again"""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], finish: Callable[[Any], Any] = same, **options: Any) -> Code:
+        """Pickle a function, and one that is applied to what it returns. `options` are fields."""
+        blob = cloudpickle.dumps((function, finish))
+        return cls(hashlib.blake2b(blob, digest_size=16).digest(), blob, **options)
 
     def took(self, seconds: float) -> None:
+        """Note how long a call took."""
         known = self.seconds != float("inf")
         self.seconds = 0.8 * self.seconds + 0.2 * seconds if known else seconds
 
@@ -79,86 +63,73 @@ class RewardCode:
 class Call:
     """A call, from the queue to its future."""
 
-    code: RewardCode
+    code: Code
     arguments: bytes
     timeout: float
     memory_limit: int | None
     future: Future[Any]
+    on_piece: Callable[[Any], None] | None = None
+    """takes the values of a generator"""
     number: int = 0
-    """drawn when it is sent: nobody can answer a call that he was not given"""
+    """drawn when the call is sent: a process can answer only a call that it was given"""
     was_lost: bool = False
-    """a process has ended before it came to this call, which may have been another's doing"""
+    """a process has ended before it came to this call, perhaps because of another call"""
     is_alone: bool = False
-    """it was done with others that changed what they shared"""
-    answer: tuple[str, Any] | None = None
-    """which counts when its process is found unchanged"""
+    """it was done in a chunk in which state was changed"""
+    result: Any = None
+    """counts when its process is found unchanged"""
+    failure: tuple[str, str] | None = None
+    """outcome and description; counts as the result does"""
+
+    def takes_fork(self) -> bool:
+        """Return whether the call shall run in a fork, and count it. A fork answers once: it passes no pieces."""
+        if self.on_piece is not None or self.code.num_forks == 0:
+            return False
+        self.code.num_forks -= 1
+        return True
+
+    def is_refused(self) -> bool:
+        """Fail the call at once if the function hangs; return whether it does."""
+        code, now = self.code, time.monotonic()
+        if code.num_timeouts < MAX_TIMEOUTS:
+            return False
+        if now >= code.next_try:
+            code.next_try = now + 2 * self.timeout
+            return False
+        self.fail("timeout", f"{code.what} was not called: its last {code.num_timeouts} calls have all timed out")
+        return True
 
     def settle(self) -> None:
-        """Give the answer to the one who waits for it."""
-        kind, value = self.answer or (INVALID, "nothing")
-        what = self.code.what
-        if kind == VALUE:
-            if self.future.set_running_or_notify_cancel():
-                self.future.set_result(value)
-        elif kind == ENDED:
-            self.crash(value)
-        elif kind == INVALID:
-            self.fail(RewardInvalid(f"{what} returned {value}; expected a finite number"))
-        else:
-            self.fail(RewardRaised(f"{what} raised {value}"))
+        """Give the answer to the caller."""
+        self.code.num_timeouts = 0
+        if self.failure is not None:
+            self.fail(*self.failure)
+        elif self.future.set_running_or_notify_cancel():
+            self.future.set_result(self.result)
 
-    def crash(self, code: Any) -> None:
-        """Say how its process has ended."""
-        self.fail(RewardCrash(f"the process of {self.code.what} {ending(code)} while it computed"))
-
-    def fail(self, error: BaseException) -> None:
+    def fail(self, outcome: str, text: str) -> None:
+        """Raise the error of this outcome in the caller."""
         if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
+            self.future.set_exception(self.code.errors[outcome](text))
 
 
-class CallQueue:
-    """Calls that wait, first come, first served; safe in any thread."""
-
-    def __init__(self) -> None:
-        self._calls: deque[Call] = deque()
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    @property
-    def memory_limit(self) -> int | None:
-        """That of the next call."""
-        with self._lock:
-            return self._calls[0].memory_limit if self._calls else None
-
-    def put(self, call: Call) -> None:
-        with self._lock:
-            self._calls.append(call)
-
-    def put_back(self, calls: Sequence[Call]) -> None:
-        """Put calls before all others."""
-        with self._lock:
-            self._calls.extendleft(reversed(calls))
-
-    def take(self, most: int) -> list[Call]:
-        """Take those to be sent together: one, or several that are quick and have the same limit."""
-        taken: list[Call] = []
-        seconds = 0.0
-        with self._lock:
-            while self._calls and len(taken) < min(max(most, 1), MAX_CHUNK):
-                call = self._calls[0]
-                seconds += float("inf") if call.is_alone or call.code.is_alone else call.code.seconds
-                if taken and (seconds > CHUNK_SECONDS or call.memory_limit != taken[0].memory_limit):
-                    break
-                self._calls.popleft()
-                if not call.future.cancelled():
-                    taken.append(call)
-        return taken
+def take_chunk(queue: deque[Call], most: int) -> list[Call]:
+    """Take from the queue one call, or several that are quick and have the same memory limit."""
+    taken: list[Call] = []
+    seconds = 0.0
+    while queue and len(taken) < min(max(most, 1), MAX_CHUNK):
+        call = queue[0]
+        seconds += float("inf") if call.is_alone or call.code.is_alone else call.code.seconds
+        if taken and (seconds > CHUNK_SECONDS or call.memory_limit != taken[0].memory_limit):
+            break
+        queue.popleft()
+        if not call.future.cancelled() and not call.is_refused():
+            taken.append(call)
+    return taken
 
 
 def ending(code: int) -> str:
-    """How a process has ended, in words."""
+    """Describe how a process has ended."""
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was ended by signal {-code} ({signal.strsignal(-code)})"

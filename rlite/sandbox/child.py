@@ -1,9 +1,18 @@
-"""What runs inside a reward process. It imports nothing but the standard library, so that it starts in a moment.
+"""The program of a sandbox process. It imports the standard library alone, so that it starts in a moment.
 
-In come pickled lists of calls (`Chunk`), each after its length of 8 bytes; the driver is trusted. Out come frames of
-rlite.sandbox.wire, [kind, number, value]: `READY` once; for every call `STARTED`, when its function and arguments are
-loaded, then one of `VALUE`, `INVALID`, `RAISED`, `MEMORY`, or what rlite.sandbox.foreign says; and after the last call
-of a list `CLEAN` with what was put back, or `DIRTY` with what could not be.
+The driver sends pickled chunks of calls, each after its length of 8 bytes; the driver is trusted. The process answers
+in frames of `rlite.sandbox.wire`, [kind, number of the call, value]:
+
+    READY                       once
+    STARTED                     for each call: its function and arguments are loaded
+    TAINTED                     the call is about to run code that was made at run time, in this process
+    PIECE                       one value of a generator
+    VALUE, RAISED, MEMORY       the end of a call
+    ENDED                       the fork that ran a call ended without an answer; the value is its exit code
+    JUDGED                      after the last call of a chunk: whether state that calls share had to be restored
+
+A call whose function runs code made at run time runs in a fork of the process. The fork has only a pipe to answer by.
+The process passes one frame on, and kills the fork with everything that it has started.
 """
 
 from __future__ import annotations
@@ -11,121 +20,105 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import math
 import os
 import pickle
 import re
 import resource
+import signal
 import struct
 import sys
+import threading
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import warnings
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from rlite.sandbox import wire
-from rlite.sandbox.confine import confine, silence
-from rlite.sandbox.foreign import STARTED, Guard, Moved
+from rlite.sandbox.confine import children, confine, end_descendants, part, restrict, silence
+from rlite.sandbox.made_code import MadeCodeWatch
 from rlite.sandbox.state import ProcessState
 
-READY, CLEAN, DIRTY = "ready", "clean", "dirty"
-VALUE, INVALID, RAISED, MEMORY = ANSWERS = ("value", "invalid", "raised", "memory")
+READY, STARTED, TAINTED, PIECE, JUDGED = "ready", "started", "tainted", "piece", "judged"
+VALUE, RAISED, MEMORY, ENDED = "value", "raised", "memory", "ended"
 
-Chunk = tuple[dict[bytes, bytes], int | None, list[tuple[int, bytes, bytes, int]]]
-"""functions that are new to the process, by key; bytes of memory that it may take; calls as (number, key of the
-function, pickled keyword arguments, raw bytes that the answer may have)"""
+CallMessage = tuple[int, bytes, bytes, int, bool]
+"""number, key of the function, pickled keyword arguments, raw bytes that the answer may have, whether to fork"""
+Chunk = tuple[dict[bytes, bytes], int | None, list[CallMessage]]
+"""functions that are new to the process, by key; bytes of memory that it may take; calls"""
 
-HEADER = struct.Struct("<Q")
+LENGTH = struct.Struct("<Q")
 MAX_TEXT = 4000
 """characters of a traceback that are reported"""
 MAX_ANSWER = 1 << 20
-"""raw bytes that an answer may have; that of a function which passes states on, MAX_STATE"""
-MAX_STATE = 32 << 20
-MAX_OBSERVATION = 1 << 20
-"""characters of what an environment says; more would hold up the event loop that tokenises it"""
-_UNPRINTABLE = re.compile(r"[^\n\t\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]")
+"""raw bytes that an answer may have by default"""
 BRAKE = 2
-"""allocations fail at so many times the memory limit; the limit itself is watched, for a function can catch a
-MemoryError and go on as if nothing had happened"""
+"""allocations fail at this multiple of the memory limit. The limit itself is watched, because a function can catch a
+MemoryError and go on as if nothing had happened."""
+_UNFORKABLE = ("torch", "jax", "tensorflow")
+"""their pools of native threads do not survive a fork"""
+_UNPRINTABLE = re.compile(r"[^\n\t\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]")
 
 
-class Passed(NamedTuple):
-    """What a function returns to have a value passed on that the wire can carry, where else a number is expected."""
-
-    value: Any
-
-
-class Unusable(NamedTuple):
-    """What a function returns whose result is no reward, to say why."""
-
-    why: str
+def same(value: Any) -> Any:
+    """Return the value."""
+    return value
 
 
-class Sum(NamedTuple):
-    """What a function returns whose reward is the weighted sum of several."""
-
-    total: Any
-    parts: list[Any]
-    """each before its weight; None does not count"""
-
-
-class Reward(float):
-    """A reward that is a weighted sum, with its parts by name."""
-
-    parts: Mapping[str, float]
-    """each before its weight; NaN does not count"""
-
-
-def serve(descriptor: int) -> None:
+def serve(descriptor: int, is_silent: bool) -> None:
     """Answer calls from the socket `descriptor` until its other end is closed."""
     os.set_inheritable(descriptor, False)
     confine()
     with os.fdopen(descriptor, "r+b", buffering=0) as channel:
-        server = _Server(channel)
-        silence()
-        while (chunk := _read(channel)) is not None:
-            server.run(*chunk)
+        server = Server(channel)
+        if is_silent:
+            silence()
+        while (length := _read_exactly(channel, LENGTH.size)) is not None:
+            server.run(*pickle.loads(_read_exactly(channel, LENGTH.unpack(length)[0]) or b""))
 
 
-class _Server:
-    """Runs calls one by one, and puts back what they have changed in the process."""
+class Server:
+    """Runs calls one by one, and restores the state of the process that they have changed."""
 
     def __init__(self, channel: BinaryIO) -> None:
         self._channel = channel
-        self._own = os.getpid()
+        self._pid = os.getpid()
         self._runner = asyncio.Runner()
         self._blobs: dict[bytes, bytes] = {}
-        self._functions: dict[bytes, Callable[..., Any]] = {}
-        self._guard = Guard(channel.fileno(), self._write, ANSWERS)
-        self._state = ProcessState(())
-        self._write(READY, 0, None)
+        self._functions: dict[bytes, tuple[Callable[..., Any], Callable[[Any], Any]]] = {}
+        self._number, self._limit = 0, MAX_ANSWER
+        self._watch = MadeCodeWatch(lambda: self.say(TAINTED, None))
+        os.register_at_fork(after_in_child=self._lose_channel)
+        self._state = ProcessState()
+        self.say(READY, None)
 
-    def run(
-        self, new: dict[bytes, bytes], memory_limit: int | None, calls: list[tuple[int, bytes, bytes, int]]
-    ) -> None:
+    def run(self, new: dict[bytes, bytes], memory_limit: int | None, calls: list[CallMessage]) -> None:
+        """Run one chunk of calls."""
         self._blobs.update(new)
-        broken = self._load({key for _, key, _, _ in calls} - self._functions.keys())
+        broken = self._load({key for _, key, *_ in calls} - self._functions.keys())
         _brake(memory_limit)
         self._state.adopt_limits()
-        for number, key, arguments, limit in calls:
-            if memory_limit is not None:
-                _brake(memory_limit)
-            self._guard.watch(number, limit)
+        for self._number, key, arguments, self._limit, in_fork in calls:
+            self._watch.is_on = True
             try:
                 if key in broken:
                     raise broken[key]
-                answer = self._answer(self._functions[key], arguments)
-                if memory_limit is not None and (peak := _peak_memory()) > memory_limit:
-                    answer = MEMORY, f"it took {peak / 2**30:.2f} GiB"
-            except BaseException as error:  # SystemExit too: it is the function's, and the process serves on
+                keywords = pickle.loads(arguments)
+            except BaseException as error:
                 answer = _failure(error)
-            self._guard.stop()
-            self._end(answer)
+            else:
+                self.say(STARTED, None)
+                if in_fork and self._run_in_fork(key, keywords, memory_limit):
+                    continue
+                answer = self._answer(key, keywords, memory_limit)
+            self._watch.is_on = False
+            self._say_answer(answer)
         _brake(memory_limit)
-        self._judge()
+        self._number = 0
+        self.say(JUDGED, self._state.restore())  # what cannot be restored ends the process
 
     def _load(self, keys: set[bytes]) -> dict[bytes, BaseException]:
-        """Load functions, before the calls: what they change when they are imported stays. Returns what failed."""
+        """Load functions before the calls: what they change when they are imported stays. Returns what failed."""
         broken: dict[bytes, BaseException] = {}
         for key in keys:
             try:
@@ -133,40 +126,82 @@ class _Server:
             except BaseException as error:
                 broken[key] = error
         if keys:
-            self._state = ProcessState(self._functions.values())
+            self._state = ProcessState()
         return broken
 
-    def _answer(self, function: Callable[..., Any], arguments: bytes) -> tuple[str, Any]:
-        keywords = pickle.loads(arguments)
-        self._guard.say(STARTED, None)
-        value = function(**keywords)
-        if inspect.isawaitable(value):
-            value = self._runner.run(_awaited(value))
-        return checked_result(value)
+    def _answer(self, key: bytes, keywords: dict[str, Any], memory_limit: int | None) -> tuple[str, Any]:
+        function, finish = self._functions[key]
+        if memory_limit is not None:
+            _brake(memory_limit)
+        try:
+            value = function(**keywords)
+            if inspect.isawaitable(value):
+                value = self._runner.run(_awaited(value))
+            value = finish(self._send_pieces(value) if inspect.isgenerator(value) else value)
+            if memory_limit is not None and (peak := _peak_memory()) > memory_limit:
+                return MEMORY, f"it took {peak / 2**30:.2f} GiB"
+            return VALUE, value
+        except BaseException as error:  # SystemExit too: it is the function's, and the process serves on
+            return _failure(error)
 
-    def _end(self, answer: tuple[str, Any]) -> None:
-        if os.getpid() != self._own and not self._guard.is_fork:
-            os._exit(0)  # the function forked, and its child has come back, too
-        if self._guard.has_moved:  # the fork has answered, and has used the loop
-            with contextlib.suppress(BaseException):
-                self._runner.close()
+    def _send_pieces(self, generator: Any) -> Any:
+        while True:
+            try:
+                self.say(PIECE, next(generator))
+            except StopIteration as end:
+                return end.value
+
+    def _run_in_fork(self, key: bytes, keywords: dict[str, Any], memory_limit: int | None) -> bool:
+        """Run a call in a fork; return whether it could be: a process of several threads cannot fork safely."""
+        if threading.active_count() > 1 or any(name in sys.modules for name in _UNFORKABLE):
+            return False
+        self._watch.is_on = False
+        before = children(self._pid)
+        reader, writer = os.pipe()
+        with warnings.catch_warnings():  # newer versions warn of native threads
+            warnings.simplefilter("ignore")
+            fork = os.fork()
+        if fork == 0:
+            self._pid = os.getpid()
+            part()
+            os.dup2(writer, self._channel.fileno(), inheritable=False)  # `_lose_channel` has closed the socket
+            os.close(writer)
+            os.close(reader)
             self._runner = asyncio.Runner()
-            return
-        try:
-            self._guard.say(*answer)
-        except (wire.WireError, RecursionError) as error:
-            self._guard.say(*_failure(error))
-        if self._guard.is_fork:
+            self._say_answer(self._answer(key, keywords, memory_limit))
             os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            answer = _read_frame(pipe, self._limit)
+        os.kill(fork, signal.SIGKILL)  # a fork that is ending keeps its exit code
+        _, status = os.waitpid(fork, 0)
+        end_descendants(lambda: before)
+        if answer is None:
+            self.say(ENDED, os.waitstatus_to_exitcode(status))
+        else:
+            self._send(answer)
+        return True
 
-    def _judge(self) -> None:
+    def _lose_channel(self) -> None:
+        self._watch.is_on = False  # what a function forks itself cannot answer, and may do what it likes
+        with contextlib.suppress(OSError):
+            os.close(self._channel.fileno())
+        restrict()
+
+    def _say_answer(self, answer: tuple[str, Any]) -> None:
+        if os.getpid() != self._pid:
+            os._exit(0)  # the function forked, and its child has come back, too
         try:
-            self._write(CLEAN, 0, self._state.restore())
-        except Exception as error:
-            self._write(DIRTY, 0, told(error))
+            self.say(*answer)
+        except Exception as error:  # the value has no form on the wire
+            self.say(*_failure(error))
 
-    def _write(self, kind: str, number: int, value: Any, limit: int = MAX_ANSWER) -> None:
-        rest = memoryview(wire.frame([kind, number, value], limit))
+    def say(self, kind: str, value: Any) -> None:
+        """Write one frame about the present call. Raises: WireError if the value has no form, or is too long."""
+        self._send(wire.frame([kind, self._number, value], self._limit))
+
+    def _send(self, frame: bytes) -> None:
+        rest = memoryview(frame)
         while rest:
             rest = rest[self._channel.write(rest) :]
 
@@ -176,132 +211,29 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def _failure(error: BaseException) -> tuple[str, str]:
-    """The answer to a call that raised."""
-    if isinstance(error, Moved):
-        return RAISED, ""  # void; its traceback costs as much as the fork
+    """Return the answer to a call that raised."""
     _brake(None)  # else there may be no memory for the answer
-    return (MEMORY, "an allocation failed") if isinstance(error, MemoryError) else (RAISED, told(error))
+    return (MEMORY, "an allocation failed") if isinstance(error, MemoryError) else (RAISED, describe(error))
 
 
-def told(error: BaseException) -> str:
-    """What was raised, in a line, and below it the traceback."""
+def describe(error: BaseException) -> str:
+    """Return an exception as one line, with its traceback below."""
     line, _, _ = text_of(error).strip().partition("\n")
     what = f"{type(error).__name__}: {line[:MAX_TEXT]}" if line else type(error).__name__
     return f"{what}\n{''.join(traceback.format_exception(error))[-MAX_TEXT:]}"
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says, which a class of the user's own may fail to."""
+    """Return the text of an exception, which a class of the user's own may fail to make."""
     try:
         return str(error)
     except Exception as failure:
         return f"<its text cannot be made: {type(failure).__name__}>"
 
 
-def shown(text: str) -> str:
-    """Return a text of a process that is not trusted as a log or a terminal may have it: short and printable."""
+def printable(text: str) -> str:
+    """Return a text from an untrusted process as a log or a terminal may have it: short and printable."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode-escape").decode(), text[: 3 * MAX_TEXT])
-
-
-class BatchFunction:
-    """A function of columns, lists with one entry for each completion, that returns a list of as many rewards.
-
-    Called with the number of completions and the columns; returns its results as `read_batch` reads them.
-    """
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn = fn
-
-    def __call__(self, count: int, columns: Mapping[str, list[Any]]) -> Any:
-        values = self.fn(**columns)
-        return self._later(values, count) if inspect.isawaitable(values) else _checked_batch(values, count)
-
-    async def _later(self, values: Awaitable[Any], count: int) -> Any:
-        return _checked_batch(await values, count)
-
-
-def _checked_batch(values: Any, count: int) -> Passed | Unusable:
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, (list, tuple)):
-        return Unusable(f"{_text(values)} for a batch, where a list of {count} numbers was expected")
-    if len(values) != count:
-        return Unusable(f"{len(values)} values for a batch of {count}")
-    return Passed([checked_result(value) for value in values])
-
-
-def read_reward(answer: Any, names: Sequence[str] = ()) -> float | None:
-    """Return the reward in an answer, a `Reward` if its parts have names; None if the answer is something else."""
-    if isinstance(answer, Reward):
-        return answer
-    if not names:
-        return as_number(answer)
-    match answer:
-        case [int() | float() as number, [*parts]] if len(parts) == len(names) and as_number(number) is not None:
-            numbers = [math.nan if part is None else as_number(part) for part in parts]
-            reward = Reward(number)
-            reward.parts = {name: part for name, part in zip(names, numbers, strict=True) if part is not None}
-            return reward if len(reward.parts) == len(names) else None
-    return None
-
-
-def read_batch(answer: Any, count: int, names: Sequence[str] = ()) -> list[tuple[str, Any]] | None:
-    """What a BatchFunction passed: for each completion (VALUE, its reward) or (INVALID, a description).
-
-    None if it is something else: the process may have forged it. `names` as for `read_reward`.
-    """
-    if not isinstance(answer, list) or len(answer) != count:
-        return None
-    results: list[tuple[str, Any]] = []
-    for entry in answer:
-        match entry:
-            case ["value", value] if (reward := read_reward(value, names)) is not None:
-                results.append((VALUE, reward))
-            case ["invalid", str() as description]:
-                results.append((INVALID, shown(description)))
-            case _:
-                return None
-    return results
-
-
-def checked_result(value: Any) -> tuple[str, Any]:
-    """(VALUE, a finite number, the form of a `Sum`, or what was `Passed`) or (INVALID, a description)."""
-    if isinstance(value, Passed):
-        return VALUE, value.value
-    if isinstance(value, Unusable):
-        return INVALID, value.why
-    if isinstance(value, Sum):
-        kind, total = checked_result(value.total)
-        return (kind, total) if kind == INVALID else (VALUE, [total, [as_number(part) for part in value.parts]])
-    number = as_number(value)
-    return (VALUE, number) if number is not None else (INVALID, _text(value))
-
-
-def _text(value: Any) -> str:
-    try:
-        return repr(value)[:MAX_TEXT]
-    except Exception:  # a class of the function's own
-        return f"a {type(value).__name__}"
-
-
-def as_number(value: Any) -> float | None:
-    """A finite float from a number, or from a tensor or array of one element; None for anything else."""
-    try:
-        if hasattr(value, "item") and getattr(value, "size", 1) != 0:
-            value = value.item()
-    except Exception:  # a class of the function's own, or several elements
-        return None
-    if not isinstance(value, (int, float)):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _read(channel: BinaryIO) -> Chunk | None:
-    header = _read_exactly(channel, HEADER.size)
-    return None if header is None else pickle.loads(_read_exactly(channel, HEADER.unpack(header)[0]) or b"")
 
 
 def _read_exactly(channel: BinaryIO, length: int) -> bytes | None:
@@ -313,6 +245,15 @@ def _read_exactly(channel: BinaryIO, length: int) -> bytes | None:
         parts.append(part)
         length -= len(part)
     return b"".join(parts)
+
+
+def _read_frame(pipe: BinaryIO, limit: int) -> bytes | None:
+    """Return one frame as it is, for the driver to check; None at the end of the pipe, or if the frame is too long."""
+    header = _read_exactly(pipe, wire.HEADER.size) or b"\xff" * wire.HEADER.size
+    json_size, raw_size = wire.HEADER.unpack(header)
+    is_short = json_size <= wire.MAX_JSON and raw_size <= limit
+    body = _read_exactly(pipe, json_size + raw_size) if is_short else None
+    return None if body is None else header + body
 
 
 def _brake(memory_limit: int | None) -> None:
@@ -330,9 +271,9 @@ def _brake(memory_limit: int | None) -> None:
 
 
 def _peak_memory() -> int:
-    """Bytes that were resident at most since the last `_brake`; 0 where nobody says so.
+    """Return the peak of resident bytes since the last `_brake`; 0 if the system does not say so.
 
-    Not getrusage's: that begins with the peak of the process that started this one.
+    getrusage's begins with the peak of the process that started this one.
     """
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         for line in status:

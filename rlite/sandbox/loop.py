@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,10 @@ class LoopThread:
         """Call it in the loop, soon; never, if the loop has ended."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a coroutine in the loop; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run it in the loop."""

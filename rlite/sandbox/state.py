@@ -1,4 +1,4 @@
-"""What calls share in a process beside its memory, put back after each. It imports the standard library alone."""
+"""Process state that calls share, restored after each call. It imports the standard library alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -26,90 +26,80 @@ def _umask() -> int:
 
 
 def _set_environment(saved: dict[str, str]) -> None:
-    for name in os.environ.keys() - saved.keys():
-        del os.environ[name]
+    os.environ.clear()
     os.environ.update(saved)
 
 
-def _set_path(saved: list[str]) -> None:
-    sys.path[:] = saved
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""how to read and to write a setting"""
 
 
-def _set_signals(saved: list[Any]) -> None:
-    for number, handler in zip(_SIGNALS, saved, strict=True):
-        if signal.getsignal(number) is not handler and handler is not None:
-            signal.signal(number, handler)
+def _of_each(numbers: Sequence[int], get: Callable[[int], Any], put: Callable[[int, Any], Any]) -> Setting:
+    def put_all(saved: list[Any]) -> None:
+        for number, value in zip(numbers, saved, strict=True):
+            if value is not None and get(number) != value:
+                put(number, value)
+
+    return lambda: [get(number) for number in numbers], put_all
 
 
-def _set_timers(saved: list[tuple[float, float]]) -> None:
-    for timer, value in zip(_TIMERS, saved, strict=True):
-        signal.setitimer(timer, *value)
-
-
-def _set_limits(saved: list[tuple[int, int]]) -> None:
-    for limit, value in zip(_LIMITS, saved, strict=True):
-        if resource.getrlimit(limit) != value:
-            resource.setrlimit(limit, value)
-
-
-_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "limits": (lambda: [resource.getrlimit(limit) for limit in _LIMITS], _set_limits),
-    "timers": (lambda: [signal.getitimer(timer) for timer in _TIMERS], _set_timers),
-    "signal handlers": (lambda: [signal.getsignal(number) for number in _SIGNALS], _set_signals),
-    "blocked signals": (
-        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-        lambda saved: signal.pthread_sigmask(signal.SIG_SETMASK, saved),
-    ),
-    "environment": (lambda: dict(os.environ), _set_environment),
-    "working directory": (os.getcwd, os.chdir),
-    "umask": (_umask, os.umask),
-    "import path": (lambda: list(sys.path), _set_path),
-    "recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
-    "switch interval": (sys.getswitchinterval, sys.setswitchinterval),
-    "tracing": (sys.gettrace, sys.settrace),
-    "profiling": (sys.getprofile, sys.setprofile),
-    "garbage collection": (gc.isenabled, lambda saved: gc.enable() if saved else gc.disable()),
-    "priority": (lambda: os.getpriority(os.PRIO_PROCESS, 0), lambda saved: os.setpriority(os.PRIO_PROCESS, 0, saved)),
-}
-
+_SETTINGS: list[Setting] = [
+    _of_each(_LIMITS, resource.getrlimit, resource.setrlimit),
+    _of_each(_TIMERS, signal.getitimer, lambda timer, value: signal.setitimer(timer, *value)),
+    _of_each(_SIGNALS, signal.getsignal, signal.signal),
+    (lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()), lambda old: signal.pthread_sigmask(signal.SIG_SETMASK, old)),
+    (lambda: dict(os.environ), _set_environment),
+    (os.getcwd, os.chdir),
+    (_umask, os.umask),
+    (lambda: list(sys.path), lambda old: sys.path.__setitem__(slice(None), old)),
+    (sys.getrecursionlimit, sys.setrecursionlimit),
+    (sys.getswitchinterval, sys.setswitchinterval),
+    (sys.gettrace, sys.settrace),
+    (sys.getprofile, sys.setprofile),
+    (gc.isenabled, lambda is_enabled: gc.enable() if is_enabled else gc.disable()),
+    (lambda: os.getpriority(os.PRIO_PROCESS, 0), lambda old: os.setpriority(os.PRIO_PROCESS, 0, old)),
+]
 
 _HOLDERS = {"Popen": "pid", "PtyProcess": "pid", "ResourceTracker": "_pid", "ForkServer": "_forkserver_pid"}
-"""classes of the standard library, joblib and pexpect that stand for a process, with the name of its number"""
+"""classes of the standard library, joblib and pexpect that stand for a process, with the attribute of its number"""
 
 
 class ProcessState:
-    """Settings of the process, and the functions, classes and modules that names of modules stand for.
+    """Settings of the process, and the functions, classes and modules that the names of modules refer to.
 
-    `restore` puts back what has changed. Other values of modules are left as they are: caches and counters, which
-    functions may keep.
-
-    Args:
-        functions: whose names are watched, beside those of modules.
+    `restore` restores what has changed. Other values of modules stay as they are: functions may keep caches and
+    counters. Programs that a call has left running are ended, unless an object still stands for them.
     """
 
-    def __init__(self, functions: Iterable[Any]) -> None:
-        self._settings = {name: get() for name, (get, _) in _SETTINGS.items()}
+    def __init__(self) -> None:
+        self._settings = [get() for get, _ in _SETTINGS]
         self._names: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._num_modules = 0
         self._kept: set[int] = set()
         self._watch_modules()
-        for function in functions:
-            self._watch_function(function)
+        for one in gc.get_objects():  # a function that was pickled by value has a copy of the names of its module
+            if isinstance(one, FunctionType) and not _is_of_module(one.__globals__):
+                self._watch(one.__globals__)
 
     def adopt_limits(self) -> None:
-        """Take the limits as they are for those to restore."""
-        self._settings["limits"] = _SETTINGS["limits"][0]()
+        """Take the resource limits as they are for those to restore."""
+        self._settings[0] = _SETTINGS[0][0]()
 
-    def restore(self) -> str | None:
-        """Put back what has changed. Returns what was, None if nothing; or raises what putting it back raised."""
+    def restore(self) -> bool:
+        """Restore what has changed; return whether something had. Raises: whatever restoring it raised."""
         if not end_descendants(self._keep_children):
             raise OSError("processes that it has started fork faster than they can be ended")
-        changed = [name for name in _SETTINGS if self._has_restored(name)]
+        has_changed = False
+        for (get, put), saved in zip(_SETTINGS, self._settings, strict=True):
+            if get() != saved:
+                has_changed = True
+                put(saved)
+                if get() != saved:
+                    raise OSError("a setting cannot be restored")
         for names, saved in list(self._names.values()):
-            if not _are_same(names, saved):
-                changed += _restored(names, saved)
+            has_changed |= not _are_same(names, saved) and _restore_names(names, saved)
         self._watch_modules()
-        return ", ".join(changed) or None
+        return has_changed
 
     def _keep_children(self) -> set[int]:
         """Return the children that an object still stands for: functions may keep helpers, such as a pool."""
@@ -120,16 +110,6 @@ class ProcessState:
             self._kept = {number for number in numbers if isinstance(number, int)}
         return self._kept
 
-    def _has_restored(self, setting: str) -> bool:
-        get, put = _SETTINGS[setting]
-        saved = self._settings[setting]
-        if get() == saved:
-            return False
-        put(saved)
-        if get() != saved:
-            raise OSError(f"{setting} cannot be put back")
-        return True
-
     def _watch_modules(self) -> None:
         if len(sys.modules) == self._num_modules:
             return
@@ -139,22 +119,13 @@ class ProcessState:
             if ("." not in name or name.startswith("rlite.")) and isinstance(module, ModuleType):
                 self._watch(module.__dict__)
 
-    def _watch_function(self, function: Any, depth: int = 4) -> None:
-        """Watch the names that a function reads; one that was pickled has a copy of those of its module."""
-        if isinstance(function, FunctionType):
-            self._watch(function.__globals__)
-        elif depth and isinstance(function, (list, tuple)):
-            for one in function:
-                self._watch_function(one, depth - 1)
-        elif depth and callable(function) and not isinstance(function, type):
-            held = [*getattr(function, "__dict__", {}).values()]
-            self._watch_function(
-                [*held, getattr(function, "func", None), getattr(function, "__func__", None)], depth - 1
-            )
-
     def _watch(self, names: dict[str, Any]) -> None:
         if id(names) not in self._names:
             self._names[id(names)] = (names, dict(names))
+
+
+def _is_of_module(names: dict[str, Any]) -> bool:
+    return getattr(sys.modules.get(names.get("__name__", "")), "__dict__", None) is names
 
 
 def _are_same(names: dict[str, Any], saved: dict[str, Any]) -> bool:
@@ -164,8 +135,8 @@ def _are_same(names: dict[str, Any], saved: dict[str, Any]) -> bool:
         return False
 
 
-def _restored(names: dict[str, Any], saved: dict[str, Any]) -> Iterable[str]:
-    """Put functions, classes and modules back; take over the rest. Returns the names that were put back."""
+def _restore_names(names: dict[str, Any], saved: dict[str, Any]) -> bool:
+    """Restore functions, classes and modules, and adopt other values. Returns whether anything was restored."""
     gone = object()
     wrong = {
         name: value
@@ -175,5 +146,4 @@ def _restored(names: dict[str, Any], saved: dict[str, Any]) -> Iterable[str]:
     names.update(wrong)
     saved.clear()
     saved.update(names)
-    where = names.get("__name__", "a module")
-    return [f"{where}.{name}" for name in wrong]
+    return bool(wrong)

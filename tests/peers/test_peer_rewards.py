@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlite.rollout.rewards.function import RewardFunction, from_trl, from_verl
+from rlite.rollout import RewardFunction, from_trl, from_verl
 
 Peer = Callable[[str], ModuleType]
 

@@ -14,9 +14,9 @@ from rlite.errors import CallTimeout, ConfigError, DataError, DivergedError, Res
 from rlite.rollout.collector.group import Group
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.seeds import SampleInference
-from rlite.rollout.rewards.function import RewardError
 from rlite.rollout.trajectories import check_alike, check_trajectory
 from rlite.sandbox.child import text_of
+from rlite.sandbox.errors import SandboxError
 from rlite.types import AsyncInference
 
 FINAL = (DataError, ConfigError)
@@ -111,6 +111,6 @@ async def _attempt_until_success(
             cause: Exception = error
             if isinstance(error, TimeoutError) and limit.expired():
                 cause = CallTimeout(f"an episode of {name} did not end in {options.request_timeout:g} s")
-            failed_attempts[cause.outcome if isinstance(cause, RewardError) else type(cause).__name__] += 1
+            failed_attempts[cause.outcome if isinstance(cause, SandboxError) else type(cause).__name__] += 1
             if num_attempts > options.request_retries or isinstance(cause, FINAL):
                 raise EpisodeFailed(cause) from cause

@@ -1,103 +1,294 @@
-"""What runs an environment, in a reward process; it imports no torch.
+"""Environments in sandbox processes. This module imports no torch.
 
-`extra_info` stays pickled outside: only the environment's own processes know the classes that it holds, and nobody else
-may load what one of them has written.
+Each kind of environment is a function of a method: `check()`; `reset(...)`, which begins an episode; and
+`step(memory, ...)`. The last two return (memory, Turn). The memory is what an episode has to remember, pickled: any
+process can make the next step, so a step that hangs or crashes costs its own episode alone. Nobody else loads it: only
+these processes know its classes, and one of them has written it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import inspect
 import math
 import pickle
-from collections.abc import Mapping
+import random
+import sys
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import cloudpickle
+
 from rlite.errors import ConfigError
-from rlite.rollout.environments.file import identify, import_file
-from rlite.sandbox.child import MAX_OBSERVATION, Passed, as_number
+from rlite.rollout.rewards.score import as_number
 
 STEP_KEYS = ("next_state", "reward", "score", "done", "extra_info")
+MAX_MEMORY = 32 << 20
+"""bytes that an episode may remember"""
+MAX_OBSERVATION = 1 << 20
+"""characters of an observation; more would hold up the event loop that tokenises it"""
 
 
-class Step(NamedTuple):
-    """What one step of an environment answers."""
+class Turn(NamedTuple):
+    """The answer of an environment to one action of the model."""
 
-    next_state: str | None
-    """what the model reads in its next turn"""
-    reward: float
-    """of this turn: what is learnt from"""
-    score: float
-    """of this turn: what is logged"""
-    is_done: bool
-    extra_info: bytes
-    """pickled, for the next step"""
+    observation: str | None
+    """what the model reads next; None: the row's prompt after a reset, nothing after a step"""
+    reward: float = 0.0
+    """of the model's turn: what is learnt from"""
+    score: float = 0.0
+    """of the model's turn: what is logged"""
+    is_done: bool = False
 
 
-class EnvironmentFunction:
-    """An environment file as a function of (method, extra_info, ...); the file is imported where it arrives."""
+def read_turn(answer: Any) -> tuple[bytes, Turn] | None:
+    """Return the memory and the turn that a process has answered; None for any other answer."""
+    match answer:
+        case [bytes() as memory, [str() | None as text, float() as reward, float() as score, bool() as is_done]]:
+            if math.isfinite(reward) and math.isfinite(score) and len(text or "") <= MAX_OBSERVATION:
+                return memory, Turn(text, reward, score, is_done)
+    return None
+
+
+class EnvironmentFile:
+    """A user's Python file, which is imported where this object is unpickled: imports may take longer than a step.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        self.path, self.digest = identify(path)
+        absolute = Path(path).absolute()
+        if not absolute.is_file():
+            raise ConfigError(f"rollout.env_path={str(path)!r}: no such file")
+        self.path = str(absolute)
+        self.digest = hashlib.blake2b(absolute.read_bytes(), digest_size=8).hexdigest()  # an edited file is another one
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        load_environment(self.path, self.digest)  # here, where imports may take longer than a step
+        self.load()
 
-    async def __call__(self, method: str, extra_info: bytes, state: str = "", action: str = "") -> Passed:
-        """`describe`: whether it has a `reset`; `reset`: (first state, extra_info); `step`: a Step."""
-        module = load_environment(self.path, self.digest)
-        if method == "describe":
-            return Passed(hasattr(module, "reset"))
-        info = pickle.loads(extra_info)
-        if method == "reset":
-            first = await module.reset(info)
-            if not isinstance(first, str):
-                raise ConfigError(f"reset() in {self.path} returned {type(first).__name__}; expected a text")
-            return Passed((first, pickle.dumps(info)))
-        return Passed(checked_step(await module.step(state, action, info), self.path))
+    def load(self) -> Any:
+        """Return what the environment needs of the file's module."""
+        return import_file(self.path, self.digest)
 
 
 @cache
-def load_environment(path: str, digest: str) -> ModuleType:
-    """Import an environment file. Raises: ConfigError if it has no async function `step`."""
-    module = import_file(path, digest)
-    for function, is_needed in (("step", True), ("reset", hasattr(module, "reset"))):
-        if is_needed and not inspect.iscoroutinefunction(getattr(module, function, None)):
-            raise ConfigError(
-                f"rollout.env_path={path!r}: expected `async def step(state, action, extra_info)` in it, "
-                "and if it has a reset, `async def reset(extra_info)`; or, for a Gym-like environment, `def make()`"
-            )
+def import_file(path: str, digest: str) -> ModuleType:
+    """Import a user's file, once. Raises: ConfigError if it is no Python file."""
+    name = f"rlite_environment_{digest}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"rollout.env_path={path!r}: expected a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # its dataclasses and what it pickles look it up there
+    spec.loader.exec_module(module)
     return module
 
 
-def checked_step(response: Any, path: str) -> Step:
-    """What `step()` returned, as a Step. Raises: ConfigError that names what is missing or of another type."""
+# -- files with `async step(state, action, extra_info)` ----------------------------------------------------------------
+
+
+class StepFile(EnvironmentFile):
+    """An environment file with a function `step`. The memory is its `extra_info`."""
+
+    def load(self) -> Any:
+        """Return the module. Raises: ConfigError if it has no async function `step`."""
+        module = super().load()
+        for name, is_needed in (("step", True), ("reset", hasattr(module, "reset"))):
+            if is_needed and not inspect.iscoroutinefunction(getattr(module, name, None)):
+                raise ConfigError(
+                    f"rollout.env_path={self.path!r}: expected `async def step(state, action, extra_info)` in it, "
+                    "and if it has a reset, `async def reset(extra_info)`; or, for a Gym-like environment, `def make()`"
+                )
+        return module
+
+    async def __call__(self, method: str, memory: bytes = b"", state: str = "", action: str = "") -> tuple[bytes, Turn]:
+        """Run `check`, `reset` or `step`. The observation is None without a function `reset`."""
+        module = self.load()
+        if method == "check" or not (method == "step" or hasattr(module, "reset")):
+            return memory, Turn("" if hasattr(module, "reset") else None)
+        info = pickle.loads(memory)
+        if method == "step":
+            return _checked_response(await module.step(state, action, info), self.path)
+        first = await module.reset(info)
+        if not isinstance(first, str):
+            raise ConfigError(f"reset() in {self.path} returned {type(first).__name__}; expected a text")
+        return pickle.dumps(info), Turn(first)
+
+
+def _checked_response(response: Any, path: str) -> tuple[bytes, Turn]:
+    """Return what `step()` has returned. Raises: ConfigError that names what is missing or of another type."""
     missing = [key for key in STEP_KEYS if key not in response] if isinstance(response, Mapping) else STEP_KEYS
     if missing:
         raise ConfigError(f"step() in {path} returned no {', '.join(missing)}")
     numbers = {}
     for key in ("reward", "score"):
         number = as_number(response[key])
-        if number is None or not math.isfinite(number):
+        if number is None:
             raise ConfigError(f"step() in {path} returned {key}={response[key]!r}; expected a finite number")
         numbers[key] = number
-    next_state = response["next_state"]
-    if not isinstance(next_state, str | None):
-        raise ConfigError(f"step() in {path} returned next_state={next_state!r}; expected a text or None")
-    if next_state is not None and len(next_state) > MAX_OBSERVATION:
+    text = response["next_state"]
+    if not isinstance(text, str | None):
+        raise ConfigError(f"step() in {path} returned next_state={text!r}; expected a text or None")
+    _check_length(text, f"step() in {path}")
+    return pickle.dumps(response["extra_info"]), Turn(text, **numbers, is_done=bool(response["done"]))
+
+
+def _check_length(text: str | None, what: str) -> None:
+    if text is not None and len(text) > MAX_OBSERVATION:
+        raise ConfigError(f"{what} returned {len(text)} characters; at most {MAX_OBSERVATION} are taken")
+
+
+# -- Gym-like environments ---------------------------------------------------------------------------------------------
+
+
+class MakeFile(EnvironmentFile):
+    """An environment file with a function `make(**env_options)`."""
+
+    def load(self) -> Any:
+        """Return the function. Raises: ConfigError if there is none."""
+        make = getattr(super().load(), "make", None)
+        if not callable(make):
+            raise ConfigError(f"rollout.env_path={self.path!r}: expected `def make(**env_options)` in it")
+        return make
+
+    def __call__(self, **options: Any) -> Any:
+        """Return a new environment."""
+        return self.load()(**options)
+
+
+class GymFunction:
+    """A factory of Gym-like environments. The memory is the environment.
+
+    Many environments draw from the random numbers of the whole process. The state of these travels with them, so that
+    an episode depends on its seed alone.
+
+    Args:
+        make: returns a new environment; its keyword arguments are the row's `env_options`.
+    """
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.make = make
+
+    def __call__(self, method: str, memory: bytes = b"", **arguments: Any) -> tuple[bytes, Turn]:
+        """Run `check`, `reset`, of seed and options, or `step`, of an action."""
+        if method == "check":
+            return b"", Turn("")
+        if method == "reset":
+            random.seed(arguments["seed"])
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(arguments["seed"] % 2**32)
+            environment, turn = start(self.make, **arguments)
+        else:
+            environment, generators = pickle.loads(memory)
+            _set_generators(generators)
+            turn = advance(environment, **arguments)
+        return b"" if turn.is_done else _pickled(environment), turn
+
+
+class TextArenaGame:
+    """A game of one player by TextArena, with the methods of Gymnasium.
+
+    The reward comes with the end. In games whose id ends with "-raw", what the player itself has said is not repeated
+    to it. The texts of other games repeat the whole game: what was seen before is taken away.
+    """
+
+    def __init__(self, game: Any) -> None:
+        self._game = game
+        self._seen = ""
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self._game.reset(num_players=1, seed=seed)
+        return self._observation(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        is_done, info = self._game.step(action)
+        if not is_done:
+            return self._observation(), 0.0, False, False, info
+        rewards, details = self._game.close()
+        return "", rewards[0], True, False, details
+
+    def _observation(self) -> str:
+        player, seen = self._game.get_observation()
+        if player != 0:
+            raise ConfigError(f"it is the turn of player {player}: expected a game of one player")
+        if not isinstance(seen, str):
+            return "\n".join(text for sender, text, _ in seen if sender != player)
+        new, self._seen = seen.removeprefix(self._seen), seen
+        return new
+
+
+def start(make: Callable[..., Any], seed: int, options: Mapping[str, Any]) -> tuple[Any, Turn]:
+    """Return a new environment and its first turn.
+
+    Args:
+        make: the factory.
+        seed: for the environment's `reset`.
+        options: keyword arguments of the factory.
+
+    Raises:
+        ConfigError: the factory returns no environment, or the first observation is no text.
+    """
+    environment = make(**options)
+    if hasattr(environment, "get_observation"):  # TextArena's
+        environment = TextArenaGame(environment)
+    if not callable(getattr(environment, "reset", None)) or not callable(getattr(environment, "step", None)):
+        raise ConfigError(f"make() returned {environment!r}; expected an environment with reset(seed) and step(action)")
+    answer = environment.reset(seed=seed)
+    if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], str):
+        raise ConfigError(f"reset() returned {answer!r:.200}; expected (observation, info), the observation a text")
+    return environment, Turn(answer[0])
+
+
+def advance(environment: Any, action: str) -> Turn:
+    """Make one step. Raises: ConfigError that says what is wrong with what it returned."""
+    answer = environment.step(action)
+    if not isinstance(answer, tuple) or len(answer) != 5:
         raise ConfigError(
-            f"step() in {path} returned {len(next_state)} characters; at most {MAX_OBSERVATION} are taken"
+            f"step() returned {answer!r:.200}; expected (observation, reward, terminated, truncated, info)"
         )
-    return Step(next_state, **numbers, is_done=bool(response["done"]), extra_info=pickle.dumps(response["extra_info"]))
+    text, reward, *flags, _ = answer
+    number = as_number(reward)
+    if number is None:
+        raise ConfigError(f"step() returned the reward {reward!r:.200}; expected a finite number")
+    ends = [as_number(flag) for flag in flags]  # numpy's booleans are numbers of one element, too
+    if not all(end in (0.0, 1.0) for end in ends):
+        raise ConfigError(f"step() returned terminated, truncated = {flags!r:.200}; expected two booleans")
+    is_done = any(ends)
+    if not isinstance(text, str):
+        if not is_done:
+            raise ConfigError(f"step() returned the observation {text!r:.200}; expected a text")
+        text = ""
+    _check_length(text, "step()")
+    if is_done:
+        close(environment)
+    return Turn(text, number, number, is_done)
 
 
-def read_step(answer: Any) -> Step | None:
-    """The Step that a process has passed; None if it is none."""
-    match answer:
-        case [str() | None as state, float() as reward, float() as score, bool() as is_done, bytes() as extra_info]:
-            if math.isfinite(reward) and math.isfinite(score) and len(state or "") <= MAX_OBSERVATION:
-                return Step(state, reward, score, is_done, extra_info)
-    return None
+def close(environment: Any) -> None:
+    """Let an environment give back what it holds, if it knows how."""
+    if callable(getattr(environment, "close", None)):
+        environment.close()
+
+
+def _pickled(environment: Any) -> bytes:
+    numpy = sys.modules.get("numpy")
+    generators = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    try:
+        return cloudpickle.dumps((environment, generators))
+    except Exception as error:
+        raise ConfigError(
+            f"{type(environment).__name__} cannot be kept as bytes between two steps ({error}); run it with "
+            "in_process=True"
+        ) from error
+
+
+def _set_generators(generators: tuple[Any, Any]) -> None:
+    random.setstate(generators[0])
+    if generators[1] is not None:
+        sys.modules["numpy"].random.set_state(generators[1])

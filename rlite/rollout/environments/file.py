@@ -1,55 +1,59 @@
-"""A user's environment file: which one it is, of which kind, and its import. It imports no torch."""
+"""From the file at `rollout.env_path` to workflows in its environment."""
 
 from __future__ import annotations
 
-import ast
-import hashlib
-import importlib.util
-import sys
-from functools import cache
+import symtable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 from rlite.errors import ConfigError
+from rlite.rollout.environments.child import EnvironmentFile
+from rlite.rollout.environments.gym import GymEnvironment, GymWorkflow
+from rlite.rollout.environments.step import Environment, EnvironmentWorkflow
+from rlite.rollout.workflow import RolloutWorkflow
 
 
-def identify(path: str | Path) -> tuple[str, str]:
-    """The absolute path of an environment file, and a digest: a file that was edited is another one.
+def environment_workflow(
+    path: str | Path,
+    timeout: float = 60.0,
+    num_processes: int | None = None,
+    memory_limit_gib: float | None = None,
+    env_vars: Sequence[str] = (),
+) -> Callable[..., RolloutWorkflow]:
+    """Return a function of (gconfig, tokenizer, max_turns, max_length) that makes workflows in a file's environment.
 
-    Raises: ConfigError if it is not there.
+    The file is a GymEnvironment if it has a function `make` and no `step`, else an Environment. It is loaded once where
+    it will run; do not call this from within an event loop.
+
+    Args:
+        path: of the file.
+        timeout: seconds for one call.
+        num_processes: calls that run at the same time. Default: the cores, at most 8.
+        memory_limit_gib: resident memory that its process may have, in GiB.
+        env_vars: names of environment variables that its process gets as well.
+
+    Raises:
+        ConfigError: there is no such file, or it is no Python.
+        EnvironmentFailure: the file cannot be loaded, or has neither function.
     """
-    absolute = Path(path).absolute()
-    if not absolute.is_file():
-        raise ConfigError(f"rollout.env_path={str(path)!r}: no such file")
-    return str(absolute), hashlib.blake2b(absolute.read_bytes(), digest_size=8).hexdigest()
+    environment: GymEnvironment | Environment
+    if is_gym_file(path):
+        environment = GymEnvironment(path, timeout, num_processes, memory_limit_gib=memory_limit_gib, env_vars=env_vars)
+        workflow: Callable[..., RolloutWorkflow] = partial(GymWorkflow, environment)
+    else:
+        environment = Environment(path, timeout, num_processes, memory_limit_gib, env_vars)
+        workflow = partial(EnvironmentWorkflow, environment)
+    environment.check()
+    return workflow
 
 
 def is_gym_file(path: str | Path) -> bool:
-    """Whether it names a `make` and no `step`: it is read, not run. Raises: ConfigError if it is no Python."""
-    source = Path(identify(path)[0]).read_bytes()
+    """Return whether a file names a `make` and no `step`. It is read, not run. Raises: ConfigError."""
+    file = EnvironmentFile(path)
     try:
-        tree = ast.parse(source)
+        symbols = symtable.symtable(Path(file.path).read_text(), str(path), "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"rollout.env_path={str(path)!r} is no Python file: {error}") from error
-    names: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     return "make" in names and "step" not in names
-
-
-@cache
-def import_file(path: str, digest: str) -> ModuleType:
-    """Import a user's file, once. Raises: ConfigError if it is no Python file."""
-    name = f"rlite_environment_{digest}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"rollout.env_path={path!r}: expected a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclasses and what it pickles look it up there
-    spec.loader.exec_module(module)
-    return module

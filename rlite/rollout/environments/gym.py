@@ -8,27 +8,19 @@ import operator
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tensordict import TensorDict
 
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.chat.conversation import Conversation, History, check_history
 from rlite.rollout.chat.transcript import check_turns
-from rlite.rollout.environments.gym_child import GymFunction, MakeFromFile, Turn, advance, close, read_turn, start
-from rlite.rollout.rewards.function import RewardError, RewardFunction, limited
+from rlite.rollout.environments.child import GymFunction, MakeFile, Turn, advance, close, read_turn, start
+from rlite.rollout.environments.errors import ENVIRONMENT_ERRORS, EnvironmentFailure
+from rlite.rollout.environments.step import sandboxed
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
-from rlite.sandbox.child import MAX_STATE
+from rlite.sandbox.function import SandboxFunction, limited
 from rlite.types import AsyncInference, GenerationHyperparameters
-
-
-class GymEpisode(Protocol):
-    """An environment that has been reset."""
-
-    observation: str
-    """what it said first"""
-
-    async def step(self, action: str) -> Turn: ...
 
 
 class GymEnvironment:
@@ -39,20 +31,21 @@ class GymEnvironment:
 
     as Gymnasium has them; observations and actions are texts. GEM's (`gem.make`) and TextArena's games of one player
     (`textarena.make`) are such environments. Between two steps an environment is pickled, with the state of the random
-    numbers of `random` and NumPy, which its seed decides, so that it depends on that alone. One that holds what cannot
-    be pickled (a connection, a process) runs `in_process`.
+    numbers of `random` and NumPy. An episode depends on its seed alone, because the seed decides that state. An
+    environment that holds what cannot be pickled (a connection, a process) runs `in_process`.
 
     Args:
         make: a function that returns a new environment, or the path of a Python file with such a function `make`. Its
             keyword arguments are the row's `env_options`.
         timeout: seconds for one call: for making and resetting it, and for each step.
-        num_processes: calls that run at the same time; default: the cores, at most 8.
+        num_processes: calls that run at the same time. Default: the cores, at most 8.
         in_process: run environments in threads of this process instead. A call that is late ends its episode, but its
             thread goes on; and the random numbers of `random` and NumPy are those of the program.
-        memory_limit_gib: resident memory that its process may have, in GiB; None leaves it to the machine.
+        memory_limit_gib: resident memory that its process may have, in GiB. None leaves the limit to the machine.
         env_vars: names of environment variables that its process gets as well (see RewardFunction).
 
-    Raises: ConfigError if the file is not there, `make` cannot be pickled, or an option is out of range.
+    Raises:
+        ConfigError: the file is not there, `make` cannot be pickled, or an option is out of range.
     """
 
     def __init__(
@@ -64,85 +57,76 @@ class GymEnvironment:
         memory_limit_gib: float | None = None,
         env_vars: Sequence[str] = (),
     ) -> None:
-        self.make = MakeFromFile(make) if isinstance(make, str | Path) else make
+        self.make = MakeFile(make) if isinstance(make, str | Path) else make
         self.timeout = timeout
-        self.in_process = in_process
         self.name = f"the environment {make if isinstance(make, str | Path) else getattr(make, '__name__', make)}"
-        self._function = RewardFunction(
-            GymFunction(self.make),
-            timeout,
-            num_processes=num_processes,
-            in_process=in_process,
-            memory_limit_gib=memory_limit_gib,
-            what=self.name,
-            env_vars=env_vars,
-            max_answer=MAX_STATE,
-        )
+        if in_process and memory_limit_gib is not None:
+            raise ConfigError(f"memory_limit_gib={memory_limit_gib}, in_process=True: a limit needs a process")
+        self._function = None
+        if not in_process:
+            self._function = sandboxed(
+                GymFunction(self.make), timeout, num_processes, memory_limit_gib, self.name, env_vars
+            )
 
     def check(self) -> None:
-        """Load the factory where it will run; not from within an event loop. Raises: RewardError with the reason."""
-        if not self.in_process:
-            asyncio.run(self._function.ask(bool, method="check"))
+        """Load the factory where it will run; not from within an event loop. Raises: EnvironmentFailure."""
+        if self._function is not None:
+            asyncio.run(self._function.ask(read_turn, method="check"))
 
     @contextlib.asynccontextmanager
-    async def episode(self, seed: int, options: Mapping[str, Any] | None = None) -> AsyncIterator[GymEpisode]:
-        """A new environment. It, and its steps, raise RewardError that says what became of the call."""
-        if not self.in_process:
-            yield await _InRewardProcess.begin(self._function, seed, options or {})
+    async def episode(
+        self, seed: int, options: Mapping[str, Any] | None = None
+    ) -> AsyncIterator[_InSandbox | _InThread]:
+        """Begin an episode: its `observation` is what the environment said first, `await episode.step(action)` a Turn.
+
+        Its calls raise EnvironmentFailure.
+        """
+        arguments = {"seed": seed, "options": dict(options or {})}
+        if self._function is not None:
+            memory, turn = await self._function.ask(read_turn, method="reset", **arguments)
+            yield _InSandbox(self._function, memory, turn.observation)
             return
-        episode = await _InThread.begin(self, seed, options or {})
+        environment, turn = await self.in_thread(start, self.make, **arguments)
+        episode = _InThread(self, environment, turn.observation)
         try:
             yield episode
         finally:
             if not episode.is_done:
-                with contextlib.suppress(RewardError):  # it was abandoned, for a reason that matters more
-                    await episode.close()
+                with contextlib.suppress(EnvironmentFailure):  # it was abandoned, for a reason that matters more
+                    await self.in_thread(close, environment)
+
+    async def in_thread(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call a function of an environment in a thread of this process. Raises: EnvironmentFailure."""
+        async with limited(self.name, self.timeout, ENVIRONMENT_ERRORS):
+            return await asyncio.to_thread(function, *arguments, **options)
 
 
-class _InRewardProcess:
-    """The environment is bytes here, and is run in reward processes."""
+class _InSandbox:
+    """An environment that is bytes here, and runs in sandbox processes."""
 
-    def __init__(self, function: RewardFunction, state: bytes, observation: str) -> None:
-        self._function, self._state, self.observation = function, state, observation
-
-    @classmethod
-    async def begin(cls, function: RewardFunction, seed: int, options: Mapping[str, Any]) -> _InRewardProcess:
-        state, turn = await function.ask(read_turn, method="reset", seed=seed, options=dict(options))
-        return cls(function, state, turn.observation)
+    def __init__(self, function: SandboxFunction, memory: bytes, observation: str | None) -> None:
+        self._function, self._memory, self.observation = function, memory, observation
 
     async def step(self, action: str) -> Turn:
-        self._state, turn = await self._function.ask(read_turn, method="step", state=self._state, action=action)
+        self._memory, turn = await self._function.ask(read_turn, method="step", memory=self._memory, action=action)
         return turn
 
 
 class _InThread:
-    """The environment lives here, and each call to it has a thread."""
+    """An environment that lives here. Each call to it has a thread."""
 
-    def __init__(self, owner: GymEnvironment, environment: Any, observation: str) -> None:
+    def __init__(self, owner: GymEnvironment, environment: Any, observation: str | None) -> None:
         self._owner, self._environment, self.observation = owner, environment, observation
         self.is_done = False
 
-    @classmethod
-    async def begin(cls, owner: GymEnvironment, seed: int, options: Mapping[str, Any]) -> _InThread:
-        environment, turn = await _in_thread(owner, start, owner.make, seed, options)
-        return cls(owner, environment, turn.observation)
-
     async def step(self, action: str) -> Turn:
-        turn = await _in_thread(self._owner, advance, self._environment, action)
+        turn = await self._owner.in_thread(advance, self._environment, action)
         self.is_done = turn.is_done
         return turn
 
-    async def close(self) -> None:
-        await _in_thread(self._owner, close, self._environment)
-
-
-async def _in_thread(owner: GymEnvironment, function: Callable[..., Any], *arguments: Any) -> Any:
-    async with limited(owner.name, owner.timeout):
-        return await asyncio.to_thread(function, *arguments)
-
 
 class GymWorkflow(RolloutWorkflow):
-    """Turns of the model and of a Gym-like environment, until it has ended or `max_turns` are over.
+    """Turns of the model and of a Gym-like environment, until the environment has ended or `max_turns` are over.
 
     The item has a `seed`, a whole number from 0, which the siblings of a group share, and perhaps `env_options`, the
     factory's keyword arguments. Observations are messages of a user by the chat template, or raw texts; actions are
@@ -153,7 +137,7 @@ class GymWorkflow(RolloutWorkflow):
     and `num_turns` [k].
 
     Args:
-        environment: what answers.
+        environment: answers each turn of the model.
         gconfig: how to sample; `max_new_tokens` of each turn.
         tokenizer: of the model.
         max_turns: turns of the model in one episode.
@@ -163,7 +147,8 @@ class GymWorkflow(RolloutWorkflow):
         chat_template_options: further keyword arguments for `apply_chat_template`.
         history: "tokens" or "template". See `Conversation`.
 
-    Raises: ConfigError for options out of range.
+    Raises:
+        ConfigError: an option is out of range.
     """
 
     needs_prompt = False
@@ -207,9 +192,9 @@ class GymWorkflow(RolloutWorkflow):
                 conversation.reply({"role": "user", "content": turn.observation})
             return conversation.transcript.trajectory()
 
-    def _prompt(self, observation: str) -> dict[str, Any]:
+    def _prompt(self, observation: str | None) -> dict[str, Any]:
         if not self.is_chat:
-            return {"prompt": (self.system_prompt or "") + observation}
+            return {"prompt": f"{self.system_prompt or ''}{observation}"}
         system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
         return {"messages": [*system, {"role": "user", "content": observation}]}
 

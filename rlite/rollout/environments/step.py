@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from tensordict import TensorDict
 from rlite.data.raw import TooManyTokens, raw_prompts
 from rlite.rollout.background import beside_loop
 from rlite.rollout.chat.transcript import Transcript, check_turns, continuation
-from rlite.rollout.environments.child import STEP_KEYS, EnvironmentFunction, Step, read_step
-from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.environments.child import MAX_MEMORY, STEP_KEYS, StepFile, Turn, read_turn
+from rlite.rollout.environments.errors import ENVIRONMENT_ERRORS
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, context_length, prompt_ids, prompt_text
-from rlite.sandbox.child import MAX_STATE
+from rlite.sandbox.function import SandboxFunction
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
+
+sandboxed = partial(SandboxFunction, max_answer=MAX_MEMORY, errors=ENVIRONMENT_ERRORS)
+"""makes a kind of environments a function that runs in sandbox processes"""
 
 _NOT_EXTRA = ("prompt", "messages", "input_ids", "extra_info")
 
@@ -29,18 +33,19 @@ class Environment:
             return {"next_state": ..., "reward": ..., "score": ..., "done": ..., "extra_info": extra_info}
 
     `state` and `action` are what the model has read and written in the last turn, `next_state` what it reads in the
-    next one; the episode ends with `done`, or without a next state. Optionally `async reset(extra_info)` returns the
-    first state, instead of the row's prompt. Each call may run in another process: what an episode has to remember
-    belongs into `extra_info`.
+    next turn. The episode ends with `done`, or without a next state. Optionally `async reset(extra_info)` returns the
+    first state, instead of the row's prompt. Each call may run in another process: put what an episode has to remember
+    into `extra_info`.
 
     Args:
         path: of the file.
         timeout: seconds for one call.
-        num_processes: calls that run at the same time; default: the cores, at most 8.
-        memory_limit_gib: resident memory that its process may have, in GiB; None leaves it to the machine.
+        num_processes: calls that run at the same time. Default: the cores, at most 8.
+        memory_limit_gib: resident memory that its process may have, in GiB. None leaves the limit to the machine.
         env_vars: names of environment variables that its process gets as well (see RewardFunction).
 
-    Raises: ConfigError if the file is not there, or an option is out of range.
+    Raises:
+        ConfigError: the file is not there, or an option is out of range.
     """
 
     def __init__(
@@ -51,67 +56,61 @@ class Environment:
         memory_limit_gib: float | None = None,
         env_vars: Sequence[str] = (),
     ) -> None:
-        self._ask = RewardFunction(
-            EnvironmentFunction(path),
-            timeout,
-            num_processes=num_processes,
-            memory_limit_gib=memory_limit_gib,
-            what=f"the environment {path}",
-            env_vars=env_vars,
-            max_answer=MAX_STATE,
-        ).ask
+        what = f"the environment {path}"
+        self._ask = sandboxed(StepFile(path), timeout, num_processes, memory_limit_gib, what, env_vars).ask
         self._has_reset: bool | None = None
 
     @property
     def begins_with_prompt(self) -> bool:
-        """Whether the first state is the row's prompt; known once the file was looked at."""
+        """Whether the first state is the row's prompt; known once the file was loaded."""
         return self._has_reset is False
 
     def check(self) -> None:
-        """Import the file where it will run; not from within an event loop. Raises: RewardError with the reason."""
-        asyncio.run(self._describe())
+        """Import the file where it will run; not from within an event loop. Raises: EnvironmentFailure."""
+        _, turn = asyncio.run(self._ask(read_turn, method="check"))
+        self._has_reset = turn.observation is not None
 
-    async def _describe(self) -> bool:
-        """Whether it has a reset."""
-        if self._has_reset is None:
-            self._has_reset = await self._ask(_read_flag, method="describe", extra_info=b"")
-        return self._has_reset
+    async def reset(self, extra_info: bytes) -> tuple[bytes, Turn]:
+        """Begin an episode; return the pickled extra_info, and a turn whose observation is the first state.
 
-    async def reset(self, extra_info: bytes) -> tuple[str | None, bytes]:
-        """The first state, None if that is the row's prompt, and the pickled extra_info. Raises: RewardError."""
-        if not await self._describe():
-            return None, extra_info
-        return await self._ask(_read_first, method="reset", extra_info=extra_info)
+        The observation is None if the first state is the row's prompt. Raises: EnvironmentFailure.
+        """
+        if self._has_reset is False:
+            return extra_info, Turn(None)
+        memory, turn = await self._ask(read_turn, method="reset", memory=extra_info)
+        self._has_reset = turn.observation is not None
+        return memory, turn
 
-    async def step(self, state: str, action: str, extra_info: bytes) -> Step:
-        """One turn. Raises: RewardError that says what became of it."""
-        return await self._ask(read_step, method="step", extra_info=extra_info, state=state, action=action)
+    async def step(self, state: str, action: str, extra_info: bytes) -> tuple[bytes, Turn]:
+        """Make one step.
 
+        Args:
+            state: what the model has read.
+            action: what the model has written.
+            extra_info: pickled.
 
-def _read_flag(answer: Any) -> bool | None:
-    return answer if isinstance(answer, bool) else None
+        Returns:
+            The next extra_info, pickled, and the turn.
 
-
-def _read_first(answer: Any) -> tuple[str, bytes] | None:
-    match answer:
-        case [str() as state, bytes() as extra_info]:
-            return state, extra_info
-    return None
+        Raises:
+            EnvironmentFailure: the step has no result, by the outcome.
+        """
+        return await self._ask(read_turn, method="step", memory=extra_info, state=state, action=action)
 
 
 class EnvironmentWorkflow(RolloutWorkflow):
-    """Turns of the model and of an environment, until it is done or `max_turns` are over.
+    """Turns of the model and of an environment, until the environment is done or `max_turns` are over.
 
-    Where the next state begins with state + action, the rest of it is tokenised and appended to the same sequence, else
-    a new sequence begins in the same trajectory. The item is as `SingleTurnWorkflow` takes it. Its `extra_info` and its
-    other columns, all but the prompt, are the first `extra_info` of the environment.
+    If the next state begins with state + action, the rest of it is tokenised and appended to the same sequence. Else a
+    new sequence begins in the same trajectory. The item is as `SingleTurnWorkflow` takes it. The environment's first
+    `extra_info` is the item's `extra_info` with the item's other columns, but for the prompt.
 
     A trajectory has one row for each sequence, with the keys of `trajectory()` and `token_rewards` [k, L], the reward
     of each turn on its last token. Per row there are `sequence_index` [k], from 0, and of the whole trajectory
     `rewards` and `scores`, both summed over turns, and `num_turns` [k].
 
     Args:
-        environment: what answers.
+        environment: answers each turn of the model.
         gconfig: how to sample; `max_new_tokens` of each turn.
         tokenizer: of the model.
         max_turns: turns of the model in one episode.
@@ -150,25 +149,25 @@ class EnvironmentWorkflow(RolloutWorkflow):
         transcript, score = Transcript(tokens, self.max_length), 0.0
         while (response := await transcript.generate(engine, self.gconfig)) is not None:
             action = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
-            step = await self.environment.step(state, action, info)
-            transcript.reward(step.reward)
-            score, info = score + step.score, step.extra_info
-            if step.is_done or step.next_state is None or transcript.num_turns == self.max_turns:
+            info, turn = await self.environment.step(state, action, info)
+            transcript.reward(turn.reward)
+            score += turn.score
+            if turn.is_done or turn.observation is None or transcript.num_turns == self.max_turns:
                 break
             try:
-                await self._read(transcript, state + action, step.next_state, response, limit)
+                await self._read(transcript, state + action, turn.observation, response, limit)
             except TooManyTokens:
                 if self.max_length is None:
                     raise
                 transcript.give_up()
                 break
-            state = step.next_state
+            state = turn.observation
         return transcript.trajectory(scores=score)
 
     async def _read(
         self, transcript: Transcript, said: str, next_state: str, response: LLMResponse, limit: int | None
     ) -> None:
-        """The next state, after what was said: the rest of it, or all of it as another sequence."""
+        """Append what the next state adds to what was said, or begin another sequence with all of it."""
         if next_state.startswith(said):
             rest = next_state[len(said) :]
             transcript.read(await beside_loop(len(rest), continuation, self.tokenizer, rest, response, limit))
@@ -176,10 +175,10 @@ class EnvironmentWorkflow(RolloutWorkflow):
             transcript.begin(await self._prompt(next_state, limit))
 
     async def _start(self, data: Mapping[str, Any], limit: int | None) -> tuple[str, list[int], bytes]:
-        """The first state, as text and as tokens, and the pickled extra_info."""
-        state, info = await self.environment.reset(cloudpickle.dumps(_extra_info(data)))
-        if state is not None:
-            return state, await self._prompt(state, limit), info
+        """Return the first state, as text and as tokens, and the pickled extra_info."""
+        info, turn = await self.environment.reset(cloudpickle.dumps(_extra_info(data)))
+        if turn.observation is not None:
+            return turn.observation, await self._prompt(turn.observation, limit), info
         state = prompt_text(data, self.tokenizer, self.chat_template_options)
         tokens = await beside_loop(len(state), prompt_ids, data, self.tokenizer, self.chat_template_options, limit)
         return state, tokens, info
@@ -189,11 +188,11 @@ class EnvironmentWorkflow(RolloutWorkflow):
 
 
 def _extra_info(data: Mapping[str, Any]) -> Any:
-    """Everything in a row but its prompt: what it calls `extra_info`, and its other columns below that."""
+    """Return a row's `extra_info`, with the row's other columns, but for its prompt, where it has no such key."""
     info = data.get("extra_info") or {}
     if not isinstance(info, Mapping):
         return info
     return {**{name: value for name, value in data.items() if name not in _NOT_EXTRA}, **info}
 
 
-__all__ = ["STEP_KEYS", "Environment", "EnvironmentWorkflow", "Step"]
+__all__ = ["STEP_KEYS", "Environment", "EnvironmentWorkflow", "Turn"]

@@ -15,8 +15,8 @@ from typing import Any
 from rlite.errors import DataError
 from rlite.rollout.chat.template import Message
 from rlite.rollout.chat.transcript import check_turn_discount
+from rlite.rollout.rewards.score import as_number
 from rlite.rollout.workflow import RolloutError
-from rlite.sandbox.child import as_number
 from rlite.types import StopReason
 
 

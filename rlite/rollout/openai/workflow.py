@@ -14,10 +14,10 @@ from rlite.errors import ConfigError, DataError
 from rlite.rollout.chat.transcript import check_turn_discount
 from rlite.rollout.openai.export import Style, check_style
 from rlite.rollout.openai.session import AgentSession
+from rlite.rollout.rewards.score import as_number
 from rlite.rollout.tools.formats import ToolCallFormat
 from rlite.rollout.tools.probe import tool_call_format
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
-from rlite.sandbox.child import as_number
 from rlite.types import AsyncInference, GenerationHyperparameters
 
 Interface = Literal["client", "http"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlite.errors import ConfigError
-from rlite.sandbox.child import Sum, Unusable, as_number
+from rlite.rollout.rewards.score import Sum, Unusable, as_number
 
 
 def from_trl(

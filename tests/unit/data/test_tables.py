@@ -16,7 +16,6 @@ import pytest
 
 from rlite.data.tables import check_columns, read_rows
 from rlite.errors import ConfigError, DataError
-from rlite.sandbox.stream import StreamError, stream
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "1+1=", "messages": [{"role": "user", "content": "a"}], "extra_info": {"answer": "2", "hard": None}},
@@ -252,15 +251,3 @@ def test_a_reader_that_dies_costs_its_process_and_the_rows_before_are_named(tmp_
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match=r"stream\.arrow, row index 2000 or one after it: not an Arrow file: "):
         read_rows(path)
-
-
-def test_a_stream_ends_as_its_process_does() -> None:
-    assert b"".join(stream("tests.dying_readers:whole")) == b"whole"
-    for name, error, message in (
-        ("die_late", StreamError, r"died by signal 7 \(Bus error"),
-        ("raise_late", DataError, "no more"),
-        ("no_such", StreamError, "AttributeError"),
-    ):
-        pieces = stream(f"tests.dying_readers:{name}")
-        with pytest.raises(error, match=message):
-            list(pieces)

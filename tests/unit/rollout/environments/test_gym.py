@@ -16,12 +16,12 @@ from rlite.errors import ConfigError, DataError
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import (
     CollectorOptions,
+    EnvironmentRaised,
+    EnvironmentTimeout,
     GenerationHyperparameters,
     GymEnvironment,
     GymWorkflow,
     LLMRequest,
-    RewardRaised,
-    RewardTimeout,
     RolloutCollector,
     ScriptedEngine,
 )
@@ -172,17 +172,17 @@ def test_max_turns_and_max_length_end_an_episode() -> None:
     ],
 )
 def test_an_environment_that_raises_or_answers_nonsense_is_a_reason(fault: str, message: str) -> None:
-    with pytest.raises(RewardRaised, match=message):
+    with pytest.raises(EnvironmentRaised, match=message):
         run([ids("a")], env_options={"fault": fault})
 
 
 def test_a_step_that_hangs_is_ended() -> None:
-    with pytest.raises(RewardTimeout, match=r"Dice ran for more than 1\.5 s; its process was killed"):
+    with pytest.raises(EnvironmentTimeout, match=r"Dice ran for more than 1\.5 s; its process was killed"):
         run([ids("a")], in_process=False, timeout=1.5, env_options={"fault": "hang"})
 
 
 def test_an_environment_that_cannot_be_pickled_runs_in_process() -> None:
-    with pytest.raises(RewardRaised, match=r"Dice cannot be kept as bytes .* run it with in_process=True"):
+    with pytest.raises(EnvironmentRaised, match=r"Dice cannot be kept as bytes .* run it with in_process=True"):
         run([ids("a")], in_process=False, env_options={"fault": "lock"})
     assert run([ids("a")], env_options={"fault": "lock"})["num_turns"].item() == 2
 
@@ -191,9 +191,9 @@ def test_what_a_row_lacks_and_what_a_factory_lacks_is_said() -> None:
     for seed in (None, -1, "3", 0.5):
         with pytest.raises(DataError, match="expected a seed, a whole number from 0"):
             run([ids("a")], seed=seed)
-    with pytest.raises(RewardRaised, match=r"make\(\) returned \[\]; expected an environment with reset"):
+    with pytest.raises(EnvironmentRaised, match=r"make\(\) returned \[\]; expected an environment with reset"):
         run([ids("a")], make=list)
-    with pytest.raises(RewardRaised, match="unexpected keyword argument 'colour'"):
+    with pytest.raises(EnvironmentRaised, match="unexpected keyword argument 'colour'"):
         run([ids("a")], env_options={"colour": 1})
 
 
@@ -217,7 +217,7 @@ def test_a_file_with_make_is_an_environment(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no Python file"):
         is_gym_file(path)
     path.write_text("make = 3")
-    with pytest.raises(RewardRaised, match="expected `def make"):
+    with pytest.raises(EnvironmentRaised, match="expected `def make"):
         GymEnvironment(path).check()
 
 

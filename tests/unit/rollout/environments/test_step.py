@@ -13,16 +13,15 @@ from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import (
     CollectorOptions,
     Environment,
+    EnvironmentRaised,
+    EnvironmentTimeout,
     EnvironmentWorkflow,
     GenerationHyperparameters,
     LLMRequest,
-    RewardRaised,
-    RewardTimeout,
     RolloutCollector,
     ScriptedEngine,
 )
-from rlite.rollout.environments.file import is_gym_file
-from rlite.rollout.environments.workflow import environment_workflow
+from rlite.rollout.environments.file import environment_workflow, is_gym_file
 from rlite.rollout.trajectories import first_rows, join_batches, pad_trajectories, trajectory_index
 from rlite.sandbox.pool import close_shared_pool
 from tests.tiny import tokenizer_with_bos
@@ -195,7 +194,7 @@ async def step(state, action, extra_info):
 
 def test_an_environment_that_hangs_is_killed(tmp_path: Path) -> None:
     code = "import time\nasync def step(state, action, extra_info):\n    time.sleep(3600)\n"
-    with pytest.raises(RewardTimeout, match=r"env\.py ran for more than 0\.5 s"):
+    with pytest.raises(EnvironmentTimeout, match=r"env\.py ran for more than 0\.5 s"):
         run(tmp_path, code, [ids("a")], {"prompt": "q"}, timeout=0.5)
 
 
@@ -211,7 +210,7 @@ def test_an_environment_that_eats_memory_costs_its_episode_with_that_reason(tmp_
     assert batch["group_ids"].tolist() == [0, 2]
     assert collector.failed_attempts == {"memory": 2}
     (reason,) = collector.lost
-    assert reason.startswith("RewardMemory: the environment")
+    assert reason.startswith("EnvironmentMemory: the environment")
     assert "of at most 0.125 GiB" in reason
 
 
@@ -229,7 +228,7 @@ async def step(state, action, extra_info):
     good = dict(next_state=None, reward=0, score=0, done=True, extra_info=extra_info)
     return {answer}
 """
-    with pytest.raises(RewardRaised, match=expected):
+    with pytest.raises(EnvironmentRaised, match=expected):
         run(tmp_path, code, [ids("a")], {"prompt": "q"})
 
 
@@ -239,5 +238,5 @@ def test_a_file_that_is_no_environment_is_refused_before_any_rollout(tmp_path: P
     with pytest.raises(ConfigError, match=r"^rollout.env_path='missing.py': no such file$"):
         is_gym_file("missing.py")
     (tmp_path / "env.py").write_text("def step(state, action, extra_info): ...")
-    with pytest.raises(RewardRaised, match="expected `async def step"):
+    with pytest.raises(EnvironmentRaised, match="expected `async def step"):
         Environment(tmp_path / "env.py").check()

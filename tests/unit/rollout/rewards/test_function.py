@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
@@ -21,19 +22,19 @@ import tenacity
 
 from benchmarks import reward_faults
 from rlite.errors import ConfigError, DataError, RliteError
-from rlite.rollout.rewards.function import (
+from rlite.rollout import RewardFunction, from_trl, from_verl
+from rlite.rollout.rewards.errors import (
     RewardCrash,
     RewardError,
-    RewardFunction,
     RewardInvalid,
     RewardMemory,
     RewardRaised,
     RewardTimeout,
-    from_trl,
-    from_verl,
 )
-from rlite.sandbox.child import told
-from rlite.sandbox.pool import RewardCode, RewardPool, close_shared_pool
+from rlite.sandbox.call import MAX_TIMEOUTS, Code
+from rlite.sandbox.child import describe
+from rlite.sandbox.errors import SandboxCrash, SandboxTimeout
+from rlite.sandbox.pool import SandboxPool, close_shared_pool
 
 ROOT = Path(__file__).parents[4]
 CALL = {"prompt": "2+2=", "completions": "4", "prompt_ids": [1, 2], "completion_ids": [3]}
@@ -154,10 +155,10 @@ def test_an_answer_that_is_read_together_with_garbage_counts() -> None:
         time.sleep(seconds)
         return reward_faults.misbehave(fault, "3600")
 
-    pool = RewardPool(2)
-    quick, slow = (RewardCode(key, cloudpickle.dumps(end), seconds=0.0) for key in (b"quick", b"slow"))
+    pool = SandboxPool(2)
+    quick, slow = (Code.of(end, seconds=0.0) for _ in range(2))
 
-    def submit(code: RewardCode, seconds: float, fault: str) -> Future[Any]:
+    def submit(code: Code, seconds: float, fault: str) -> Future[Any]:
         return pool.submit(code, cloudpickle.dumps({"seconds": seconds, "fault": fault}), timeout=20)
 
     try:
@@ -165,9 +166,8 @@ def test_an_answer_that_is_read_together_with_garbage_counts() -> None:
         odd, garbage = submit(quick, 1.0, "nan"), submit(quick, 0.0, "garbage")
         busy = submit(quick, 0.3, "none of them")
         busy.add_done_callback(lambda _: time.sleep(2))  # in the pool's thread, which reads nothing meanwhile
-        with pytest.raises(RewardInvalid):
-            odd.result(timeout=60)
-        with pytest.raises(RewardCrash):
+        assert math.isnan(odd.result(timeout=60))
+        with pytest.raises(SandboxCrash):
             garbage.result(timeout=60)
         assert busy.result(timeout=60) == reward_faults.REWARD
     finally:
@@ -175,14 +175,41 @@ def test_an_answer_that_is_read_together_with_garbage_counts() -> None:
 
 
 def test_every_call_ends_if_the_pool_fails() -> None:
-    pool, code = RewardPool(1), RewardCode(b"key", cloudpickle.dumps(lambda: time.sleep(2)))
+    pool, code = SandboxPool(1), Code.of(lambda: time.sleep(2))
     call = pool.submit(code, cloudpickle.dumps({}), timeout="soon")  # type: ignore[arg-type]
     with pytest.raises(RliteError, match="unsupported operand"):
         call.result(timeout=60)
     pool.close()  # waits for its thread
-    assert not pool._processes
+    assert not pool._workers
     with pytest.raises(RliteError, match="has stopped"):
         pool.submit(code, cloudpickle.dumps({}), timeout=20)
+
+
+def test_a_function_that_hangs_again_and_again_fails_at_once_but_for_a_try_now_and_then() -> None:
+    def hang(is_hanging: bool) -> float:
+        time.sleep(3600 if is_hanging else 0)
+        return 1.0
+
+    pool, code = SandboxPool(1), Code.of(hang)
+
+    def submit(is_hanging: bool, timeout: float) -> Future[Any]:
+        return pool.submit(code, cloudpickle.dumps({"is_hanging": is_hanging}), timeout)
+
+    try:
+        code.num_timeouts = MAX_TIMEOUTS - 1
+        began = time.monotonic()
+        calls = [submit(True, 0.2), submit(True, 0.6), *(submit(True, 60.0) for _ in range(1000))]
+        wait(calls, timeout=30)
+        errors = [call.exception() for call in calls]
+        assert time.monotonic() - began < 20
+        assert {type(error) for error in errors} == {SandboxTimeout}
+        assert str(errors[1]) == "the function ran for more than 0.6 s; its process was killed", "it was tried again"
+        assert str(errors[-1]) == f"the function was not called: its last {MAX_TIMEOUTS + 1} calls have all timed out"
+        code.next_try = 0.0
+        assert submit(False, 60.0).result(timeout=60) == 1.0
+        assert submit(False, 60.0).result(timeout=60) == 1.0, "it is called as ever again"
+    finally:
+        pool.close()
 
 
 def test_a_function_whose_loading_ends_its_process_is_a_crash() -> None:
@@ -309,16 +336,16 @@ def test_a_closed_pool_fails_what_is_under_way() -> None:
         close_shared_pool()
         await call
 
-    with pytest.raises(Exception, match="the reward pool was closed"):
+    with pytest.raises(Exception, match="the sandbox was closed"):
         asyncio.run(close_meanwhile())
     assert asyncio.run(reward(**CALL, mood="fine")) == 1.0, "the next call opens another"
 
 
 def test_processes_that_cannot_start_are_an_error_and_not_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    pool = RewardPool(1)
-    future = pool.submit(RewardFunction(by_mood)._code, cloudpickle.dumps(CALL), 1.0)
-    with pytest.raises(Exception, match="reward processes cannot be started: the last of 3 ended with exit code 1"):
+    pool = SandboxPool(1)
+    future = pool.submit(Code.of(by_mood), cloudpickle.dumps(CALL), 1.0)
+    with pytest.raises(Exception, match="sandbox processes cannot be started: the last of 3 ended with exit code 1"):
         future.result(timeout=30)
     assert not pool.is_usable
 
@@ -340,7 +367,7 @@ def test_options_and_functions_that_cannot_work_are_refused_at_once() -> None:
     ):
         with pytest.raises(ConfigError):
             make()
-    with pytest.raises(DataError, match="cannot be sent to the reward process"):
+    with pytest.raises(DataError, match="cannot be sent to the process of the reward function"):
         asyncio.run(RewardFunction(by_mood)(**CALL, mood="fine", handle=lock))
 
 
@@ -357,8 +384,8 @@ def test_what_was_raised_is_one_line_above_its_traceback_whatever_it_says() -> N
         (SyntaxError("oops", ("f.py", 1, 1, "a b", 1, 2)), "SyntaxError: oops (f.py, line 1)"),
         (Mute(), "Mute: <its text cannot be made: RuntimeError>"),
     ):
-        assert told(error).partition("\n")[0] == line
-    assert "second\na note" in told(noted)
+        assert describe(error).partition("\n")[0] == line
+    assert "second\na note" in describe(noted)
 
 
 def test_in_process_functions_have_the_same_outcomes() -> None:
@@ -515,7 +542,7 @@ def test_a_judge_that_awaits_needs_no_process_and_no_more_than_its_limit_run_at_
 
 
 def test_a_judge_that_blocks_stalls_neither_its_callers_loop_nor_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlite.sandbox.coroutines.BLOCKED_AFTER", 0.3)
+    monkeypatch.setattr("rlite.rollout.rewards.judges.BLOCKED_AFTER", 0.3)
     release = threading.Event()
 
     async def judge(mood: str, **call: Any) -> float:

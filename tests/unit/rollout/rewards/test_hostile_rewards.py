@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
 import math
 import os
 import sys
@@ -16,13 +15,13 @@ import psutil
 import pytest
 
 from rlite.rollout import GymEnvironment, RewardFunction
-from rlite.rollout.environments.child import read_step
-from rlite.rollout.environments.gym_child import read_turn
+from rlite.rollout.environments.child import MAX_OBSERVATION, read_turn
+from rlite.rollout.environments.errors import EnvironmentFailure
 from rlite.rollout.environments.step import Environment
-from rlite.rollout.rewards.function import RewardError, RewardInvalid, RewardRaised
-from rlite.sandbox.call import RewardCode
-from rlite.sandbox.child import MAX_OBSERVATION, Passed, read_batch
-from rlite.sandbox.pool import RewardPool, close_shared_pool
+from rlite.rollout.rewards.errors import RewardError, RewardInvalid, RewardRaised
+from rlite.rollout.rewards.score import read_batch
+from rlite.sandbox.call import Code
+from rlite.sandbox.pool import SandboxPool, close_shared_pool
 from tests import hostile_rewards as hostile
 
 has_landlock = sys.platform == "linux" and ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) >= 6
@@ -95,9 +94,8 @@ def test_quick_calls_that_ran_beside_a_change_are_done_again_alone(tmp_path: Pat
             hostile.change_everything_itself()
         return value
 
-    slow = RewardCode(b"slow", cloudpickle.dumps(wait_at_the_gate))
-    quick = RewardCode(b"quick", cloudpickle.dumps(patched_sometimes), seconds=0.0)
-    pool = RewardPool(num_processes=1)
+    pool = SandboxPool(1)
+    slow, quick = Code.of(wait_at_the_gate), Code.of(patched_sometimes, seconds=0.0)
     try:
         pool.submit(slow, cloudpickle.dumps({}), timeout=60)
         rewards = [pool.submit(quick, cloudpickle.dumps({"index": index}), timeout=60) for index in range(10)]
@@ -108,27 +106,34 @@ def test_quick_calls_that_ran_beside_a_change_are_done_again_alone(tmp_path: Pat
     assert "1000.0" in log.read_text(), "they did go together"
 
 
-def test_code_made_in_a_call_runs_in_a_fork_that_is_gone_afterwards() -> None:
-    def pid_of(code: str | None, is_async: bool) -> Any:
-        async def later() -> float:
-            return find()
+def pid_of(code: str | None, is_async: bool) -> Any:
+    async def later() -> float:
+        return find()
 
-        def find() -> float:
-            names: dict[str, Any] = {}
-            if code is not None:
-                exec(code, names)
-            return float(os.getpid())
+    def find() -> float:
+        names: dict[str, Any] = {}
+        if code is not None:
+            exec(code, names)
+        return float(os.getpid())
 
-        return later() if is_async else find()
+    return later() if is_async else find()
 
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_code_made_in_a_call_costs_its_process_once_and_then_runs_in_forks(is_async: bool) -> None:
     reward = RewardFunction(pid_of, num_processes=1)
-    plain = asyncio.run(reward.run(code=None, is_async=False))
-    for is_async in (False, True):
-        forks = [asyncio.run(reward.run(code="x = [].append(1)", is_async=is_async)) for _ in range(3)]
-        assert len({plain, *forks}) == 4
-        assert not any(psutil.pid_exists(int(pid)) for pid in forks)
-        assert asyncio.run(reward.run(code="len((1, 2)) + 1", is_async=is_async)) == plain, "a mere expression"
-        assert asyncio.run(reward.run(code=None, is_async=is_async)) == plain
+    close_shared_pool()
+
+    def run(code: str | None) -> int:
+        return int(asyncio.run(reward.run(code=code, is_async=is_async)))
+
+    plain = run(None)
+    assert run("len((1, 2)) + 1") == plain, "a mere expression"
+    assert run("x = [].append(1)") == plain, "nobody knew that this function makes code"
+    assert not psutil.pid_exists(plain), "and nobody uses that process again"
+    forks = [run(code) for code in ("x = [].append(1)", "y = 1\nz = 2", None)]
+    assert len({plain, *forks}) == 4
+    assert not any(map(psutil.pid_exists, forks))
 
 
 def test_a_file_that_a_call_has_written_is_imported_in_a_fork(tmp_path: Path) -> None:
@@ -223,8 +228,9 @@ def test_an_environments_state_is_loaded_by_nobody_but_its_processes(tmp_path: P
     environment = Environment(path, num_processes=1)
 
     async def steps() -> None:
-        first = await environment.step("s", "a", cloudpickle.dumps({}))
-        assert (await environment.step("s", "a", first.extra_info)).reward == 1.0
+        memory, _ = await environment.step("s", "a", cloudpickle.dumps({}))
+        _, turn = await environment.step("s", "a", memory)
+        assert turn.reward == 1.0
 
     asyncio.run(steps())
     assert marker.read_text()
@@ -232,18 +238,24 @@ def test_an_environments_state_is_loaded_by_nobody_but_its_processes(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "answer", [None, 3, ["x", 1e9, 1.0, True], ["x", math.inf, 1.0, True, b""], [1, 1.0, 1.0, True, b""]]
+    "answer",
+    [
+        None,
+        3,
+        [b""],
+        [b"", ["x", 1e9, 1.0]],
+        [b"", ["x", math.inf, 1.0, True]],
+        [b"", [1, 1.0, 1.0, True]],
+        ["", ["x", 1.0, 1.0, True]],
+    ],
 )
-def test_a_forged_step_of_an_environment_is_no_step(answer: Any) -> None:
-    assert read_step(answer) is None
+def test_a_forged_turn_of_an_environment_is_no_turn(answer: Any) -> None:
     assert read_turn(answer) is None
 
 
 def test_an_observation_that_would_hold_up_the_event_loop_is_refused() -> None:
     text = "x" * (MAX_OBSERVATION + 1)
-    for answer in ([text, 1.0, 1.0, True, b""], [b"", [text, 1.0, True]]):
-        assert read_step(answer) is None
-        assert read_turn(answer) is None
+    assert read_turn([b"", [text, 1.0, 1.0, True]]) is None
 
     class Talkative:
         def reset(self, seed: int) -> Any:
@@ -256,13 +268,17 @@ def test_an_observation_that_would_hold_up_the_event_loop_is_refused() -> None:
         async with GymEnvironment(Talkative, num_processes=1).episode(0) as episode:
             await episode.step("a")
 
-    with pytest.raises(RewardError, match="step\\(\\) returned 1048577 characters; at most 1048576 are taken"):
+    with pytest.raises(EnvironmentFailure, match="step\\(\\) returned 1048577 characters; at most 1048576 are taken"):
         asyncio.run(one_step())
 
 
 def test_a_value_that_was_not_asked_for_is_an_invalid_reward() -> None:
-    for value in ("text", [1.0], {"a": 1}, b"x"):
-        reward = RewardFunction(Passed)
+    def answer_something_else(value: Any) -> None:
+        hostile.server().say("value", value)
+        time.sleep(60)
+
+    for value in ([1.0], {"a": 1}, b"x"):
+        reward = RewardFunction(answer_something_else)
         with pytest.raises(RewardInvalid, match="which is not what was asked for"):
             asyncio.run(reward.run(value=value))
         assert reward.outcomes == {"invalid": 1}
@@ -270,15 +286,14 @@ def test_a_value_that_was_not_asked_for_is_an_invalid_reward() -> None:
 
 def test_what_a_process_says_went_wrong_is_short_and_printable() -> None:
     def fail() -> Any:
-        guard = next(one for one in gc.get_objects() if type(one).__name__ == "Guard")
-        guard.say("raised", "\x1b[2J\ud800\n" + "x" * 1_000_000)
+        hostile.server().say("raised", "\x1b[2J\ud800\n" + "x" * 1_000_000)
         time.sleep(60)
 
     with pytest.raises(RewardRaised) as caught:
         asyncio.run(RewardFunction(fail).run())
     assert "raised \\x1b[2J\\ud800\nxxx" in str(caught.value)
     assert len(str(caught.value)) < 20_000
-    assert read_batch([["invalid", "\x1b"]], 1) == [("invalid", "\\x1b")]
+    assert read_batch(["\x1b"], 1) == ["\\x1b"]
 
 
 def test_a_state_that_is_too_large_to_be_kept_is_said() -> None:
@@ -293,5 +308,5 @@ def test_a_state_that_is_too_large_to_be_kept_is_said() -> None:
         async with GymEnvironment(Growing, num_processes=1).episode(0):
             pass
 
-    with pytest.raises(RewardError, match=r"and 4\d+ of raw data; at most 262144 and 33554432 are taken"):
+    with pytest.raises(EnvironmentFailure, match=r"and 4\d+ of raw data; at most 262144 and 33554432 are taken"):
         asyncio.run(begin())

@@ -10,7 +10,7 @@ import pytest
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import RewardFunction, RolloutCollector, ScriptedEngine, SingleTurnWorkflow, from_trl
 from rlite.rollout.chat.retries import MultiTurnWorkflow
-from rlite.sandbox.child import read_reward
+from rlite.rollout.rewards.score import read_score
 from rlite.trainer.rl.generated import Generated
 
 
@@ -42,4 +42,4 @@ def test_functions_of_the_same_name_are_told_apart() -> None:
 
 @pytest.mark.parametrize("forged", [1.0, [1.0], [1.0, [1.0]], [1.0, [1.0, "x"]], [float("nan"), [1.0, 1.0]], [1.0, {}]])
 def test_an_answer_with_other_parts_than_the_functions_is_no_reward(forged: Any) -> None:
-    assert read_reward(forged, ("correct", "brief")) is None
+    assert read_score(forged, ("correct", "brief")) is None

@@ -1,7 +1,7 @@
-"""The processes of a reward pool, seen from the driver.
+"""A sandbox process, seen from the driver.
 
-They are not trusted. What a process writes is read as rlite.sandbox.wire says, never unpickled, and each frame must be
-the one that is due, for the number that the call was given when it was sent. Time is the driver's.
+The process is not trusted. The driver reads its frames as `rlite.sandbox.wire` says and never unpickles them. Each
+frame must be the one that is due, for the number that the call was given when it was sent. Time is the driver's.
 """
 
 from __future__ import annotations
@@ -23,52 +23,50 @@ from typing import Any
 
 import psutil
 
-from rlite.sandbox import wire
-from rlite.sandbox.call import Call
-from rlite.sandbox.child import HEADER, READY, VALUE, Chunk, shown
-from rlite.sandbox.confine import MAX_PASSES, descendants, passed_environment
-from rlite.sandbox.foreign import ENDED
+from rlite.sandbox import child, wire
+from rlite.sandbox.call import NUM_FORKS, Call
+from rlite.sandbox.confine import MAX_PASSES, children, descendants, passed_environment
 
 LOAD_TIMEOUT = 120.0
 """seconds in which a process must be ready, and a function and its arguments loaded"""
 SEND_TIMEOUT = 10.0
-"""seconds in which an idle process must take a message, and one that has answered must say how it found itself"""
+"""seconds in which an idle process must take a message, and judge its state after its last answer"""
 EXIT_CODES = range(1 - signal.NSIG, 256)
 """of processes; a negative one is that of a signal"""
 KILL_TIMEOUT = 5.0
 """seconds in which a killed process must be gone; one that is not is left to the kernel"""
 
 _BOOT = (
-    "import json, sys; descriptor, sys.path[:] = json.loads(sys.argv[1]); del sys.argv[1:];"
-    "from rlite.sandbox.child import serve; serve(descriptor)"
+    "import json, sys; descriptor, is_silent, sys.path[:] = json.loads(sys.argv[1]); del sys.argv[1:];"
+    "from rlite.sandbox.child import serve; serve(descriptor, is_silent)"
 )
 
 
 @dataclass(eq=False)
 class Worker:
-    """A process that computes rewards, seen from the driver."""
+    """A sandbox process, with the calls that it was given."""
 
     process: subprocess.Popen[bytes]
     channel: socket.socket
     exit_fd: int | None
-    """readable when it has ended: what it forked may hold its end of the channel open"""
+    """readable when the process has ended: its forks may hold its end of the channel open"""
     since: float
-    """when it was started, or was handed the first call that has not been answered, or that call was started"""
+    """when it was started, or was given the first call without an answer, or that call was started"""
     is_ready: bool = False
     is_computing: bool = False
     """the first of `calls` has started"""
+    is_tainted: bool = False
+    """it has run code made at run time"""
     calls: deque[Call] = field(default_factory=deque)
-    """those without an answer"""
+    """calls without an answer"""
     answered: list[Call] = field(default_factory=list)
+    """calls with an answer, until the process has judged its state"""
     keys: set[bytes] = field(default_factory=set)
     """functions that it holds"""
     unsent: memoryview = field(default_factory=lambda: memoryview(b""))
     reader: wire.Reader = field(default_factory=lambda: wire.Reader(0))
-    fork: int | None = None
-    """the process that computes in its place"""
-    is_tainted: bool = False
     began: float = 0.0
-    """when the first of the calls under way was started"""
+    """when the first call of the chunk was started"""
 
     @property
     def is_idle(self) -> bool:
@@ -87,10 +85,10 @@ class Worker:
         return self.calls[0].memory_limit if self.calls else None
 
     @classmethod
-    def start(cls, env_vars: Collection[str]) -> Worker:
-        """Start one, with these variables of the environment beside the common ones."""
+    def start(cls, env_vars: Collection[str], is_silent: bool) -> Worker:
+        """Start a process, with these environment variables beside the common ones."""
         ours, theirs = socket.socketpair()
-        boot = json.dumps([theirs.fileno(), [path or os.getcwd() for path in sys.path]])
+        boot = json.dumps([theirs.fileno(), is_silent, [path or os.getcwd() for path in sys.path]])
         try:
             process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, boot],
@@ -106,51 +104,63 @@ class Worker:
 
     def give(self, calls: Sequence[Call]) -> None:
         """Begin to send calls, each under a new number."""
-        first = 1 + secrets.randbits(62)
-        for number, call in enumerate(calls, first):
-            call.number, call.answer = number, None
+        for number, call in enumerate(calls, 1 + secrets.randbits(62)):
+            call.number, call.failure = number, None
         blobs = {call.code.key: call.code.blob for call in calls if call.code.key not in self.keys}
-        numbered = [(call.number, call.code.key, call.arguments, call.code.max_answer) for call in calls]
-        chunk: Chunk = (blobs, calls[0].memory_limit, numbered)
+        messages: list[child.CallMessage] = [
+            (call.number, call.code.key, call.arguments, call.code.max_answer, call.takes_fork()) for call in calls
+        ]
+        chunk: child.Chunk = (blobs, calls[0].memory_limit, messages)
         payload = pickle.dumps(chunk)
         self.keys |= blobs.keys()
         self.calls.extend(calls)
         self.reader.limit = max(call.code.max_answer for call in calls)
         self.is_computing, self.since = False, time.monotonic()
-        self.unsent = memoryview(HEADER.pack(len(payload)) + payload)
+        self.unsent = memoryview(child.LENGTH.pack(len(payload)) + payload)
 
     def send(self) -> None:
-        """Send what it takes without waiting: a thread that a function left behind may hold its lock."""
+        """Send what the process takes without waiting: a thread that a function left behind may hold its lock."""
         with contextlib.suppress(BlockingIOError):
             while self.unsent:
                 self.unsent = self.unsent[self.channel.send(self.unsent, socket.MSG_DONTWAIT) :]
 
-    def take(self, message: Any) -> tuple[str, Any] | None:
-        """Take one frame, if it is due: READY, how a call has ended, or CLEAN or DIRTY with what was changed.
+    def take(self, message: Any) -> str | None:
+        """Take one frame. Returns its kind if the pool has to act: READY, VALUE (or RAISED), MEMORY, ENDED, JUDGED.
 
-        Raises: WireError if it is not.
+        Raises: WireError if the frame is not due.
         """
-        due = self.calls[0].number if self.calls else None
+        call = self.calls[0] if self.calls else None
+        due = None if call is None else call.number
         match message:
             case ["started", int() as number, None] if number == due and not self.is_computing:
                 self.is_computing, self.since = True, time.monotonic()
                 if not self.answered:
                     self.began = self.since
-            case ["value", int() as number, value] if number == due:
-                return VALUE, value
-            case ["invalid" | "raised" | "memory" as kind, int() as number, str() as text] if number == due:
-                return kind, shown(text)
-            case ["clean" | "dirty" as kind, 0, str() | None as changed] if self.answered and due is None:
-                return kind, changed
-            case ["forked", int() as number, int() as pid] if number == due and self.fork is None and 1 < pid < 2**31:
-                self.fork = pid
-            case ["ended", int() as number, int() as code] if number == due and self.fork and code in EXIT_CODES:
-                return ENDED, code
-            case ["tainted", int() as number, None] if number == due and not self.is_tainted:
-                self.is_tainted = self.calls[0].code.is_alone = True
+            case ["piece", int() as number, piece] if call and call.on_piece and number == due and self.is_computing:
+                self.since = time.monotonic()
+                call.on_piece(piece)
+            case ["tainted", int() as number, None] if call and number == due and not self.is_tainted:
+                self.is_tainted, call.code.num_forks = True, NUM_FORKS
+            case ["value", int() as number, value] if call and number == due:
+                call.result = value
+                return child.VALUE
+            case ["raised", int() as number, str() as text] if call and number == due:
+                call.failure = "raised", f"{call.code.what} raised {child.printable(text)}"
+                return child.VALUE
+            case ["ended", int() as number, int() as code] if call and number == due and code in EXIT_CODES:
+                call.result = code
+                return child.ENDED
+            case ["memory", int() as number, str() as text] if call and number == due:
+                call.result = child.printable(text)
+                return child.MEMORY
+            case ["judged", 0, bool() as has_changed] if self.answered and call is None:
+                for one in self.answered:
+                    one.is_alone = has_changed
+                    one.code.is_alone |= has_changed and len(self.answered) == 1
+                return child.JUDGED
             case ["ready", 0, None] if not self.is_ready:
                 self.is_ready = True
-                return READY, None
+                return child.READY
             case _:
                 raise wire.WireError("a frame that is not due")
         return None
@@ -178,8 +188,8 @@ class Worker:
             return -signal.SIGKILL
 
     def memory(self) -> int:
-        """Bytes that are resident, of the larger of it and its fork."""
-        return max(_resident(pid) for pid in (self.process.pid, self.fork) if pid is not None)
+        """Return resident bytes, of the largest of the process and those that it has started."""
+        return max(_resident(pid) for pid in (self.process.pid, *children(self.process.pid)))
 
 
 def _resident(pid: int) -> int:

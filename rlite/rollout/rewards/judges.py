@@ -1,0 +1,85 @@
+"""Async reward functions that run in this process, and a limit on concurrent calls."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rlite.rollout.rewards.errors import REWARD_ERRORS, RewardTimeout
+from rlite.sandbox.function import limited
+from rlite.sandbox.loop import LoopThread
+
+BLOCKED_AFTER = 5.0
+"""seconds beyond its time-out after which a call's loop counts as blocked"""
+
+
+class JudgeLoop:
+    """An event loop in a thread, for the calls of one function. A call that blocks delays no other function's calls.
+
+    A thread cannot be killed: a loop that is blocked is left alone, and the next call starts another.
+    """
+
+    def __init__(self, what: str, timeout: float) -> None:
+        self._what, self._timeout = what, timeout
+        self._thread: LoopThread | None = None
+
+    async def run(self, value: Awaitable[Any]) -> Any:
+        """Return what the function's awaitable returns. Raises: RewardRaised; RewardTimeout."""
+
+        async def awaited() -> Any:
+            async with limited(self._what, self._timeout, REWARD_ERRORS):
+                return await value
+
+        if (thread := self._thread) is None:
+            thread = self._thread = LoopThread("judge-loop", lambda death: None)
+            weakref.finalize(self, thread.stop)
+        result = thread.submit(awaited())
+        try:
+            async with asyncio.timeout(self._timeout + BLOCKED_AFTER) as limit:
+                return await asyncio.wrap_future(result)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            if self._thread is thread:
+                self._thread = None
+            raise RewardTimeout(
+                f"{self._what} ran for more than {self._timeout:g} s and blocks its event loop: with in_process=True "
+                "it must await, not compute"
+            ) from error
+
+
+class Slots:
+    """At most `limit` calls at once, over all event loops and threads; first come, first served."""
+
+    def __init__(self, limit: int) -> None:
+        self._num_free = limit
+        self._waiting: deque[Future[None]] = deque()
+        self._lock = threading.Lock()
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        """Hold a slot."""
+        turn: Future[None] = Future()
+        self._waiting.append(turn)
+        self._advance()
+        try:
+            await asyncio.wrap_future(turn)
+            yield
+        finally:
+            if not turn.cancelled():
+                self._advance(num_returned=1)
+
+    def _advance(self, num_returned: int = 0) -> None:
+        with self._lock:
+            self._num_free += num_returned
+            while self._num_free and self._waiting:
+                turn = self._waiting.popleft()
+                if turn.set_running_or_notify_cancel():
+                    turn.set_result(None)
+                    self._num_free -= 1

@@ -1,0 +1,119 @@
+"""Results of reward functions as numbers. Sandbox processes load this module: it imports no torch.
+
+A score is the answer of a reward process: a finite number; a list [total, parts], for a sum of several rewards; or a
+text that says why the result is no reward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rlite.sandbox.child import MAX_TEXT, printable
+
+Score = float | str | list[Any]
+
+
+class Unusable(NamedTuple):
+    """A result that is no reward, with the reason."""
+
+    why: str
+
+
+class Sum(NamedTuple):
+    """A result that is the weighted sum of several rewards."""
+
+    total: Any
+    parts: list[Any]
+    """each before its weight; None does not count"""
+
+
+class Reward(float):
+    """A reward that is a weighted sum, with its parts by name."""
+
+    parts: Mapping[str, float]
+    """each before its weight; NaN does not count"""
+
+
+def score(value: Any) -> Score:
+    """Return the score of a function's result."""
+    if isinstance(value, Unusable):
+        return value.why
+    if isinstance(value, Sum):
+        total = score(value.total)
+        return total if isinstance(total, str) else [total, [as_number(part) for part in value.parts]]
+    number = as_number(value)
+    return number if number is not None else _text(value)
+
+
+def score_batch(values: Any) -> str | list[Score]:
+    """Return the scores of the result of a function of a batch."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, (list, tuple)):
+        return f"{_text(values)} for a batch, where a list of numbers was expected"
+    return [score(value) for value in values]
+
+
+def read_score(answer: Any, names: Sequence[str] = ()) -> float | str | None:
+    """Return the reward in an answer, or the text that says why there is none; None for any other answer.
+
+    Args:
+        answer: from a process that is not trusted.
+        names: of the parts of a `Reward`, if the function is a sum.
+    """
+    match answer:
+        case str():
+            return printable(answer)
+        case int() | float() if not names:
+            return as_number(answer)
+        case [int() | float() as number, [*parts]] if len(parts) == len(names) and as_number(number) is not None:
+            numbers = [math.nan if part is None else as_number(part) for part in parts]
+            reward = Reward(number)
+            reward.parts = {name: part for name, part in zip(names, numbers, strict=True) if part is not None}
+            return reward if names and len(reward.parts) == len(names) else None
+    return None
+
+
+def read_batch(answer: Any, count: int, names: Sequence[str] = ()) -> list[float | str] | str | None:
+    """Return what `read_score` makes of each of `count` answers, or the text that says why there are none.
+
+    Args:
+        answer: from a process that is not trusted.
+        count: completions of the batch.
+        names: as for `read_score`.
+
+    Returns:
+        None if the answer has another form.
+    """
+    if isinstance(answer, str):
+        return printable(answer)
+    if not isinstance(answer, list):
+        return None
+    if len(answer) != count:
+        return f"{len(answer)} values for a batch of {count}"
+    results = [read_score(one, names) for one in answer]
+    return None if None in results else results  # type: ignore[return-value]
+
+
+def as_number(value: Any) -> float | None:
+    """Return a finite float from a number, or from a tensor or array of one element; None for anything else."""
+    try:
+        if hasattr(value, "item") and getattr(value, "size", 1) != 0:
+            value = value.item()
+    except Exception:  # a class of the function's own, or several elements
+        return None
+    if not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _text(value: Any) -> str:
+    try:
+        return repr(value)[:MAX_TEXT]
+    except Exception:  # a class of the function's own
+        return f"a {type(value).__name__}"

@@ -1,0 +1,55 @@
+"""Results of tools: texts and errors. Sandbox processes load this module: it imports no transformers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rlite.sandbox import errors as sandbox
+
+MAX_LENGTH = 8192
+"""characters of a result; the rest is left out, and the text says so"""
+
+
+class ToolError(sandbox.SandboxError):
+    """A call of a tool that has no result."""
+
+
+class ToolTimeout(ToolError, sandbox.SandboxTimeout):
+    """The tool ran for longer than its time-out."""
+
+
+class ToolCrash(ToolError, sandbox.SandboxCrash):
+    """The tool ended its process."""
+
+
+class ToolMemory(ToolError, sandbox.SandboxMemory):
+    """The tool took more memory than the machine has."""
+
+
+class ToolRaised(ToolError, sandbox.SandboxRaised):
+    """The tool raised an exception."""
+
+
+class ToolInvalid(ToolError, sandbox.SandboxInvalid):
+    """The tool's process answered something else than a text."""
+
+
+TOOL_ERRORS = sandbox.error_kinds(ToolTimeout, ToolCrash, ToolMemory, ToolRaised, ToolInvalid)
+
+
+def result_text(value: Any) -> str:
+    """Return a tool's result as the model reads it: a text as it is, else JSON; a long text is cut.
+
+    Raises:
+        TypeError: JSON cannot hold the value.
+        UnicodeEncodeError: the text has half of a character, which cannot be tokenised.
+    """
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text.encode()
+    return f"{text[:MAX_LENGTH]} ... ({len(text) - MAX_LENGTH} characters left out)" if len(text) > MAX_LENGTH else text
+
+
+def read_text(answer: Any) -> str | None:
+    """Return the text that a process has answered; None for any other answer, or a text that was not cut."""
+    return answer if isinstance(answer, str) and len(answer) < MAX_LENGTH + 100 else None
