@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlite.batch import PACK_LAYOUT
 from rlite.errors import DataError
-
-LAYOUT_KEYS = ("cu_seqlens", "max_seqlen", "position_ids")
 
 
 def check_batch(batch: Any) -> None:
@@ -93,7 +92,7 @@ def lazy_pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.de
     mask = batch["attention_mask"][index].bool()
     lengths = mask.sum(-1)
     starts = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
-    packed = Pack({key: _Unread(value, index, mask, device) for key, value in batch.items() if key not in LAYOUT_KEYS})
+    packed = Pack({key: _Unread(value, index, mask, device) for key, value in batch.items() if key not in PACK_LAYOUT})
     packed["cu_seqlens"] = starts.to(device)
     packed["position_ids"] = (torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)).to(device)
     packed["max_seqlen"] = int(lengths.max())

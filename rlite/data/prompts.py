@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -60,6 +60,8 @@ class PromptStream:
         self._rows = rows
         self._batch_size = batch_size
         self._order = ShuffledOrder(len(rows), seed)
+        self.returned: list[Mapping[str, Any]] = []
+        """rows that come before all others: they were dealt, and not used"""
         self._content = cache(partial(rows_digest, rows))
 
     @property
@@ -72,8 +74,15 @@ class PromptStream:
         self._order.position = position
 
     def next(self, count: int | None = None) -> list[Mapping[str, Any]]:
-        """Return the next `batch_size` rows, or `count` rows; they may span epochs."""
-        return [self._rows[number] for number in self._order.take(self._batch_size if count is None else count)]
+        """Return the next `batch_size` rows, or `count` of them; a batch may span two epochs."""
+        count = self._batch_size if count is None else count
+        first, self.returned = self.returned[:count], self.returned[count:]
+        return first + [self._rows[number] for number in self._order.take(count - len(first))]
+
+    def __iter__(self) -> Iterator[list[Mapping[str, Any]]]:
+        """Yield batches for ever; the first has all `returned` rows, if there are some."""
+        while True:
+            yield self.next(len(self.returned) or None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stream's position and a digest of the rows."""

@@ -35,7 +35,11 @@ class LoraOptions(Options):
 
 
 def check_liger_installed() -> None:
-    """Raise ConfigError if the packages of `use_liger_kernel` are missing."""
+    """Check that the packages of `use_liger_kernel` are installed.
+
+    Raises:
+        ConfigError: one is missing.
+    """
     if missing := [name for name in ("liger_kernel", "triton") if importlib.util.find_spec(name) is None]:
         raise ConfigError(
             f"use_liger_kernel=true needs {' and '.join(missing)}: pip install 'rlite[liger]', on a machine with GPUs; "

@@ -1,4 +1,4 @@
-"""An inference engine that answers from a script, in memory: for tests, for benchmarks, for trying a workflow out."""
+"""An inference engine that answers from a script: for tests, for benchmarks, for trying out a workflow."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Answer = Callable[[LLMRequest], Sequence[int]] | Sequence[Sequence[int]]
 class ScriptedEngine:
     """Implements `AsyncInference` without a model.
 
-    Args:
-        answer: the completion of a request, as a function of it (what it raises, `agenerate` raises), or a list of
-            completions that is gone through again and again. Cut at the request's `max_new_tokens`.
-        latency: seconds that a completion takes, or a function of the request. Tokens are made evenly spread over it.
-        logprob: log-probability of every token.
-        version: of the policy.
-        context_length: what the engine says that prompt and completion may have together, in tokens.
+    Each token carries the policy version of its moment. `pause` stops the engine's clock.
 
-    Each token carries the version at the moment when it was made; `pause` stops the engine's clock.
+    Args:
+        answer: returns the completion of a request, or raises what `agenerate` raises; or a list of completions, which
+            is repeated for ever. Completions are cut at the request's `max_new_tokens`.
+        latency: seconds that a completion takes, or a function of the request. Tokens are spread evenly over it.
+        logprob: log-probability of every token.
+        version: policy version at the beginning.
+        context_length: limit in tokens that the engine reports for prompt and completion together.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ScriptedEngine:
         self.num_requests = 0
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
-        """The next answer of the script, when its time has passed; `on_chunk` has all that was made then, at once."""
+        """Return the script's next answer after its latency; `on_chunk` gets all tokens at once at that moment."""
         tokens, seconds, reason = self._next(request)
         number, started = self.num_requests, self._clock()
         try:
@@ -74,7 +74,7 @@ class ScriptedEngine:
         )
 
     async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
-        """The same, token by token."""
+        """Yield the script's next answer token by token."""
         tokens, seconds, reason = self._next(request)
         number, started = self.num_requests, self._clock()
         for index, token in enumerate(tokens):
@@ -86,7 +86,7 @@ class ScriptedEngine:
             yield self._chunk(number, [], self.get_version(), reason)
 
     def _next(self, request: LLMRequest) -> tuple[list[int], float, StopReason]:
-        """Tokens of the next answer, the seconds that it takes, and why it ends."""
+        """Return the tokens of the next answer, its latency in seconds, and why it ends."""
         self.num_requests += 1
         tokens = next(self._script) if self._script is not None else list(self._answer(request))  # type: ignore[operator]
         tokens = tokens[: request.gconfig.max_new_tokens]
@@ -109,24 +109,25 @@ class ScriptedEngine:
         )
 
     def get_version(self) -> int:
+        """Return the policy version."""
         return self._versions[-1]
 
     def set_version(self, version: int) -> None:
-        """Tokens that are made from now on carry this version."""
+        """Let tokens carry this version from now on."""
         now = self._clock()
         with self._lock:
             self._versions.append(version)
             self._set_at.append(now)
 
     def pause(self) -> None:
-        """Stop the clock: nothing is made until `resume()`."""
+        """Stop the clock: no token is generated until `resume()`."""
         now = self._clock()
         with self._lock:
             if self._paused_at is None:
                 self._paused_at = now
 
     def resume(self) -> None:
-        """Let the clock go on."""
+        """Let the clock run again."""
         with self._lock:
             if self._paused_at is not None:
                 self._offset = time.monotonic() - self._paused_at
@@ -136,7 +137,7 @@ class ScriptedEngine:
             loop.call_soon_threadsafe(event.set)
 
     def _clock(self) -> float:
-        """Seconds, those in pauses not counted."""
+        """Return seconds, without those of pauses."""
         with self._lock:
             return time.monotonic() - self._offset if self._paused_at is None else self._paused_at
 

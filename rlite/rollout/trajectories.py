@@ -1,7 +1,7 @@
-"""Trajectories into a batch: checked, right-padded, with the group of every row.
+"""Trajectories, and the batches that they are padded into.
 
 A trajectory is a TensorDict of k rows (mostly one): `input_ids` and `attention_mask` [k, L], further keys per token
-[k, L, ...] or per row [k, ...].
+[k, L, ...] or per row [k, ...]. `rlite.batch` has the table of keys.
 """
 
 from __future__ import annotations
@@ -13,18 +13,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from rlite.batch import INTEGER, KEYS, NAMED_REWARD, PER_TOKEN, with_keys
 from rlite.errors import DataError
 from rlite.rollout.rewards.score import Reward
-
-FILL: dict[str, float] = {"versions": -1}
-"""what stands in the padding, where that is not 0"""
-
-PER_TOKEN = ("attention_mask", "loss_mask", "logprobs", "versions", "token_rewards")
-
-INTEGER = ("input_ids", "versions")
-
-NAMED_REWARD = "reward/"
-"""begins the columns of rewards that others are made of; NaN stands for one that did not count"""
 
 
 def sequence_row(
@@ -35,10 +26,17 @@ def sequence_row(
     *,
     is_truncated: bool,
 ) -> TensorDict:
-    """One sequence as a trajectory of batch size [1], from lists with one value per token.
+    """Return one sequence as a trajectory of batch size [1].
 
-    `input_ids` and `versions` int64, `attention_mask` and `loss_mask` bool, `logprobs` float32, all [1, L];
-    `truncated` bool [1].
+    Args:
+        tokens: L token ids.
+        loss_mask: whether each token is trained on.
+        logprobs: log-probability of each token at sampling, 0 for tokens that the model has not generated.
+        versions: policy version of each token, -1 for tokens that the model has not generated.
+        is_truncated: whether a length limit ended the sequence.
+
+    Returns:
+        `input_ids`, `attention_mask`, `loss_mask`, `logprobs` and `versions` [1, L], `truncated` [1].
     """
     columns = {
         "input_ids": torch.tensor([tokens], dtype=torch.int64),
@@ -52,18 +50,21 @@ def sequence_row(
 
 
 def of_trajectory(count: int, **values: float) -> dict[str, Tensor]:
-    """Return columns [count] for values of a whole trajectory, and for the parts of a reward that has some."""
+    """Return columns [count] for values of a whole trajectory, and for the parts of a reward that has parts."""
     parts = [value.parts for value in values.values() if isinstance(value, Reward)]
     named = {f"{NAMED_REWARD}{name}": part for own in parts for name, part in own.items()}
     return {key: torch.full((count,), value, dtype=torch.float32) for key, value in (values | named).items()}
 
 
 def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
-    """Raise DataError, naming the key, unless this is a TensorDict that can be trained on.
+    """Check that this is a TensorDict that can be trained on.
 
-    Checks the required keys and the shapes; that tokens and versions are whole numbers, and floating-point values are
-    finite; that every row is ones and then zeros in `attention_mask` and has a token; that `loss_mask` is ones and
-    zeros and selects only tokens that are there; that `sequence_index` counts the rows.
+    The table of `rlite.batch` says which keys are per token, and which of them hold integers. Floating-point values
+    must be finite. `attention_mask` must be ones and then zeros in every row, and `loss_mask` ones and zeros within it.
+    `sequence_index` must count the rows.
+
+    Raises:
+        DataError: Something does not fit; the message names the key.
     """
     if not isinstance(trajectory, TensorDict):
         raise DataError(f"{what} is {type(trajectory).__name__}: expected a TensorDict of batch size [1], or None")
@@ -89,8 +90,8 @@ def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
         is_part = str(key).startswith(NAMED_REWARD)
         if value.is_floating_point() and not is_part and not value.isfinite().all():
             raise DataError(f"{what}: {key} holds a value that is not finite: {value.flatten()[:8].tolist()}")
-    for key in INTEGER:
-        if key in trajectory and (trajectory[key].is_floating_point() or trajectory[key].dtype == torch.bool):
+    for key in sorted(INTEGER & set(trajectory.keys())):
+        if trajectory[key].is_floating_point() or trajectory[key].dtype == torch.bool:
             raise DataError(f"{what}: {key} is {_describe(trajectory[key])}; expected whole numbers")
     mask = trajectory["attention_mask"].bool()
     if not mask.all() and ((mask[:, 1:] & ~mask[:, :-1]).any() or not mask[:, 0].all()):
@@ -108,18 +109,21 @@ def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
 
 
 def pad_trajectories(trajectories: Sequence[TensorDict], group_ids: Sequence[int] | None = None) -> TensorDict:
-    """One right-padded batch from trajectories of any lengths, rows in their order.
+    """Pad trajectories of any lengths on the right, into one batch with the rows in order.
 
-    Keys that are [k, L, ...] in every trajectory become [N, max L, ...], padded with 0 (`versions` with -1); keys of
+    Keys that are [k, L, ...] in every trajectory become [N, max L, ...], padded with 0 (`versions` with -1). Keys of
     equal shape beyond the rows are concatenated to [N, ...].
 
     Args:
         trajectories: at least one, all with the same keys.
         group_ids: one per trajectory, for all of its rows; default: its index.
 
-    Returns: TensorDict of batch size [N] with `group_ids` [N] int64 added.
-    Raises: DataError that names the key and the item, for keys that are missing or too many, and shapes or types that
-        do not fit together.
+    Returns:
+        A TensorDict of batch size [N], with `group_ids` [N] int64.
+
+    Raises:
+        DataError: Keys are missing or too many, or shapes or types do not fit together. The message names the key and
+            the trajectory.
     """
     if not trajectories:
         raise DataError("pad_trajectories: the list is empty; expected at least one trajectory")
@@ -136,7 +140,11 @@ def pad_trajectories(trajectories: Sequence[TensorDict], group_ids: Sequence[int
 
 
 def check_alike(trajectories: Sequence[TensorDict]) -> None:
-    """Raise DataError, naming the key and the item, unless these fit together into one batch."""
+    """Check that these fit into one batch.
+
+    Raises:
+        DataError: They do not; the message names the key and the trajectory.
+    """
     keys = [set(trajectory.keys()) - {"group_ids"} for trajectory in trajectories]
     for index, own in enumerate(keys):
         odd = sorted(own ^ keys[0])
@@ -149,29 +157,30 @@ def check_alike(trajectories: Sequence[TensorDict]) -> None:
 
 
 def layout(trajectory: TensorDict) -> frozenset[tuple[Any, ...]]:
-    """The keys with what must agree in a batch: the type, the number of dimensions and the sizes after the second."""
+    """Return what must agree within a batch, by key: the type, the number of dimensions, the sizes after the second."""
     return frozenset(
         (key, value.dtype, value.dim(), value.shape[2:]) for key, value in trajectory.items() if key != "group_ids"
     )
 
 
 def join_batches(batches: Sequence[TensorDict]) -> TensorDict:
-    """Batches one below the other, padded to one width; their `group_ids` stay. Raises: as pad_trajectories."""
-    joined = pad_trajectories(batches)
-    joined["group_ids"] = torch.cat([batch["group_ids"] for batch in batches])
-    return joined
+    """Return the rows of all batches as one batch, padded to one width. Rows keep their `group_ids`."""
+    return with_keys(pad_trajectories(batches), group_ids=torch.cat([batch["group_ids"] for batch in batches]))
 
 
 def trajectory_index(batch: TensorDict) -> Tensor:
-    """The number [N] of each row's trajectory, from 0. One of several sequences has them in adjacent rows, which their
-    `sequence_index` [N] counts from 0; without that key every row is a trajectory."""
+    """Return the number [N] of each row's trajectory, from 0.
+
+    The rows of a trajectory are adjacent, and `sequence_index` [N] counts them from 0. Without that key every row is a
+    trajectory.
+    """
     if "sequence_index" not in batch:
         return torch.arange(len(batch))
     return (batch["sequence_index"] == 0).cumsum(0) - 1
 
 
 def last_rows(batch: TensorDict) -> Tensor:
-    """The row [M] of each trajectory with its outcome: the last one with an action, or the last if none has."""
+    """Return the row [M] with each trajectory's outcome: the last row with an action, or the last row if none has."""
     index, rows = trajectory_index(batch), torch.arange(len(batch))
     has_action = batch["loss_mask"].any(1)
     # any row with an action comes after all rows without
@@ -180,7 +189,7 @@ def last_rows(batch: TensorDict) -> Tensor:
 
 
 def first_rows(batch: TensorDict) -> Tensor:
-    """The first row [M] of each trajectory, where what it says of the whole counts once."""
+    """Return the first row [M] of each trajectory: values of the whole trajectory are read there, once."""
     return (trajectory_index(batch).diff(prepend=torch.tensor([-1])) > 0).nonzero()[:, 0]
 
 
@@ -190,7 +199,11 @@ def _columns(trajectories: Sequence[TensorDict]) -> dict[str, list[Tensor]]:
 
 
 def _is_per_token(key: str, values: list[Tensor], lengths: list[int]) -> bool:
-    """Whether these are [k, L, ...]. Raises: DataError if they do not fit together."""
+    """Return whether these values are [k, L, ...].
+
+    Raises:
+        DataError: They do not fit together.
+    """
     first = values[0]
     for index, value in enumerate(values):
         if value.dtype != first.dtype or value.dim() != first.dim() or value.shape[2:] != first.shape[2:]:
@@ -215,7 +228,9 @@ def _is_per_token(key: str, values: list[Tensor], lengths: list[int]) -> bool:
 def _join(key: str, values: list[Tensor], lengths: list[int]) -> Tensor:
     if not _is_per_token(key, values, lengths):
         return torch.cat(values)
-    padded = values[0].new_full((sum(map(len, values)), max(lengths), *values[0].shape[2:]), FILL.get(key, 0))
+    padded = values[0].new_full(
+        (sum(map(len, values)), max(lengths), *values[0].shape[2:]), KEYS[key].padding if key in KEYS else 0
+    )
     row = 0
     for value in values:
         padded[row : row + len(value), : value.shape[1]] = value

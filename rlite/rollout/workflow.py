@@ -1,4 +1,4 @@
-"""Workflows: ordinary async Python that turns one data item into what can be trained on."""
+"""Workflows: ordinary async Python that turns one data item into a trajectory."""
 
 from __future__ import annotations
 
@@ -19,59 +19,62 @@ from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, L
 
 
 class RolloutError(RliteError, RuntimeError):
-    """Rollouts cannot go on, or one of them cannot be finished; the message has the reason."""
+    """Rollouts cannot continue, or one of them cannot be finished; the message has the reason."""
 
 
 class RolloutWorkflow(ABC):
-    """What data to generate: one method. Concurrency, retries, time-outs and staleness are the collector's."""
+    """Generates one trajectory from one data item. The collector adds concurrency, retries, time-outs and staleness."""
 
     needs_prompt: bool = True
     """whether a trainer checks beforehand that every row holds a prompt, in one of `rlite.data.prompts.PROMPT_KEYS`"""
     gconfig: GenerationHyperparameters | None = None
-    """how it samples: a trainer computes the loss for that, and evaluates a greedy copy. None leaves a trainer to its
-    own options"""
+    """sampling parameters. A trainer computes the loss for them, and evaluates a greedy copy of the workflow; None
+    makes it use its own options"""
 
     @abstractmethod
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict | None:
-        """Turn one item into a trajectory, or into None to drop it.
+        """Turn one item into a trajectory.
 
         Args:
             engine: generates; many episodes share it.
-            data: the item, a copy of this episode's own.
+            data: a copy of the item.
 
-        Returns: a TensorDict of batch size [1] (or [k] for k rows that belong together) with `input_ids` and
-            `attention_mask` [1, L], and mostly `loss_mask`, `logprobs`, `versions` [1, L] and `rewards` [1].
+        Returns:
+            A TensorDict of batch size [1], or [k] for k rows that belong together, with `input_ids` and
+            `attention_mask` [1, L]; the trainer also needs `loss_mask`, `logprobs` [1, L] and `rewards` [1]. The table
+            of `rlite.batch` has all keys. None drops the item.
         """
 
     def sampled_by(self, gconfig: GenerationHyperparameters) -> Self:
-        """Return a copy that samples otherwise, and shares everything else."""
+        """Return a copy with other sampling parameters, which shares everything else."""
         other = copy.copy(self)
         other.gconfig = gconfig
         return other
 
     def opening(self, data: Mapping[str, Any]) -> list[int] | None:
-        """The tokens that an item's episodes begin with, if they are known before: trainers check how many they are."""
+        """Return the prompt's tokens, whose number trainers check; None if they are not known beforehand."""
         return None
 
     def longest_sequence(self, opening: int) -> int | None:
-        """Return the most tokens that a sequence can have after an opening of so many; None if nothing bounds it."""
+        """Return the most tokens of a sequence whose prompt has `opening` tokens; None if nothing bounds it."""
         return None
 
 
 class Tokenizer(TextTokenizer, Protocol):
-    """What a workflow needs of a Hugging Face tokenizer."""
+    """The methods of a Hugging Face tokenizer that workflows use."""
 
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        """Render messages."""
 
-    def decode(self, token_ids: Any, **options: Any) -> Any: ...
+    def decode(self, token_ids: Any, **options: Any) -> Any:
+        """Return the text of tokens."""
 
 
 def trajectory(response: LLMResponse, reward: float | None = None) -> TensorDict:
-    """One completion as a TensorDict of batch size [1], L = prompt and completion.
+    """Return one completion as a trajectory of batch size [1], with L tokens of prompt and completion.
 
-    `input_ids` int64, `attention_mask` and `loss_mask` bool (true on the completion), `logprobs` float32 (0 on the
-    prompt), `versions` int64 (-1 on the prompt), all [1, L]; `truncated` bool [1], and with a reward `rewards`
-    float32 [1], and `reward/NAME` for each part that it has.
+    The table of `rlite.batch` describes its keys: `input_ids`, `attention_mask`, `loss_mask` (true on the completion),
+    `logprobs` and `versions` [1, L], `truncated` [1]; with a reward `rewards` [1], and `reward/NAME` for its parts.
     """
     num_prompt = response.input_len
     row = sequence_row(
@@ -87,14 +90,14 @@ def trajectory(response: LLMResponse, reward: float | None = None) -> TensorDict
 class SingleTurnWorkflow(RolloutWorkflow):
     """One prompt, one completion, one reward: reinforcement learning from verifiable rewards.
 
-    The prompt is the item's `input_ids`, its `messages` (by the chat template), or its `prompt`: a raw text, or
-    messages. A raw text begins with what the tokenizer puts before every text, as in training data. What was generated
-    is never tokenised again. The reward function receives the item's other keys.
+    The prompt is the item's `input_ids`, its `messages` (through the chat template), or its `prompt`: a raw text, or
+    messages. A raw text gets the tokenizer's special tokens, as in training data. Generated tokens are never tokenised
+    again. The reward function receives the item's other keys.
 
     Args:
-        reward_fn: a RewardFunction, or a function to make one of.
-        gconfig: how to sample; one completion per episode (groups are the collector's `group_size`).
-        tokenizer: of the model.
+        reward_fn: a RewardFunction, or a plain function, which becomes one.
+        gconfig: sampling parameters. An episode has one completion; the collector's `group_size` makes groups.
+        tokenizer: the model's.
         chat_template_options: further keyword arguments for `apply_chat_template`, e.g. {"enable_thinking": False}.
     """
 
@@ -111,12 +114,22 @@ class SingleTurnWorkflow(RolloutWorkflow):
         self.chat_template_options = dict(chat_template_options or {})
 
     def opening(self, data: Mapping[str, Any]) -> list[int]:
+        """Return the prompt's tokens."""
         return prompt_ids(data, self.tokenizer, self.chat_template_options)
 
     def longest_sequence(self, opening: int) -> int:
+        """Return the number of tokens of prompt and completion, at most."""
         return opening + self.gconfig.max_new_tokens
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
+        """Generate one completion, and reward it.
+
+        Returns:
+            The trajectory of `trajectory`.
+
+        Raises:
+            RolloutError: The engine aborted the completion.
+        """
         prompt = prompt_text(data, self.tokenizer, self.chat_template_options)
         limit = context_length(engine)
         input_ids = await beside_loop(len(prompt), prompt_ids, data, self.tokenizer, self.chat_template_options, limit)
@@ -131,7 +144,15 @@ class SingleTurnWorkflow(RolloutWorkflow):
 def reward_arguments(
     item: Mapping[str, Any], prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """What a reward function is called with for one completion of an item: these four, and the item's other keys."""
+    """Return the keyword arguments of a reward function: these four values, and the item's other keys.
+
+    Args:
+        item: the data item.
+        prompt: text of the prompt.
+        completion: text of the completion.
+        prompt_ids: tokens of the prompt.
+        completion_ids: tokens of the completion.
+    """
     return {
         **item,
         "prompt": plain_text(prompt),
@@ -142,7 +163,7 @@ def reward_arguments(
 
 
 def context_length(engine: AsyncInference, max_length: int | None = None) -> int | None:
-    """Return the most tokens of one sequence: `max_length`, else what the engine takes; None if nobody says."""
+    """Return the most tokens of one sequence: `max_length`, else the engine's limit; None if both are unknown."""
     return getattr(engine, "context_length", None) if max_length is None else max_length
 
 
@@ -152,10 +173,17 @@ def prompt_ids(
     chat_template_options: Mapping[str, Any] | None = None,
     limit: int | None = None,
 ) -> list[int]:
-    """An item's prompt as tokens: its `input_ids`, `messages` or `prompt`.
+    """Return an item's prompt as tokens.
 
-    Raises: DataError if it has none, or if the chat template refuses its messages; TooManyTokens for a text that is far
-        longer than `limit` tokens.
+    Args:
+        data: the item, with `input_ids`, `messages` or `prompt`.
+        tokenizer: the model's.
+        chat_template_options: further keyword arguments for `apply_chat_template`.
+        limit: context length in tokens; None is unknown.
+
+    Raises:
+        DataError: The item has no prompt, or the chat template refuses its messages.
+        TooManyTokens: The text is far longer than `limit` tokens.
     """
     if "input_ids" in data:
         return token_ids(data["input_ids"], "the item's input_ids")
@@ -168,7 +196,13 @@ def prompt_ids(
 def prompt_text(
     data: Mapping[str, Any], tokenizer: Tokenizer, chat_template_options: Mapping[str, Any] | None = None
 ) -> str:
-    """An item's prompt as the text that `prompt_ids` are the tokens of; raw, without what a tokenizer puts before."""
+    """Return an item's prompt as text; a raw text comes without the tokenizer's special tokens.
+
+    Args:
+        data: the item, with `input_ids`, `messages` or `prompt`.
+        tokenizer: the model's.
+        chat_template_options: further keyword arguments for `apply_chat_template`.
+    """
     if "input_ids" in data:
         return tokenizer.decode(token_ids(data["input_ids"], "the item's input_ids"))
     prompt = _prompt(data)
@@ -178,7 +212,11 @@ def prompt_text(
 
 
 def _rendered(tokenizer: Tokenizer, messages: list[Any], options: Mapping[str, Any]) -> Any:
-    """What the chat template makes of messages that the model answers. Raises: DataError if it refuses them."""
+    """Return messages that the model answers, as its chat template renders them.
+
+    Raises:
+        DataError: The template refuses the messages.
+    """
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
     except Exception as error:  # a template is a program of others: it may fail in any way on what it is given

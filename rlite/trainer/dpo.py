@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 import rlite
 from rlite import config
+from rlite.batch import with_keys
 from rlite.data.preferences import preference_rows
 from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
@@ -21,7 +22,7 @@ from rlite.observability import stats_tracker
 from rlite.trainer.losses import DpoLoss, OwnLogprobs
 from rlite.trainer.modules import policy_module
 from rlite.trainer.options import DpoConfig
-from rlite.trainer.rl.engines import init_devices, untrained
+from rlite.trainer.rl.engines import frozen_build_options, init_devices
 from rlite.trainer.run.command import run
 from rlite.trainer.supervised import SupervisedRun, num_steps, read_tokens, serve_if_worker
 
@@ -76,7 +77,7 @@ class DpoTrainer:
         if self.is_base_reference:
             return
         own = config.inherit(self.options.ref_actor, self.options.actor)
-        options = untrained(self.run.build_options, rlite.current_session().device)
+        options = frozen_build_options(self.run.build_options, rlite.current_session().device)
         options["use_liger_kernel"] = own.use_liger_kernel
         self.reference.build(**options, colocate_with=self.run.engine)
         if self.options.ref_actor.offload_model:
@@ -84,13 +85,13 @@ class DpoTrainer:
 
     @stats_tracker.record_timing("reference")
     def with_reference(self, batch: TensorDict) -> TensorDict:
-        """Add `ref_logprobs` [N, L], each token's under the reference."""
+        """Return a batch with `ref_logprobs` [N, L], the reference's log-probability of each token."""
         if self.options.ref_actor.offload_model:
             self.reference.cuda()
-        batch["ref_logprobs"] = self.reference.forward(batch, OwnLogprobs(), without_adapters=self.is_base_reference)
+        logprobs = self.reference.forward(batch, OwnLogprobs(), without_adapters=self.is_base_reference)
         if self.options.ref_actor.offload_model:
             self.reference.cpu()
-        return batch
+        return with_keys(batch, ref_logprobs=logprobs)
 
 
 def main(argv: Sequence[str]) -> None:

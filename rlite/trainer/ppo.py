@@ -4,12 +4,11 @@
     torchrun --nproc_per_node=N -m rlite.trainer.ppo ...
     python -m rlite.trainer.ppo launcher=ray num_devices=N ...
 
-A row of data holds `messages` or `prompt`; whatever else it holds reaches the reward.
+A row of data holds `messages` or `prompt`. The reward receives its other keys.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,28 +19,29 @@ from tensordict import TensorDict
 
 import rlite
 from rlite import config
+from rlite.batch import with_keys
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream, check_prompts
 from rlite.data.special_tokens import EscapingTokenizer
 from rlite.data.tables import read_rows
-from rlite.errors import ConfigError, writing
+from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.environments.file import environment_workflow
 from rlite.trainer.losses import OwnLogprobs, PolicyLoss
-from rlite.trainer.rl.advantages import Credit
+from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.config import ALIASES, PpoConfig, SamplingOptions
-from rlite.trainer.rl.critic import find_critic
+from rlite.trainer.rl.critic import make_critic
 from rlite.trainer.rl.engines import Engines, init_devices
 from rlite.trainer.rl.evaluation import ErrorLimit, evaluation_metrics
 from rlite.trainer.rl.generated import mean_reward
-from rlite.trainer.rl.lengths import Context, context_limit, make_context
-from rlite.trainer.rl.reference import find_reference
-from rlite.trainer.rl.rollouts import check_openings, find_rollouts
+from rlite.trainer.rl.lengths import context_limit, make_context
+from rlite.trainer.rl.reference import make_reference
+from rlite.trainer.rl.report import append_samples, batch_plan
+from rlite.trainer.rl.rollouts import check_openings, make_rollouts
 from rlite.trainer.rl.selection import make_selection
 from rlite.trainer.run.alarms import Alarms
 from rlite.trainer.run.command import run
-from rlite.trainer.run.mfu import usage_metrics
 from rlite.trainer.run.run import TrainingRun, check_best_metric, step_metrics
 from rlite.trainer.supervised import load_tokenizer, serve_if_worker
 
@@ -61,23 +61,24 @@ SHOWN = (
 
 
 class PpoTrainer:
-    """Rolls out, computes advantages, updates, syncs; knows where it is and goes on from there.
+    """Generates rollouts, computes advantages, updates the policy and syncs its weights; resumes where it was.
 
     Needs a session: call `rlite.init()` first.
 
     Args:
         options: the run's config.
-        workflow: turns one row into rewarded trajectories. Its `gconfig` says how it samples, in the place of
-            `rollout.train_sampling_params`.
+        workflow: turns one row into rewarded trajectories. Its `gconfig` replaces `rollout.train_sampling_params`.
         train_rows: prompts to train on.
         test_rows: prompts to evaluate on; may be empty.
-        test_workflow: as `workflow`, for evaluation; default: `workflow` with `rollout.test_sampling_params`, greedy.
+        test_workflow: runs evaluations; default: `workflow` with `rollout.test_sampling_params`, greedy.
 
-    Raises: ConfigError if the options do not fit the workflow or each other; DataError for rows that cannot be used.
+    Raises:
+        ConfigError: The options do not fit the workflow or each other.
+        DataError: Some rows cannot be used.
     """
 
     evaluated: ClassVar[Sequence[str]] = ("accuracy", "accuracy_finished")
-    """metrics of `evaluate`; a trainer of your own that has others names them here, for trainer.best_metric"""
+    """metrics of `evaluate`, from which trainer.best_metric chooses; a subclass with other metrics names them here"""
 
     def __init__(
         self,
@@ -109,16 +110,15 @@ class PpoTrainer:
         self.prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, options.trainer.seed)
         self.alarms = Alarms(options)
         self.loss = _loss(options)
-        self.credit = Credit(options.adv, options.kl, is_single=options.responses_per_prompt == 1)
         self.run = TrainingRun(options.trainer, options, SHOWN, options.trainer.total_steps)
         self.engines = Engines(options, self.context.length)
-        self.critic = find_critic(options, self.engines)
-        self.reference = find_reference(options, self.engines)
+        self.critic = make_critic(options, self.engines)
+        self.reference = make_reference(options, self.engines)
         self.selection = make_selection(options, self.engines.actor, self.loss)
-        self.rollouts = find_rollouts(options, self.engines, workflow, self.prompts)
+        self.rollouts = make_rollouts(options, self.engines, workflow, self.prompts)
 
     def fit(self) -> dict[str, float]:
-        """Train to the last step; returns the last metrics."""
+        """Return the metrics of the last step, after training up to it."""
         self.start()
         metrics: dict[str, float] = {}
         while self.run.step < self.options.trainer.total_steps:
@@ -140,8 +140,8 @@ class PpoTrainer:
     def start(self) -> None:
         """Build the engines, resume if asked, report the plan, evaluate once."""
         self.engines.build()
-        facts = self.run.restore(self.engines.actor, self.engines.beside)
-        self.engines.take_turns()
+        facts = self.run.restore(self.engines.actor, self.engines.other_trained)
+        self.engines.begin_turns()
         if facts:
             self.prompts.load_state_dict(facts["prompts"])
             self.sync()
@@ -154,26 +154,26 @@ class PpoTrainer:
             self._is_kept(evaluation)
 
     def with_old_logprobs(self, batch: TensorDict) -> TensorDict:
-        """Add `old_logprobs` [N, L], each token's before this batch's updates, where something is measured from it."""
+        """Return a batch with `old_logprobs` [N, L], from before the updates, if something compares with them."""
         if self.options.actor.update_per_rollout == 1 and self.options.kl.type not in ("reward", "advantage"):
             return batch
         with stats_tracker.record_timing("old_logprobs"):
-            self.engines.bring(self.engines.actor)
+            self.engines.move_to_device(self.engines.actor)
             hook, longest = OwnLogprobs(temperature=self.loss.temperature), self.options.inference_length()
-            batch["old_logprobs"] = self.engines.actor.forward(batch, hook, longest)
-        return batch
+            return with_keys(batch, old_logprobs=self.engines.actor.forward(batch, hook, longest))
 
     def with_advantages(self, batch: TensorDict) -> TensorDict:
-        """Add `advantages` [N, L], and what a critic learns from."""
-        return self.credit(batch)
+        """Return a batch with `advantages` [N, L], and with `returns` [N, L] for a critic."""
+        options = self.options
+        return compute_advantages(batch, options.adv, options.kl, is_single=options.responses_per_prompt == 1)
 
     @stats_tracker.record_timing("update")
     def update(self, batch: TensorDict) -> None:
-        """The optimizer steps of one rollout batch."""
+        """Make the optimizer steps of one rollout batch."""
         if self.run.step < self.options.actor.freeze_steps:
             return
         actor, num_updates = self.engines.actor, self.options.actor.update_per_rollout
-        self.engines.bring(actor)
+        self.engines.move_to_device(actor)
         actor.train()
         for rows in torch.arange(len(batch)).tensor_split(min(num_updates, len(batch))):
             stats = actor.train_batch(self.selection.with_selected(batch[rows]), self.loss, self.loss.weight)
@@ -182,26 +182,24 @@ class PpoTrainer:
 
     @stats_tracker.record_timing("sync")
     def sync(self) -> None:
-        """Serve the new weights."""
+        """Write the new weights into the rollout engine."""
         report = self.engines.sync()
         stats_tracker.scalar(sync_bytes=report.num_bytes, sync_seconds=report.seconds)
 
     def evaluate(self) -> dict[str, float]:
-        """The mean score on the test rows, failed episodes counted as wrong; see `evaluation_metrics`."""
+        """Return the mean score on the test rows, in which failed episodes are wrong; see `evaluation_metrics`."""
         with stats_tracker.record_timing("evaluate"), self.run.generating():
             found = self.engines.rollout.collector.evaluate(self.test_rows, self.test_workflow)
         self.test_errors = found.lost
         return evaluation_metrics(found)
 
     def finish_step(self, batch: TensorDict) -> dict[str, float]:
-        """Count the step, evaluate and save where due, log."""
+        """Return the step's metrics, after evaluating, logging and saving as far as they are due."""
         self.run.step += 1
-        metrics = {"reward_trained": mean_reward(batch), **step_metrics()}
-        if "seconds" in metrics:
-            metrics["tokens_per_second"] = batch["attention_mask"].sum().item() / metrics["seconds"]
-        trained = sequence_lengths(batch) if "grad_norm" in metrics else []  # none while the policy is frozen
-        metrics |= usage_metrics(self.engines.actor, trained, metrics.get("seconds_update", 0.0))
-        self._sample_rollouts(batch)
+        is_trained = self.run.step > self.options.actor.freeze_steps
+        metrics = step_metrics(self.engines.actor, sequence_lengths(batch), is_trained)
+        metrics["reward_trained"] = mean_reward(batch)
+        append_samples(self.run.folder / "rollouts.jsonl", batch, self.run.step, self.engines.rollout.tokenizer)
         if self.test_rows and self.run.is_due(self.options.trainer.test_freq):
             metrics |= (evaluation := self.evaluate())
             if self._is_kept(evaluation) and self.options.trainer.best_metric is not None:
@@ -212,87 +210,18 @@ class PpoTrainer:
         if self.run.is_save_due():
             with self.engines.trained_on_device():
                 kept = {"rollouts": self.rollouts.state_dict()}
-                self.run.save(self.engines.actor, self.engines.beside, kept, prompts=self.prompts.state_dict())
+                self.run.save(self.engines.actor, self.engines.other_trained, kept, prompts=self.prompts.state_dict())
         return metrics
 
     def _is_kept(self, evaluation: Mapping[str, float]) -> bool:
         return self._error_limit.is_kept(evaluation, self.test_errors, self.run.step, self.run.console)
 
-    def _sample_rollouts(self, batch: TensorDict, count: int = 4) -> None:
-        """Append a few of the step's rollouts to rollouts.jsonl."""
-        tokenizer = self.engines.rollout.tokenizer
-        path = self.run.folder / "rollouts.jsonl"
-        with writing(path), path.open("a", encoding="utf-8") as file:
-            for row in batch[:count]:
-                ids = row["input_ids"][row["attention_mask"].bool()]
-                first = int(row["loss_mask"].int().argmax())  # of what was generated; environments answer in between
-                record = {
-                    "step": self.run.step,
-                    "reward": row["rewards"].item(),
-                    "prompt": tokenizer.decode(ids[:first]),
-                    "response": tokenizer.decode(ids[first:]),
-                }
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-
 
 def _for_evaluation(workflow: RolloutWorkflow, options: PpoConfig) -> RolloutWorkflow:
-    """A workflow as it is evaluated; one that does not say how it samples stays as it is."""
+    """Return the workflow with the sampling of evaluations; a workflow without a `gconfig` stays as it is."""
     if workflow.gconfig is None:
         return workflow
     return workflow.sampled_by(options.rollout.evaluation_sampling.gconfig(workflow.gconfig))
-
-
-def batch_plan(options: PpoConfig, engines: Engines, context: Context) -> dict[str, str]:
-    """How a step's work is divided, in words and numbers."""
-    data, actor, rollout, trainer = options.train_data, options.actor, options.rollout, options.trainer
-    session, dims = rlite.current_session(), engines.actor.dims
-    ranks = dims.num_data_ranks
-    sequences = data.prompts_per_rollout * options.responses_per_prompt
-    per_update = sequences // actor.update_per_rollout
-    unread = options.without_effect()
-    return {
-        "model": f"{actor.model_name}, {engines.actor.num_parameters / 1e6:.2f} M parameters",
-        "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
-        "step": f"{data.prompts_per_rollout} prompts x {options.responses_per_prompt} responses = {sequences} "
-        f"sequences, at most {rollout.train_sampling_params.max_new_tokens} new tokens in each of {rollout.max_turns} "
-        "turn(s)",
-        "sampling": f"{_sampling(rollout.train_sampling_params)}; evaluation {_sampling(rollout.evaluation_sampling)}",
-        "context": context.describe(rollout.train_sampling_params.max_new_tokens),
-        "update": f"{actor.update_per_rollout} optimizer step(s) of {per_update} sequences: {per_update // ranks} on "
-        f"each of {ranks} data rank(s), in packs of at most {actor.max_length_per_device * dims.pack_factor} tokens",
-        "filter": "groups of equal rewards are replaced" if options.has_dynamic_filtering else "every group is kept",
-        "rollout": f"{len(engines.rollout.executors)} replica(s) of {rollout.tp_size} device(s), executor "
-        f"{rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each, {_pace(options)}",
-        "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, {credit_plan(options)}",
-        "run": f"{trainer.total_steps} steps, checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
-        **({"without effect": unread} if unread else {}),
-        **({"greedy": "training takes the most likely tokens and explores nothing"} if options.is_greedy else {}),
-    }
-
-
-def _sampling(sampling: SamplingOptions) -> str:
-    return f"at temperature {sampling.temperature:g}" if sampling.temperature else "greedy"
-
-
-def _pace(options: PpoConfig) -> str:
-    """How rollouts and updates follow each other, in words."""
-    ahead = options.rollout.max_head_offpolicyness
-    if not ahead:
-        return "in turns with training"
-    return f"beside training, at most {ahead} update(s) ahead (too old: {options.rollout.on_stale})"
-
-
-def credit_plan(options: PpoConfig) -> str:
-    """How rewards become advantages, in words."""
-    adv, kl = options.adv, options.kl
-    mean = "batch" if adv.global_norm or options.responses_per_prompt == 1 else "group"
-    deviation = f"divided by the {mean}'s deviation (GRPO)" if adv.norm_var else "not divided (Dr. GRPO)"
-    plans = {
-        "gae": f"GAE with gamma {adv.gamma}, lambda {adv.lamda}, critic {options.critic.model_name or 'as the actor'}",
-        "reinforce": f"{mean} advantages {deviation}",
-    }
-    penalty = "" if kl.type is None else f", {kl.coef} x KL in the {kl.type}"
-    return plans.get(adv.estimator, f"advantages by {adv.estimator}") + penalty
 
 
 def _loss(options: PpoConfig) -> PolicyLoss:
@@ -313,7 +242,11 @@ def _loss(options: PpoConfig) -> PolicyLoss:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the trainer from the command line."""
+    """Run the trainer from the command line.
+
+    Raises:
+        ConfigError: train_data.path or rollout.env_path is missing.
+    """
     options = config.load(PpoConfig, argv, aliases=ALIASES)
     data_path, env_path = options.train_data.path, options.rollout.env_path
     if data_path is None or env_path is None:

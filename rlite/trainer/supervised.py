@@ -21,7 +21,6 @@ from rlite.nn.huggingface import local_checkpoint
 from rlite.observability import stats_tracker
 from rlite.trainer.options import DataOptions, EpochOptions, LaunchOptions, ModelOptions
 from rlite.trainer.rl.engines import init_devices
-from rlite.trainer.run.mfu import usage_metrics
 from rlite.trainer.run.run import TrainingRun, check_best_metric, step_metrics
 
 
@@ -124,9 +123,7 @@ class SupervisedRun:
     def finish_step(self, stats: Mapping[str, float], prepare: Any = None) -> dict[str, float]:
         """Count the step, evaluate and save where due, log; returns the metrics."""
         self.run.step += 1
-        metrics = {**stats, **step_metrics()}
-        metrics["tokens_per_second"] = metrics["num_tokens"] / metrics["seconds"]
-        metrics |= usage_metrics(self.engine, self._lengths, metrics["seconds_update"])
+        metrics = {**stats, **step_metrics(self.engine, self._lengths)}
         if self.test_rows is not None and self.run.is_due(self.options.test_freq):
             metrics |= (evaluation := self.evaluate(prepare))
             self.run.save_best(self.engine, evaluation)

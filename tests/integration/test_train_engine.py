@@ -21,7 +21,7 @@ from rlite.errors import CheckpointError, ConfigError, DataError, PlacementError
 from rlite.nn import BaseTrainModule, HuggingFaceFsdp2TrainModule
 from rlite.trainer.losses import OwnLogprobs
 from rlite.trainer.modules import policy_module
-from rlite.trainer.rl.engines import untrained
+from rlite.trainer.rl.engines import frozen_build_options
 from tests.integration.modules import (
     LlamaPolicy,
     Policy,
@@ -205,8 +205,8 @@ LENGTHS = [9, 4, 17, 2, 30, 11, 5]
 
 @pytest.mark.parametrize(("kind", "size"), [("qwen2", 1), ("qwen3", 1), ("llama", 2)])
 def test_a_model_that_is_not_trained_needs_no_master_weights(models: dict[str, Path], kind: str, size: int) -> None:
-    assert untrained({"seed": 1}, "cuda") == {"seed": 1, "param_dtype": "bfloat16"}
-    assert untrained({"seed": 1}, "cpu") == {"seed": 1, "param_dtype": "float32"}
+    assert frozen_build_options({"seed": 1}, "cuda") == {"seed": 1, "param_dtype": "bfloat16"}
+    assert frozen_build_options({"seed": 1}, "cpu") == {"seed": 1, "param_dtype": "float32"}
     found, held = [], []
     for options in ({"compute_dtype": "bfloat16"}, {"param_dtype": "bfloat16"}):
         engine = RliteTrainEngine(policy_module(models[kind]))

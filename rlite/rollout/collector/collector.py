@@ -154,7 +154,7 @@ class RolloutCollector:
         timeout: float | None = None,
         first_place: int = 0,
     ) -> Collected:
-        """Run every item now, and return the lost groups beside the batch.
+        """Run every item now, as `rollout_batch` does, and tolerate that all groups are lost.
 
         Args:
             data: at least one item.
@@ -162,6 +162,9 @@ class RolloutCollector:
             group_size: episodes per item.
             timeout: in seconds; None waits for ever.
             first_place: as for `rollout_batch`.
+
+        Returns:
+            The batch of the groups that are left, and the lost groups by reason.
 
         Raises:
             RolloutError: The run was stopped.
@@ -219,6 +222,7 @@ class RolloutCollector:
 
         Raises:
             CallTimeout: Some groups are late after `timeout` seconds; the error names them.
+            ConfigError: `count` is less than 1.
             RolloutError: So many groups will never be ready.
         """
         if count < 1:
@@ -360,7 +364,12 @@ def _collected(groups: Sequence[Group], batch: TensorDict | None) -> Collected:
 
 
 def _check_items(items: Sequence[Any], workflow: Any, group_size: int) -> None:
-    """Raise ConfigError or DataError unless groups can be made of these items."""
+    """Check that groups can be made of these items.
+
+    Raises:
+        ConfigError: The workflow is no RolloutWorkflow, or the group size is less than 1.
+        DataError: There are no items, or an item is no mapping.
+    """
     if not isinstance(workflow, RolloutWorkflow):
         raise ConfigError(f"workflow={workflow!r}: expected an instance of a RolloutWorkflow")
     if group_size < 1:
@@ -373,7 +382,14 @@ def _check_items(items: Sequence[Any], workflow: Any, group_size: int) -> None:
 
 
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """Iterate over a loader again and again. Raises DataError if it yields nothing."""
+    """Iterate over a loader again and again.
+
+    Yields:
+        What the loader yields.
+
+    Raises:
+        DataError: The loader yields nothing.
+    """
     while True:
         is_empty = True
         for items in loader:

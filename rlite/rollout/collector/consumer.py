@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 from tensordict import TensorDict
 
@@ -61,7 +62,7 @@ class GroupConsumer:
 
         try:
             if not self._runner.wait_until(is_settled, _deadline(timeout)):
-                raise _late_error([group for group in groups if not group.has_ended], timeout)
+                _raise_late([group for group in groups if not group.has_ended], timeout)
         except BaseException:
             with self._runner.changed:
                 for group in groups:
@@ -99,7 +100,7 @@ class GroupConsumer:
                 deadline,
                 is_due=lambda: bool(self._held_up_by(queue, count)),
             ):
-                raise _late_error(queue.unfinished(), timeout)
+                _raise_late(queue.unfinished(), timeout)
             with self._runner.changed:
                 if is_short():
                     return None
@@ -108,14 +109,14 @@ class GroupConsumer:
         return batch
 
     def batch(self, groups: Sequence[Group]) -> TensorDict:
-        """Join consumed groups into a batch to train on, and record its statistics."""
+        """Return consumed groups as a batch to train on, and record its statistics."""
         batch = join(groups)
         with self._runner.changed:
             self._runner.report(batch, len(groups))
         return batch
 
     def _take(self, queue: Queue, count: int) -> TensorDict | None:
-        """Consume the oldest groups, if they may be consumed now."""
+        """Return a batch of the oldest groups, if they may be consumed now."""
         with self._runner.changed:
             self._runner.drop_too_old()
             for group in self._held_up_by(queue, count):
@@ -149,7 +150,7 @@ class GroupConsumer:
         return bool(odd)
 
     def too_few_error(self, queue: Queue, count: int) -> RolloutError:
-        """Say why `count` groups will never be ready: too few are under way, or no more may start."""
+        """Return an error that says why `count` groups will never be ready."""
         counters, lost = queue.ledger.counters, queue.ledger.lost
         found = f"{count} groups were asked for, {counters.ready} are ready"
         if len(queue.groups) < count:
@@ -165,7 +166,7 @@ class GroupConsumer:
 
 
 def join(groups: Sequence[Group], ids: Mapping[int, int] | None = None) -> TensorDict:
-    """Pad the trajectories of finished groups into one batch.
+    """Return the trajectories of finished groups as one padded batch.
 
     Args:
         groups: at least one.
@@ -176,9 +177,9 @@ def join(groups: Sequence[Group], ids: Mapping[int, int] | None = None) -> Tenso
     return pad_trajectories(rows, numbers)
 
 
-def _late_error(late: Sequence[Group], timeout: float | None) -> CallTimeout:
+def _raise_late(late: Sequence[Group], timeout: float | None) -> NoReturn:
     names = ", ".join(map(str, late[:NUM_NAMED])) + (", ..." if len(late) > NUM_NAMED else "")
-    return CallTimeout(
+    raise CallTimeout(
         f"{len(late)} groups had not ended after {timeout:g} s: {names}",
         tuple(f"group {group.id}" for group in late),
     )

@@ -62,6 +62,7 @@ class Group:
 
     @property
     def has_ended(self) -> bool:
+        """True as soon as the group is ready or lost."""
         return self.trajectories is not None or self.reason is not None
 
     def __str__(self) -> str:
@@ -86,6 +87,13 @@ class Group:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], workflow: RolloutWorkflow, accept: ShouldAccept | None) -> Group:
+        """Return the group that was saved.
+
+        Args:
+            state: what `state_dict` returned.
+            workflow: runs the group, if it was not finished.
+            accept: decides whether the group is kept.
+        """
         group = cls(state["id"], state["data"], workflow, state["size"], accept, state["seed"], state.get("version"))
         if (rows := state["trajectories"]) is not None:
             group.trajectories = [TensorDict(row, batch_size=[len(row["input_ids"])]) for row in rows]
@@ -111,38 +119,50 @@ class Queue:
         """attempts at an episode that raised, by the exception's name or the reward's outcome"""
 
     def submit(self, group: Group) -> None:
+        """Let a group wait."""
         self.groups[group.id] = group
         self.ledger.submit(group.id)
         trace.stage("group", group.id, "waiting")
 
     def start(self, version: int) -> Group:
-        """Mark the group that has waited longest as running, and return it."""
+        """Return the group that has waited longest, which runs from now on."""
         group = self.groups[self.ledger.start(version)]
         trace.stage("group", group.id, "running")
         group.started, group.version = time.monotonic(), version
         return group
 
     def accept(self, group: Group, trajectories: list[TensorDict]) -> None:
+        """Mark a running group as ready."""
         trace.stage("group", group.id, "ready")
         group.trajectories = trajectories
         self.ledger.accept(group.id, group.age)
 
     def drop(self, group: Group, reason: str, error: BaseException | None = None) -> None:
+        """Mark a group as lost.
+
+        Args:
+            group: waits, runs or is ready.
+            reason: why it is lost.
+            error: the exception behind the reason.
+        """
         trace.finish("group", group.id, reason)
         self.ledger.drop(group.id, reason)
         del self.groups[group.id]
         group.reason, group.error, group.trajectories = reason, error, None
 
     def consume(self, groups: Sequence[Group], version: int) -> None:
+        """Remove ready groups that go into a batch at this policy version."""
         self.ledger.consume([group.id for group in groups], version)
         for group in groups:
             trace.finish("group", group.id, "consumed")
             del self.groups[group.id]
 
     def unfinished(self) -> list[Group]:
+        """Return the groups that wait or run."""
         return [group for group in self.groups.values() if not group.has_ended]
 
     def state_dict(self) -> dict[str, Any]:
+        """Return all groups and counts, as plain values and tensors."""
         return {
             "batch_size": self.ledger.batch_size,
             "ledger": self.ledger.state_dict(),
@@ -200,7 +220,7 @@ def response_lengths(trajectories: Sequence[TensorDict]) -> list[int]:
 
 
 def plain(value: Any, where: str) -> Any:
-    """Copy a value into dicts, lists, tensors, texts, numbers, booleans and None. NumPy's values are converted.
+    """Return a copy made of dicts, lists, tensors, texts, numbers, booleans and None. NumPy's values are converted.
 
     Raises:
         DataError: The value holds something else; the message says where.

@@ -1,4 +1,4 @@
-"""How far generation may run ahead of training: decisions, without a clock, an engine or a thread.
+"""The staleness ledger: how far generation may run ahead of training. Pure: no clock, engine or thread.
 
 Everything is counted in groups. A group's life:
 
@@ -28,14 +28,14 @@ from rlite.errors import RliteError
 
 MAX_REASONS = 100
 OTHER_REASONS = "other reasons"
-"""what the groups are counted as that are lost for further ones"""
+"""reason under which groups are counted once there are MAX_REASONS"""
 
 OnStale = Literal["wait", "drop"]
 
 
 @dataclass(frozen=True)
 class RolloutCounters:
-    """How many groups are where."""
+    """Number of groups by state."""
 
     submitted: int = 0
     waiting: int = 0
@@ -43,11 +43,11 @@ class RolloutCounters:
     ready: int = 0
     consumed: int = 0
     rejected: int = 0
-    """lost, from wherever"""
+    """lost, in any state"""
 
     @property
     def accepted(self) -> int:
-        """Consumed, or ready to be."""
+        """Ready or consumed."""
         return self.ready + self.consumed
 
 
@@ -60,13 +60,23 @@ def capacity(
     consumer_batch_size: int,
     max_head_offpolicyness: int,
 ) -> int:
-    """How many more groups may start now; negative if too many did. The formula of AReaL (arXiv:2505.24298):
+    """Return how many more groups may start now; negative if too many did.
+
+    The formula of AReaL (arXiv:2505.24298) is
 
     min(max(1, max_concurrent) - running, (eta + version + 1) max(1, batch) - (accepted + running)),
 
     which is the paper's floor((N - 1) / B) <= i + eta with N groups started, batches of B, version i. A group that
     starts now, consumed in the order of the starts, goes into the update that makes version i + eta + 1 at the latest,
     and is then at most eta versions old.
+
+    Args:
+        running: groups that run.
+        accepted: groups that are ready or consumed.
+        version: current policy version, i.
+        max_concurrent: groups that may run at a time.
+        consumer_batch_size: groups that one update consumes, B.
+        max_head_offpolicyness: versions between a group's age and its consumption, eta.
     """
     by_concurrency = max(1, max_concurrent) - running
     by_staleness = (max_head_offpolicyness + version + 1) * max(1, consumer_batch_size)
@@ -74,16 +84,16 @@ def capacity(
 
 
 class RolloutLedger:
-    """Which groups wait, run and are ready, and what may happen to them next. Groups are known by their numbers.
+    """Knows which groups wait, run and are ready, and decides what may happen to them. Groups are numbers here.
+
+    Every decision takes the policy version as an argument, and costs O(max_head_offpolicyness).
 
     Args:
         max_concurrent: groups that run at a time; None is no limit.
-        max_head_offpolicyness: updates between a group's age and its consumption.
-        on_stale: what keeps older groups from being left behind.
-        batch_size: groups that one update consumes. None: not known yet, and nothing but `max_concurrent` is bounded.
-        version: at which this begins; one batch went into each update before.
-
-    Every decision takes the policy version as an argument. Each look at it costs O(max_head_offpolicyness).
+        max_head_offpolicyness: updates between a group's age and its consumption, at most.
+        on_stale: how to treat slow groups that would become too old.
+        batch_size: groups that one update consumes. None: unknown yet, and only `max_concurrent` is a limit.
+        version: policy version at the beginning; one batch went into each update before.
     """
 
     def __init__(
@@ -122,7 +132,7 @@ class RolloutLedger:
 
     @property
     def counters(self) -> RolloutCounters:
-        """How many groups are where."""
+        """Number of groups by state."""
         waiting, running, ready, lost = len(self._waiting), len(self._running), len(self._ready), self.lost.total()
         submitted = waiting + running + ready + self._consumed + lost
         return RolloutCounters(submitted, waiting, running, ready, self._consumed, lost)
@@ -130,11 +140,15 @@ class RolloutLedger:
     # -- what happened -------------------------------------------------------------------------------------------
 
     def submit(self, group: int) -> None:
-        """A group waits to start."""
+        """Add a group that waits to start."""
         self._waiting[group] = None
 
     def start(self, version: int) -> int:
-        """The group that waited longest runs; returns it."""
+        """Return the group that has waited longest, which runs from now on.
+
+        Raises:
+            RliteError: No group waits.
+        """
         if not self._waiting:
             raise RliteError("no group waits to be started")
         group = next(iter(self._waiting))
@@ -144,29 +158,29 @@ class RolloutLedger:
         return group
 
     def accept(self, group: int, version: int | None = None) -> None:
-        """A running group is ready; `version` is that of its oldest token, if it knows."""
+        """Mark a running group as ready. `version` is its oldest token's, or None for the version at its start."""
         age = self._leave(self._running, self._running_at, group)
         self.restore_ready(group, age if version is None else version)
 
     def restore_ready(self, group: int, age: int) -> None:
-        """A group is ready that this ledger did not start: an earlier one did."""
+        """Add a ready group that an earlier ledger has started."""
         self._ready[group] = age
         self._ready_at[age] += 1
 
     def drop(self, group: int, reason: str) -> None:
-        """A group is lost, wherever it is; its place is free again."""
+        """Mark a group as lost, in whatever state it is. Its place is free again."""
         if group in self._waiting:
             del self._waiting[group]
         elif group in self._running:
             self._leave(self._running, self._running_at, group)
         else:
             self._leave(self._ready, self._ready_at, group)
-        # reasons hold what the data say: a long run has room for some of them, and counts them all
+        # reasons quote the data: a long run keeps some of them and counts them all
         is_known = reason in self.lost or len(self.lost) < MAX_REASONS
         self.lost[reason if is_known else OTHER_REASONS] += 1
 
     def consume(self, groups: Iterable[int], version: int) -> None:
-        """Ready groups went into a batch."""
+        """Mark ready groups as consumed."""
         for group in groups:
             self._leave(self._ready, self._ready_at, group)
             self._consumed += 1
@@ -175,7 +189,7 @@ class RolloutLedger:
     # -- what may happen -----------------------------------------------------------------------------------------
 
     def room(self, version: int) -> int:
-        """How many more groups may start now."""
+        """Return how many more groups may start now."""
         running = len(self._running)
         if self.batch_size is None:
             return sys.maxsize if self._max_concurrent is None else self._max_concurrent - running
@@ -188,25 +202,25 @@ class RolloutLedger:
             consumer_batch_size=self.batch_size,
             max_head_offpolicyness=self._eta,
         )
-        # each version has one batch, so who has moved the version without consuming one cannot catch up
+        # each version has one batch: a version that moved without consuming one cannot be made up for
         return min(by_formula, self._left_in(version) + self._eta * self.batch_size - under_way)
 
     def is_ready(self, count: int, version: int) -> bool:
-        """Whether a batch of `count` groups may be consumed now."""
+        """Return whether a batch of `count` groups may be consumed now."""
         return len(self._ready) >= count and self._left_behind(count, version) is None
 
     def oldest(self, count: int) -> list[int]:
-        """The ready groups that a batch is made of, by age and number."""
+        """Return the oldest ready groups, from which a batch is made, in the order of their numbers."""
         ready = sorted(self._ready, key=lambda group: (self._ready[group], group))
         return sorted(ready[:count])
 
     def holding(self, count: int, version: int) -> list[int]:
-        """The running groups that a batch of `count` waits for, though as many others are ready."""
+        """Return the running groups for which a batch of `count` waits, although as many others are ready."""
         age = self._left_behind(count, version) if len(self._ready) >= count else None
         return [] if age is None else [group for group, own in self._running.items() if own <= age]
 
     def too_old(self, version: int) -> list[int]:
-        """The groups, running or ready, that may not be consumed any more."""
+        """Return the groups, running or ready, that may not be consumed any more."""
         if self.batch_size is None:
             return []
         oldest = version - self._eta
@@ -215,7 +229,7 @@ class RolloutLedger:
         return [group for groups in (self._running, self._ready) for group, age in groups.items() if age < oldest]
 
     def _left_behind(self, count: int, version: int) -> int | None:
-        """The age up to which a batch would leave more running groups behind than later batches can take, or None.
+        """Return the age up to which a batch would leave more running groups than later batches can take, or None.
 
         The groups up to age a must be consumed at version a + eta at the latest, in what is left of this version's
         batch and in one batch at each version after it.
@@ -252,11 +266,11 @@ class RolloutLedger:
     # -- over a restart ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What is counted; the groups under way are their owner's to keep."""
+        """Return the counts. The groups under way are saved by their owner."""
         return {"consumed": self._consumed, "consumed_at": list(self._consumed_at), "lost": dict(self.lost)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Count on from there."""
+        """Continue from saved counts."""
         self._consumed = int(state["consumed"])
         self._consumed_at = (int(state["consumed_at"][0]), int(state["consumed_at"][1]))
         self.lost = Counter(state["lost"])
@@ -274,11 +288,12 @@ class FailureStreaks:
         """length of each streak, at the positions of its first and of its last group"""
 
     def add(self, position: int) -> int:
-        """Count a failed group, which was the `position`-th to start. Returns the length of its streak."""
+        """Return the length of a failed group's streak. The group was the `position`-th to start."""
         before, after = self._lengths.pop(position - 1, 0), self._lengths.pop(position + 1, 0)
         length = before + 1 + after
         self._lengths[position - before] = self._lengths[position + after] = length
         return length
 
     def clear(self) -> None:
+        """Forget all streaks."""
         self._lengths.clear()

@@ -56,6 +56,7 @@ class LostGroups:
         self._too_old: list[Counter[int]] = []
 
     def add(self, group: Group, reason: str) -> None:
+        """Count a lost group."""
         self._lost[kind_of(reason)] += 1
         self.first.setdefault(kind_of(reason), in_a_line(reason))
         if reason.startswith(TOO_OLD):

@@ -108,7 +108,11 @@ class GroupRunner:
         return True
 
     def raise_if_stopped(self) -> None:
-        """Raise the error that stopped the run, once; always raise RolloutError when closed or dead."""
+        """Raise the error that stopped the run, once.
+
+        Raises:
+            RolloutError: The run was stopped, the collector is closed, or its event loop died.
+        """
         with self.changed:
             if self._death is not None:
                 raise RolloutError(f"the collector's event loop died: {self._death!r}") from self._death
@@ -119,7 +123,14 @@ class GroupRunner:
             raise stopped
 
     def drop(self, queue: Queue, group: Group, reason: str, error: BaseException | None = None) -> None:
-        """Drop a group that waits, runs or is ready, and cancel its episodes. Needs the lock."""
+        """Drop a group that waits, runs or is ready, and cancel its episodes. Needs the lock.
+
+        Args:
+            queue: holds the group.
+            group: is lost from now on.
+            reason: why.
+            error: the exception behind the reason.
+        """
         if queue.is_training:
             self.lost_groups.add(group, reason)
         queue.drop(group, reason, error)
@@ -225,7 +236,11 @@ class GroupRunner:
                 self._stop(_stopping_error(f"{num_failures} groups in a row failed, the last with {reason}", error))
 
     def _end(self, queue: Queue, group: Group, reason: str, error: BaseException | None = None) -> bool:
-        """Drop a group whose task ends. Returns False if it was dropped before: then its error means nothing."""
+        """Drop a group whose task ends.
+
+        Returns:
+            False if the group was dropped before: then its error means nothing.
+        """
         with self.changed:
             group.task = None
             is_first = not group.has_ended

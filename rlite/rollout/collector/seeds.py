@@ -65,6 +65,8 @@ class SampleInference:
         return getattr(self._engine, name)
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
+        """Return the engine's answer to a request with this episode's seed."""
+
         def count(chunk: TokenChunk) -> None:
             self._tokens[self._sample] += len(chunk.token_ids)
             if on_chunk is not None:
@@ -73,6 +75,7 @@ class SampleInference:
         return await self._engine.agenerate(self._seeded(request), count)
 
     async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
+        """Yield the engine's answer to a request with this episode's seed."""
         async with aclosing(self._engine.stream(self._seeded(request))) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 self._tokens[self._sample] += len(chunk.token_ids)

@@ -1,9 +1,8 @@
-"""Credit: from the rewards of a batch of rollouts to the advantages of its tokens."""
+"""From the rewards of a batch of rollouts to the advantages of its tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,105 +20,102 @@ from rlite.algorithms import (
     outcome_advantages,
 )
 from rlite.algorithms.advantages.token import ActionTokens
+from rlite.batch import with_keys
 from rlite.errors import DataError
 from rlite.observability import stats_tracker
 from rlite.rollout.trajectories import first_rows, last_rows, trajectory_index
 from rlite.trainer.rl.config import AdvantageOptions, KlOptions
 
 
-@dataclass(frozen=True)
-class Credit:
-    """Adds `advantages` [N, L] to a batch, 0 but on action tokens, and with gae `returns` [N, L].
+def compute_advantages(batch: TensorDict, adv: AdvantageOptions, kl: KlOptions, is_single: bool) -> TensorDict:
+    """Return a batch with `advantages` [N, L], 0 off the model's own tokens, and for gae `returns` [N, L].
 
-    Reads `rewards` [N] or `token_rewards` [N, L], `group_ids`, `loss_mask`; `values` for gae; `old_logprobs` and
-    `ref_logprobs` where the KL is paid of rewards or advantages. A trajectory of several sequences is one member of its
-    group, and one series of actions for gae.
+    A trajectory of several sequences is one member of its group, and one series of actions for gae.
 
     Args:
-        adv: how.
+        batch: has `rewards` or `token_rewards`, `group_ids`, `loss_mask`; `values` for gae; `old_logprobs` and
+            `ref_logprobs` if the KL to the reference is subtracted from rewards or advantages.
+        adv: the estimator and its options.
         kl: what leaving the reference costs.
-        is_single: there is one response to each prompt: the whole batch is one group.
+        is_single: there is one response to each prompt, so that the whole batch is one group.
     """
+    penalty, rewards = _penalty(batch, kl), token_rewards(batch)
+    if kl.type == "reward":
+        rewards = rewards - penalty
+    columns = _gae(batch, rewards, adv) if adv.estimator == "gae" else _outcomes(batch, rewards, adv, is_single)
+    if kl.type == "advantage":
+        columns["advantages"] = columns["advantages"] - penalty
+    return with_keys(batch, **columns)
 
-    adv: AdvantageOptions
-    kl: KlOptions
-    is_single: bool
 
-    def __call__(self, batch: TensorDict) -> TensorDict:
-        penalty = self._penalty(batch)
-        rewards = token_rewards(batch)
-        if self.kl.type == "reward":
-            rewards = rewards - penalty
-        batch = self._with_gae(batch, rewards) if self.adv.estimator == "gae" else self._with_outcomes(batch, rewards)
-        if self.kl.type == "advantage":
-            batch["advantages"] = batch["advantages"] - penalty
-        return batch
+def _penalty(batch: TensorDict, kl: KlOptions) -> Tensor:
+    """Return coef x KL of each action token [N, L]."""
+    mask = batch["loss_mask"].bool()
+    if kl.type not in ("reward", "advantage"):
+        return torch.zeros(mask.shape)
+    divergence = kl_penalty(batch["old_logprobs"], batch["ref_logprobs"], kl.reward_estimator)
+    stats_tracker.scalar(kl=masked_mean(divergence, mask))
+    return torch.where(mask, kl.coef * divergence, 0.0)
 
-    def _penalty(self, batch: TensorDict) -> Tensor:
-        """coef x KL of each action token [N, L]."""
-        mask = batch["loss_mask"].bool()
-        if self.kl.type not in ("reward", "advantage"):
-            return torch.zeros(mask.shape)
-        kl = kl_penalty(batch["old_logprobs"], batch["ref_logprobs"], self.kl.reward_estimator)
-        stats_tracker.scalar(kl=masked_mean(kl, mask))
-        return torch.where(mask, self.kl.coef * kl, 0.0)
 
-    def _with_gae(self, batch: TensorDict, rewards: Tensor) -> TensorDict:
-        real, cu_seqlens = _end_to_end(batch)
-        mask = batch["loss_mask"][real].bool()
-        advantages, returns = gae(
-            rewards[real], batch["values"][real], mask, self.adv.gamma, self.adv.lamda, cu_seqlens=cu_seqlens
-        )
-        advantages = self._normalized(advantages, mask)
-        for key, value in (("advantages", advantages), ("returns", returns)):
-            batch[key] = torch.zeros(real.shape)
-            batch[key][real] = value.float()
-        return batch
+def _gae(batch: TensorDict, rewards: Tensor, adv: AdvantageOptions) -> dict[str, Tensor]:
+    real, cu_seqlens = _end_to_end(batch)
+    mask = batch["loss_mask"][real].bool()
+    advantages, returns = gae(rewards[real], batch["values"][real], mask, adv.gamma, adv.lamda, cu_seqlens=cu_seqlens)
+    columns = {"advantages": torch.zeros(real.shape), "returns": torch.zeros(real.shape)}
+    columns["advantages"][real] = _normalized(advantages, mask, adv).float()
+    columns["returns"][real] = returns.float()
+    return columns
 
-    def _normalized(self, advantages: Tensor, mask: Tensor) -> Tensor:
-        """(A - mean) / std over the action tokens of the batch; the options say which of the two apply.
 
-        Advantages that are all equal have no deviation to be divided by, and stay as they are.
-        """
-        wide = advantages.double()
-        if self.adv.norm_var and len(advantages[mask].unique()) > 1:
-            wide = wide * (masked_variance(wide, mask) + 1e-8).rsqrt()
-        if self.adv.global_norm:
-            wide = wide - masked_mean(wide, mask)
-        return torch.where(mask, wide, 0.0)
+def _normalized(advantages: Tensor, mask: Tensor, adv: AdvantageOptions) -> Tensor:
+    """Return (A - mean) / std over the action tokens of the batch; the options say which of the two apply.
 
-    def _with_outcomes(self, batch: TensorDict, rewards: Tensor) -> TensorDict:
-        """One advantage for all action tokens of a trajectory."""
-        real, cu_seqlens = _end_to_end(batch)
-        actions = ActionTokens.of(batch["loss_mask"][real].bool(), cu_seqlens)
-        table = actions.table(rewards[real])
-        discounted = (table * self.adv.gamma ** torch.arange(table.shape[1])).sum(1)
-        groups = batch["group_ids"][first_rows(batch)]
-        lengths = torch.bincount(actions.rows, minlength=len(discounted))
-        # a trajectory without an action learns nothing, but its reward is one of its group
-        totals = torch.zeros_like(discounted).index_add(0, trajectory_index(batch), rewards.double().sum(1))
-        outcomes = torch.where(lengths > 0, discounted, totals)
-        advantages = outcome_advantages(
-            self._estimator(),
-            outcomes,
-            torch.zeros_like(groups) if self.is_single else groups,
-            lengths=lengths,
-            options=self.adv.options,
-        )
-        batch["advantages"] = advantages.float()[trajectory_index(batch)][:, None] * batch["loss_mask"]
-        return batch
+    Advantages that are all equal have no deviation to be divided by, and stay as they are.
+    """
+    wide = advantages.double()
+    if adv.norm_var and len(advantages[mask].unique()) > 1:
+        wide = wide * (masked_variance(wide, mask) + 1e-8).rsqrt()
+    if adv.global_norm:
+        wide = wide - masked_mean(wide, mask)
+    return torch.where(mask, wide, 0.0)
 
-    def _estimator(self) -> str | Callable[..., Tensor]:
-        if self.adv.estimator != "reinforce":
-            return self.adv.estimator
-        level: Any = "batch" if self.adv.global_norm else "group"
-        return partial(normalize_rewards, mean=level, std=level if self.adv.norm_var else None)
+
+def _outcomes(batch: TensorDict, rewards: Tensor, adv: AdvantageOptions, is_single: bool) -> dict[str, Tensor]:
+    """Return the same advantage for all action tokens of a trajectory."""
+    real, cu_seqlens = _end_to_end(batch)
+    index = trajectory_index(batch)
+    actions = ActionTokens.of(batch["loss_mask"][real].bool(), cu_seqlens)
+    table = actions.table(rewards[real])
+    discounted = (table * adv.gamma ** torch.arange(table.shape[1])).sum(1)
+    groups = batch["group_ids"][first_rows(batch)]
+    lengths = torch.bincount(actions.rows, minlength=len(discounted))
+    # a trajectory without an action learns nothing, but its reward is one of its group
+    totals = torch.zeros_like(discounted).index_add(0, index, rewards.double().sum(1))
+    advantages = outcome_advantages(
+        _estimator(adv),
+        torch.where(lengths > 0, discounted, totals),
+        torch.zeros_like(groups) if is_single else groups,
+        lengths=lengths,
+        options=adv.options,
+    )
+    return {"advantages": advantages.float()[index][:, None] * batch["loss_mask"]}
+
+
+def _estimator(adv: AdvantageOptions) -> str | Callable[..., Tensor]:
+    if adv.estimator != "reinforce":
+        return adv.estimator
+    level: Any = "batch" if adv.global_norm else "group"
+    return partial(normalize_rewards, mean=level, std=level if adv.norm_var else None)
 
 
 def token_rewards(batch: TensorDict) -> Tensor:
-    """The reward [N, L] of each token.
+    """Return the reward [N, L] of each token.
 
-    A workflow that gives one reward for the whole trajectory means its last action, or its last token if it has none.
+    The reward of a whole trajectory goes to its last action, or to its last token if it has no action.
+
+    Raises:
+        DataError: `rewards` is not [N], and there are no `token_rewards`.
     """
     if "token_rewards" in batch:
         return batch["token_rewards"].float()
@@ -133,7 +129,7 @@ def token_rewards(batch: TensorDict) -> Tensor:
 
 
 def _end_to_end(batch: TensorDict) -> tuple[Tensor, Tensor]:
-    """Which tokens [N, L] there are, and where each trajectory begins among them, `cu_seqlens` [M + 1]."""
+    """Return which positions [N, L] hold tokens, and where each trajectory begins among those, `cu_seqlens` [M + 1]."""
     real = batch["attention_mask"].bool()
     index = trajectory_index(batch)
     lengths = torch.zeros(int(index[-1]) + 1, dtype=torch.int64).index_add(0, index, real.sum(1))

@@ -1,12 +1,11 @@
-"""The critic of PPO: values of what the model has read and written so far. Without one there is `NoCritic`."""
+"""The critic of PPO, which predicts the return of every state. `NoCritic` stands in for a missing one."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from tensordict import TensorDict
 
+from rlite.batch import with_keys
 from rlite.engine.train import RliteTrainEngine
 from rlite.observability import stats_tracker
 from rlite.trainer.losses import ValueLoss, own_values
@@ -14,26 +13,25 @@ from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.engines import Engines
 
 
-class AnyCritic(Protocol):
-    """What the trainer's loop asks of a critic."""
-
-    def with_values(self, batch: TensorDict) -> TensorDict: ...
-
-    def update(self, batch: TensorDict) -> None: ...
-
-
 class NoCritic:
-    """Advantages need no values."""
+    """No critic: the advantages need no values."""
 
     def with_values(self, batch: TensorDict) -> TensorDict:
+        """Return the batch as it is."""
         return batch
 
     def update(self, batch: TensorDict) -> None:
-        pass
+        """Do nothing."""
 
 
 class Critic:
-    """Says what it expects, and learns what came of it."""
+    """A model that predicts returns, and learns from what came of them.
+
+    Args:
+        options: the run's config.
+        engines: take turns on the device.
+        engine: holds the critic.
+    """
 
     def __init__(self, options: PpoConfig, engines: Engines, engine: RliteTrainEngine) -> None:
         model = options.critic.as_model(options.actor)
@@ -48,15 +46,14 @@ class Critic:
 
     @stats_tracker.record_timing("values")
     def with_values(self, batch: TensorDict) -> TensorDict:
-        """Add `values` [N, L], at each token that of the state in which it was chosen."""
-        self._engines.bring(self._engine)
-        batch["values"] = self._engine.forward(batch, own_values, self._longest)
-        return batch
+        """Return a batch with `values` [N, L], for each token the value of the state before it."""
+        self._engines.move_to_device(self._engine)
+        return with_keys(batch, values=self._engine.forward(batch, own_values, self._longest))
 
     @stats_tracker.record_timing("update_critic")
     def update(self, batch: TensorDict) -> None:
-        """The optimizer steps of one rollout batch."""
-        self._engines.bring(self._engine)
+        """Make the optimizer steps of one rollout batch."""
+        self._engines.move_to_device(self._engine)
         self._engine.train()
         for rows in torch.arange(len(batch)).tensor_split(min(self._num_updates, len(batch))):
             stats = self._engine.train_batch(batch[rows], self._loss, self._loss.weight)
@@ -65,6 +62,6 @@ class Critic:
                 stats_tracker.scalar(**stats)
 
 
-def find_critic(options: PpoConfig, engines: Engines) -> AnyCritic:
-    """The one that the engines have, or none."""
+def make_critic(options: PpoConfig, engines: Engines) -> NoCritic | Critic:
+    """Return the critic of the engines, if they have one."""
     return NoCritic() if engines.critic is None else Critic(options, engines, engines.critic)

@@ -1,5 +1,4 @@
-"""The engines of a reinforcement-learning trainer: on the same devices, taking turns where memory asks for it, or
-apart, where rollouts run ahead of training."""
+"""The engines of a reinforcement-learning trainer, and the devices that they share or divide."""
 
 from __future__ import annotations
 
@@ -22,11 +21,12 @@ from rlite.trainer.rl.config import PpoConfig, RolloutOptions
 
 
 class Engines:
-    """Actor, rollout engine, and where the algorithm has them a critic and a reference.
+    """The actor, the rollout engine and, if the algorithm needs them, a critic and a reference.
 
-    All are on all devices, unless rollouts run ahead: then the rollout engine has devices of its own, and the others
-    share the rest. Those that take turns are on the device one at a time: `bring` one, and the one before leaves. The
-    rollout engine leaves without its weights, which the next `sync` writes; the others to host memory.
+    All engines are on all devices, unless rollouts run ahead: then the rollout engine has devices of its own, and the
+    others share the rest. Engines that take turns are on the device one at a time: `move_to_device` moves one there and
+    the previous one away. The rollout engine drops its weights, which the next `sync` writes again; the other engines
+    move to host memory.
 
     Args:
         options: the run's config.
@@ -56,17 +56,15 @@ class Engines:
             self.reference = RliteTrainEngine(policy_module(options.ref_actor.as_model(actor).model_name))
 
     def build(self) -> None:
-        """Place them. Raises: ConfigError if the sizes do not divide the devices, or there are too few."""
+        """Place the engines; ConfigError if their sizes do not divide the devices, or there are too few."""
         session, options = rlite.current_session(), self._options
         rollout, actor = options.rollout, options.actor
         num_training, num_generating = divide_devices(len(session.devices), rollout)
-        train_engines: list[tuple[RliteTrainEngine, ModelOptions, bool | None]] = [
-            (self.actor, actor, actor.offload_model)
-        ]
+        models: list[tuple[RliteTrainEngine, ModelOptions, bool | None]] = [(self.actor, actor, actor.offload_model)]
         for engine, others in ((self.critic, options.critic), (self.reference, options.ref_actor)):
             if engine is not None:
-                train_engines.append((engine, others.as_model(actor), others.offload_model))
-        build_options = [model.build_options(num_training, options.trainer.seed) for _, model, _ in train_engines]
+                models.append((engine, others.as_model(actor), others.offload_model))
+        build_options = [model.build_options(num_training, options.trainer.seed) for _, model, _ in models]
         own_options: dict[str, Any] = {"deterministic": True} if rollout.deterministic else {}
         self.rollout.build(
             tensor_parallel_size=rollout.tp_size,
@@ -83,29 +81,25 @@ class Engines:
         self._is_apart = rollout.max_head_offpolicyness > 0
         self._takes_turns = {self.rollout: default and not self._is_apart}
         self._resident = self.rollout if self._takes_turns[self.rollout] else None
-        for (engine, _, offload), keywords in zip(train_engines, build_options, strict=True):
-            own = untrained(keywords, session.device) if engine is self.reference else keywords
-            shared = None if self._is_apart and engine is self.actor else self._sharing()
-            engine.build(**own, colocate_with=shared)
+        owner = self.actor if self._is_apart else self.rollout
+        for (engine, _, offload), own in zip(models, build_options, strict=True):
+            own = frozen_build_options(own, session.device) if engine is self.reference else own
+            engine.build(**own, colocate_with=None if engine is owner else owner)
             self._takes_turns[engine] = default if offload is None else offload
 
-    def _sharing(self) -> Engine:
-        """Whose devices a model beside the actor is on."""
-        return self.actor if self._is_apart else self.rollout
-
     @property
-    def beside(self) -> dict[str, RliteTrainEngine]:
-        """What is trained beside the actor, by name."""
+    def other_trained(self) -> dict[str, RliteTrainEngine]:
+        """The engines that are trained besides the actor, by name."""
         return {} if self.critic is None else {"critic": self.critic}
 
-    def take_turns(self) -> None:
-        """From here on; before, all of them are on the device."""
+    def begin_turns(self) -> None:
+        """Move the engines that take turns to the host; before this call, all of them are on the device."""
         for engine, takes_turns in self._takes_turns.items():
             if takes_turns and engine is not self.rollout:
                 engine.cpu()
 
-    def bring(self, engine: Engine) -> None:
-        """Give the devices to this one; the one that had them leaves."""
+    def move_to_device(self, engine: Engine) -> None:
+        """Move an engine to the device, and the engine that is there away, if they take turns."""
         if not self._takes_turns[engine] or self._resident is engine:
             return
         self._leave()
@@ -121,8 +115,8 @@ class Engines:
 
     @contextmanager
     def trained_on_device(self) -> Iterator[None]:
-        """Around a checkpoint: all that is trained on the device, what is served on the host meanwhile."""
-        trained = [engine for engine in (self.actor, *self.beside.values()) if self._takes_turns[engine]]
+        """Keep all trained engines on the device, for a checkpoint, and the rollout engine on the host."""
+        trained = [engine for engine in (self.actor, *self.other_trained.values()) if self._takes_turns[engine]]
         if self._resident is self.rollout:
             self.rollout.cpu()
         for engine in trained:
@@ -135,8 +129,8 @@ class Engines:
             self.rollout.cuda()
 
     def sync(self) -> SyncReport:
-        """Write the actor's weights into the rollout engine, and give it the devices."""
-        self.bring(self.actor)
+        """Return the report of writing the actor's weights into the rollout engine, which is then on the device."""
+        self.move_to_device(self.actor)
         if not self._takes_turns[self.rollout]:
             report = self.actor.p2p_weight_sync(self.rollout)
             if not self._is_apart:
@@ -150,18 +144,19 @@ class Engines:
         return report
 
 
-def untrained(build_options: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Those of a model that stays as it is, on such devices: held in the dtype that it computes in.
+def frozen_build_options(build_options: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Return the build options of a frozen model: parameters are stored in the dtype that it computes in.
 
-    Master weights in float32 are for the small steps of an optimizer; without any they are bits that nothing reads.
+    Float32 master weights serve the small steps of an optimizer; without one, nothing reads their low bits.
     """
     return {**build_options, "param_dtype": "bfloat16" if device == "cuda" else "float32"}
 
 
 def divide_devices(world: int, rollout: RolloutOptions) -> tuple[int, int]:
-    """Devices that train, and devices that generate: all of them both, or apart where rollouts run ahead.
+    """Return the number of devices that train, and of devices that generate: all do both, unless rollouts run ahead.
 
-    Raises: ConfigError if they cannot be divided so.
+    Raises:
+        ConfigError: The devices cannot be divided so.
     """
     generating = world
     if rollout.max_head_offpolicyness:
@@ -178,7 +173,7 @@ def divide_devices(world: int, rollout: RolloutOptions) -> tuple[int, int]:
 
 
 def init_devices(launcher: Literal["inprocess", "torchrun", "ray"] | None, num_devices: int | None) -> None:
-    """`rlite.init` as trainers do it: one device under plain python on CPU, else as rlite.init chooses."""
+    """Call `rlite.init` with the trainers' default: one device under plain python on CPU, else as `init` chooses."""
     is_plain = launcher is None and "TORCHELASTIC_RUN_ID" not in os.environ
     if is_plain and num_devices is None and not torch.cuda.is_available():
         num_devices = 1

@@ -1,4 +1,4 @@
-"""What an evaluation says: every episode counts, also those that failed."""
+"""Metrics of an evaluation. Every episode counts, also a failed one."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from rlite.rollout.collector.lost import in_a_line, kind_of
 from rlite.rollout.trajectories import first_rows
 
 NUM_NAMED = 3
-"""reasons that the console names"""
+"""reasons that the console lists"""
 
 
 def evaluation_metrics(found: Collected) -> dict[str, float]:
-    """Return `accuracy`, the mean score of all episodes; if the workflow gives none, the mean reward.
+    """Return `accuracy`, the mean score of all episodes, or their mean reward if the workflow gives no scores.
 
-    A failed episode is wrong: it counts 0, or the lowest score of the evaluation if that is below. `accuracy_finished`
-    is the mean without failed episodes, and missing if all of them failed. `num_errors` counts them, and
-    `errors/REASON` each reason.
+    A failed episode counts 0, or the lowest score of the evaluation if that is below 0. `accuracy_finished` is the mean
+    without failed episodes, and missing if all have failed. `num_errors` and `errors/REASON` count failed episodes.
     """
     num_errors = found.lost.total()
     kinds: Counter[str] = Counter()
@@ -36,7 +35,7 @@ def evaluation_metrics(found: Collected) -> dict[str, float]:
 
 
 class ErrorLimit:
-    """Tells evaluations that count from those in which too many episodes failed, and says so once.
+    """Finds evaluations that are invalid because too many episodes failed, and reports the first of them.
 
     Args:
         max_share: share of failed episodes above which an evaluation is invalid.
@@ -46,16 +45,23 @@ class ErrorLimit:
     def __init__(self, max_share: float, num_episodes: int) -> None:
         self._max_share = max_share
         self._num_episodes = num_episodes
-        self._has_told = False
+        self._has_reported = False
 
     def is_kept(
         self, evaluation: Mapping[str, float], reasons: Counter[str], step: int, console: ConsoleReporter
     ) -> bool:
-        """Whether the evaluation is valid. The first one that is not is reported with its reasons."""
+        """Return whether an evaluation is valid, and report the first invalid one.
+
+        Args:
+            evaluation: its metrics.
+            reasons: failed episodes by reason.
+            step: finished steps.
+            console: gets the report.
+        """
         num_errors = evaluation.get("num_errors", 0)
         is_valid = num_errors <= self._max_share * self._num_episodes
-        if not is_valid and not self._has_told:
-            self._has_told = True
+        if not is_valid and not self._has_reported:
+            self._has_reported = True
             console.report(
                 f"ALARM at step {step}: the evaluation is invalid, {num_errors:g} of {self._num_episodes} episodes "
                 f"failed (test_data.max_error_share={self._max_share:g}); such evaluations choose no best checkpoint",

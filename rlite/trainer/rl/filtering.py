@@ -1,4 +1,4 @@
-"""Dynamic filtering (DAPO, arXiv:2503.14476): groups from which nothing can be learnt are replaced."""
+"""Dynamic filtering (DAPO, arXiv:2503.14476): groups whose rewards are all equal teach nothing and are replaced."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from rlite.rollout.trajectories import first_rows, join_batches, layout
 def replace_uniform_groups(
     batch: TensorDict, num_groups: int, generate: Callable[[int], TensorDict | None], max_rounds: int
 ) -> TensorDict:
-    """A batch of `num_groups` groups with different rewards in each, as far as they are found.
+    """Return a batch in which the rewards of each group differ, as far as such groups are found.
 
-    Groups whose trajectories all have the same reward, and those that were lost, are replaced by what `generate(count)`
-    returns, at most `max_rounds` times; it returns None if it has lost all of them. What is missing then is made up
-    from the uniform groups, so that the batch keeps its size.
+    Uniform groups, whose trajectories all have the same reward, are replaced, and so are lost groups. If some are still
+    missing at the end, uniform groups fill the batch up.
+
+    Args:
+        batch: generated first.
+        num_groups: groups that the result should have.
+        generate: returns so many new groups, or None if all of them were lost.
+        max_rounds: calls of `generate` at most.
     """
     kept, uniform, num_missing, num_dropped, rounds = [], [], num_groups, 0, 0
     found: TensorDict | None = batch
@@ -48,7 +53,7 @@ def replace_uniform_groups(
 
 
 def varied_groups(batch: TensorDict) -> Tensor:
-    """The ids of the groups whose trajectories do not all have the same reward."""
+    """Return the ids of the groups whose trajectories have different rewards."""
     first = first_rows(batch)
     rewards, groups = batch["rewards"][first], batch["group_ids"][first]
     found = [int(group) for group in groups.unique() if len(rewards[groups == group].unique()) > 1]
@@ -56,5 +61,5 @@ def varied_groups(batch: TensorDict) -> Tensor:
 
 
 def is_varied(group: TensorDict) -> bool:
-    """Whether the trajectories of one group have different rewards."""
+    """Return whether the trajectories of one group have different rewards."""
     return len(group["rewards"][first_rows(group)].unique()) > 1

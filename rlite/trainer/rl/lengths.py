@@ -1,4 +1,4 @@
-"""How long sequences may get in reinforcement learning, and how long they can get in a given run."""
+"""Context lengths: how long sequences may get, and how long they can get in a given run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Context:
     length: int
     """tokens of prompt and responses together, at most"""
     longest_prompt: int
-    """tokens, as far as prompts are known before"""
+    """tokens; 0 if the workflow does not know the prompts beforehand"""
 
     def describe(self, max_new_tokens: int) -> str:
-        """Say what fits, in words and numbers."""
+        """Return what fits, in words and numbers."""
         room = self.length - self.longest_prompt
         prompts = (
             f"prompts of at most {self.longest_prompt}" if self.longest_prompt else "prompts that are not known yet"
@@ -46,9 +46,9 @@ def make_context(options: PpoConfig, limit: int, prompts: Iterable[tuple[Rollout
     """Return the context to serve: what prompts and new tokens need, at most the limit.
 
     Args:
-        options: the run's config; `rollout.max_model_len` is taken as it is.
+        options: the run's config; its `rollout.max_model_len`, if set, is the answer.
         limit: what `context_limit` returns.
-        prompts: each workflow with the length of its longest prompt in tokens, 0 if prompts are not known before.
+        prompts: each workflow with the length of its longest prompt in tokens, 0 if that is unknown.
     """
     pairs = list(prompts)
     needs = [workflow.longest_sequence(longest) if longest else None for workflow, longest in pairs]

@@ -1,34 +1,33 @@
-"""Tokens that a policy loss treats apart, chosen over the whole batch of an update. Most losses choose none."""
+"""Tokens that a policy loss treats differently, chosen over the whole batch of an update. Most losses choose none."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 from tensordict import TensorDict
 
 from rlite.algorithms import is_selective
+from rlite.batch import with_keys
 from rlite.engine.train import RliteTrainEngine
 from rlite.trainer.losses import OwnLogprobs, PolicyLoss
 from rlite.trainer.rl.config import PpoConfig
 
 
-class AnySelection(Protocol):
-    """What the trainer's loop asks before an update."""
-
-    def with_selected(self, batch: TensorDict) -> TensorDict: ...
-
-
 class NoSelection:
-    """The loss treats all tokens alike."""
+    """No selection: the loss treats all tokens alike."""
 
     def with_selected(self, batch: TensorDict) -> TensorDict:
+        """Return the batch as it is."""
         return batch
 
 
 class Selection:
-    """Choices by statistics of the batch, whatever microbatches and ranks it is split into.
+    """Chooses tokens by statistics of the whole batch, so that microbatches and ranks do not matter.
 
-    They take another forward pass of the policy as it is before each update.
+    It costs one more forward pass of the policy before each update.
+
+    Args:
+        engine: holds the policy.
+        loss: chooses.
+        longest: tokens per microbatch of the forward pass; None is the engine's default.
     """
 
     def __init__(self, engine: RliteTrainEngine, loss: PolicyLoss, longest: int | None = None) -> None:
@@ -36,14 +35,19 @@ class Selection:
         self._hook = OwnLogprobs(temperature=loss.temperature)
 
     def with_selected(self, batch: TensorDict) -> TensorDict:
-        """Add `selected` [N, L] for the batch of one update."""
+        """Return the batch of one update with `selected` [N, L]."""
         logprobs = self._engine.forward(batch, self._hook, self._longest)
         counted = batch["loss_mask"].bool().clone()
         counted[:, 0] = False  # nothing predicts the first token of a row
-        batch["selected"] = self._loss.select({**batch, "loss_mask": counted}, logprobs)
-        return batch
+        return with_keys(batch, selected=self._loss.select({**batch, "loss_mask": counted}, logprobs))
 
 
-def make_selection(options: PpoConfig, engine: RliteTrainEngine, loss: PolicyLoss) -> AnySelection:
-    """Return what the loss needs."""
+def make_selection(options: PpoConfig, engine: RliteTrainEngine, loss: PolicyLoss) -> NoSelection | Selection:
+    """Return the selection that the loss needs.
+
+    Args:
+        options: the run's config.
+        engine: holds the policy.
+        loss: chooses tokens, or treats all alike.
+    """
     return Selection(engine, loss, options.inference_length()) if is_selective(loss.policy_loss) else NoSelection()

@@ -1,4 +1,4 @@
-"""What every trainer does around its loop: the run's folder, metrics, checkpoints, resume."""
+"""A trainer's run around its loop: the folder, metrics, checkpoints, resume."""
 
 from __future__ import annotations
 
@@ -25,12 +25,23 @@ from rlite.trainer.run.checkpoints import NO_ENGINES, Checkpoints
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
 from rlite.trainer.run.folder import begins_anew, checkpoint_to_load, clear
 from rlite.trainer.run.interruption import INTERRUPTION
+from rlite.trainer.run.mfu import usage_metrics
 
 logger = logging.getLogger(__name__)
 
 
 class TrainingRun:
-    """A run's folder and what is written there. `step` counts finished steps; resuming continues from it."""
+    """The folder of a run: checkpoints, metrics, and the step that a resumed run continues from.
+
+    `step` counts finished steps.
+
+    Args:
+        options: the run's options.
+        resolved: the trainer's whole config, which is saved.
+        shown: metrics for the console.
+        total_steps: steps of the whole run.
+        has_absolute_loss: whether the loss's size says that training diverges.
+    """
 
     def __init__(
         self,
@@ -56,14 +67,17 @@ class TrainingRun:
         )
         self._checkpoints = Checkpoints(self.folder / "state", options.keep, wanted, is_asynchronous=options.save_async)
 
-    def restore(self, engine: RliteTrainEngine, beside: Mapping[str, RliteTrainEngine] = NO_ENGINES) -> dict[str, Any]:
-        """Load the checkpoint to resume from into the engine, and into those `beside` it, by name.
+    def restore(self, engine: RliteTrainEngine, others: Mapping[str, RliteTrainEngine] = NO_ENGINES) -> dict[str, Any]:
+        """Load the checkpoint to resume from into the engine, and into other engines by name.
 
-        Returns: its facts ({} for a new run). Raises: CheckpointError, if it is of another trainer too, or its weights
-            are not finite.
+        Returns:
+            The facts that were saved; {} for a new run.
+
+        Raises:
+            CheckpointError: It cannot be loaded, another trainer saved it, or its weights are not finite.
         """
-        self._engines = {"model": engine, **beside}
-        facts = self._checkpoints.restore(engine, beside)
+        self._engines = {"model": engine, **others}
+        facts = self._checkpoints.restore(engine, others)
         if facts and (damage := self._nonfinite_weights()):
             raise CheckpointError(f"{self._checkpoints.found}: {damage}; resume from an earlier one")
         if facts and facts.get("config", self._kind) != self._kind:
@@ -76,11 +90,12 @@ class TrainingRun:
         return facts
 
     def open(self) -> None:
-        """Write the resolved config and open the metric sinks, without what a resumed run will write again.
+        """Write the resolved config, and open the metric sinks without the lines that a resumed run writes again.
 
         From here to `close`, Ctrl-C and SIGTERM wait for the end of the step.
 
-        Raises: ConfigError if the folder cannot be written to, or another process has a run there.
+        Raises:
+            ConfigError: The folder cannot be written to, or another process has a run there.
         """
         stats_tracker.export()  # a run that was stopped in a step may have left what belongs to no step of this one
         try:
@@ -110,7 +125,7 @@ class TrainingRun:
         INTERRUPTION.begin(f"{self._way_on()} goes on from the newest checkpoint, or anew if there is none.")
 
     def _way_on(self) -> str:
-        """Name the command that goes on with this run."""
+        """Return the name of the command that resumes this run."""
         is_lost = self._options.overwrite and begins_anew(self.folder, self._options.load_ckpt_from)
         return "The same command without trainer.overwrite=true" if is_lost else "The same command"
 
@@ -124,7 +139,11 @@ class TrainingRun:
             self.console.report(f"finished already: step {self.step} of {self.total_steps}", {"to go on": ways})
 
     def _lock(self) -> None:
-        """Keep other processes' runs out of the folder until this one ends, or its process."""
+        """Keep runs of other processes out of the folder, until this run or its process ends.
+
+        Raises:
+            ConfigError: Another run is under way there.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._locked = (self.folder / ".lock").open("a")
         try:
@@ -137,7 +156,7 @@ class TrainingRun:
             # a file system without locks
 
     def _follow_trace(self) -> None:
-        """Trace the next step if that is wanted, and write what was traced of the last one."""
+        """Trace the next step if the options say so, and write the trace of the last step."""
         if not self._options.trace:
             return
         first, last = self._options.trace_steps or (1, sys.maxsize)
@@ -148,7 +167,7 @@ class TrainingRun:
         trace.flush()
 
     def _drop_later_rollouts(self) -> None:
-        """Forget the samples of steps that a resumed run makes again, and of an earlier run in this folder."""
+        """Delete the samples of steps that a resumed run repeats, and those of an earlier run in this folder."""
         path = self.folder / "rollouts.jsonl"
         if path.exists():
             drop_later_lines(path, self.step)
@@ -156,7 +175,9 @@ class TrainingRun:
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of the step that has just ended.
 
-        Raises: CheckpointError if the last checkpoint, which is written meanwhile, could not be; DivergedError.
+        Raises:
+            CheckpointError: The last checkpoint, which is written in the background, could not be written.
+            DivergedError: Too many steps were bad.
         """
         self._sinks.log(self.step, metrics)
         self.console.log(self.step, metrics)
@@ -168,7 +189,7 @@ class TrainingRun:
             self._alarm(metrics)
 
     def _alarm(self, metrics: Mapping[str, float]) -> None:
-        """Report the first bad step of several. Raises: DivergedError if there were too many."""
+        """Report the first bad step of several; end the run with DivergedError if there were too many."""
         damage = self._nonfinite_weights()
         cause = damage or self._watch.cause
         if damage or self._watch.has_diverged:
@@ -201,7 +222,7 @@ class TrainingRun:
             raise self._diverged(cause) from error
 
     def _diverged(self, cause: str) -> DivergedError:
-        """What ends the run. Checkpoints after which no step was good are set aside: `latest` passes them over."""
+        """Return the error that ends the run. `latest` ignores checkpoints after which no step was good from now on."""
         aside, good = self._checkpoints.set_aside()
         bad = "an earlier one, if the metrics were bad before"
         way = f"Resume with trainer.load_ckpt_from={good} (or {bad}), and" if good else "Start anew"
@@ -212,7 +233,7 @@ class TrainingRun:
         )
 
     def _nonfinite_weights(self) -> str:
-        """Name the weights that are not finite; "" if all are."""
+        """Return the names of weights that are not finite, as text; "" if all are finite."""
         found = {key: engine.nonfinite_parameters() for key, engine in self._engines.items()}
         return "; ".join(
             f"weights hold NaN or infinity: {key} {', '.join(names[:3])}{', ...' if names[3:] else ''}"
@@ -221,33 +242,39 @@ class TrainingRun:
         )
 
     def is_due(self, every: int) -> bool:
-        """Whether something that happens every so many steps, and at the end, happens now."""
+        """Return whether something is due that happens every so many steps, and at the end."""
         return self.step % every == 0 or self.step == self.total_steps
 
     def is_save_due(self) -> bool:
-        """Whether `save` is to be called: as often as the options say, at the end, and when the run is interrupted."""
+        """Return whether `save` is due: by the options, at the end, or because the run is interrupted."""
         return self.is_due(self._options.save_freq) or INTERRUPTION.is_asked
 
     def save(
         self,
         engine: RliteTrainEngine,
-        beside: Mapping[str, RliteTrainEngine] = NO_ENGINES,
+        others: Mapping[str, RliteTrainEngine] = NO_ENGINES,
         kept: Mapping[str, Any] | None = None,
         **facts: Any,
     ) -> None:
-        """Write latest/ for others (of those `beside` the engine NAME_latest/), and state/step-N to resume from.
+        """Write latest/ for other programs, and state/step-N to resume from. An interrupted run ends here.
 
-        `restore` returns the facts, which JSON can hold, and what is `kept` besides: plain values and tensors. After a
-        skipped update nothing is written, but for the state at the very end, which displaces no other.
+        After a skipped update nothing is written, except for the state at the very end, which replaces no other.
 
-        Raises: CheckpointError; DivergedError, before anything is written, if the weights are not finite; the
-            KeyboardInterrupt that waited for this.
+        Args:
+            engine: goes into latest/.
+            others: go into NAME_latest/, by name.
+            kept: plain values and tensors that `restore` returns.
+            facts: values that `restore` returns, too; JSON must be able to hold them.
+
+        Raises:
+            DivergedError: the weights are not finite; nothing is written.
+            KeyboardInterrupt: the run was interrupted, and its checkpoint is written.
         """
         is_suspect = self._watch.num_bad > 0
         if not is_suspect and (damage := self._nonfinite_weights()):
             raise self._diverged(damage)
         if not is_suspect or self.step == self.total_steps:
-            self._save(engine, beside, kept, facts, is_exported=not is_suspect)
+            self._save(engine, others, kept, facts, is_exported=not is_suspect)
         if INTERRUPTION.is_asked:
             self.close()
             if not is_suspect:
@@ -257,7 +284,7 @@ class TrainingRun:
     def _save(
         self,
         engine: RliteTrainEngine,
-        beside: Mapping[str, RliteTrainEngine],
+        others: Mapping[str, RliteTrainEngine],
         kept: Mapping[str, Any] | None,
         facts: Mapping[str, Any],
         is_exported: bool,
@@ -265,14 +292,14 @@ class TrainingRun:
         # in this order: a run that is killed in between makes these steps again, and then both
         with trace.span("checkpoint", step=self.step):
             if is_exported:
-                for name, other in beside.items():
+                for name, other in others.items():
                     other.save(self.folder / f"{name}_latest")
                 engine.save(self.folder / "latest")
             facts = {"config": self._kind, "best": self._best, **facts}
-            self._checkpoints.save(self.step, engine, beside, facts, kept)
+            self._checkpoints.save(self.step, engine, others, facts, kept)
 
     def save_best(self, engine: RliteTrainEngine, metrics: Mapping[str, float]) -> None:
-        """Write best/ if this evaluation is the best so far; one without best_metric costs a warning, not the run."""
+        """Write best/ if this evaluation is the best so far. A missing best_metric costs a warning, not the run."""
         name = self._options.best_metric
         if name is None:
             return
@@ -296,9 +323,11 @@ class TrainingRun:
             engine.save(self.folder / "best")
 
     def close(self) -> None:
-        """Wait for the last checkpoint; close the sinks and the progress bar.
+        """Wait for the last checkpoint, then close the sinks and the progress bar.
 
-        Raises: CheckpointError; DivergedError if the last steps were bad.
+        Raises:
+            CheckpointError: The last checkpoint could not be written.
+            DivergedError: The last steps were bad.
         """
         try:
             self._checkpoints.finish()
@@ -315,7 +344,16 @@ class TrainingRun:
 
 
 def check_best_metric(options: RunOptions, has_test_data: bool, evaluated: Sequence[str]) -> None:
-    """Raise ConfigError if there are no evaluations to choose the best of, or their metrics are others."""
+    """Check that the best checkpoint can be chosen by `best_metric`.
+
+    Args:
+        options: the run's options.
+        has_test_data: whether the run evaluates.
+        evaluated: metrics of an evaluation.
+
+    Raises:
+        ConfigError: There are no evaluations, or they have no such metric.
+    """
     name = options.best_metric
     if name is None:
         return
@@ -325,7 +363,19 @@ def check_best_metric(options: RunOptions, has_test_data: bool, evaluated: Seque
         raise ConfigError(f"trainer.best_metric={name}: expected a metric of the evaluation, {', '.join(evaluated)}")
 
 
-def step_metrics() -> dict[str, float]:
-    """What `stats_tracker` has gathered in this step; timings as "seconds_PHASE", of the step itself as "seconds"."""
+def step_metrics(engine: RliteTrainEngine, lengths: Sequence[int], is_trained: bool = True) -> dict[str, float]:
+    """Return what `stats_tracker` has gathered in this step, tokens per second, peak memory and MFU.
+
+    Timings are called "seconds_PHASE", and "seconds" for the whole step.
+
+    Args:
+        engine: is trained.
+        lengths: tokens of each sequence of the step.
+        is_trained: whether the step has updated the weights.
+    """
     renamed = {key.replace("timeperf/", "seconds_"): value for key, value in stats_tracker.export().items()}
-    return {"seconds" if key == "seconds_step" else key: value for key, value in renamed.items()}
+    metrics = {"seconds" if key == "seconds_step" else key: value for key, value in renamed.items()}
+    if "seconds" in metrics:
+        metrics["tokens_per_second"] = sum(lengths) / metrics["seconds"]
+    trained = lengths if is_trained else []
+    return metrics | usage_metrics(engine, trained, metrics.get("seconds_update", 0.0))

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from rlite.algorithms import TokenLogprobs
 from rlite.trainer.losses import PolicyLoss
-from rlite.trainer.rl.advantages import Credit
+from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.config import AdvantageOptions, KlOptions
 
 GAMMA, LAMBDA, COEF, WIDTH = 0.9, 0.8, 0.3, 8
@@ -258,7 +258,7 @@ def test_advantages_and_loss_are_those_of_the_formulas(estimator, adv, is_single
         kind, kl_estimator = kl
         options = AdvantageOptions(estimator=estimator, gamma=GAMMA, lamda=LAMBDA, **adv)
         price = KlOptions(type=kind, coef=COEF, reward_estimator=kl_estimator)
-        data = Credit(options, price, is_single)(batch.clone())
+        data = compute_advantages(batch, options, price, is_single)
         found = data["advantages"].double()
         expected = expected_advantages(estimator, adv.get("options", adv), kl, is_single, trajectories)
         assert (found[data["loss_mask"] == 0] == 0).all()

@@ -4,7 +4,7 @@ from tensordict import TensorDict
 
 from rlite.algorithms import gae, group_advantages
 from rlite.errors import ConfigError
-from rlite.trainer.rl.advantages import Credit, token_rewards
+from rlite.trainer.rl.advantages import compute_advantages, token_rewards
 from rlite.trainer.rl.config import AdvantageOptions, KlOptions
 
 
@@ -30,7 +30,7 @@ def batch(**more):
 
 
 def credit(data, kl=None, is_single=False, **adv):
-    return Credit(AdvantageOptions(**adv), kl or KlOptions(), is_single)(data)
+    return compute_advantages(data, AdvantageOptions(**adv), kl or KlOptions(), is_single)
 
 
 def test_a_trajectory_of_two_sequences_is_one_member_of_its_group():
@@ -144,3 +144,11 @@ def test_estimators_by_name_count_the_tokens_of_the_whole_trajectory():
 def test_a_reward_for_the_whole_response_lies_on_its_last_action():
     data = batch().exclude("token_rewards", "sequence_index")
     assert token_rewards(data).nonzero().tolist() == [[0, 2], [1, 1], [2, 3], [3, 2], [4, 3]]
+
+
+@pytest.mark.parametrize("estimator", ["reinforce", "gae"])
+def test_advantages_join_a_new_batch_that_shares_the_tensors(estimator):
+    before = batch(values=torch.zeros(5, 4))
+    after = credit(before, KlOptions(type="reward"), estimator=estimator)
+    assert set(after.keys()) - set(before.keys()) == {"advantages", *(["returns"] if estimator == "gae" else [])}
+    assert all(after[key] is before[key] for key in before.keys())  # noqa: SIM118

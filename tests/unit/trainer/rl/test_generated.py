@@ -15,7 +15,7 @@ from rlite.observability import stats_tracker
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.trainer.rl.generated import Generated, mean_reward
-from rlite.trainer.rl.rollouts import find_rollouts
+from rlite.trainer.rl.rollouts import make_rollouts
 
 
 def batch(rewards: list[float], groups: list[int], lengths: list[int], **columns: list[float]) -> TensorDict:
@@ -83,7 +83,7 @@ def rollouts(request: pytest.FixtureRequest) -> Iterator[Any]:
     served = SimpleNamespace(collector=collector, prepare_batch=collector.prepare_batch)
     engines: Any = SimpleNamespace(rollout=served)
     stats_tracker.export()
-    yield SimpleNamespace(engine=engine, rollouts=find_rollouts(options, engines, Ask(), prompts))
+    yield SimpleNamespace(engine=engine, rollouts=make_rollouts(options, engines, Ask(), prompts))
     collector.close()
 
 

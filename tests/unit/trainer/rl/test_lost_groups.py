@@ -24,7 +24,7 @@ from rlite.rollout import (
     trajectory,
 )
 from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.rollouts import find_rollouts
+from rlite.trainer.rl.rollouts import make_rollouts
 from rlite.trainer.run.alarms import Alarms
 
 NUM_ROWS = 200
@@ -63,7 +63,7 @@ def make() -> Iterator[Callable[..., Any]]:
         served = SimpleNamespace(collector=collector, prepare_batch=collector.prepare_batch)
         stream = PromptStream([{"number": number} for number in range(NUM_ROWS)], prompts, seed=0)
         engines: Any = SimpleNamespace(rollout=served)
-        rollouts = find_rollouts(config, engines, workflow, stream)
+        rollouts = make_rollouts(config, engines, workflow, stream)
         return SimpleNamespace(engine=engine, rollouts=rollouts, collector=collector)
 
     stats_tracker.export()

@@ -15,7 +15,7 @@ from rlite.errors import DataError
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.trainer.rl.generated import Generated
-from rlite.trainer.rl.rollouts import RolloutsAhead, SynchronousRollouts, VariedGroups, check_openings, find_rollouts
+from rlite.trainer.rl.rollouts import RolloutsAhead, SynchronousRollouts, VariedGroups, check_openings, make_rollouts
 
 ROWS = [{"input_ids": [number], "number": number} for number in range(1, 25)]
 
@@ -44,7 +44,7 @@ def rollouts() -> Iterator[Any]:
     """Makes what the trainer gets its batches from, around a scripted engine; `version` is where it is."""
     collectors = []
 
-    def make(ahead: int, version: int = 0, position: int = 0) -> Any:
+    def make(ahead: int, version: int = 0, position: int = 0, workflow: RolloutWorkflow | None = None) -> Any:
         engine = ScriptedEngine([[7]], version=version)
         collectors.append(
             RolloutCollector(engine, CollectorOptions(consumer_batch_size=4, max_head_offpolicyness=ahead))
@@ -58,7 +58,7 @@ def rollouts() -> Iterator[Any]:
         prompts.position = position
         rollout = collectors[-1]
         rollout.collector = rollout  # type: ignore[attr-defined]  # an engine has one
-        made = find_rollouts(options, SimpleNamespace(rollout=rollout), Ask(), prompts)  # type: ignore[arg-type]
+        made = make_rollouts(options, SimpleNamespace(rollout=rollout), workflow or Ask(), prompts)  # type: ignore[arg-type]
         assert type(made) is (RolloutsAhead if ahead else SynchronousRollouts)
         return SimpleNamespace(engine=engine, prompts=prompts, rollouts=made, collector=rollout)
 
@@ -102,7 +102,7 @@ def test_refills_that_ask_a_prompt_again_draw_other_samples_and_always_the_same(
             rollout=RolloutOptions(max_refills=3),
         )
         engines: Any = SimpleNamespace(rollout=SimpleNamespace(collector=collector))
-        find_rollouts(options, engines, Ask(), PromptStream(ROWS[:2], 2, seed=0)).next_batch()
+        make_rollouts(options, engines, Ask(), PromptStream(ROWS[:2], 2, seed=0)).next_batch()
         collector.close()
         return drawn
 
@@ -121,3 +121,25 @@ def test_groups_that_teach_nothing_are_refused_until_that_has_cost_enough() -> N
     assert not accept(group)
     group["rewards"][0] = 0
     assert accept(group)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_workflow_that_gives_no_rewards_is_told_so(rollouts: Any, ahead: int) -> None:
+    class Unrewarded(Ask):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+            return (await super().arun_episode(engine, data)).exclude("rewards")
+
+    made = rollouts(ahead, workflow=Unrewarded())
+    with pytest.raises(DataError, match="no 'rewards', which the workflow must return"):
+        made.rollouts.next_batch()
+
+
+def test_prompts_that_were_under_way_are_dealt_first_and_once() -> None:
+    prompts = PromptStream(ROWS, 4, seed=0)
+    prompts.returned = [{"number": number} for number in range(6)]
+    batches = iter(prompts)
+    assert [row["number"] for row in next(batches)] == list(range(6))
+    assert len(next(batches)) == 4
+    prompts.returned = [{"number": 99}]
+    assert prompts.next(2)[0] == {"number": 99}
+    assert prompts.position == 4 + 1

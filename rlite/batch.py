@@ -1,0 +1,100 @@
+"""The table of batch keys: what each key of a batch holds, who writes it, and who reads it.
+
+A batch is a TensorDict whose first dimension is N rows, one per sequence. Keys per token are [N, L], right-padded to
+the longest row. Losses read packs: `rlite.data.packs.pack` lays n rows end to end, so that [N, L] becomes [T], all
+tokens of the pack, and [N] becomes [n]. Workflows and programs may add keys of their own, which are padded, split over
+ranks and packed like the keys of this table.
+
+A batch passes through the phases of a trainer, each of which returns a new batch with more keys (`with_keys`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rlite.errors import DataError
+
+BatchT = TypeVar("BatchT", bound=Any)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One row of the table."""
+
+    name: str
+    shape: str
+    """[N, L] per token, [N] per row, [T] per packed token"""
+    dtype: str
+    writer: str
+    readers: str
+    meaning: str
+    padding: int = 0
+    """value of the positions beyond a row's end"""
+
+
+_TABLE = (
+    Key("input_ids", "[N, L]", "int64", "workflow, data", "models", "Tokens of the prompt and of all that follows."),
+    Key("attention_mask", "[N, L]", "bool", "workflow, data", "packing", "Ones on tokens, zeros on padding."),
+    Key("loss_mask", "[N, L]", "bool", "workflow, data", "losses, advantages", "Tokens to train on: the model's own."),
+    Key("logprobs", "[N, L]", "float32", "workflow", "policy losses", "Log-probability at sampling; 0 on the prompt."),
+    Key("versions", "[N, L]", "int64", "workflow", "collector", "Policy version of the token; -1 on the prompt.", -1),
+    Key("truncated", "[N]", "bool", "workflow", "metrics", "Whether a length limit ended the row."),
+    Key("rewards", "[N] or [N, L]", "float32", "workflow", "advantages, metrics", "Reward of the row's trajectory."),
+    Key("token_rewards", "[N, L]", "float32", "workflow", "advantages", "Rewards of single turns; replaces `rewards`."),
+    Key("reward/NAME", "[N]", "float32", "workflow", "metrics", "Part NAME of the reward; NaN if it did not count."),
+    Key("scores", "[N]", "float32", "workflow", "metrics", "Score of the trajectory, by which it is evaluated."),
+    Key("num_turns", "[N]", "int64", "workflow", "metrics", "Turns of the model in the trajectory."),
+    Key("num_tool_calls", "[N]", "float32", "workflow", "metrics", "Tool calls in the trajectory."),
+    Key("num_tool_errors", "[N]", "float32", "workflow", "metrics", "Tool calls in the trajectory that failed."),
+    Key("sequence_index", "[N]", "int64", "workflow", "advantages, metrics", "Row number within its trajectory."),
+    Key("group_ids", "[N]", "int64", "collector", "advantages, metrics", "Number of the row's group."),
+    Key("ref_logprobs", "[N, L]", "float32", "reference", "losses, advantages", "Log-probability by the reference."),
+    Key("values", "[N, L]", "float32", "critic", "advantages, value loss", "Value of the state before the token."),
+    Key("old_logprobs", "[N, L]", "float32", "trainer", "losses, advantages", "Log-probability before the update."),
+    Key("advantages", "[N, L]", "float32", "advantages", "policy losses", "Advantage of the token; 0 off `loss_mask`."),
+    Key("returns", "[N, L]", "float32", "advantages", "value loss", "Value that the critic should have predicted."),
+    Key("selected", "[N, L]", "bool", "selection", "policy losses", "Tokens that the policy loss treats differently."),
+    Key("pair_ids", "[N]", "int64", "data", "packing", "Number of the pair; rows of one pair share a pack."),
+    Key("is_chosen", "[N]", "bool", "data", "preference losses", "Whether the row is the preferred one of its pair."),
+    Key("margin", "[N]", "float32", "data", "reward-model loss", "Least difference of the scores of a pair."),
+    Key("cu_seqlens", "[n + 1]", "int32", "packing", "models, losses", "Where rows begin and end in the pack."),
+    Key("position_ids", "[T]", "int64", "packing", "models", "Position of the token in its row."),
+    Key("max_seqlen", "number", "int", "packing", "models", "Length of the pack's longest row."),
+)
+KEYS: Mapping[str, Key] = {key.name: key for key in _TABLE}
+
+NAMED_REWARD = "reward/"
+"""prefix of the keys that hold parts of a reward"""
+PER_TOKEN = frozenset(key.name for key in _TABLE if key.shape == "[N, L]" and "workflow" in key.writer)
+"""keys of trajectories that have one entry per token"""
+INTEGER = frozenset(key.name for key in _TABLE if key.name in PER_TOKEN and key.dtype == "int64")
+"""keys of trajectories that hold integers per token"""
+PACK_LAYOUT = frozenset(key.name for key in _TABLE if key.writer == "packing")
+"""keys that describe a pack"""
+
+
+def with_keys(batch: BatchT, **columns: Any) -> BatchT:
+    """Return a batch that has further keys, or other values of some keys. Tensors are shared, and `batch` is unchanged.
+
+    Args:
+        batch: a TensorDict.
+        columns: tensors by key, each with as many rows as the batch.
+    """
+    return batch.clone(recurse=False).update(columns)
+
+
+def check_has(batch: Any, *names: str) -> None:
+    """Check that a batch has these keys.
+
+    Raises:
+        DataError: A key is missing; the message says who writes it and what it holds.
+    """
+    for name in names:
+        if name not in batch:
+            key = KEYS[name]
+            raise DataError(
+                f"the batch has no {name!r}, which the {key.writer} must return: {key.meaning} Expected {key.dtype} "
+                f"{key.shape}; it has {', '.join(sorted(map(str, batch.keys())))}"
+            )
