@@ -24,19 +24,24 @@ from rlite.algorithms import (
     aggregation_weight,
     check_policy_loss,
     check_preference_loss,
+    desensitised_sums,
     importance_weights,
     kl_penalty,
     next_token,
+    off_policy_sequence_mask,
     policy_loss,
     ppo_clip,
     preference_loss,
     previous_token,
+    rejection_mask,
     reward_model_loss,
     select_tokens,
     sequence_sums,
     value_loss,
 )
 from rlite.algorithms.kl import KLEstimator
+from rlite.algorithms.preference import Divergence
+from rlite.algorithms.registry import check_options
 from rlite.errors import ConfigError
 from rlite.trainer.options import AvgLevel, check_kl_loss
 
@@ -89,6 +94,11 @@ class PolicyLoss(_TokenMean, OnLogprobs):
     temperature: float = 1.0
     tis_coef: float | None = 2.0
     """cap of the truncated importance weight exp(old - sampler); None is off"""
+    rejection: Mapping[str, Any] = field(default_factory=dict)
+    """keyword arguments of `rejection_mask` between the old policy and the sampler; {} rejects nothing. A rejected
+    token has no loss, but still counts in the average"""
+    off_policy_threshold: float | None = None
+    """threshold of `off_policy_sequence_mask`; None is off. A token that it drops keeps its entropy and KL terms"""
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     """weight of the KL to the reference; `data` then holds `ref_logprobs` [T]"""
@@ -98,6 +108,9 @@ class PolicyLoss(_TokenMean, OnLogprobs):
         if self.avg_level == "constant" and not self.max_new_tokens:
             raise ConfigError("avg_level=constant divides by max_new_tokens: give rollout.train_sampling_params")
         check_kl_loss(self.kl_estimator)
+        if self.rejection:
+            given = ("logprobs", "sampler_logprobs", "mask")
+            check_options(rejection_mask, self.rejection, "actor.rejection", given, ("cu_seqlens",))
         # a worker may not know the name: it is looked up here, and the function travels
         function = check_policy_loss(self.policy_loss, self.options)
         clip = {"clip_low": self.clip_low, "clip_high": self.clip_high}
@@ -116,11 +129,12 @@ class PolicyLoss(_TokenMean, OnLogprobs):
         at = {key: next_token(data[key], cu_seqlens) for key in keys if key in data}
         behaviour, old = at["logprobs"], at.get("old_logprobs", tokens.logprobs.detach())
         weights = None if self.tis_coef is None else importance_weights(old, behaviour, mask, upper=self.tis_coef)
+        kept = self._kept(old, behaviour, mask, cu_seqlens)
         inputs = LossInputs(
             tokens.logprobs,
             old,
             at["advantages"],
-            mask,
+            kept,
             behaviour_logprobs=behaviour,
             weights=weights,
             cu_seqlens=cu_seqlens,
@@ -128,10 +142,22 @@ class PolicyLoss(_TokenMean, OnLogprobs):
         )
         loss, metrics = policy_loss(self.policy_loss, inputs, self.options)
         report = {**metrics, "entropy": tokens.entropy, "logprob_drift": (old - behaviour).abs()}
+        if self.off_policy_threshold is not None:
+            near = off_policy_sequence_mask(
+                tokens.logprobs,
+                behaviour,
+                inputs.advantages,
+                mask,
+                threshold=self.off_policy_threshold,
+                cu_seqlens=cu_seqlens,
+            )
+            loss, report["off_policy_dropped"] = torch.where(near, loss, 0.0), (~near).to(loss.dtype)
         loss = loss - self.entropy_coef * tokens.entropy
         if self.kl_coef:
             report["kl"] = kl_penalty(tokens.logprobs, at["ref_logprobs"], self.kl_estimator)
             loss = loss + self.kl_coef * report["kl"]
+        if self.rejection:
+            loss, report["rejected"] = torch.where(kept, loss, 0.0), (~kept).to(loss.dtype)
         return self._mean(loss, mask, data), {key: Mean.of(value, mask) for key, value in report.items()}
 
     def select(self, batch: Mapping[str, Any], logprobs: Tensor) -> Tensor:
@@ -144,11 +170,14 @@ class PolicyLoss(_TokenMean, OnLogprobs):
         Returns:
             True for the chosen tokens, in the batch's layout.
         """
-        old = batch.get("old_logprobs", logprobs)
-        inputs = LossInputs(
-            logprobs, old, batch["advantages"], batch["loss_mask"], behaviour_logprobs=batch["logprobs"]
-        )
+        old, behaviour = batch.get("old_logprobs", logprobs), batch["logprobs"]
+        kept = self._kept(old, behaviour, batch["loss_mask"], None)
+        inputs = LossInputs(logprobs, old, batch["advantages"], kept, behaviour_logprobs=behaviour)
         return select_tokens(self.policy_loss, inputs, self.options)
+
+    def _kept(self, old: Tensor, behaviour: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Return the mask without the rejected tokens."""
+        return rejection_mask(old, behaviour, mask, cu_seqlens=cu_seqlens, **self.rejection) if self.rejection else mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +228,10 @@ class DpoLoss(_PairMean, OnLogprobs):
     beta: float = 0.1
     is_length_normalised: bool = False
     """use means of log-probabilities over the answer's tokens instead of sums"""
+    divergence: Divergence = "reverse_kl"
+    """divergence from the reference (f-DPO)"""
+    tail_weight: float = 1.0
+    """weight of the tokens by which the longer answer of a pair exceeds the shorter one (LD-DPO); 1 is DPO"""
 
     def __post_init__(self) -> None:
         # a worker may not know the name: it is looked up here, and the function travels
@@ -211,8 +244,12 @@ class DpoLoss(_PairMean, OnLogprobs):
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         cu_seqlens, mask, is_chosen = data["cu_seqlens"], predicts_counted(data), data["is_chosen"].bool()
         reference = next_token(data["ref_logprobs"], cu_seqlens)
-        ours, theirs, lengths = (
-            sequence_sums(x, mask, cu_seqlens) for x in (tokens.logprobs, reference, torch.ones_like(reference))
+        lengths = sequence_sums(torch.ones_like(reference), mask, cu_seqlens).long()
+        shared = torch.empty_like(lengths)
+        shared[is_chosen] = shared[~is_chosen] = torch.minimum(lengths[is_chosen], lengths[~is_chosen])
+        ours, theirs = (
+            desensitised_sums(x, mask, shared, tail_weight=self.tail_weight, cu_seqlens=cu_seqlens)
+            for x in (tokens.logprobs, reference)
         )
         sides = [is_chosen, ~is_chosen]
         chosen_lengths, rejected_lengths = (lengths[side] if self.is_length_normalised else None for side in sides)
@@ -220,6 +257,7 @@ class DpoLoss(_PairMean, OnLogprobs):
             *(x[side] for x in (ours, theirs) for side in sides),
             loss=self.loss,
             beta=self.beta,
+            divergence=self.divergence,
             options=self.options,
             chosen_lengths=chosen_lengths,
             rejected_lengths=rejected_lengths,
@@ -231,11 +269,15 @@ class DpoLoss(_PairMean, OnLogprobs):
 class RewardModelLoss(_PairMean):
     """Bradley-Terry on the scores of each row's last token; `margin` [n] is used if `data` has it."""
 
+    center_coefficient: float = 0.0
+    """weight of the squared sum of a pair's scores, which keeps scores near 0"""
+
     def __call__(self, scores: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         is_chosen = data["is_chosen"].bool()
         last = scores[data["cu_seqlens"][1:].long() - 1]
         margin = data["margin"][is_chosen] if "margin" in data else None
-        return self._mean(reward_model_loss(last[is_chosen], last[~is_chosen], margin=margin))
+        sides = last[is_chosen], last[~is_chosen]
+        return self._mean(reward_model_loss(*sides, margin=margin, center_coefficient=self.center_coefficient))
 
 
 @dataclass(frozen=True, kw_only=True)

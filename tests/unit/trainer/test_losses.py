@@ -1,12 +1,31 @@
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from rlite.algorithms import POLICY_LOSSES, TokenLogprobs, TokenLoss, gather_logprobs_entropy, next_token, ppo_clip
+from rlite.algorithms import (
+    POLICY_LOSSES,
+    TokenLogprobs,
+    TokenLoss,
+    gather_logprobs_entropy,
+    next_token,
+    ppo_clip,
+    previous_token,
+    rejection_mask,
+)
 from rlite.config import load
-from rlite.errors import ConfigError
-from rlite.trainer.losses import DpoLoss, OwnLogprobs, PolicyLoss, RewardModelLoss, SftLoss, ValueLoss, own_values
+from rlite.errors import ConfigError, UnknownOptionError
+from rlite.trainer.losses import (
+    DpoLoss,
+    OwnLogprobs,
+    PolicyLoss,
+    RewardModelLoss,
+    SftLoss,
+    ValueLoss,
+    own_values,
+    predicts_counted,
+)
 from rlite.trainer.rl.config import ActorOptions, PpoConfig
 
 
@@ -161,3 +180,99 @@ def test_the_value_loss_reads_the_scores_that_the_values_came_from():
     clipped, report = ValueLoss(clip=0.5)(scores, data)
     assert clipped.item() == pytest.approx(((-1.7 - 1) ** 2 + (-2.0 - 1) ** 2 + 2.0**2) / 2 / 3)
     assert report["clip_fraction"].item() == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("scope", ["token", "sequence"])
+def test_rejected_tokens_have_no_loss_and_stay_in_the_divisor(scope):
+    logits, data = pack([5, 9, 4, 6])
+    data["old_logprobs"] = data["logprobs"] - 0.4 * torch.rand(24, generator=torch.Generator().manual_seed(3))
+    data["ref_logprobs"] = data["logprobs"] - 0.1
+    options = {"upper": 0.015, "estimator": "k3", "scope": scope}
+    rest = {"entropy_coef": 0.1, "kl_coef": 0.2, "tis_coef": None}
+    loss, report = PolicyLoss(rejection=options, **rest)(tokens(logits, data), data)
+    mask, cu_seqlens = predicts_counted(data), data["cu_seqlens"]
+    old, sampler = (next_token(data[key], cu_seqlens) for key in ("old_logprobs", "logprobs"))
+    kept = rejection_mask(old, sampler, mask, cu_seqlens=cu_seqlens, **options)
+    assert 0 < kept.sum() < mask.sum()
+    assert report["rejected"].item() == pytest.approx(1 - kept.sum().item() / mask.sum().item())
+    # the loss of the kept tokens alone, averaged over them, times their share of all tokens
+    alone = {**data, "loss_mask": previous_token(kept, cu_seqlens)}
+    expected, _ = PolicyLoss(**rest)(tokens(logits, alone), alone)
+    torch.testing.assert_close(loss, expected * kept.sum() / mask.sum())
+
+
+def test_negative_tokens_of_sequences_that_the_policy_has_left_keep_their_kl_alone():
+    logits, data = pack([5, 9, 4, 6])
+    data["logprobs"] = OwnLogprobs()(tokens(logits.detach(), data), data)
+    data["logprobs"][5:14] += 0.5  # the second sequence was more likely
+    data["ref_logprobs"] = data["logprobs"] - 0.1
+    plain = PolicyLoss(kl_coef=0.2, tis_coef=None)
+    loss, report = dataclasses.replace(plain, off_policy_threshold=0.4)(tokens(logits, data), data)
+    gone = torch.zeros(24, dtype=torch.bool)
+    gone[5:14] = True
+    gone &= (data["advantages"] < 0) & data["loss_mask"].bool()
+    assert gone.any()
+    without = {**data, "advantages": torch.where(gone, 0.0, data["advantages"])}
+    torch.testing.assert_close(loss, plain(tokens(logits, without), without)[0])
+    assert report["off_policy_dropped"].total == gone.sum()
+
+
+def test_a_selection_leaves_rejected_tokens_out():
+    logits, data = pack([5, 9, 4, 6])
+    own = OwnLogprobs()(tokens(logits.detach(), data), data)
+    loss = PolicyLoss(policy_loss="kl_cov", options={"share": 0.5})
+    chosen = loss.select(data, own)
+    half = (own - data["logprobs"])[chosen & data["loss_mask"].bool()].square().median().item() / 2
+    rejection = {"estimator": "k2", "scope": "token", "upper": half}
+    kept = rejection_mask(own, data["logprobs"], data["loss_mask"], cu_seqlens=data["cu_seqlens"], **rejection)
+    padded = {key: value[None] for key, value in data.items() if key != "cu_seqlens"}
+    selected = dataclasses.replace(loss, rejection=rejection).select(padded, own[None])[0]
+    assert selected.any()
+    assert not (selected & ~kept).any()
+    assert (chosen & ~kept).any()
+
+
+@pytest.mark.parametrize(
+    ("rejection", "message"),
+    [
+        ({"uper": 1.0}, "actor.rejection has no option 'uper'; did you mean 'upper'"),
+        ({"scope": "token"}, "missing a required .*'upper'"),
+        ({"upper": "x"}, "upper='x'; expected a number"),
+        ({"upper": 1.0, "estimator": "k4"}, "expected one of k1, k2, k3"),
+        ({"upper": 1.0, "cu_seqlens": None}, "has no option 'cu_seqlens'"),
+    ],
+)
+def test_a_rejection_that_cannot_work_is_refused_before_training(rejection, message):
+    with pytest.raises((ConfigError, UnknownOptionError), match=message):
+        PolicyLoss(rejection=rejection)
+
+
+@pytest.mark.parametrize("changes", [{"divergence": "js"}, {"divergence": "forward_kl"}, {"tail_weight": 0.3}])
+def test_divergences_and_tail_weights_of_pairs_are_those_of_the_formulas(changes):
+    logits, data = pack([7, 5, 4, 9])
+    data["ref_logprobs"], data["is_chosen"] = data["logprobs"], torch.tensor([1, 0, 1, 0])
+    own = OwnLogprobs()(tokens(logits, data), data)
+    weight, sums = changes.get("tail_weight", 1.0), []
+    for row, other in ((0, 1), (1, 0), (2, 3), (3, 2)):
+        (start, end), shared = data["cu_seqlens"][row : row + 2].tolist(), [5, 3, 2, 7][other]
+        ratio = (own - data["ref_logprobs"])[start + 2 : end]
+        sums.append(ratio[:shared].sum() + weight * ratio[shared:].sum())
+    reward = {
+        "js": lambda x: math.log(2) + torch.nn.functional.logsigmoid(x),
+        "forward_kl": lambda x: 1 - torch.exp(-x),
+    }.get(changes.get("divergence"), lambda x: x)
+    margins = torch.stack([reward(chosen) - reward(rejected) for chosen, rejected in (sums[:2], sums[2:])])
+    expected = -torch.nn.functional.logsigmoid(0.3 * margins).mean()
+    loss, _ = DpoLoss(beta=0.3, **changes)(tokens(logits, data), data)
+    torch.testing.assert_close(loss, expected)
+    (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, logits)[0])
+    assert loss.item() != pytest.approx(DpoLoss(beta=0.3)(tokens(logits, data), data)[0].item())
+
+
+def test_centring_adds_the_squared_sum_of_a_pairs_scores():
+    data = {"cu_seqlens": torch.tensor([0, 2, 4]), "is_chosen": torch.tensor([1, 0])}
+    scores = torch.tensor([9.0, 1.0, 9.0, 2.0])
+    plain, _ = RewardModelLoss()(scores, data)
+    centred, _ = RewardModelLoss(center_coefficient=0.1)(scores, data)
+    assert (centred - plain).item() == pytest.approx(0.1 * 3.0**2)
