@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
-from rlite.data.chat import check_messages
+from rlite.data.chat.masks import check_messages
 from rlite.data.loader import ShuffledOrder, check_content
 from rlite.data.tables import check_text
 from rlite.errors import ConfigError, DataError

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlite.data.chat import ChatEncoder, check_messages
-from rlite.data.raw import RawEncoder, joined
+from rlite.data.chat.masks import ChatEncoder, check_messages
+from rlite.data.chat.raw import RawEncoder, joined
 from rlite.data.tables import check_columns
 from rlite.data.tokens import TokenRows, Tokens, tokenise
 from rlite.errors import DataError

@@ -13,11 +13,15 @@ from typing import Any
 from tensordict import TensorDict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlite.data.raw import raw_prompts
+from rlite.data.chat.raw import raw_prompts
 from rlite.engine.replica import InFlightRequest
 from rlite.engine.serving import ServingEngine
 from rlite.engine.workers import together
-from rlite.errors import CallTimeout, ConfigError, DataError
+from rlite.errors import (
+    CallTimeout,
+    ConfigError,
+    DataError,
+)
 from rlite.observability import trace
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.options import CollectorOptions

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from tensordict import TensorDict
 
-from rlite.data.raw import TextTokenizer, bounded_tokens, raw_prompts
-from rlite.data.special_tokens import plain_text
+from rlite.data.chat.raw import bounded_tokens, raw_prompts
+from rlite.data.chat.special_tokens import plain_text
+from rlite.data.chat.template import ChatTemplate, Tokenizer
 from rlite.errors import DataError, RliteError
 from rlite.rollout.background import beside_loop
 from rlite.rollout.rewards.function import RewardFunction
@@ -58,16 +59,6 @@ class RolloutWorkflow(ABC):
     def longest_sequence(self, opening: int) -> int | None:
         """Return the most tokens of a sequence whose prompt has `opening` tokens; None if nothing bounds it."""
         return None
-
-
-class Tokenizer(TextTokenizer, Protocol):
-    """The methods of a Hugging Face tokenizer that workflows use."""
-
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        """Render messages."""
-
-    def decode(self, token_ids: Any, **options: Any) -> Any:
-        """Return the text of tokens."""
 
 
 def trajectory(response: LLMResponse, reward: float | None = None) -> TensorDict:
@@ -208,20 +199,7 @@ def prompt_text(
     prompt = _prompt(data)
     if isinstance(prompt, str):
         return prompt
-    return _rendered(tokenizer, prompt, {**(chat_template_options or {}), "tokenize": False})
-
-
-def _rendered(tokenizer: Tokenizer, messages: list[Any], options: Mapping[str, Any]) -> Any:
-    """Return messages that the model answers, as its chat template renders them.
-
-    Raises:
-        DataError: The template refuses the messages.
-    """
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
-    except Exception as error:  # a template is a program of others: it may fail in any way on what it is given
-        roles = ", ".join(str(message.get("role")) for message in messages)
-        raise DataError(f"the model's chat template refuses a conversation of the roles {roles}: {error}") from error
+    return ChatTemplate(tokenizer, chat_template_options).render(prompt, add_generation_prompt=True)
 
 
 def _prompt(data: Mapping[str, Any]) -> str | list[Any]:

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
-from rlite.data.chat import STAND_IN
-from rlite.data.raw import TooManyTokens, bounded_tokens
+from rlite.data.chat.raw import TooManyTokens, bounded_tokens
+from rlite.data.chat.template import ChatTemplate, Message, TemplateRefusal, Tokenizer
 from rlite.errors import ConfigError
 from rlite.rollout.background import beside_loop
-from rlite.rollout.chat.template import Message, TemplateRefusal, render
 from rlite.rollout.chat.transcript import Transcript, continuation
-from rlite.rollout.workflow import RolloutError, Tokenizer, context_length, prompt_ids, prompt_text
+from rlite.rollout.workflow import RolloutError, context_length, prompt_ids, prompt_text
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 
 History = Literal["tokens", "template"]
@@ -56,6 +55,7 @@ class Conversation:
         check_history(history)
         self._tokenizer = tokenizer
         self._options = dict(chat_template_options or {})
+        self._template = ChatTemplate(tokenizer, self._options)
         self._is_rendered_anew = history == "template"
         self.prompt = prompt_text(item, tokenizer, self._options)
         """what the model was asked first, as text"""
@@ -127,10 +127,13 @@ class Conversation:
             self._read_later("".join(message["content"] for message in messages))
             return
         self.messages += [answer, *messages]
-        if self._is_rendered_anew:
-            self._read_rendered()
-        else:
-            self._read_later(self._between(messages))
+        try:
+            if self._is_rendered_anew:
+                self._read_rendered()
+            else:
+                self._read_later(self._template.between(messages))
+        except TemplateRefusal as error:
+            raise ConfigError(str(error)) from error
 
     def _read_later(self, text: str) -> None:
         """Let the text be appended to the tokens so far."""
@@ -143,36 +146,15 @@ class Conversation:
         transcript, self._num_unread = self.transcript, len(text)
         self._unread = lambda limit: transcript.begin(bounded_tokens(self._tokenizer, text, limit))
 
-    def _between(self, messages: tuple[Message, ...]) -> str:
-        """What the template puts between the end of an answer and the beginning of the next."""
-        exchange = [{"role": "user", "content": "question"}, {"role": "assistant", "content": STAND_IN}]
-        _, *found = self._render([*exchange, *messages]).split(STAND_IN)
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        if len(found) != 1:
-            raise ConfigError(f"the chat template renders an answer {len(found)} times if there follow: {roles}")
-        for number, message in enumerate(messages):
-            if message["content"].strip() not in found[0]:  # as JSON, perhaps
-                probes = [dict(other) for other in messages]
-                probes[number]["content"] = STAND_IN
-                if self._render([*exchange, *probes]).count(STAND_IN) < 2:
-                    raise ConfigError(f"the chat template leaves out messages of the role {message['role']!r}")
-        return found[0]
-
     def _read_rendered(self) -> None:
         """The whole conversation as the template renders it: the rest of it if it goes on, or all of it."""
-        text = self._render(self.messages)
+        text = self._template.render(self.messages, add_generation_prompt=True)
         said = self._text + self.answer
         if text.startswith(said):
             self._read_later(text[len(said) :])
         else:
             self._begin_later(text)
         self._text = text
-
-    def _render(self, messages: list[Message]) -> str:
-        try:
-            return render(self._tokenizer, messages, {"add_generation_prompt": True, **self._options})
-        except TemplateRefusal as error:
-            raise ConfigError(str(error)) from error
 
     def _latest(self) -> LLMResponse:
         if self._response is None:

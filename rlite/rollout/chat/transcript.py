@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from tensordict import TensorDict
 
-from rlite.data.raw import bounded_tokens
+from rlite.data.chat.raw import bounded_tokens
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.trajectories import of_trajectory, pad_trajectories, sequence_row
 from rlite.rollout.workflow import RolloutError, Tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle
 from tensordict import TensorDict
 
-from rlite.data.raw import TooManyTokens, raw_prompts
+from rlite.data.chat.raw import TooManyTokens, raw_prompts
 from rlite.rollout.background import beside_loop
 from rlite.rollout.chat.transcript import Transcript, check_turns, continuation
 from rlite.rollout.environments.child import MAX_MEMORY, STEP_KEYS, StepFile, Turn, read_turn

@@ -1,48 +1,36 @@
-"""Prompts in tokens: those of an earlier turn as they were, and only what is new from its text.
+"""Prompts as tokens: the tokens of an earlier turn unchanged, and the tokens of the text that is new.
 
-A chat template renders a whole conversation. Where a request goes on from an answer as it was returned, and the
-template renders everything up to that answer as the model has read and written it, the prompt is the recorded tokens
-and those of the rest. Where the template writes history anew (it drops earlier thoughts, say), everything is tokenised.
+A chat template renders a whole conversation. Suppose a request continues an answer as it was returned, and the template
+renders everything up to that answer as the model has read and written it. Then the prompt is the recorded tokens and
+the tokens of the rest. If the template rewrites history (it drops earlier thoughts, say), the whole text is tokenised.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from itertools import takewhile
 from typing import Any, NamedTuple
 
-from rlite.data.chat import STAND_IN
-from rlite.data.raw import bounded_tokens, raw_prompts
+from rlite.data.chat.raw import bounded_tokens, raw_prompts
+from rlite.data.chat.template import ChatTemplate, Ending, Message, Tokenizer, called_names
 from rlite.errors import DataError
-from rlite.rollout.chat.template import Message, TemplateRefusal, render
 from rlite.rollout.openai.recording import Turn
-from rlite.rollout.workflow import Tokenizer
 
 
 class Prompt(NamedTuple):
-    """What the model is asked with."""
+    """Input of one generation."""
 
     token_ids: list[int]
     text: str
     parent: Turn | None
-
-
-class _Ending(NamedTuple):
-    """What a template writes after an answer."""
-
-    closing: str
-    """wherever the answer stands"""
-    tail: str
-    """where nothing follows: there are templates that end a conversation with a token of its own"""
+    """the turn that the prompt continues"""
 
 
 class ChatPrompts:
     """Renders and tokenises prompts for one tokenizer.
 
     Args:
-        tokenizer: with a chat template, if there are conversations.
+        tokenizer: the model's tokenizer, with a chat template if there are conversations.
         chat_template_options: further keyword arguments for `apply_chat_template`.
         limit: tokens that fit into the model's context; None does not bound texts.
     """
@@ -55,16 +43,24 @@ class ChatPrompts:
     ) -> None:
         self.tokenizer = tokenizer
         self._limit = limit
-        self._options = dict(chat_template_options or {})
+        self._template = ChatTemplate(tokenizer, chat_template_options)
 
     def chat(self, messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -> Prompt:
-        """The prompt for the answer to `messages`, continuing one of `turns` if it does.
+        """Return the prompt for the answer to a conversation.
 
-        Raises: DataError if the template refuses the conversation, or leaves out its tools or calls; TooManyTokens.
+        Args:
+            messages: the conversation.
+            tools: JSON schemas, or None.
+            turns: the recorded turns. The prompt continues the longest one that the conversation begins with.
+
+        Raises:
+            TemplateRefusal: the chat template does not render the conversation.
+            DataError: the chat template leaves out a tool or a call, or the text is not valid Unicode.
+            TooManyTokens: the text is far longer than the limit.
         """
-        text = self._render(messages, tools, add_generation_prompt=True)
+        text = self._template.render(messages, tools=tools, add_generation_prompt=True)
         _check_text(text, "messages")
-        self._check_shown(messages, tools, text)
+        _check_shown(messages, tools, text)
         for turn in _continued(messages, tools, turns):
             rest = self._rest(turn, messages, text)
             tokens = None if rest is None else self._tokens_after(turn, rest)
@@ -73,7 +69,7 @@ class ChatPrompts:
         return Prompt(bounded_tokens(self.tokenizer, text, self._limit), text, None)
 
     def text(self, prompt: str | list[int], turns: Sequence[Turn]) -> Prompt:
-        """A prompt without a template. It continues a turn whose text, or tokens, it begins with."""
+        """Return a prompt without a template. It continues a turn if it begins with its text or its tokens."""
         raw = [turn for turn in reversed(turns) if turn.messages is None and not turn.is_aborted]
         if isinstance(prompt, str):
             _check_text(prompt, "prompt")
@@ -89,69 +85,51 @@ class ChatPrompts:
         return Prompt(prompt, "", None)
 
     def _rest(self, turn: Turn, messages: Sequence[Message], text: str) -> str | None:
-        """What follows the answer of `turn` in the rendered `text`, from the end of what the model says; None if the
-        text before it is not what the model has read and written, white space apart."""
-        if self._ending is None:
-            return None
-        end = _end_of(turn.prompt_text + turn.text + self._ending.closing, text)
-        if end is not None:
-            return self._ending.closing.rstrip() + text[end:]
-        return self._rest_after_calls(turn, messages, text, self._ending)
+        """Return the part of the rendered `text` after the model's answer in `turn`.
 
-    def _rest_after_calls(self, turn: Turn, messages: Sequence[Message], text: str, ending: _Ending) -> str | None:
-        """The same for an answer with calls, which a template may write in other words than the model."""
+        None if the text before it differs, other than in white space, from the text that the model read and wrote.
+        """
+        if (ending := self._template.ending) is None:
+            return None
+        end = _end_of(turn.prompt_text + turn.text + ending.closing, text)
+        if end is not None:
+            return ending.closing.rstrip() + text[end:]
+        return self._rest_after_calls(turn, messages, text, ending)
+
+    def _rest_after_calls(self, turn: Turn, messages: Sequence[Message], text: str, ending: Ending) -> str | None:
+        """Do the same for an answer with calls, which a template may write in other words than the model."""
         assert turn.messages is not None
         assert turn.answer is not None
-        calls = turn.answer.get("tool_calls", ())
-        before = self._render(messages[: len(turn.messages) + 1], turn.tools, add_generation_prompt=False)
-        before = before.removesuffix(ending.tail)
-        if not calls or not before.endswith(ending.closing) or not text.startswith(before):
+        before = self._template.render(
+            messages[: len(turn.messages) + 1], tools=turn.tools, add_generation_prompt=False
+        ).removesuffix(ending.tail)
+        names = called_names(turn.answer)
+        if not names or not before.endswith(ending.closing) or not text.startswith(before):
             return None
         end = _end_of(turn.prompt_text + turn.answer["content"], before)
-        if end is None or not all(call["function"]["name"] in before[end:] for call in calls):
+        if end is None or not all(name in before[end:] for name in names):
             return None
         return ending.closing + text[len(before) :]
 
     def _tokens_after(self, turn: Turn, text: str) -> list[int] | None:
-        """The tokens of `text`, without the end token that it begins with if the model has written that itself; None if
-        the model has ended its turn with another one than the template."""
+        """Return the tokens of `text`, without its first token if that is the end token which the model has written.
+
+        None if the model has ended its turn with another token than the template.
+        """
         tokens = bounded_tokens(self.tokenizer, text, self._limit)
         last = turn.output_ids[-1:]
         if turn.finish_reason != "stop" or self.tokenizer.decode(last, skip_special_tokens=True):
             return tokens
         return tokens[1:] if tokens[:1] == last else None
 
-    @cached_property
-    def _ending(self) -> _Ending | None:
-        """What the template puts after an answer; None if it cannot be told."""
-        question = {"role": "user", "content": "question"}
-        exchange = [question, {"role": "assistant", "content": STAND_IN}]
-        try:
-            last = self._render(exchange, None, add_generation_prompt=False).split(STAND_IN)
-            inner = self._render([*exchange, question], None, add_generation_prompt=True).split(STAND_IN)
-        except DataError:
-            return None
-        if len(last) != 2 or len(inner) != 2:
-            return None
-        shared = takewhile(lambda pair: pair[0] == pair[1], zip(last[1], inner[1], strict=False))
-        size = sum(1 for _ in shared)
-        return _Ending(last[1][:size], last[1][size:])
 
-    def _check_shown(self, messages: Sequence[Message], tools: Any, text: str) -> None:
-        for number, message in enumerate(messages):
-            for call in message.get("tool_calls", ()):
-                if call["function"]["name"] not in text:
-                    raise DataError(f"messages[{number}]: the model's chat template leaves out calls of tools")
-        for tool in tools or ():
-            if tool["function"]["name"] not in text:
-                raise DataError(f"tools: the model's chat template leaves out {tool['function']['name']!r}")
-
-    def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool) -> str:
-        options = {**self._options, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        try:
-            return render(self.tokenizer, messages, options)
-        except TemplateRefusal as error:
-            raise DataError(f"messages: {error}") from error
+def _check_shown(messages: Sequence[Message], tools: Any, text: str) -> None:
+    for number, message in enumerate(messages):
+        if not all(name in text for name in called_names(message)):
+            raise DataError(f"messages[{number}]: the model's chat template leaves out calls of tools")
+    for tool in tools or ():
+        if tool["function"]["name"] not in text:
+            raise DataError(f"tools: the model's chat template leaves out {tool['function']['name']!r}")
 
 
 def _check_text(text: str, what: str) -> None:
@@ -162,7 +140,7 @@ def _check_text(text: str, what: str) -> None:
 
 
 def _continued(messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -> list[Turn]:
-    """The turns whose conversation, with the answer as it was returned, `messages` begins with; the longest first."""
+    """Return the turns whose conversation and answer `messages` begins with, the longest first."""
 
     def is_continued(turn: Turn) -> bool:
         if turn.messages is None or turn.answer is None or turn.is_aborted or turn.tools != tools:
@@ -177,14 +155,14 @@ def _continued(messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -
 
 
 def _is_same(message: Message, answer: Message) -> bool:
-    """White space apart: frameworks strip what they get, and take thoughts out to put them back another way."""
+    """Compare two messages, except for white space: frameworks strip it, or move it when they take thoughts out."""
     if message["content"] != answer["content"] and message["content"].split() != answer["content"].split():
         return False
     return {**message, "content": None} == {**answer, "content": None}
 
 
 def _end_of(beginning: str, text: str) -> int | None:
-    """Where `beginning` ends in `text`, if that begins with it, white space apart."""
+    """Return where `beginning` ends in `text`; None if the text does not begin with it, except for white space."""
     expected, matched = "".join(beginning.split()), 0
     for piece in re.finditer(r"\S+", text):
         size = min(len(piece[0]), len(expected) - matched)

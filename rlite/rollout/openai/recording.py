@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from rlite.data.chat.template import Message
 from rlite.errors import DataError
-from rlite.rollout.chat.template import Message
 from rlite.rollout.chat.transcript import check_turn_discount
 from rlite.rollout.rewards.score import as_number
 from rlite.rollout.workflow import RolloutError

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlite.data.chat.template import Message
 from rlite.errors import RliteError
-from rlite.rollout.chat.template import Message
 from rlite.rollout.openai.errors import ApiError, unknown_model
 from rlite.types import GenerationHyperparameters
 

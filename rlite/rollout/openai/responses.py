@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlite.rollout.chat.template import Message
+from rlite.data.chat.template import Message
 from rlite.rollout.openai.errors import ApiError
 from rlite.rollout.openai.recording import Turn
 from rlite.rollout.openai.requests import ModelRequest

@@ -13,7 +13,8 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from rlite.data.raw import TooManyTokens
+from rlite.data.chat.raw import TooManyTokens
+from rlite.data.chat.template import TemplateRefusal
 from rlite.errors import ConfigError, DataError, RliteError
 from rlite.rollout.background import beside_loop
 from rlite.rollout.collector.seeds import mix
@@ -330,6 +331,8 @@ def _refused() -> Iterator[None]:
         yield
     except TooManyTokens as error:
         raise _too_long(str(error)) from error
+    except TemplateRefusal as error:
+        raise ApiError(f"messages: {error}", param="messages", code="invalid_value") from error
     except DataError as error:
         param = str(error).partition(":")[0]
         raise ApiError(str(error), param=param, code="invalid_value") from error

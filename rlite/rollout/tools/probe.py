@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from rlite.data.raw import raw_tokens
+from rlite.data.chat.raw import raw_tokens
+from rlite.data.chat.template import QUESTION, ChatTemplate, TemplateRefusal, num_shared
 from rlite.errors import ConfigError, did_you_mean
-from rlite.rollout.chat.template import Message, TemplateRefusal, render
 from rlite.rollout.tools.formats import FORMATS, ToolCall, ToolCallFormat, numbered, template_format, typed
 
 PROBE = ToolCall("find_probe_record", {"text": "red apple", "count": 3})
@@ -27,7 +27,6 @@ TOOL: dict[str, Any] = {
         },
     },
 }
-QUESTION: Message = {"role": "user", "content": "question"}
 
 
 def tool_call_format(
@@ -70,15 +69,14 @@ def _write_probe(tokenizer: Any, options: Mapping[str, Any]) -> tuple[str, list[
     """A prompt, and the tokens of an answer that calls a tool; no tokens if the template writes no calls."""
     if getattr(tokenizer, "chat_template", None) is None:
         return "", []
-    options = {**options, "tools": [TOOL]}
+    template = ChatTemplate(tokenizer, {**options, "tools": [TOOL]})
     answer = {"role": "assistant", "content": "", "tool_calls": numbered([PROBE], itertools.count(1))}
     try:
-        prompt = render(tokenizer, [QUESTION], {**options, "add_generation_prompt": True})
-        whole = render(tokenizer, [QUESTION, answer], {**options, "add_generation_prompt": False})
+        prompt = template.render([QUESTION], add_generation_prompt=True)
+        whole = template.render([QUESTION, answer], add_generation_prompt=False)
     except TemplateRefusal:
         return "", []
-    shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
-    written = whole[shared:]
+    written = whole[num_shared(prompt, whole) :]
     return prompt, raw_tokens(tokenizer, [written])[0] if PROBE.name in written else []
 
 

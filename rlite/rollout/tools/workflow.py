@@ -10,9 +10,9 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from rlite.data.chat.template import Message
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.chat.conversation import Conversation, History, check_history
-from rlite.rollout.chat.template import Message
 from rlite.rollout.chat.transcript import check_turns
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.tools.formats import ToolCallFormat, numbered, typed

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from rlite.data.raw import TooManyTokens
+from rlite.data.chat.raw import TooManyTokens
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import Conversation, GenerationHyperparameters, ScriptedEngine, SingleTurnWorkflow
 from rlite.rollout.background import NUM_THREADS, SHORT_TEXT, beside_loop

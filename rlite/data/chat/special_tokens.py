@@ -1,9 +1,10 @@
-"""Special tokens in text of users: a chat template turns `<|im_end|>` in a message into the end of a turn."""
+"""Special tokens in messages: a chat template would turn `<|im_end|>` in a message into the end of a turn."""
 
 from __future__ import annotations
 
 import copy
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,21 +12,23 @@ from transformers import AddedToken, PreTrainedTokenizerBase
 
 from rlite.errors import ConfigError
 
-BREAK = "\U000f1ce5"
-"""stands within the name of a special token that is plain text; a private character, in no text"""
-_ALIAS = "\U000f1ce6"
+BREAK = f"\U000f1ce5{secrets.randbits(64)}\U000f1ce6"
+"""stands within the name of a special token that is plain text; random, so that no text holds it"""
+_ALIAS = f"\U000f1ce7{secrets.randbits(64)}-"
+"""begins the other names of special tokens"""
 
 
 class EscapingTokenizer:
-    """A tokenizer whose chat template leaves special tokens in messages as the plain text that they are.
+    """Tokenizer whose chat template leaves special tokens in messages as plain text.
 
-    It takes the tokenizer's place in workflows, sessions and `ChatEncoder`. Every message but the assistant's is
-    escaped, and so are tools. Texts without special tokens give the same tokens as before; raw texts are not escaped.
+    Use it in place of the tokenizer in workflows, sessions and `ChatEncoder`. Tools are escaped, and every message
+    except the assistant's. Text without special tokens gives the same tokens as before. Raw text is not escaped.
 
     Args:
-        tokenizer: a fast one.
+        tokenizer: a fast tokenizer.
 
-    Raises: ConfigError for a slow tokenizer.
+    Raises:
+        ConfigError: the tokenizer is slow.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -36,7 +39,7 @@ class EscapingTokenizer:
         self._names = sorted(filter(None, special), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
         # a copy that knows the special tokens of the template by other names, and by their own names none
-        self._aliases = {name: f"{_ALIAS}{number}{_ALIAS}" for number, name in enumerate(self._names)}
+        self._aliases = {name: f"{_ALIAS}{number}-" for number, name in enumerate(self._names)}
         self._plain: Any = copy.deepcopy(tokenizer)
         self._plain.add_tokens([_renamed(special[name], alias) for name, alias in self._aliases.items()])
         self._plain.split_special_tokens = True
@@ -52,14 +55,32 @@ class EscapingTokenizer:
         return getattr(self._tokenizer, name)
 
     def apply_chat_template(self, conversation: Any, tools: Any = None, tokenize: bool = True, **options: Any) -> Any:
-        """Render a conversation as text with BREAK in the names that are plain text, or as a list of tokens."""
+        """Render a conversation as the tokenizer does, with special tokens in messages escaped.
+
+        Args:
+            conversation: the messages.
+            tools: JSON schemas, or None.
+            tokenize: return a list of tokens instead of text.
+            options: further keyword arguments for the tokenizer's `apply_chat_template`.
+
+        Returns:
+            A list of tokens, or text with BREAK in the names of special tokens that are plain text.
+        """
         messages = [message if message["role"] == "assistant" else self._escaped(message) for message in conversation]
         kept = {key: value for key, value in options.items() if key not in ("return_dict", "return_tensors")}
         text = self._tokenizer.apply_chat_template(messages, tools=self._escaped(tools), tokenize=False, **kept)
         return self(text, add_special_tokens=False)["input_ids"] if tokenize else text
 
     def __call__(self, text: Any, **options: Any) -> Any:
-        """Tokenise text, or a list of texts, that was rendered; offsets are those of the text as it is given."""
+        """Tokenise rendered text, or a list of texts.
+
+        Args:
+            text: as `apply_chat_template` rendered it. Offsets refer to this text.
+            options: keyword arguments for the tokenizer.
+
+        Returns:
+            `input_ids` and the other keys that the tokenizer returns.
+        """
         if not isinstance(text, str):
             rows = [self(one, **options) for one in text]
             return {key: [row[key] for row in rows] for key in (rows[0] if rows else ("input_ids",))}
@@ -76,7 +97,7 @@ class EscapingTokenizer:
         return encoded
 
     def _rename(self, text: str) -> tuple[str, list[int]]:
-        """The text without BREAK, the template's special tokens by other names, and where each character was."""
+        """Return the text without BREAK and with aliases of special tokens, and the old place of each character."""
         parts: list[str] = []
         origin: list[int] = []
         at = 0
@@ -93,7 +114,7 @@ class EscapingTokenizer:
 
     def _escaped(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._escaped_text(value.replace(BREAK, "").replace(_ALIAS, ""))
+            return self._escaped_text(value)
         if isinstance(value, Mapping):
             return {key: part if key == "role" else self._escaped(part) for key, part in value.items()}
         if isinstance(value, Sequence):

@@ -1,8 +1,9 @@
-"""Conversations to tokens, with exactly what the assistant says marked.
+"""Conversations to tokens, with the tokens that the assistant says marked.
 
 The tokens are those of `apply_chat_template(messages, tokenize=True)`: a conversation is rendered and tokenised whole,
-and characters are mapped to tokens by the tokenizer's offsets. Turns are never tokenised one by one, which would give
-other tokens at their seams, nor rendered one by one, because templates rewrite history (Qwen3 drops earlier thoughts).
+and the tokenizer's offsets map characters to tokens. Turns are never tokenised one by one, because that would give
+other tokens at their seams. They are never rendered one by one, because templates rewrite history (Qwen3 drops earlier
+thoughts).
 """
 
 from __future__ import annotations
@@ -10,27 +11,26 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rlite.data.special_tokens import EscapingTokenizer
+from rlite.data.chat.special_tokens import EscapingTokenizer
+from rlite.data.chat.template import QUESTION, STAND_IN, ChatTemplate, TemplateRefusal, called_names, num_shared
 from rlite.data.tables import check_text
 from rlite.errors import ConfigError, DataError
 
 Messages = Sequence[Mapping[str, Any]]
 
-STAND_IN = "\ue00d\uf3a7\ue9b1"
-"""what shows where a template puts a content: private characters, in no text, and no template changes them"""
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_BASIC_ROLES = ("user", "assistant")
 
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A conversation as text. `turns` are the characters [start, end) that the assistant says, one pair per turn."""
+    """A conversation as text. `turns` has the characters [start, end) of each turn of the assistant."""
 
     text: str
     turns: tuple[tuple[int, int], ...]
@@ -38,14 +38,14 @@ class RenderedChat:
 
 @dataclass(frozen=True)
 class EncodedChat:
-    """A conversation as tokens. `turns` are the tokens [start, end) that the assistant says, one pair per turn."""
+    """A conversation as tokens. `turns` has the tokens [start, end) of each turn of the assistant."""
 
     input_ids: np.ndarray
     """[L] int32"""
     turns: tuple[tuple[int, int], ...]
 
     def mask(self, turns: slice = slice(None)) -> np.ndarray:
-        """[L] bool: the tokens of these of the assistant's turns (default: all)."""
+        """Return [L] bool: true at the tokens of the given turns of the assistant (default: of all turns)."""
         mask = np.zeros(len(self.input_ids), dtype=bool)
         for start, end in self.turns[turns]:
             mask[start:end] = True
@@ -53,9 +53,17 @@ class EncodedChat:
 
 
 def check_messages(messages: Any, where: str, key: str = "messages") -> None:
-    """Raise DataError, naming message and key, unless this is a list of {"role": text, "content": text, ...}.
+    """Check that a value is a list of messages, {"role": text, "content": text, ...}.
 
-    The content may be a list of parts, too, and may be missing where there are `tool_calls`.
+    The content may also be a list of parts. It may be missing if the message has `tool_calls`.
+
+    Args:
+        messages: the value to check.
+        where: names the conversation in errors, such as "data.path=x.json, row 3".
+        key: the name of the value in errors.
+
+    Raises:
+        DataError: the value has another form. The error names the message and the key.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         found = "an empty list" if isinstance(messages, (list, tuple)) else type(messages).__name__
@@ -74,27 +82,25 @@ def check_messages(messages: Any, where: str, key: str = "messages") -> None:
 
 
 class ChatEncoder:
-    """Tokenises conversations of one tokenizer, with the tokens that the assistant says.
+    """Tokenises conversations with one tokenizer and marks the tokens that the assistant says.
 
-    A turn of the assistant is what follows the generation prompt: its thoughts, content and tool calls as the template
-    renders them, and the token that ends the turn. The template's `{% generation %}` marks say where that is, if it has
-    any. Otherwise it is found by rendering the conversation again with a stand-in for the content of one turn:
-    what stands before and after the stand-in is the template's. Nothing is guessed: a template whose turns cannot be
-    told apart in this way is an error.
+    A turn of the assistant is everything after the generation prompt: thoughts, content and calls of tools as the
+    template renders them, and the token that ends the turn. The `{% generation %}` marks of the template show the turns
+    if there are any. Otherwise the conversation is rendered again with a stand-in for the content of one turn; the text
+    before and after the stand-in belongs to the template. Nothing is guessed: a template whose turns cannot be told
+    apart in this way is an error.
 
     Args:
-        tokenizer: a fast one with a chat template.
-        escape_special_tokens: make special tokens in messages plain text, but for the assistant's. See
+        tokenizer: a fast tokenizer with a chat template.
+        escape_special_tokens: make special tokens in messages plain text, except in the assistant's messages. See
             `EscapingTokenizer`.
-        options: for `apply_chat_template`, such as `enable_thinking=False`.
+        options: keyword arguments for `apply_chat_template`, such as `enable_thinking=False`.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, is not a fast one, or its template's turns cannot be found.
+        ConfigError: the tokenizer has no chat template or is not fast, or the turns of its template cannot be found.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, escape_special_tokens: bool = False, **options: Any) -> None:
-        self._tokenizer: Any = tokenizer
-        self._options = options
         if not tokenizer.is_fast:
             raise ConfigError(f"{type(tokenizer).__name__} gives no offsets; messages need a fast tokenizer")
         try:
@@ -105,8 +111,7 @@ class ChatEncoder:
                 "tokenizer.chat_template and save the tokenizer"
             ) from error
         self._is_marked = bool(_GENERATION_MARK.search(template)) and not escape_special_tokens
-        if escape_special_tokens:
-            self._tokenizer = EscapingTokenizer(tokenizer)
+        self._template = ChatTemplate(EscapingTokenizer(tokenizer) if escape_special_tokens else tokenizer, options)
         if not self._is_marked:
             self._learn_turns()
 
@@ -114,20 +119,23 @@ class ChatEncoder:
         """Tokenise conversations.
 
         Args:
-            chats: each a list of messages.
-            where: a name of each for messages, such as "data.path=x.json, row 3".
-            tools: the tools of each, as JSON schemas or None; empty: none has any.
+            chats: one list of messages for each conversation.
+            where: one name for each conversation, used in errors, such as "data.path=x.json, row 3".
+            tools: the tools of each conversation, JSON schemas or None; empty if no conversation has tools.
+
+        Returns:
+            One encoded conversation for each conversation.
 
         Raises:
             DataError: a conversation is malformed, the template refuses or leaves out one of its roles, or its turns
-                cannot be told apart; names the conversation and the role.
+                cannot be told apart. The error names the conversation and the role.
         """
         tools = tools or [None] * len(chats)
         if self._is_marked:
             return [self._encode_marked(*chat) for chat in zip(chats, where, tools, strict=True)]
         rendered = [self.render(*chat) for chat in zip(chats, where, tools, strict=True)]
         # `verbose` warns of texts longer than the model's context; what is too long is counted elsewhere.
-        encoded = self._tokenizer(
+        encoded = self._template.tokenizer(
             [chat.text for chat in rendered],
             add_special_tokens=False,
             return_attention_mask=False,
@@ -141,7 +149,19 @@ class ChatEncoder:
         ]
 
     def render(self, messages: Messages, where: str, tools: Any = None) -> RenderedChat:
-        """A conversation as text with the assistant's turns, for a template without `{% generation %}` marks."""
+        """Render a conversation and find the assistant's turns, for a template without `{% generation %}` marks.
+
+        Args:
+            messages: the conversation.
+            where: names the conversation in errors.
+            tools: JSON schemas, or None.
+
+        Returns:
+            The text with the characters of each turn.
+
+        Raises:
+            DataError: as for `encode`.
+        """
         check_messages(messages, where)
         text = self._checked_text(messages, where, tools)
         turns: list[tuple[int, int]] = []
@@ -149,11 +169,11 @@ class ChatEncoder:
             if message["role"] == "assistant":
                 turns.append(self._turn(messages, number, text, where, tools))
             elif turns and message["role"] not in _BASIC_ROLES:
-                before = self._text(_with_content(messages, number, STAND_IN), tools=tools).partition(STAND_IN)[0]
+                before = self._template.around(messages, number, tools=tools)[0]
                 if len(before) < turns[-1][1]:  # the result of a tool, put into the turn that called it
-                    raise self._cannot_tell(where, number, "it is rendered inside the assistant's turn")
+                    raise _cannot_tell(where, number, "it is rendered inside the assistant's turn")
         if any(later[0] < earlier[1] for earlier, later in pairwise(turns)):
-            raise self._cannot_tell(where, len(messages) - 1, "turns overlap")
+            raise _cannot_tell(where, len(messages) - 1, "turns overlap")
         return RenderedChat(text, tuple(turns))
 
     # -- templates with marks ------------------------------------------------------------------------------------
@@ -161,9 +181,7 @@ class ChatEncoder:
     def _encode_marked(self, messages: Messages, where: str, tools: Any) -> EncodedChat:
         check_messages(messages, where)
         self._checked_text(messages, where, tools)
-        encoded = self._tokenizer.apply_chat_template(
-            list(messages), tools=tools, return_dict=True, return_assistant_tokens_mask=True, **self._options
-        )
+        encoded = self._template.apply(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
         edges = np.flatnonzero(np.diff(encoded["assistant_masks"], prepend=0, append=0)).tolist()
         if not edges and any(message["role"] == "assistant" for message in messages):
             raise DataError(f"{where}: the chat template's {{% generation %}} marks select nothing of the conversation")
@@ -173,37 +191,44 @@ class ChatEncoder:
     # -- templates without -----------------------------------------------------------------------------------------
 
     def _learn_turns(self) -> None:
-        """What the template puts around an answer, from a conversation of two turns."""
-        question = {"role": "user", "content": "question"}
+        """Find the text that the template puts around an answer, from a conversation of two turns.
+
+        Raises:
+            ConfigError: the template does not append answers to questions.
+        """
+        render = self._template.render
         try:
-            before = self._text([question])
-            prompt = self._text([question], add_generation_prompt=True)
-            whole = self._text([question, {"role": "assistant", "content": STAND_IN}])
-        except (TemplateError, TypeError) as error:
-            raise ConfigError(f"the chat template refuses a question and an answer: {error}") from error
+            before = render([QUESTION])
+            prompt = render([QUESTION], add_generation_prompt=True)
+            whole = render([QUESTION, {"role": "assistant", "content": STAND_IN}])
+        except TemplateRefusal as error:
+            raise ConfigError(f"the chat template refuses a question and an answer: {error.__cause__}") from error
         # Some templates end a conversation that waits for no answer with a token of its own.
-        shared = _shared(before, prompt, whole)
-        if question["content"] not in before[:shared] or whole.count(STAND_IN) != 1:
+        shared = num_shared(before, prompt, whole)
+        if QUESTION["content"] not in before[:shared] or whole.count(STAND_IN) != 1:
             raise ConfigError(
                 "the chat template does not append answers to questions, so that its turns cannot be found; mark them "
                 "in the template with {% generation %} ... {% endgeneration %}"
             )
         self._generation_prompt = prompt[shared:]
         self._header, self._closing = whole[shared:].split(STAND_IN)
-        special = sorted({t.content for t in self._tokenizer.added_tokens_decoder.values() if t.special and t.content})
+        tokens = self._template.tokenizer.added_tokens_decoder.values()
+        special = sorted({token.content for token in tokens if token.special and token.content})
         self._special_token = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         self._ends_with_special_token = bool(self._special_token.search(self._closing))
 
     def _turn(self, messages: Messages, number: int, text: str, where: str, tools: Any) -> tuple[int, int]:
-        """The characters of `text`, the whole conversation, that the assistant says in message `number`."""
-        variant = [*messages]
-        variant[number] = {"role": "assistant", "content": STAND_IN}
+        """Return the characters of the rendered `text` that the assistant says in message `number`.
+
+        Raises:
+            DataError: the characters cannot be told apart from the template's.
+        """
         try:
-            found = self._text(variant, tools=tools).split(STAND_IN)
-        except (TemplateError, TypeError) as error:
-            raise self._cannot_tell(where, number, str(error)) from error
+            found = self._template.around(messages, number, tools=tools)
+        except TemplateRefusal as error:
+            raise _cannot_tell(where, number, str(error.__cause__)) from error
         if len(found) != 2:
-            raise self._cannot_tell(where, number, f"its content is rendered {len(found) - 1} times")
+            raise _cannot_tell(where, number, f"its content is rendered {len(found) - 1} times")
         before, after = found
         # In history a template may leave out what it inserts before the last answer (an empty thought), or the part of
         # the generation prompt that opens a thought.
@@ -215,91 +240,65 @@ class ChatEncoder:
         header_start = len(before) - len(header)
         is_embedded = text.startswith(before[:header_start]) and text.endswith(after)
         if not is_embedded or header_start > len(text) - len(after):
-            raise self._cannot_tell(where, number, "the rest of the conversation depends on its content")
-        prompted = _shared(self._generation_prompt, text[header_start:])
+            raise _cannot_tell(where, number, "the rest of the conversation depends on its content")
+        prompted = num_shared(self._generation_prompt, text[header_start:])
         if prompted < len(self._generation_prompt):  # what follows the header by chance begins like the rest of it
-            prompted = min(prompted, _shared(self._generation_prompt, header))
+            prompted = min(prompted, num_shared(self._generation_prompt, header))
         start, end = header_start + prompted, len(text) - len(after)
         if self._ends_with_special_token and (token := self._special_token.search(after)):
             end += token.end()
         elif not self._ends_with_special_token and after.startswith(self._closing):
             end += len(self._closing)
         if start > end:
-            raise self._cannot_tell(where, number, "it ends before its header does")
+            raise _cannot_tell(where, number, "it ends before its header does")
         return start, end
-
-    def _cannot_tell(self, where: str, number: int, reason: str) -> DataError:
-        return DataError(
-            f"{where}, messages[{number}]: cannot tell which part of the rendered conversation the assistant says: "
-            f"{reason}; mark the turns in the chat template with {{% generation %}} ... {{% endgeneration %}}"
-        )
 
     # -- rendering -------------------------------------------------------------------------------------------------
 
-    def _text(self, messages: Messages, **options: Any) -> str:
-        return self._tokenizer.apply_chat_template(list(messages), tokenize=False, **{**self._options, **options})
-
     def _checked_text(self, messages: Messages, where: str, tools: Any) -> str:
-        """The conversation as text. Raises: DataError if the template refuses or leaves out a role."""
+        """Return the conversation as text.
+
+        Raises:
+            DataError: the template refuses a role, or leaves out a role or a call.
+        """
         try:
-            text = self._text(messages, tools=tools)
-        except (TemplateError, TypeError) as error:
+            text = self._template.render(messages, tools=tools)
+        except TemplateRefusal as error:
             role = self._refused_role(messages, tools)
             what = f"the role {role!r}" if role else "this order of roles: " + ", ".join(m["role"] for m in messages)
-            raise DataError(f"{where}: the chat template refuses {what}: {error}") from error
+            raise DataError(f"{where}: the chat template refuses {what}: {error.__cause__}") from error
         for number, message in enumerate(messages):
-            if message["role"] != "assistant" and not self._shows(messages, number, text, tools):
+            if message["role"] != "assistant" and not self._template.shows(messages, number, text, tools=tools):
                 raise DataError(
                     f"{where}, messages[{number}]: the chat template leaves out the role {message['role']!r}, whose "
                     "content would be lost"
                 )
-            for name in _called(message):
+            for name in called_names(message):
                 if name not in text:
                     raise DataError(f"{where}, messages[{number}]: the chat template leaves out the call of {name!r}")
         return text
 
-    def _shows(self, messages: Messages, number: int, text: str, tools: Any) -> bool:
-        """Whether the content of message `number` is in the rendered `text`, as it is or in another form."""
-        content = messages[number].get("content")
-        if not isinstance(content, str) or content.strip() in text:
-            return True
-        # Some templates write the results of tools as JSON.
-        return STAND_IN in self._text(_with_content(messages, number, STAND_IN), tools=tools)
-
     def _refused_role(self, messages: Messages, tools: Any) -> str | None:
-        """The role without whose messages the template would render the conversation."""
+        """Return the role without whose messages the template would render the conversation."""
         for role in dict.fromkeys(message["role"] for message in messages if message["role"] not in _BASIC_ROLES):
             rest = [message for message in messages if message["role"] != role]
             try:
-                self._text(rest or [{"role": "user", "content": "question"}], tools=tools)
-            except (TemplateError, TypeError):
+                self._template.render(rest or [QUESTION], tools=tools)
+            except TemplateRefusal:
                 continue
             return role
         return None
 
 
-def _with_content(messages: Messages, number: int, content: str) -> list[Mapping[str, Any]]:
-    """The messages, of which message `number` says something else."""
-    return [{**message, "content": content} if i == number else message for i, message in enumerate(messages)]
-
-
-def _called(message: Mapping[str, Any]) -> list[str]:
-    """The names of the tools that a message calls."""
-    calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
-    names = [(call.get("function") or call).get("name") for call in calls]
-    return [name for name in names if isinstance(name, str)]
-
-
-def _shared(*texts: str) -> int:
-    """How many characters texts have in common at their beginnings."""
-    return sum(1 for _ in takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False)))
-
-
-_BASIC_ROLES = ("user", "assistant")
+def _cannot_tell(where: str, number: int, reason: str) -> DataError:
+    return DataError(
+        f"{where}, messages[{number}]: cannot tell which part of the rendered conversation the assistant says: "
+        f"{reason}; mark the turns in the chat template with {{% generation %}} ... {{% endgeneration %}}"
+    )
 
 
 def _tokens_of(turns: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The tokens [start, end) that hold a character of each turn; an empty range for an empty turn."""
+    """Return the tokens [start, end) that hold a character of each turn; an empty range for an empty turn."""
     spans = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
     starts, ends = spans[:, 0], spans[:, 1]
     ranges = []

@@ -1,4 +1,4 @@
-"""Raw texts to tokens: a prompt, and a response that ends."""
+"""Raw texts to tokens: prompts, and responses with their end."""
 
 from __future__ import annotations
 
@@ -19,19 +19,27 @@ class TooManyTokens(DataError):
 
 
 class TextTokenizer(Protocol):
-    """What raw texts need of a Hugging Face tokenizer."""
+    """A Hugging Face tokenizer, as far as raw texts need one."""
 
     @property
-    def bos_token_id(self) -> Any: ...
+    def bos_token_id(self) -> Any:
+        """The token that begins a sequence; None if there is none."""
 
-    def __call__(self, text: Any, **options: Any) -> Any: ...
+    def __call__(self, text: Any, **options: Any) -> Any:
+        """Tokenise a text, or a list of texts."""
 
 
 def raw_prompts(tokenizer: TextTokenizer, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
-    """Raw prompts as tokens, the same where a model learns from them and where it is asked with them.
+    """Tokenise raw prompts. Training and generation both use this function, so that a prompt has the same tokens.
 
-    Each begins, once, with what the tokenizer puts before every text (Llama's `<|begin_of_text|>`). `limit` as for
-    `bounded_tokens`.
+    Args:
+        tokenizer: the model's tokenizer.
+        texts: the prompts.
+        limit: as for `bounded_tokens`.
+
+    Returns:
+        The tokens of each prompt. Each begins, once, with the token that the tokenizer puts before every text (Llama's
+        `<|begin_of_text|>`), if there is one.
     """
     bos = tokenizer.bos_token_id
     begin = [bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else []
@@ -40,23 +48,24 @@ def raw_prompts(tokenizer: TextTokenizer, texts: Sequence[str], limit: int | Non
 
 
 def raw_tokens(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The tokens of texts that go on after others: nothing is put before or after them."""
+    """Return the tokens of texts that continue other texts: no token is put before or after them."""
     # `verbose` warns of texts longer than the model's context; what is too long is counted elsewhere.
     return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
 def bounded_tokens(tokenizer: TextTokenizer, text: str, limit: int | None) -> list[int]:
-    """Return the tokens of a text that goes on after another, at a cost that depends on `limit`, not on the text.
+    """Return the tokens of a text that continues another, at a cost that depends on `limit`, not on the text.
 
     A long text is first tokenised in large pieces. A cut adds few tokens to a piece, so twice as many tokens as fit
     prove that the text does not fit, whatever the tokenizer leaves out or merges.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         text: any text.
         limit: tokens that fit into the model's context; None does not bound the text.
 
-    Raises: TooManyTokens for a text that is far longer than `limit`; a text that is a little longer is tokenised.
+    Raises:
+        TooManyTokens: the text is far longer than `limit`. A text that is a little longer is tokenised.
     """
     if limit is not None and len(text) > (size := CHARACTERS_PER_TOKEN * max(limit, 1024)):
         count = 0
@@ -70,8 +79,11 @@ def bounded_tokens(tokenizer: TextTokenizer, text: str, limit: int | None) -> li
 class RawEncoder:
     """Tokenises raw prompts and responses.
 
-    They are tokenised apart and laid end to end, as they meet when a response is generated. A response ends with the
+    Prompt and response are tokenised apart, as they are when a response is generated. A response ends with the
     end-of-sequence token.
+
+    Args:
+        tokenizer: the model's tokenizer.
 
     Raises:
         ConfigError: the tokenizer has no end-of-sequence token.
@@ -84,16 +96,16 @@ class RawEncoder:
         self._end = tokenizer.eos_token_id
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of prompts (see `raw_prompts`)."""
+        """Return the tokens of prompts (see `raw_prompts`)."""
         return raw_prompts(self._tokenizer, texts)
 
     def responses(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of responses, each with the end-of-sequence token, once."""
+        """Return the tokens of responses, each with one end-of-sequence token at its end."""
         return [ids if ids[-1:] == [self._end] else [*ids, self._end] for ids in raw_tokens(self._tokenizer, texts)]
 
 
 def joined(prompt: Sequence[int], response: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """(input_ids [L] int32, loss_mask [L] bool): a prompt, and a response that is learnt."""
+    """Return (input_ids [L] int32, loss_mask [L] bool) for a prompt and a response that is trained on."""
     mask = np.zeros(len(prompt) + len(response), dtype=bool)
     mask[len(prompt) :] = True
     return np.asarray([*prompt, *response], dtype=np.int32), mask

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rlite.data.chat import ChatEncoder
+from rlite.data.chat.masks import ChatEncoder
+from rlite.data.chat.special_tokens import EscapingTokenizer
 from rlite.data.sft import sft_rows
-from rlite.data.special_tokens import EscapingTokenizer
 from rlite.quickstart.tiny import CHATML, build_tiny_qwen3, byte_tokenizer
 from rlite.rollout import Conversation, GenerationHyperparameters, ScriptedEngine, SingleTurnWorkflow
 from rlite.rollout.openai import AgentSession
@@ -52,6 +52,8 @@ def test_tokens_are_the_texts_and_only_the_templates_special_tokens_are_special(
 
 
 @given(question=st.text(max_size=20), answer=st.text(max_size=20))
+@example(question="\ue00d\uf3a7\ue9b1", answer="")
+@example(question="\U000f1ce5\U000f1ce6", answer="\ue00d1\ue00e\U000f1ce5")
 def test_what_holds_no_special_token_is_encoded_as_before(question: str, answer: str) -> None:
     chats = [[turn("user", question), turn("assistant", answer)]]
     [expected] = ChatEncoder(TOKENIZER).encode(chats, ["row"])

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rlite.data.chat import ChatEncoder
+from rlite.data.chat.masks import ChatEncoder
 from rlite.errors import ConfigError, DataError
 from rlite.quickstart.tiny import CHATML, byte_tokenizer
 
-ORACLE = json.loads((Path(__file__).parents[2] / "oracles/10_chat_assistant_masks.json").read_text())
+ORACLE = json.loads((Path(__file__).parents[3] / "oracles/10_chat_assistant_masks.json").read_text())
 
 # The shapes of templates in use, reduced to what matters here. Thoughts stay in the last answer alone (Qwen3):
 THOUGHTS = (

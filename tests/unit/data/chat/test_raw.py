@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.data.raw import CHARACTERS_PER_TOKEN, TooManyTokens, bounded_tokens, raw_prompts, raw_tokens
+from rlite.data.chat.raw import CHARACTERS_PER_TOKEN, TooManyTokens, bounded_tokens, raw_prompts, raw_tokens
 from rlite.quickstart.tiny import byte_tokenizer
 from tests.tiny import tokenizer_with_bos
 

@@ -1,0 +1,175 @@
+"""The chat template of a tokenizer: the one place that renders conversations and finds messages in the text."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import takewhile
+from typing import Any, NamedTuple, Protocol
+
+from rlite.data.chat.raw import TextTokenizer
+from rlite.errors import DataError
+
+Message = Mapping[str, Any]
+
+STAND_IN = f"\ue00d{secrets.randbits(64)}\ue00e"
+"""shows where a template puts a content; random, so that no content holds it, and no filter of a template changes it"""
+QUESTION: Message = {"role": "user", "content": "question"}
+ANSWER: Message = {"role": "assistant", "content": "answer"}
+
+
+class Tokenizer(TextTokenizer, Protocol):
+    """A Hugging Face tokenizer, as far as conversations need one."""
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        """Render messages as text, or as tokens."""
+
+    def decode(self, token_ids: Any, **options: Any) -> Any:
+        """Return the text of tokens."""
+
+
+class TemplateRefusal(DataError):
+    """A chat template does not render a conversation, or leaves a part of it out."""
+
+
+class Ending(NamedTuple):
+    """Text that a template writes after an answer."""
+
+    closing: str
+    """follows every answer"""
+    tail: str
+    """follows the closing if the conversation ends there: some templates end a conversation with its own token"""
+
+
+class ChatTemplate:
+    """Renders conversations with the chat template of one tokenizer.
+
+    Args:
+        tokenizer: the model's tokenizer, with a chat template.
+        options: further keyword arguments for `apply_chat_template`, such as {"enable_thinking": False}.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer: Any = tokenizer
+        self._options = dict(options or {})
+
+    def apply(self, messages: Sequence[Message], **options: Any) -> Any:
+        """Call `apply_chat_template` of the tokenizer.
+
+        Args:
+            messages: the conversation.
+            options: keyword arguments. They take precedence over the options of this template.
+
+        Returns:
+            Text or tokens, as the options say.
+
+        Raises:
+            TemplateRefusal: the template fails. The cause is the template's own error.
+        """
+        options = {**self._options, **options}
+        try:
+            try:
+                return self.tokenizer.apply_chat_template(list(messages), **options)
+            except TypeError:  # some templates (DeepSeek's) take the arguments of calls as JSON text
+                converted = [_with_json_arguments(message) for message in messages]
+                return self.tokenizer.apply_chat_template(converted, **options)
+        except Exception as error:  # a template is a program of others: it may fail in any way on what it is given
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            reason = str(error) or type(error).__name__
+            raise TemplateRefusal(
+                f"the model's chat template refuses a conversation of the roles {roles}: {reason}"
+            ) from error
+
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
+        """Return a conversation as text. Arguments and errors are those of `apply`."""
+        return self.apply(messages, tokenize=False, **options)
+
+    def around(self, messages: Sequence[Message], number: int, **options: Any) -> list[str]:
+        """Render a conversation and split the text at the content of one message.
+
+        Args:
+            messages: the conversation.
+            number: the index of the message. Of an answer, calls and thoughts are left out as well as the content.
+            options: keyword arguments for `apply`.
+
+        Returns:
+            The parts between the places where the content stands: two if the template writes it once.
+        """
+        message = messages[number]
+        kept = {"role": "assistant"} if message["role"] == "assistant" else message
+        variant = [*messages[:number], {**kept, "content": STAND_IN}, *messages[number + 1 :]]
+        return self.render(variant, **options).split(STAND_IN)
+
+    def shows(self, messages: Sequence[Message], number: int, text: str, **options: Any) -> bool:
+        """Return whether a rendered text has the content of one message, unchanged or in another form such as JSON.
+
+        Args:
+            messages: the conversation.
+            number: the index of the message.
+            text: the rendered conversation, or the part of it in which the content is expected.
+            options: keyword arguments for `apply`.
+        """
+        content = messages[number].get("content")
+        if not isinstance(content, str) or content.strip() in text:
+            return True
+        return len(self.around(messages, number, **options)) > 1
+
+    def between(self, replies: Sequence[Message]) -> str:
+        """Return the text from the end of an answer's content to the beginning of the next answer.
+
+        Args:
+            replies: the messages that follow the answer.
+
+        Raises:
+            TemplateRefusal: the template does not render the replies after an answer, or leaves one out.
+        """
+        exchange = [QUESTION, ANSWER, *replies]
+        _, *found = self.around(exchange, 1, add_generation_prompt=True)
+        if len(found) != 1:
+            roles = ", ".join(dict.fromkeys(message["role"] for message in replies))
+            raise TemplateRefusal(f"the chat template renders an answer {len(found)} times if there follow: {roles}")
+        for number, message in enumerate(replies, start=2):
+            if not self.shows(exchange, number, found[0], add_generation_prompt=True):
+                raise TemplateRefusal(f"the chat template leaves out messages of the role {message['role']!r}")
+        return found[0]
+
+    @cached_property
+    def ending(self) -> Ending | None:
+        """Text that the template writes after an answer; None if the template does not show where an answer ends."""
+        exchange = [QUESTION, ANSWER]
+        try:
+            last = self.around(exchange, 1, add_generation_prompt=False)
+            inner = self.around([*exchange, QUESTION], 1, add_generation_prompt=True)
+        except TemplateRefusal:
+            return None
+        if len(last) != 2 or len(inner) != 2:
+            return None
+        size = num_shared(last[1], inner[1])
+        return Ending(last[1][:size], last[1][size:])
+
+
+def num_shared(*texts: str) -> int:
+    """Return how many characters all texts have in common at their beginnings."""
+    return sum(1 for _ in takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False)))
+
+
+def called_names(message: Message) -> list[str]:
+    """Return the names of the tools that a message calls."""
+    calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    names = [(call.get("function") or call).get("name") for call in calls]
+    return [name for name in names if isinstance(name, str)]
+
+
+def _with_json_arguments(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [_with_json(call) for call in message["tool_calls"]]}
+
+
+def _with_json(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call["function"]
+    if isinstance(function["arguments"], str):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
