@@ -31,7 +31,7 @@ def tiles_of(chunk: Chunk, tokens: Sequence[int]) -> Iterator[tuple[int, Sequenc
 
 
 class TiledDecoder:
-    """The steps of one burst, to be taken in turn, as `EmbeddedWorker._decoder` makes them."""
+    """The steps of one burst, to be taken in turn, as `ForwardPasses` makes them."""
 
     def __init__(self, model: ShardedModel, cache: SlotCache, lengths: Sequence[int], positions: torch.Tensor) -> None:
         """`positions` of the tokens that go in, `[steps, rows]`."""

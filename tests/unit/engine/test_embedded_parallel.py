@@ -85,7 +85,7 @@ def overflow(worker: EmbeddedWorker, rank: int) -> dict:
             shard.tensor[:, 0] = torch.finfo(torch.float32).max
     first, second = requests()[:2]
     if rank == 1:
-        worker.path += "/nowhere"
+        worker._rules.path += "/nowhere"
     chunks = worker.advance([replace(first, gconfig=replace(first.gconfig, stop=("x",)))], [], 64)
     refused = [chunk.error for chunk in chunks]
     chunks = worker.advance([replace(first, input_ids=[1, token]), second], [], 64)

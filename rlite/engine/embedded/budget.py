@@ -1,0 +1,92 @@
+"""How long the sequences of one worker may be, and how many of them its KV cache holds."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from rlite.engine.embedded.options import EmbeddedOptions
+from rlite.engine.embedded.tiles import DECODE_ROWS
+from rlite.errors import ConfigError
+from rlite.nn.architecture import rope_limit
+from rlite.parallel.tensor import attention_shape
+from rlite.parallel.usage import give_back_cached_memory
+
+CONTEXT_LIMIT = 4096
+"""default bound of max_model_len: every slot has room for the longest sequence"""
+CacheShape = tuple[int, int, int, int, int, int]
+"""layers, slots, heads, key-value heads, positions, width of a head"""
+
+
+def longest_sequence(options: EmbeddedOptions, config: PreTrainedConfig) -> int:
+    """Return `max_model_len`, from the options or the model.
+
+    Raises:
+        ConfigError: the option is beyond the model's own limit.
+    """
+    limits = {"max_position_embeddings": config.max_position_embeddings}
+    if (longest := rope_limit(config)) is not None:
+        limits["length up to which rotary angles are the same for all sequences"] = longest
+    name, limit = min(limits.items(), key=lambda item: item[1])
+    length = options.max_model_len or min(limit, CONTEXT_LIMIT)
+    if length > limit:
+        raise ConfigError(f"max_model_len={length} is beyond the model's {name}={limit}")
+    return length
+
+
+class CacheBudget:
+    """Shape of one worker's KV cache.
+
+    Args:
+        options: the executor's.
+        config: of the model.
+        max_model_len: longest sequence, in tokens.
+        dtype: of keys and values.
+        tp_size: ranks that share the heads.
+    """
+
+    def __init__(
+        self, options: EmbeddedOptions, config: PreTrainedConfig, max_model_len: int, dtype: torch.dtype, tp_size: int
+    ) -> None:
+        self._options = options
+        self._dtype = dtype
+        layers, heads, kv_heads, head_dim = attention_shape(config)
+        self._layers = layers
+        self._slot = heads // tp_size, kv_heads // tp_size, max_model_len, head_dim
+
+    def shape(self, num_slots: int) -> CacheShape:
+        """Return the shape of a cache for so many sequences."""
+        if self._options.deterministic:  # the last tile is as large as the others
+            num_slots += -num_slots % DECODE_ROWS
+        return self._layers, num_slots, *self._slot
+
+    def affordable_slots(self, device: torch.device, group: dist.ProcessGroup | None) -> int:
+        """Return how many sequences fit into the memory that is free; on CPU `max_num_seqs`.
+
+        Args:
+            device: of the cache.
+            group: the ranks of the replica, which all take the smallest number.
+
+        Raises:
+            ConfigError: not even one sequence fits.
+        """
+        options = self._options
+        if device.type != "cuda":
+            return options.max_num_seqs
+        layers, spare, _, heads, length, dim = self.shape(1)
+        per_slot = 2 * layers * heads * length * dim * self._dtype.itemsize
+        give_back_cached_memory()  # the driver counts it as taken
+        free, total = torch.cuda.mem_get_info(device)
+        budget = total * options.gpu_memory_utilization - (total - free) - (spare - 1) * per_slot
+        slots = torch.tensor(min(options.max_num_seqs, int(budget // per_slot)), device=device)
+        if group is not None:
+            dist.all_reduce(slots, op=dist.ReduceOp.MIN, group=group)
+        if slots < 1:
+            raise ConfigError(
+                f"one sequence of max_model_len={length} needs {per_slot / 2**20:.0f} MiB of KV cache, "
+                f"{max(budget, 0) / 2**20:.0f} MiB are left at "
+                f"gpu_memory_utilization={options.gpu_memory_utilization}; "
+                "lower max_model_len or raise gpu_memory_utilization"
+            )
+        return int(slots)
