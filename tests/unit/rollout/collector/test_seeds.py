@@ -19,9 +19,11 @@ class Recorder:
         self._version = version
         self._delays = delays
         self.seeds: list[tuple[int, int | None]] = []
+        self.rids: list[tuple[int, str]] = []
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
         self.seeds.append((request.input_ids[0], request.gconfig.seed))
+        self.rids.append((request.input_ids[0], request.rid))
         await asyncio.sleep(self._delays[len(self.seeds) % len(self._delays)])
         return LLMResponse(
             input_tokens=request.input_ids,
@@ -80,3 +82,14 @@ def test_siblings_of_a_fixed_seed_draw_differently_and_always_the_same() -> None
     assert len({seed for _, seed in found}) == 3, "one for each sample of a group, whatever the item and the turn"
     assert seeds(3, [0.0, 0.01], seed=None, own=7) == found
     assert {seed for _, seed in seeds(2, [0.0], own=7, group_size=1)} == {7}, "which is what one request alone gets"
+
+
+def test_siblings_share_one_affinity_key_and_single_episodes_keep_theirs() -> None:
+    engine = Recorder(0, [0.0])
+    collector = RolloutCollector(engine, CollectorOptions())
+    for size, num_keys in ((3, 2), (1, 4)):  # two items, two turns each
+        engine.rids.clear()
+        collector.rollout_batch([{"item": item} for item in range(2)], TwoTurns(), group_size=size)
+        assert len({rid for _, rid in engine.rids}) == num_keys
+        assert len({item for item, _ in engine.rids}) == 2
+    collector.close()
