@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -92,7 +92,8 @@ def sync_weights(
         sources, targets = _describe(source, target, may_share=transport in ("auto", "shared"))
         copy = _nearest_copy(source, sources, targets)
         offered = [sources[rank] for rank in copy.ranks]
-        plan = [make_plan(offered, layout, target.name) for layout in targets]
+        held = set().union(*(layout.places for layout in targets))
+        plan = [make_plan(offered, layout, target.name, held) for layout in targets]
         chosen = _transport(source, target, copy, offered, targets) if transport == "auto" else transport
         move = {"shared": _read_shared, "gathered": _read_gathered, "broadcast": _broadcast}[chosen]
         written = move(source, target, copy, offered, targets, plan)
@@ -117,15 +118,23 @@ def sync_weights(
 # -- planning (pure) --------------------------------------------------------------------------------------------------
 
 
-def make_plan(sources: Sequence[Layout], target: Layout, target_name: str) -> list[Piece]:
-    """The pieces that write one target worker's every element exactly once.
+def make_plan(
+    sources: Sequence[Layout], target: Layout, target_name: str, wanted: Collection[str] | None = None
+) -> list[Piece]:
+    """Return the pieces that write one target worker's every element exactly once.
+
+    Args:
+        sources: the workers that hold one copy of the source.
+        target: the target worker.
+        target_name: how messages name the target.
+        wanted: tensors that all target workers hold together; None is those of this one.
 
     Raises: WeightSyncError naming tensors that one side lacks, that differ in shape, or that are not covered.
     """
     aliases = sources[0].aliases
     known = set().union(*(layout.places for layout in sources))
     missing = sorted(name for name in target.places if aliases.get(name, name) not in known)
-    used = {aliases.get(name, name) for name in target.places}
+    used = {aliases.get(name, name) for name in wanted or target.places}
     unexpected = sorted(known - used)
     if missing or unexpected:
         raise WeightSyncError(
@@ -247,7 +256,8 @@ def _read_gathered(
         for name, place in layout.places.items()
     }
     everything = Layout(whole, offered[0].host, offered[0].aliases)
-    pieces = [make_plan([everything], layout, target.name) for layout in targets]
+    held = set().union(*(layout.places for layout in targets))
+    pieces = [make_plan([everything], layout, target.name, held) for layout in targets]
     written = 0
     for bucket in make_buckets([everything]):
         names = set(bucket.names)

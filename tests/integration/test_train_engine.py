@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +332,85 @@ def test_a_loss_that_raises_leaves_nothing_to_the_next_step(build: Build, option
         weights.append(engine.state_dict())
     for name, tensor in weights[0].items():
         assert torch.equal(weights[1][name], tensor), name
+
+
+class Bigrams(BaseTrainModule):
+    """A model without a float32 step in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Embedding(256, 6), nn.Linear(6, 256)])
+
+    def materialization_source(self) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return {name: torch.randn(p.shape, generator=generator) for name, p in Bigrams().named_parameters()}
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=10.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](ids))
+
+    def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
+        return self(data["input_ids"])
+
+    def backward_of(self, ids: list[int]) -> None:
+        self(torch.tensor(ids)).mean().backward()
+
+
+@pytest.fixture
+def bigrams() -> Bigrams:
+    with init_empty_weights():
+        return Bigrams()
+
+
+@pytest.mark.parametrize(("size", "copies"), [(1, 1), (2, 1), (2, 2)])
+def test_calls_of_forward_backward_accumulate_a_mean_over_all_their_tokens(
+    build: Build, bigrams: Bigrams, size: int, copies: int
+) -> None:
+    batch = make_batch(LENGTHS)
+    engine = build(bigrams, size, copies, param_dtype="float64", max_tokens_per_microbatch=40)
+    before = engine.state_dict()
+    expected = engine.train_batch(batch, token_loss, num_counted)
+    weights = engine.state_dict()
+    engine.load()
+    engine.backward_of([1, 2])  # what it left is no part of the mean
+    for rows in ([4], [0, 1, 2], [3, 6, 5]):
+        engine.forward_backward({key: value[rows] for key, value in batch.items()}, token_loss, num_counted)
+        assert torch.equal(engine.state_dict()["layers.1.bias"], before["layers.1.bias"])
+    stats = engine.optimizer_step()
+    assert (stats["weight"], stats["is_skipped"]) == (expected["weight"], 0)
+    assert stats["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-12)
+    for name, tensor in engine.state_dict().items():
+        torch.testing.assert_close(tensor, weights[name], atol=1e-12, rtol=0)
+
+
+def test_gradients_that_were_dropped_or_whose_loss_raised_count_nothing(build: Build, bigrams: Bigrams) -> None:
+    engine = build(bigrams, 2, param_dtype="float64", max_tokens_per_microbatch=9)
+    other, batch = make_batch([9, 9, 8, 8], seed=1), make_batch(LENGTHS[:2])
+    expected = engine.train_batch(batch, token_loss, num_counted)
+    for is_dropped_by_hand in (False, True):
+        engine.load()
+        engine.forward_backward(other, token_loss, num_counted)
+        if is_dropped_by_hand:
+            engine.zero_grad()
+        else:
+            wrong = {**other, "is_second": torch.tensor([0, 0, 1, 1])}
+            with pytest.raises(LookupError, match="second"):
+                engine.forward_backward(wrong, loss_that_fails_in_the_second_microbatch, num_counted)
+        assert engine.optimizer_step()["is_skipped"] == 1
+        engine.forward_backward(batch, token_loss, num_counted)
+        assert engine.optimizer_step() == {key: expected[key] for key in ("grad_norm", "lr", "weight", "is_skipped")}
+
+
+def test_a_step_takes_the_gradients_of_a_method(build: Build, bigrams: Bigrams) -> None:
+    engine = build(bigrams, 2, param_dtype="float64")
+    before = engine.state_dict()
+    engine.backward_of([1, 2, 3])
+    stats = engine.optimizer_step()
+    assert (stats["is_skipped"], stats["weight"]) == (0, 0)
+    assert stats["grad_norm"] > 0
+    assert not torch.equal(engine.state_dict()["layers.1.bias"], before["layers.1.bias"])
 
 
 def gradients(worker: Any) -> list[str]:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.data.packs import check_batch, pack, sequence_lengths, unpack
+from rlite.data.packs import check_batch, lazy_pack, pack, sequence_lengths, unpack
 from rlite.errors import DataError
 
 CPU = torch.device("cpu")
@@ -62,3 +62,20 @@ def test_a_batch_of_another_form_is_refused_with_the_key_or_row(changes: dict, w
     batch = {**make_batch([3, 2]), **changes}
     with pytest.raises(DataError, match=words):
         check_batch({key: value for key, value in batch.items() if value is not None})
+
+
+def test_a_key_of_a_lazy_pack_is_packed_when_it_is_first_read() -> None:
+    batch = make_batch([2, 3])
+    data = lazy_pack(batch, [1, 0], CPU)
+    batch["rewards"][:] = 7
+    assert data["rewards"].tolist() == [7, 7]
+    batch["rewards"][:] = 8
+    assert data["rewards"].tolist() == [7, 7]
+    assert list(data) == list(pack(batch, [1, 0], CPU)) == [*batch, "cu_seqlens", "position_ids", "max_seqlen"]
+    assert data.get("margin") is None
+    assert "rewards" in data
+    assert {**data, "scale": 2}["rewards"].tolist() == [7, 7]
+    assert (data | {"rewards": 1})["rewards"] == 1
+    assert data.copy()["columns"].tolist() == [[1], [0]]
+    with pytest.raises(KeyError, match="margin"):
+        data["margin"]
