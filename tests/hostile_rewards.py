@@ -266,13 +266,18 @@ def end_parent(is_foreign: bool = False) -> float:
     return 0.0
 
 
-def start_program(code: str, keep: bool = False) -> float:
-    """Run a program, as a function does that tests what a model has written; returns the number of its children."""
+def start_program(code: str, keep: bool = False, go: str = "") -> float:
+    """Run a program, as a function does that tests what a model has written; returns the number of its children.
+
+    With `go` a daemon that an earlier call has left gets its sign, and the time to do what it waits to do.
+    """
     global kept
+    if go:
+        Path(go).touch()
+        time.sleep(0.5)
     if keep and kept is None:
         kept = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     subprocess.run([sys.executable, "-c", code], check=False)
-    time.sleep(0.4)
     return float(len(children(os.getpid())))
 
 
@@ -282,6 +287,7 @@ import os, signal, time
 reward_process = os.getppid()
 if os.fork() == 0:
     os.setsid()
-    time.sleep(0.7)
+    while not os.path.exists(GO):
+        time.sleep(0.01)
     os.kill(reward_process, signal.SIGKILL)
 """

@@ -110,10 +110,11 @@ def descendants(pid: int) -> list[int]:
 
 
 def end_descendants(kept: Callable[[], Collection[int]] = tuple) -> bool:
-    """End all that this process has started but the children `kept` and what is below them; returns whether it did.
+    """End all processes that this one has started, but the children `kept` and their descendants.
 
-    Those that fork while they are ended are met again, as orphans.
+    Processes that fork while they are ended are met again, as orphans. Returns whether all are ended.
     """
+    was_empty = False
     for _ in range(MAX_PASSES):
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -121,8 +122,9 @@ def end_descendants(kept: Callable[[], Collection[int]] = tuple) -> bool:
             return True
         spared = set(kept())
         found = [pid for child in children(os.getpid()) - spared for pid in (child, *descendants(child))]
-        if not found:
+        if not found and was_empty:
             return True
+        was_empty = not found  # Linux may leave a child out while others end
         for pid in found:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import selectors
 import signal
 import socket
@@ -28,6 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from rlite.errors import RliteError
@@ -325,10 +327,9 @@ class SandboxPool:
 
 def _count_oom_kills() -> int:
     """Return how many processes of this machine Linux has killed for want of memory."""
-    with contextlib.suppress(OSError), open("/proc/vmstat") as counters:
-        for line in counters:
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
+    with contextlib.suppress(OSError):
+        found = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
+        return int(found[1]) if found else 0
     return 0
 
 

@@ -1,17 +1,18 @@
-"""Messages from a process that nobody trusts: JSON and raw bytes, of a length that the receiver decides.
+"""Messages from an untrusted process: JSON and raw bytes, of a length that the receiver decides.
 
-A frame is two lengths of 4 bytes, a JSON text, and raw bytes. The JSON holds the value, the raw part its bytes and long
-texts, in order. JSON objects are types that JSON lacks:
+A frame is two lengths of 4 bytes, a JSON text, and raw bytes. The JSON holds the value. The raw part holds the value's
+bytes and long texts, in order. JSON objects stand for types that JSON lacks:
 
     {"b": 5}       the next 5 raw bytes                    {"f": "nan"}      a float that is not finite
     {"t": 5}       a text, the next 5 raw bytes in UTF-8   {"d": [[k, v]]}   a dict
 
-Texts may hold lone surrogates. Tuples arrive as lists, scalars of NumPy and torch as Python's numbers. It imports the
-standard library alone.
+Texts may hold lone surrogates. Tuples arrive as lists, scalars of NumPy and torch as Python's numbers. This module
+imports the standard library alone.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import struct
@@ -20,7 +21,7 @@ from typing import Any
 
 HEADER = struct.Struct("<II")
 MAX_JSON = 1 << 18
-"""bytes of the JSON text of a frame: what it becomes in memory is many times as large"""
+"""bytes of the JSON text of a frame; its value takes many times as much memory"""
 MAX_DEPTH = 64
 SHORT_TEXT = 256
 """characters of a text that stands in the JSON itself"""
@@ -31,7 +32,7 @@ class WireError(ValueError):
 
 
 def frame(value: Any, limit: int) -> bytes:
-    """Return the frame of a value, of at most `limit` raw bytes. Raises: WireError."""
+    """Return the frame of a value, with at most `limit` raw bytes. Raises: WireError."""
     raw: list[bytes] = []
     text = _encode(_packed(value, raw, MAX_DEPTH)).encode()
     size = sum(map(len, raw))
@@ -60,7 +61,7 @@ def _packed(value: Any, raw: list[bytes], depth: int) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value of a class derived from Python's, or a scalar of NumPy or torch, as Python's own."""
+    """Return a value of a class derived from Python's, or a scalar of NumPy or torch, as Python's own."""
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     for kind in (str, int, float):
@@ -77,10 +78,10 @@ def _raw(kind: str, data: bytes, raw: list[bytes]) -> dict[str, int]:
 
 
 class Reader:
-    """Takes frames from what was received; it keeps one unfinished frame at most.
+    """Splits received bytes into frames. It keeps one unfinished frame at most.
 
     Args:
-        limit: raw bytes that a frame may have; it may be changed between two frames.
+        limit: raw bytes that a frame may have. It may be changed between two frames.
     """
 
     def __init__(self, limit: int) -> None:
@@ -88,7 +89,7 @@ class Reader:
         self._buffer = bytearray()
 
     def read(self, data: bytes) -> Iterator[Any]:
-        """Yield the values that are complete, one by one. Raises: WireError at the first frame that is none."""
+        """Yield the values that are complete, one by one. Raises: WireError at the first invalid frame."""
         self._buffer += data
         while len(self._buffer) >= HEADER.size:
             json_size, raw_size = HEADER.unpack_from(self._buffer)
@@ -109,13 +110,13 @@ def _value(text: bytes, raw: bytes) -> Any:
             if math.inf in value or -math.inf in value:
                 raise WireError("a number that no float holds")
             return value
-        unpacker = _Unpacker(raw)
-        value = unpacker.unpack(value, MAX_DEPTH)
+        rest = io.BytesIO(raw)
+        value = _unpack(value, rest, MAX_DEPTH)
     except WireError:
         raise
     except (ValueError, TypeError, KeyError, RecursionError) as error:  # also UnicodeError and JSONDecodeError
         raise WireError(f"not a value: {type(error).__name__}") from None
-    if unpacker.position != len(raw):
+    if rest.read(1):
         raise WireError("raw bytes that belong to nothing")
     return value
 
@@ -128,42 +129,38 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _decode = json.JSONDecoder(parse_constant=_refuse).decode
 
 
-class _Unpacker:
-    """The way back; the raw bytes are handed out in order."""
+def _unpack(value: Any, raw: io.BytesIO, depth: int) -> Any:
+    """Return a value as it was; the raw bytes are taken in order."""
+    kind = type(value)
+    if kind is list and depth:
+        return [_unpack(item, raw, depth - 1) for item in value]
+    if kind is float and not math.isfinite(value):  # 1e999
+        raise WireError("a number that no float holds")
+    if kind is not list and kind is not dict:
+        return value
+    if not depth:
+        raise WireError("nested too deep")
+    ((kind, content),) = value.items()
+    if kind == "b":
+        return _take(raw, content)
+    if kind == "t":
+        return _take(raw, content).decode("utf-8", "surrogatepass")
+    if kind == "f":
+        return float({"nan": "nan", "inf": "inf", "-inf": "-inf"}[content])
+    if kind == "d":
+        return {_unpack_key(key, raw): _unpack(item, raw, depth - 1) for key, item in content}
+    raise WireError("an unknown type")
 
-    def __init__(self, raw: bytes) -> None:
-        self._raw = raw
-        self.position = 0
 
-    def unpack(self, value: Any, depth: int) -> Any:
-        kind = type(value)
-        if kind is list and depth:
-            return [self.unpack(item, depth - 1) for item in value]
-        if kind is float and not math.isfinite(value):  # 1e999
-            raise WireError("a number that no float holds")
-        if kind is not list and kind is not dict:
-            return value
-        if not depth:
-            raise WireError("nested too deep")
-        ((kind, content),) = value.items()
-        if kind == "b":
-            return self._take(content)
-        if kind == "t":
-            return self._take(content).decode("utf-8", "surrogatepass")
-        if kind == "f":
-            return float({"nan": "nan", "inf": "inf", "-inf": "-inf"}[content])
-        if kind == "d":
-            return {self._key(key): self.unpack(item, depth - 1) for key, item in content}
-        raise WireError("an unknown type")
+def _unpack_key(key: Any, raw: io.BytesIO) -> Any:
+    key = None if isinstance(key, list) else _unpack(key, raw, 1)
+    if not isinstance(key, (str, int, float, bool)):
+        raise WireError("a key that is no text or number")
+    return key
 
-    def _key(self, key: Any) -> Any:
-        key = None if isinstance(key, list) else self.unpack(key, 1)
-        if not isinstance(key, (str, int, float, bool)):
-            raise WireError("a key that is no text or number")
-        return key
 
-    def _take(self, size: Any) -> bytes:
-        if type(size) is not int or not 0 <= size <= len(self._raw) - self.position:
-            raise WireError("more raw bytes than there are")
-        self.position += size
-        return self._raw[self.position - size : self.position]
+def _take(raw: io.BytesIO, size: Any) -> bytes:
+    data = raw.read(size) if type(size) is int and size >= 0 else None
+    if data is None or len(data) != size:
+        raise WireError("more raw bytes than there are")
+    return data

@@ -185,8 +185,10 @@ class GymFunction:
                 sys.modules["numpy"].random.seed(arguments["seed"] % 2**32)
             environment, turn = start(self.make, **arguments)
         else:
-            environment, generators = pickle.loads(memory)
-            _set_generators(generators)
+            environment, (generator, numpy_generator) = pickle.loads(memory)
+            random.setstate(generator)
+            if numpy_generator is not None:
+                sys.modules["numpy"].random.set_state(numpy_generator)
             turn = advance(environment, **arguments)
         return b"" if turn.is_done else _pickled(environment), turn
 
@@ -286,9 +288,3 @@ def _pickled(environment: Any) -> bytes:
             f"{type(environment).__name__} cannot be kept as bytes between two steps ({error}); run it with "
             "in_process=True"
         ) from error
-
-
-def _set_generators(generators: tuple[Any, Any]) -> None:
-    random.setstate(generators[0])
-    if generators[1] is not None:
-        sys.modules["numpy"].random.set_state(generators[1])

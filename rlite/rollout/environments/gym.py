@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import operator
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,18 @@ from rlite.rollout.environments.child import GymFunction, MakeFile, Turn, advanc
 from rlite.rollout.environments.errors import ENVIRONMENT_ERRORS, EnvironmentFailure
 from rlite.rollout.environments.step import sandboxed
 from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
-from rlite.sandbox.function import SandboxFunction, limited
+from rlite.sandbox.function import limited
 from rlite.types import AsyncInference, GenerationHyperparameters
+
+
+@dataclass(frozen=True)
+class GymEpisode:
+    """An environment that has been reset."""
+
+    observation: str | None
+    """what it said first"""
+    step: Callable[[str], Awaitable[Turn]]
+    """takes an action"""
 
 
 class GymEnvironment:
@@ -74,55 +85,37 @@ class GymEnvironment:
             asyncio.run(self._function.ask(read_turn, method="check"))
 
     @contextlib.asynccontextmanager
-    async def episode(
-        self, seed: int, options: Mapping[str, Any] | None = None
-    ) -> AsyncIterator[_InSandbox | _InThread]:
-        """Begin an episode: its `observation` is what the environment said first, `await episode.step(action)` a Turn.
-
-        Its calls raise EnvironmentFailure.
-        """
+    async def episode(self, seed: int, options: Mapping[str, Any] | None = None) -> AsyncIterator[GymEpisode]:
+        """Begin an episode in a new environment. Its calls raise EnvironmentFailure."""
         arguments = {"seed": seed, "options": dict(options or {})}
         if self._function is not None:
-            memory, turn = await self._function.ask(read_turn, method="reset", **arguments)
-            yield _InSandbox(self._function, memory, turn.observation)
-            return
-        environment, turn = await self.in_thread(start, self.make, **arguments)
-        episode = _InThread(self, environment, turn.observation)
-        try:
-            yield episode
-        finally:
-            if not episode.is_done:
-                with contextlib.suppress(EnvironmentFailure):  # it was abandoned, for a reason that matters more
-                    await self.in_thread(close, environment)
+            ask = partial(self._function.ask, read_turn)
+            memory, turn = await ask(method="reset", **arguments)
 
-    async def in_thread(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call a function of an environment in a thread of this process. Raises: EnvironmentFailure."""
+            async def step(action: str) -> Turn:
+                nonlocal memory, turn
+                memory, turn = await ask(method="step", memory=memory, action=action)
+                return turn
+
+            yield GymEpisode(turn.observation, step)
+            return
+        environment, turn = await self._in_thread(start, self.make, **arguments)
+
+        async def advance_here(action: str) -> Turn:
+            nonlocal turn
+            turn = await self._in_thread(advance, environment, action)
+            return turn
+
+        try:
+            yield GymEpisode(turn.observation, advance_here)
+        finally:
+            if not turn.is_done:
+                with contextlib.suppress(EnvironmentFailure):  # it was abandoned, for a reason that matters more
+                    await self._in_thread(close, environment)
+
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         async with limited(self.name, self.timeout, ENVIRONMENT_ERRORS):
             return await asyncio.to_thread(function, *arguments, **options)
-
-
-class _InSandbox:
-    """An environment that is bytes here, and runs in sandbox processes."""
-
-    def __init__(self, function: SandboxFunction, memory: bytes, observation: str | None) -> None:
-        self._function, self._memory, self.observation = function, memory, observation
-
-    async def step(self, action: str) -> Turn:
-        self._memory, turn = await self._function.ask(read_turn, method="step", memory=self._memory, action=action)
-        return turn
-
-
-class _InThread:
-    """An environment that lives here. Each call to it has a thread."""
-
-    def __init__(self, owner: GymEnvironment, environment: Any, observation: str | None) -> None:
-        self._owner, self._environment, self.observation = owner, environment, observation
-        self.is_done = False
-
-    async def step(self, action: str) -> Turn:
-        turn = await self._owner.in_thread(advance, self._environment, action)
-        self.is_done = turn.is_done
-        return turn
 
 
 class GymWorkflow(RolloutWorkflow):

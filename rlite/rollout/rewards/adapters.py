@@ -1,4 +1,4 @@
-"""Reward functions with the signatures of other libraries. It imports no torch: reward processes load it."""
+"""Reward functions with the signatures of other libraries. Sandbox processes load this module: it imports no torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def from_trl(
     is_conversational: bool = False,
     weights: Sequence[float] | None = None,
 ) -> TrlReward:
-    """Functions of TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list`, for RewardFunction.
+    """Adapt functions with TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list`.
 
-    They are called with lists of one; with `RewardFunction(..., batch_size=n)` or its `batch`, with longer ones.
+    RewardFunction calls them with lists of one; with `batch_size` or in `RewardFunction.batch`, with longer lists.
+    Functions that accept TRL's `trainer_state`, `log_extra` and `log_metric` get None and two empty functions.
 
     Args:
         fn: one function or several, synchronous or async. The reward is the sum of their rewards, and the rewards of
@@ -27,10 +28,13 @@ def from_trl(
             TRL; if all are None there is no reward, and the call ends as invalid.
         is_conversational: prompts are lists of messages (the row's `messages`) and completions lists of one assistant
             message, as TRL gives them for conversational data.
-        weights: of the functions, TRL's `reward_weights`; default: 1 each.
+        weights: a weight for each function, TRL's `reward_weights`. Default: 1 each.
 
-    Those that accept TRL's `trainer_state`, `log_extra` and `log_metric` get None and two functions that do nothing.
-    Raises: ConfigError if weights and functions differ in number.
+    Returns:
+        A function for RewardFunction.
+
+    Raises:
+        ConfigError: weights and functions differ in number.
     """
     fns = (fn,) if callable(fn) else tuple(fn)
     factors = (1.0,) * len(fns) if weights is None else tuple(weights)
@@ -41,7 +45,7 @@ def from_trl(
 
 @dataclass(frozen=True)
 class TrlReward:
-    """What `from_trl` returns."""
+    """Functions with TRL's signature as one reward function."""
 
     fns: tuple[Callable[..., Any], ...]
     weights: tuple[float, ...]
@@ -49,7 +53,7 @@ class TrlReward:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the functions, if they are several; one of a name that came before has a number, too."""
+        """Names of the functions, if there are several. A name that occurs again gets a number."""
         names = [getattr(fn, "__name__", type(fn).__name__) for fn in self.fns] if len(self.fns) > 1 else []
         return tuple(f"{name}_{i}" if name in names[:i] else name for i, name in enumerate(names))
 
@@ -93,7 +97,7 @@ class TrlReward:
 
 
 def _trainers_own(fn: Callable[..., Any]) -> dict[str, Any]:
-    """What TRL's trainer passes beside the columns, as far as the function accepts it."""
+    """Return the arguments beside the columns that TRL's trainer passes and the function accepts."""
     parameters = inspect.signature(fn).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     given = {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
@@ -105,30 +109,30 @@ def _ignore(*args: Any, **options: Any) -> None:
 
 
 def from_verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of verl's signature, `compute_score(data_source, solution_str, ground_truth, extra_info)`, for
-    RewardFunction; synchronous or async.
+    """Adapt a function with verl's signature for RewardFunction.
 
     The row holds `data_source`, `reward_model: {ground_truth}` (or `ground_truth`) and perhaps `extra_info`, as verl's
-    files do; one without a ground truth raises. A result that is a dict counts with its `score`.
+    files do. A row without a ground truth raises.
+
+    Args:
+        compute_score: `f(data_source, solution_str, ground_truth, extra_info)`, sync or async. If it returns a dict,
+            the reward is the dict's `score`.
     """
-    return _VerlReward(compute_score)
 
-
-@dataclass(frozen=True)
-class _VerlReward:
-    compute_score: Callable[..., Any]
-
-    def __call__(self, completions: str, **data: Any) -> Any:
-        result = self.compute_score(
+    def reward(completions: str, **data: Any) -> Any:
+        result = compute_score(
             data_source=data.get("data_source"),
             solution_str=completions,
             ground_truth=data["reward_model"]["ground_truth"] if "reward_model" in data else data["ground_truth"],
             extra_info=data.get("extra_info") or {},
         )
-        return self._later(result) if inspect.isawaitable(result) else _score(result)
+        return _later_score(result) if inspect.isawaitable(result) else _score(result)
 
-    async def _later(self, result: Awaitable[Any]) -> Any:
-        return _score(await result)
+    return reward
+
+
+async def _later_score(result: Awaitable[Any]) -> Any:
+    return _score(await result)
 
 
 def _score(result: Any) -> Any:

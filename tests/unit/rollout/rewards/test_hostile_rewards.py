@@ -163,12 +163,19 @@ def test_a_function_with_threads_runs_such_code_itself_and_its_process_is_replac
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_what_a_program_leaves_behind_is_ended_before_the_next_call_and_what_a_function_keeps_is_not() -> None:
-    reward = RewardFunction(hostile.start_program, num_processes=1)
-    daemons = [asyncio.run(outcome(reward, code=hostile.DAEMON)) for _ in range(4)]
-    assert daemons == [1.0] * 4, "each met its own alone, and none was killed"
+def test_what_a_program_leaves_behind_is_ended_before_the_next_call_and_what_a_function_keeps_is_not(
+    tmp_path: Path,
+) -> None:
+    reward = RewardFunction(hostile.start_program, num_processes=1, timeout=60)
+    go = tmp_path / "go"
+    daemon = hostile.DAEMON.replace("GO", repr(str(go)))
+    for _ in range(4):
+        assert asyncio.run(outcome(reward, code=daemon)) == 1.0, "it met its own daemon alone"
+        assert asyncio.run(outcome(reward, code="", go=str(go))) == 0.0, "the daemon is gone, and has not killed it"
+        go.unlink()
     assert [asyncio.run(outcome(reward, code="", keep=True)) for _ in range(3)] == [1.0] * 3
-    assert asyncio.run(outcome(reward, code=hostile.DAEMON)) == 2.0
+    assert asyncio.run(outcome(reward, code=daemon)) == 2.0
+    assert asyncio.run(outcome(reward, code="", go=str(go))) == 1.0, "the daemon is gone, and what was kept is not"
 
 
 def test_a_time_out_of_the_functions_own_holds_for_code_that_it_runs() -> None:
