@@ -3,19 +3,44 @@
 rlite quickstart [key=value ...]            a small model learns a task by reinforcement learning, in a few minutes
 rlite sft | rm | dpo | ppo key=value ...    the trainers; also python -m rlite.trainer.ppo ...
 rlite plan model_name=... num_devices=...   what a model would take on each device; reads no weights
+rlite COMMAND --help                        every option of a command, with its default
+rlite schema COMMAND                        JSON schema of a command's yaml files, for editors
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import sys
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import rlite
-from rlite.errors import did_you_mean
+from rlite import config
+from rlite.errors import ConfigError, did_you_mean
 from rlite.trainer.run.command import run
 
-TRAINERS = {name: f"rlite.trainer.{name}" for name in ("sft", "rm", "dpo", "ppo", "plan")}
-COMMANDS = {"quickstart": "rlite.quickstart.run", **TRAINERS}
+
+class Command(NamedTuple):
+    """A command's module, which is imported to run it, and its options, which import no torch."""
+
+    module: str
+    options: str
+
+    def find_options(self) -> type[config.Options]:
+        """Import the options and return their class."""
+        module, name = self.options.split(":")
+        return getattr(importlib.import_module(module), name)
+
+
+COMMANDS = {
+    "quickstart": Command("rlite.quickstart.run", "rlite.quickstart.options:QuickstartConfig"),
+    "sft": Command("rlite.trainer.sft", "rlite.trainer.options:SftConfig"),
+    "rm": Command("rlite.trainer.rm", "rlite.trainer.options:RmConfig"),
+    "dpo": Command("rlite.trainer.dpo", "rlite.trainer.options:DpoConfig"),
+    "ppo": Command("rlite.trainer.ppo", "rlite.trainer.rl.config:PpoConfig"),
+    "plan": Command("rlite.trainer.plan", "rlite.trainer.options:PlanConfig"),
+}
 
 
 def main() -> None:
@@ -23,13 +48,28 @@ def main() -> None:
     command, *arguments = sys.argv[1:] or ["--help"]
     if command in ("-h", "--help"):
         print(__doc__)
-        return
-    if command == "--version":
+    elif command == "--version":
         print(rlite.__version__)
-        return
-    if command not in COMMANDS:
-        sys.exit(f"rlite: unknown command {command!r}; {did_you_mean(command, COMMANDS)}")
-    run(command, importlib.import_module(COMMANDS[command]).main, arguments)
+    elif command == "schema":
+        run(command, print_schema, arguments)
+    elif command not in COMMANDS:
+        sys.exit(f"rlite: unknown command {command!r}; {did_you_mean(command, [*COMMANDS, 'schema'])}")
+    elif {"-h", "--help"} & set(arguments):
+        print(config.describe(COMMANDS[command].find_options()))
+    else:
+        run(command, importlib.import_module(COMMANDS[command].module).main, arguments)
+
+
+def print_schema(arguments: Sequence[str]) -> None:
+    """Print the JSON schema of the yaml files that a command reads.
+
+    Raises:
+        ConfigError: the arguments are not the name of one command.
+    """
+    if len(arguments) != 1 or arguments[0] not in COMMANDS:
+        hint = did_you_mean(" ".join(arguments), COMMANDS)
+        raise ConfigError(f"schema {' '.join(arguments)}: expected one command; {hint}")
+    print(json.dumps(config.schema(COMMANDS[arguments[0]].find_options()), indent=2))
 
 
 if __name__ == "__main__":

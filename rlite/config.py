@@ -243,8 +243,11 @@ class _RecipeSchema(GenerateJsonSchema):
 
     def model_field_schema(self, schema: core_schema.ModelField) -> JsonSchemaValue:
         value = super().model_field_schema(schema)
+        if value.get("type") == "string":
+            return value
         interpolation = {"type": "string", "pattern": r"\$\{|^\?\?\?$"}
-        return value if value.get("type") == "string" else {"anyOf": [value, interpolation]}
+        shared = {"default": value.pop("default")} if "default" in value else {}
+        return {"anyOf": [value, interpolation], **shared}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
-from rlite.config import load
+from rlite.config import load, schema
 from rlite.errors import ConfigError
 from rlite.trainer.dpo import DpoConfig
 from rlite.trainer.rl.config import PpoConfig
@@ -43,3 +45,31 @@ def test_grpo_is_what_its_name_says():
     config = load(PpoConfig, ["--config", str(BASE), "--config", str(CONFIGS / "grpo.yaml"), *USERS])
     assert config.adv.norm_var
     assert config.actor.avg_level == "sequence"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_a_recipe_fits_the_schema_that_editors_get(path):
+    cls = SUPERVISED[path.name][0] if path.name in SUPERVISED else PpoConfig
+    jsonschema.Draft202012Validator(schema(cls)).validate(yaml.safe_load(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"actor": {"modle_name": "a"}},
+        {"actor": {"lr": "fast"}},
+        {"actor": {"lr": -1}},
+        {"actor": {"lora": {"rank": 0}}},
+        {"kl": {"type": "loss", "coef": True}},
+        {"rollout": {"on_stale": "forget"}},
+        {"train_data": {"prompts_per_rollout": 1.5}},
+    ],
+)
+def test_the_schema_refuses_what_the_trainer_refuses(wrong):
+    validator = jsonschema.Draft202012Validator(schema(PpoConfig))
+    assert not validator.is_valid(wrong)
+
+
+def test_the_schema_takes_interpolations_and_what_a_file_leaves_open():
+    values = {"actor": {"lr": "${critic.lr}", "lora": None}, "critic": {"lr": "???"}, "adv": {"options": {"std": 1}}}
+    jsonschema.Draft202012Validator(schema(PpoConfig)).validate(values)
