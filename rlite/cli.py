@@ -28,7 +28,7 @@ class Command(NamedTuple):
     options: str
 
     def find_options(self) -> type[config.Options]:
-        """Import the options and return their class."""
+        """Return the class of the options, which is imported now."""
         module, name = self.options.split(":")
         return getattr(importlib.import_module(module), name)
 
