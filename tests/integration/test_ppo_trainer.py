@@ -261,6 +261,24 @@ def test_an_evaluation_without_the_metric_of_the_best_costs_one_warning_and_not_
     assert learner.run._best == 2.0, "the highest, of what is no loss, and a number"
 
 
+def test_the_logged_reward_is_that_of_all_answers_and_not_of_those_trained_on(model, tmp_path, session):
+    given = []
+
+    def grade(prompt, completions, prompt_ids, completion_ids, is_easy):
+        given.append(1.0 if is_easy else digits(prompt, completions, prompt_ids, completion_ids) / 2)
+        return given[-1]
+
+    def graded(options, workflow, *rows):
+        reward = RewardFunction(grade, in_process=True)
+        return PpoTrainer(options, SingleTurnWorkflow(reward, workflow.gconfig, byte_tokenizer()), *rows)
+
+    rows = [{"prompt": f"{number}+", "is_easy": number % 2 == 0} for number in range(64)]
+    trainer(model, tmp_path, total_steps=1, rows=rows, kind=graded).fit()
+    (step,) = logged(tmp_path)
+    assert step["reward"] == pytest.approx(sum(given) / len(given))
+    assert step["reward"] > 0.4 > step["reward_trained"], "groups of equal rewards were generated and replaced"
+
+
 def test_an_evaluation_whose_grader_fails_is_wrong_and_chooses_no_best_model(model, tmp_path, session, capsys):
     learner = trainer(model, tmp_path, total_steps=2, test_rows=ROWS[:8], best_metric="accuracy", test_freq=1)
     broken = []
