@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlite.algorithms.token_logprobs import OnLogprobs
+from rlite.algorithms.on_logprobs import OnLogprobs
 from rlite.checkpoint.atomic import publish, seal
 from rlite.checkpoint.huggingface import Writer
 from rlite.checkpoint.randomness import random_state, set_random_state
