@@ -1,4 +1,4 @@
-"""Work on long texts beside the event loop: one long message does not freeze the episodes that share the loop."""
+"""Threads for long texts, so that one long message does not freeze the episodes that share an event loop."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ NUM_THREADS = 4
 
 
 async def beside_loop(num_characters: int, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function of a text: at once if the text is short, else in a thread of a bounded pool.
+    """Return `function(*arguments)`, called at once for a short text, else in a thread of a bounded pool.
 
     Args:
-        num_characters: of the text.
-        function: synchronous; must be safe in another thread.
-        arguments: of the function.
+        num_characters: length of the text.
+        function: synchronous and thread-safe.
+        *arguments: its arguments.
     """
     if num_characters <= SHORT_TEXT:
         return function(*arguments)
@@ -32,5 +32,5 @@ async def beside_loop(num_characters: int, function: Callable[..., T], *argument
 
 @cache
 def _pool(pid: int) -> ThreadPoolExecutor:
-    """The threads of a process; a forked process has none of its parent's."""
+    """Return the threads of a process; a forked process has none of its parent's."""
     return ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="rlite-text")

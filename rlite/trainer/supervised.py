@@ -1,4 +1,4 @@
-"""What the trainers that learn from rows (sft, rm, dpo) share around their loops."""
+"""Shared parts of the trainers that learn from rows (sft, rm, dpo)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ from rlite.trainer.run.run import TrainingRun, check_best_metric, step_metrics
 
 
 class BatchLoss(Protocol):
-    """A loss on packs, what it reports beside itself, and what its mean counts."""
+    """A loss on packs, with further metrics and the weight of its mean."""
 
     reported: ClassVar[tuple[str, ...]]
 
-    def __call__(self, outputs: Any, data: Any, /) -> Any: ...
+    def __call__(self, outputs: Any, data: Any, /) -> Any:
+        """Return the mean loss of a pack, or (mean, dict of metrics)."""
 
-    def weight(self, data: Mapping[str, Any]) -> Tensor: ...
+    def weight(self, data: Mapping[str, Any]) -> Tensor:
+        """Return the weight of a pack's mean."""
 
 
 class SupervisedRun:
@@ -41,13 +43,13 @@ class SupervisedRun:
 
     Args:
         options: the whole config, which is saved with the run.
-        key: of the model in it, "actor" or "critic".
-        data: how rows are dealt.
-        trainer: where the run lives.
-        engine: of the model that is trained.
-        loss: what is minimised.
-        rows: to train on.
-        test_rows: to evaluate on.
+        key: key of the model in it, "actor" or "critic".
+        data: options of the data.
+        trainer: options of the run.
+        engine: the trained engine.
+        loss: the loss to minimise.
+        rows: training rows.
+        test_rows: rows for evaluation.
         shown: metrics for the console.
     """
 
@@ -92,7 +94,7 @@ class SupervisedRun:
         self.engine.train()
 
     def plan(self) -> dict[str, str]:
-        """How a step's work is divided, in words and numbers."""
+        """Return how a step's work is divided, as text by topic."""
         session, dims, model = rlite.current_session(), self.engine.dims, self.model
         lengths = self.rows.lengths
         num_items = min(self._batch_size, len(self.rows))
@@ -109,19 +111,31 @@ class SupervisedRun:
         }
 
     def batches(self) -> Iterator[TensorDict]:
-        """Each batch that is left."""
+        """Return an iterator over the remaining batches."""
         return iter(self.loader)
 
     @stats_tracker.record_timing("update")
     def train_batch(self, batch: TensorDict) -> dict[str, float]:
-        """One optimizer step, and one of the learning rate."""
+        """Make one optimizer step and one step of the learning rate.
+
+        Returns:
+            The batch's statistics.
+        """
         self._lengths = sequence_lengths(batch)
         stats = self.engine.train_batch(batch, self.loss, self.loss.weight)
         self.engine.step_lr_scheduler()
         return stats
 
     def finish_step(self, stats: Mapping[str, float], prepare: Any = None) -> dict[str, float]:
-        """Count the step, evaluate and save where due, log; returns the metrics."""
+        """Count the step, evaluate and save if due, and log.
+
+        Args:
+            stats: the batch's statistics.
+            prepare: adds keys to a batch before evaluation.
+
+        Returns:
+            The step's metrics.
+        """
         self.run.step += 1
         metrics = {**stats, **step_metrics(self.engine, self._lengths)}
         if self.test_rows is not None and self.run.is_due(self.options.test_freq):
@@ -137,7 +151,10 @@ class SupervisedRun:
         self.run.close()
 
     def evaluate(self, prepare: Any = None) -> dict[str, float]:
-        """Means of the loss and what it reports over the test rows, as `test_...`; `prepare` adds keys to a batch."""
+        """Return means of the loss and its metrics over the test rows, as `test_...`.
+
+        `prepare` adds keys to a batch.
+        """
         assert self.test_rows is not None
         sums: dict[str, float] = {}
         total = 0.0
@@ -152,7 +169,13 @@ class SupervisedRun:
 def read_tokens(
     options: Any, model_name: str, tokenise: Callable[..., TokenRows]
 ) -> tuple[TokenRows, TokenRows | None]:
-    """The rows of options.data and, if there is some, of options.test_data, by `sft_rows` or `preference_rows`."""
+    """Return the token rows of options.data and, if given, of options.test_data.
+
+    Args:
+        options: the trainer's config.
+        model_name: checkpoint with the tokenizer.
+        tokenise: `sft_rows` or `preference_rows`.
+    """
     tokenizer = load_tokenizer(model_name)
 
     def rows(key: str, path: str) -> TokenRows:
@@ -164,17 +187,17 @@ def read_tokens(
 
 
 def num_steps(options: Any, rows: TokenRows) -> int:
-    """Optimizer steps of the whole run."""
+    """Return the optimizer steps of the whole run."""
     return BatchLoader(rows, options.data.batch_size, n_epochs=options.trainer.n_epochs).num_batches
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint."""
+    """Return the tokenizer of a checkpoint."""
     return AutoTokenizer.from_pretrained(local_checkpoint(path, weights=False), trust_remote_code=False)
 
 
 def serve_if_worker(launch: LaunchOptions) -> None:
-    """Under torchrun, ranks other than 0 serve from here on and exit; data is read by rank 0 alone."""
+    """Under torchrun, let ranks other than 0 serve and exit: only rank 0 reads data."""
     if int(os.environ.get("RANK", "0")) > 0 and launch.launcher in (None, "torchrun"):
         init_devices(launch.launcher, launch.num_devices)
 

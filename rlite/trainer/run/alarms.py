@@ -1,4 +1,4 @@
-"""What a person should hear of while a run goes on, said when it begins and not at every step."""
+"""Alarms: conditions that a person should hear of during a run, reported when they begin and not at every step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ REPEAT_AFTER = 50
 
 
 class Alarms:
-    """Looks at the metrics of each step.
+    """Watch over the metrics of each step.
 
-    Lost groups are told once for each reason. Equal rewards and log-probabilities that differ between trainer and
-    engine are told when they begin, and again every `REPEAT_AFTER` steps while they last.
+    Lost groups are reported once for each reason. Equal rewards, and log-probabilities that differ between trainer and
+    engine, are reported when they begin and again every `REPEAT_AFTER` steps while they last.
     """
 
     def __init__(self, options: PpoConfig) -> None:
@@ -32,7 +32,14 @@ class Alarms:
     def look(
         self, step: int, metrics: Mapping[str, float], first_losses: Mapping[str, str], console: ConsoleReporter
     ) -> None:
-        """Tell what is new in the metrics of a step. `first_losses` has an example of each reason."""
+        """Report what is new in the metrics of a step.
+
+        Args:
+            step: number of the step.
+            metrics: its metrics.
+            first_losses: an example of each reason for lost groups.
+            console: where alarms are shown.
+        """
         self._look_at_losses(step, metrics, first_losses, console)
         for cause, rows in (self._equal_rewards(metrics), self._drift(metrics)):
             if cause and self._is_due(cause, step):
@@ -45,7 +52,7 @@ class Alarms:
         return True
 
     def _equal_rewards(self, metrics: Mapping[str, float]) -> tuple[str, dict[str, str]]:
-        """Why nothing is learnt from the rewards of a step; "" if something is."""
+        """Return why the rewards of a step teach nothing; an empty text if they teach something."""
         lowest, highest = metrics.get("reward_min"), metrics.get("reward_max")
         if lowest is not None and lowest == highest:
             found = {"reward": f"{lowest:g} for every response"}
@@ -56,7 +63,7 @@ class Alarms:
         return "", {}
 
     def _drift(self, metrics: Mapping[str, float]) -> tuple[str, dict[str, str]]:
-        """Why the log-probabilities of trainer and engine differ; "" if they do not."""
+        """Return why the log-probabilities of trainer and engine differ; an empty text if they agree."""
         drift = metrics.get("logprob_drift", 0.0)
         if not drift > DRIFT_LIMIT:
             return "", {}

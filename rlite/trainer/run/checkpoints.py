@@ -1,4 +1,4 @@
-"""The checkpoints of a run: `state/step-N`, of which the newest few are kept, and which of them a run goes on from."""
+"""The checkpoints of a run: `state/step-N`, of which the newest few are kept, and the choice of one to resume from."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ NO_ENGINES: Mapping[str, RliteTrainEngine] = {}
 
 
 class Checkpoints:
-    """Writes checkpoints into a folder, deletes old ones, finds the one to resume from.
+    """Writer of checkpoints into a folder, which deletes old ones and finds the one to resume from.
 
-    Engines beside the first (a critic) have folders `step-N-NAME`, which are there before `step-N` is: a step counts
-    when `step-N` is there, whose facts name them.
+    Further engines (a critic) have folders `step-N-NAME`, which exist before `step-N` does. A checkpoint counts if
+    `step-N` exists; its facts name the others.
 
     Args:
         folder: the run's `state` folder.
-        keep: how many to keep; those of later steps than the newest, left by a run that was not resumed, are deleted.
+        keep: how many to keep. Checkpoints of later steps than the newest, left by an abandoned run, are deleted.
         wanted: a path, "latest", "latest_good", or None.
         is_asynchronous: write while training goes on.
     """
@@ -42,7 +42,12 @@ class Checkpoints:
         self.found = self._find(wanted)
 
     def _find(self, wanted: str | None) -> Path | None:
-        """What to resume from; None is a new run. Raises: CheckpointError if it is not there, or all are damaged."""
+        """Return the checkpoint to resume from; None for a new run.
+
+        Raises:
+            CheckpointError: it does not exist.
+            DamagedCheckpointError: all are damaged.
+        """
         if wanted is None:
             return None
         if wanted in ("latest", "latest_good"):
@@ -69,14 +74,21 @@ class Checkpoints:
         return path
 
     def _last_good(self, steps: Mapping[int, Path], names: Iterable[str] = ()) -> Path | None:
-        """The newest that is not damaged, with all that belongs to it, and with `names` beside it."""
+        """Return the newest undamaged checkpoint with all of its engines, and with `names` among them."""
         return next((path for _, path in sorted(steps.items(), reverse=True) if _is_whole(path, names)), None)
 
     def restore(self, engine: RliteTrainEngine, beside: Mapping[str, RliteTrainEngine] = NO_ENGINES) -> dict[str, Any]:
-        """Load what was found into the engines; returns its facts ({} for a new run).
+        """Load the found checkpoint into the engines. An engine is loaded completely or not at all.
 
-        Raises: DamagedCheckpointError, which names the last good one; CheckpointError if it is of another model. An
-            engine is loaded whole or not at all.
+        Args:
+            engine: the main engine.
+            beside: further engines by name.
+
+        Returns:
+            The checkpoint's facts; {} for a new run.
+
+        Raises:
+            DamagedCheckpointError: it is damaged; the message names the last good one.
         """
         path = self.found
         if path is None:
@@ -107,9 +119,14 @@ class Checkpoints:
         facts: Mapping[str, Any],
         kept: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write one for `step`, with facts that JSON can hold and what is `kept` besides; delete old ones.
+        """Write a checkpoint and delete old ones. Errors of the previous write are raised here, too.
 
-        Raises: CheckpointError, of this one or of the one before.
+        Args:
+            step: number of the step.
+            engine: the main engine.
+            beside: further engines by name.
+            facts: values that JSON can hold.
+            kept: plain values and tensors.
         """
         self.finish()
         path = self._folder / f"step-{step}"
@@ -135,14 +152,15 @@ class Checkpoints:
         self._under_way.append(engine.save_state(path, asynchronous, kept, **facts))
 
     def look(self) -> None:
-        """Take notice of what was written meanwhile, without waiting. Raises: CheckpointError if it could not be."""
+        """Notice writes that have ended, without waiting. A failed write raises CheckpointError."""
         if self._under_way and all(writing.done() for writing in self._under_way):
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the last one is written, then delete those that are too many.
+        """Wait for the last write, then delete surplus checkpoints.
 
-        Raises: CheckpointError if it could not be written; then it is not there, and those before it still are.
+        Raises:
+            errors: CheckpointError if it could not be written. It does not exist then, and earlier ones still do.
         """
         errors = []
         while self._under_way:
@@ -156,7 +174,7 @@ class Checkpoints:
         self._clear()
 
     def confirm(self) -> None:
-        """Take the newest for good: a step from its weights was finite. Those that are too many are then deleted."""
+        """Mark the newest checkpoint as good: a step from its weights was finite. Surplus ones are then deleted."""
         newest = max(self._newest, self._resumed)
         if self._good < newest:
             self._good = newest
@@ -164,9 +182,10 @@ class Checkpoints:
                 self._clear()
 
     def set_aside(self) -> tuple[list[Path], Path | None]:
-        """Rename those of this run that nothing confirmed to `diverged-N`, which is never found as the latest.
+        """Rename unconfirmed checkpoints of this run to `diverged-N`, which is never found as the latest.
 
-        Returns: where they are now; the newest that is left, if any.
+        Returns:
+            Their new paths, and the newest remaining checkpoint, if any.
         """
         with suppress(CheckpointError):  # a write that failed is not there
             self.finish()
@@ -182,7 +201,7 @@ class Checkpoints:
         return aside, left[max(left)] if left else None
 
     def _clear(self) -> None:
-        """Delete the good ones that are too many; nothing, as long as the newest is not there."""
+        """Delete surplus good checkpoints; nothing, as long as the newest one is not written."""
         steps = _steps(self._folder)
         if self._newest not in steps:
             return
@@ -197,14 +216,14 @@ class Checkpoints:
             discard(left)
 
     def _delete(self, path: Path) -> None:
-        """A checkpoint and what belongs to it, as far as it is there."""
+        """Delete a checkpoint and everything that belongs to it, as far as it exists."""
         for folder in [path, *self._folder.glob(f"{path.name}-*")]:  # without the first the others do not count
             if folder.exists():
                 _remove(folder)
 
 
 def _steps(folder: Path) -> dict[int, Path]:
-    """Complete checkpoints by step."""
+    """Return complete checkpoints by step."""
     matches = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in folder.glob("step-*")]
     return {int(match[1]): path for match, path in matches if match}
 

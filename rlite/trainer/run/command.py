@@ -1,4 +1,4 @@
-"""A trainer as a command: an error of ours is one readable message, a signal is an end that says how to go on."""
+"""A trainer as a command: errors of rlite become one readable message, and signals say how to continue."""
 
 from __future__ import annotations
 
@@ -20,10 +20,18 @@ EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError)
 
 
 def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
-    """Call `main`, and end the process with a message if it does not come to its end.
+    """Call `main`; if it fails, end the process with a message.
 
-    Exit status: 1 for an error of ours; 130 and 143 for SIGINT and SIGTERM. Any other exception is a defect, or of code
-    that is not ours, and keeps its traceback.
+    The exit status is 1 for an error of rlite, and 130 or 143 for SIGINT or SIGTERM. Any other exception is a defect or
+    comes from other code, and keeps its traceback.
+
+    Args:
+        name: name of the command.
+        main: the command.
+        arguments: its arguments.
+
+    Raises:
+        OSError: not caused by a full disk or a limit.
     """
     INTERRUPTION.follow()
     try:

@@ -1,4 +1,4 @@
-"""Watches the updates of a run: if its loss or gradients are not finite, or its loss explodes, the run must end."""
+"""Detection of divergence: non-finite losses or gradients, and exploding losses."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NOT_FINITE = "the loss or the gradients are not finite, the weights are"
 
 
 class DivergenceWatch:
-    """Decides from the metrics of each step whether training still learns.
+    """Decision, from the metrics of each step, whether training still learns.
 
     Args:
-        max_bad: bad steps in a row after which the run has diverged. Half of the last `4 * max_bad` steps count the
-            same: a run that alternates learns little, too.
-        has_absolute_loss: the loss of one step can be compared with that of another, as in supervised training.
+        max_bad: consecutive bad steps after which the run has diverged. Half of the last `4 * max_bad` steps count the
+            same: an alternating run learns little, too.
+        has_absolute_loss: losses of different steps are comparable, as in supervised training.
     """
 
     def __init__(self, max_bad: int, has_absolute_loss: bool = False) -> None:
@@ -32,7 +32,7 @@ class DivergenceWatch:
         """why the last step was bad; empty if it was not"""
 
     def see(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether this step was a good one, as far as the metrics say."""
+        """Return True if this step was a good one, as far as the metrics show."""
         is_finite = all(math.isfinite(metrics[key]) for key in WATCHED if key in metrics)
         self.cause = self._explosion(metrics) if is_finite else NOT_FINITE
         self._recent.append(bool(self.cause))
@@ -40,7 +40,7 @@ class DivergenceWatch:
         return not self.cause
 
     def _explosion(self, metrics: Mapping[str, float]) -> str:
-        """Say how a finite loss shows that nothing is learnt any more; "" if it does not."""
+        """Return how a finite loss shows that nothing is learnt any more; an empty text if it does not."""
         if not self._has_absolute_loss or not {"loss", "grad_norm"} <= metrics.keys():
             return ""
         loss = metrics["loss"]
@@ -54,8 +54,9 @@ class DivergenceWatch:
 
     @property
     def has_diverged(self) -> bool:
+        """True if too many steps were bad."""
         return self.num_bad >= self._max or sum(self._recent) >= 2 * self._max
 
     def describe(self) -> str:
-        """Say how many steps were bad."""
+        """Return how many steps were bad, as text."""
         return f"{self.num_bad} in a row, {sum(self._recent)} of the last {len(self._recent)}"

@@ -1,4 +1,4 @@
-"""Whether a run may begin in its folder: a new one, the run that is there, or neither."""
+"""Start of a run in its folder: a new run, the existing run continued, or a refusal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOT_SET = "nothing"
 
 
 def begins_anew(folder: Path, load_ckpt_from: str | None) -> bool:
-    """Return whether the options ask for a new run in `folder`, rather than for going on with the run that is there."""
+    """Return True if the options ask for a new run in `folder`, and not for a continuation of its run."""
     return load_ckpt_from not in NEWEST and (
         load_ckpt_from is None or folder.resolve() not in Path(load_ckpt_from).resolve().parents
     )
@@ -42,15 +42,19 @@ def begins_anew(folder: Path, load_ckpt_from: str | None) -> bool:
 def checkpoint_to_load(
     folder: Path, load_ckpt_from: str | None, is_overwritten: bool, options: Mapping[str, Any]
 ) -> str | None:
-    """Return what to resume from: in a folder that is used, its newest checkpoint if the run is the same.
+    """Choose the checkpoint to resume from: in a used folder the newest one, if the run is the same.
 
     Args:
         folder: the run's folder; it need not exist.
         load_ckpt_from: a path, "latest", "latest_good", or None.
-        is_overwritten: start anew whatever is in the folder.
+        is_overwritten: start a new run, whatever the folder holds.
         options: the run's config, as `rlite.config.to_container` gives it.
 
-    Raises: ConfigError if the folder holds the results of another run. Nothing is changed.
+    Returns:
+        A path, "latest" or "latest_good"; None for a new run.
+
+    Raises:
+        ConfigError: the folder holds the results of another run. Nothing is changed.
     """
     used = [name for name in TRACES if (folder / name).exists()]
     if is_overwritten or not used or not begins_anew(folder, load_ckpt_from):
@@ -91,7 +95,7 @@ def _read(file: Path) -> Mapping[str, Any] | str:
 
 
 def _differences(saved: Mapping[str, Any], options: Mapping[str, Any], load_ckpt_from: str | None) -> list[str]:
-    """Say which options differ from those saved; an option that is not among these is newer than they are."""
+    """Return which options differ from the saved ones. An option that was not saved is newer, and does not count."""
     before, now = dict(_leaves(saved)), dict(_leaves(options))
     found = [
         f"{key}: {_shown(before[key])} there, {_shown(_at(options, key))} here"

@@ -9,14 +9,14 @@ from types import FrameType
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM; like Ctrl-C it is no Exception, which something on the way might catch."""
+    """SIGTERM. Like Ctrl-C it is no Exception, so that code on the way does not catch it."""
 
 
 NOT_BEGUN = "The run had not begun, and nothing was changed."
 
 
 class Interruption:
-    """What the signals of this process asked for. A process has one: `INTERRUPTION`."""
+    """Requests of this process's signals. A process has one instance: `INTERRUPTION`."""
 
     def __init__(self) -> None:
         self._is_followed = False
@@ -26,37 +26,39 @@ class Interruption:
         """how to go on after the signal, in words"""
 
     def follow(self) -> None:
-        """Take over this process's SIGINT and SIGTERM.
+        """Handle this process's SIGINT and SIGTERM, except under torchrun.
 
-        Not under torchrun: a rank that waits for its peers could not hear of a signal, and torchrun's agent ends its
-        ranks with it.
+        There a rank that waits for its peers could not hear of a signal, and torchrun's agent ends its ranks itself.
         """
         self._is_followed = "TORCHELASTIC_RUN_ID" not in os.environ
         self._install()
 
     def begin(self, advice: str) -> None:
-        """A run is under way: from here on a signal waits for the end of the step. `advice` says how to go on then."""
+        """Begin a run: from here on a signal waits for the end of the step.
+
+        `advice` says how to continue afterwards.
+        """
         self._may_wait = self._is_followed
         self.advice = advice
         self._install()  # what a launcher installed meanwhile would end the process at once
 
     def end(self) -> None:
-        """No run is under way: a signal ends the process at once."""
+        """End a run: a signal ends the process at once."""
         self._may_wait = False
 
     def release(self) -> None:
-        """No run of this process waits for signals any more."""
+        """Stop handling signals."""
         self._is_followed = self._may_wait = False
         self._asked = None
         self.advice = NOT_BEGUN
 
     @property
     def is_asked(self) -> bool:
-        """Whether the run is to save and to end."""
+        """True if the run is to save and to end."""
         return self._asked is not None
 
     def obey(self) -> None:
-        """Raise the KeyboardInterrupt that was held back, if there is one."""
+        """Raise the delayed KeyboardInterrupt, if there is one."""
         if self._asked is not None:
             asked, self._asked = self._asked, None
             raise asked

@@ -1,7 +1,7 @@
-"""What a training step computes, and which share of the devices' peak that is (MFU).
+"""Model FLOPs of a training step, and their share of the devices' peak (MFU).
 
-Model FLOPs are those that the model's mathematics needs. What gradient checkpointing computes again does not count
-(that would be HFU), and the output matrix counts for every token, also where a loss reads few log-probabilities.
+Model FLOPs are the operations that the model's mathematics needs. Recomputation by gradient checkpointing does not
+count (that would be HFU). The output matrix counts for every token, even if a loss reads few log-probabilities.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ words are all in the device's, the first applies"""
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """Of a transformer, what its FLOPs depend on."""
+    """Sizes of a transformer that determine its FLOPs."""
 
     num_multiplied: int
     """parameters that multiply every token: all but an input embedding that is not the output matrix too"""
@@ -50,7 +50,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelSize | None:
-        """Of a causal model or one with a score head, on meta or not; None for a mixture of experts."""
+        """Return the size of a causal or score model, on meta or not; None for a mixture of experts."""
         config = model.config.get_text_config()
         if getattr(config, "num_experts_per_tok", None):
             return None
@@ -66,20 +66,20 @@ class ModelSize:
 
 
 def training_flops(size: ModelSize, lengths: Iterable[int]) -> float:
-    """Model FLOPs of one forward and backward pass over causal sequences of so many tokens.
+    """Return the model FLOPs of one forward and backward pass over causal sequences of these lengths.
 
-    A multiplication by a parameter and the addition after it: 2 in the forward pass, 2 for the gradient of what comes
-    in, 2 for that of a trained parameter; 6 N for each token where all are trained (Kaplan et al. 2020). A query that
-    meets a key: 2 d for the score and 2 d for the weighted value, three times with the backward pass, d being
-    `attention_width` (Chowdhery et al. 2022, appendix B, whose 12 d l for each token has no causal mask). In a causal
-    sequence of l tokens l (l + 1) / 2 of them meet.
+    A multiplication by a parameter and the addition after it: 2 in the forward pass, 2 for the gradient of the input, 2
+    for the gradient of a trained parameter; 6 N per token if all are trained (Kaplan et al. 2020). A query and a key: 2
+    d for the score and 2 d for the weighted value, three times with the backward pass, where d is `attention_width`
+    (Chowdhery et al. 2022, appendix B, whose 12 d l per token has no causal mask). A causal sequence of l tokens has l
+    (l + 1) / 2 such pairs.
     """
     per_token = 4 * size.num_multiplied + 2 * size.num_trained
     return float(sum(per_token * l + 12 * size.attention_width * (l * (l + 1) // 2) for l in lengths))
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 FLOP/s of the device that torch calls so; None where that is not known (a slice of one, a CPU)."""
+    """Return the dense bfloat16 FLOP/s of a device by torch's name; None if unknown (a slice of a GPU, a CPU)."""
     words = set(device_name.replace("-", " ").split())
     if "MIG" in words:
         return None
@@ -87,7 +87,14 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def mfu(size: ModelSize, lengths: Iterable[int], seconds: float, device_names: Sequence[str]) -> float | None:
-    """The share of these devices' peak that training on sequences in so many seconds makes; None if one is unknown."""
+    """Return the share of these devices' peak that training on the sequences reaches; None if a device is unknown.
+
+    Args:
+        size: the model's size.
+        lengths: tokens of each sequence.
+        seconds: time of the training step.
+        device_names: names of all devices, as torch gives them.
+    """
     peaks = [peak for peak in map(peak_flops, device_names) if peak is not None]
     if len(peaks) < len(device_names) or seconds <= 0:
         return None
@@ -95,10 +102,16 @@ def mfu(size: ModelSize, lengths: Iterable[int], seconds: float, device_names: S
 
 
 def usage_metrics(engine: RliteTrainEngine, lengths: Sequence[int], seconds: float) -> dict[str, float]:
-    """Of an engine that has been trained for so long on sequences of these lengths, each once.
+    """Return metrics of memory and throughput for one training phase.
 
-    Returns: `memory_gib`, of the worker that held most since the last call; and where the devices' peak is known `mfu`,
-        the model FLOPs of these sequences over what all devices could have made in that time.
+    Args:
+        engine: the trained engine.
+        lengths: tokens of each sequence, each once.
+        seconds: time of the phase.
+
+    Returns:
+        `memory_gib`, the peak of the worker with the most memory since the last call; and `mfu`, if the devices are
+            known.
     """
     usage, size = engine.device_usage(), ModelSize.of(engine.module)
     metrics = {"memory_gib": max(each.peak_bytes for each in usage) / 2**30}
