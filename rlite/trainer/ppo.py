@@ -22,7 +22,8 @@ from rlite import config
 from rlite.batch import with_keys
 from rlite.data.chat.special_tokens import EscapingTokenizer
 from rlite.data.packs import sequence_lengths
-from rlite.data.prompts import PromptStream, check_prompts
+from rlite.data.prompts import PromptStream
+from rlite.data.special_tokens import EscapingTokenizer
 from rlite.data.tables import read_rows
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
@@ -35,10 +36,10 @@ from rlite.trainer.rl.critic import make_critic
 from rlite.trainer.rl.engines import Engines, init_devices
 from rlite.trainer.rl.evaluation import ErrorLimit, evaluation_metrics
 from rlite.trainer.rl.generated import mean_reward
-from rlite.trainer.rl.lengths import context_limit, make_context
+from rlite.trainer.rl.lengths import check_lengths, context_limit
 from rlite.trainer.rl.reference import make_reference
 from rlite.trainer.rl.report import append_samples, batch_plan
-from rlite.trainer.rl.rollouts import check_openings, make_rollouts
+from rlite.trainer.rl.rollouts import make_rollouts
 from rlite.trainer.rl.selection import make_selection
 from rlite.trainer.run.alarms import Alarms
 from rlite.trainer.run.command import run
@@ -93,16 +94,8 @@ class PpoTrainer:
         self.options = options
         self.workflow = workflow
         self.test_workflow = test_workflow or _for_evaluation(workflow, options)
-        limit, longest = context_limit(options), []
-        for own, rows, where in (
-            (self.workflow, train_rows, "train_data"),
-            (self.test_workflow, test_rows, "test_data"),
-        ):
-            if own.needs_prompt:
-                check_prompts(rows, where)
-            if rows:
-                longest.append((own, check_openings(rows, own, limit, where) if own.needs_prompt else 0))
-        self.context = make_context(options, limit, longest)
+        sources = ((self.workflow, train_rows, "train_data"), (self.test_workflow, test_rows, "test_data"))
+        self.context = check_lengths(options, sources)
         self.test_rows = list(test_rows)
         self.test_errors: Counter[str] = Counter()
         """episodes that failed in the last evaluation, by reason"""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import rlite
+from rlite.batch import KEYS
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import Environment, EnvironmentWorkflow
 from rlite.trainer import ppo
@@ -76,6 +77,22 @@ def openai_ppo(model, folder, total_steps, **more):
         adv=AdvantageOptions(estimator="gae", lamda=0.95),
         **more,
     )
+
+
+def test_each_phase_returns_a_new_batch_with_more_keys_of_the_table(model, tmp_path):
+    run = openai_ppo(model, tmp_path / "run", 1, actor={"update_per_rollout": 2})
+    run.start()
+    batch, added = run.rollouts.next_batch(), []
+    for phase in (run.reference.with_logprobs, run.critic.with_values, run.with_old_logprobs, run.with_advantages):
+        keys = set(batch.keys())
+        after = phase(batch)
+        assert set(batch.keys()) == keys, "what a phase gets stays as it is"
+        assert all(after[key] is batch[key] for key in keys), "tensors are shared"
+        added += sorted(set(after.keys()) - keys)
+        batch = after
+    assert added == ["ref_logprobs", "values", "old_logprobs", "advantages", "returns"]
+    assert {str(key) for key in batch.keys()} <= set(KEYS)  # noqa: SIM118
+    run.run.close()
 
 
 def test_models_that_take_turns_on_the_device_train_save_and_go_on(model, tmp_path):

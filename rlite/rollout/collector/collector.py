@@ -111,7 +111,8 @@ class RolloutCollector:
     @property
     def failed_attempts(self) -> Counter[str]:
         """Number of attempts at an episode that raised, by the exception's name or the reward's outcome."""
-        return self._now.failed_attempts + self._ahead.failed_attempts
+        # copied first: the loop counts meanwhile
+        return self._now.failed_attempts.copy() + self._ahead.failed_attempts.copy()
 
     # -- exactly these items, now --------------------------------------------------------------------------------
 
@@ -228,10 +229,7 @@ class RolloutCollector:
         if count < 1:
             raise ConfigError(f"wait({count}): expected at least 1 group")
         self._ahead.ledger.begin(count, self.engine.get_version())
-        batch = self._consumer.next_batch(self._ahead, count, timeout, lambda: len(self._ahead.groups) < count)
-        if batch is None:
-            raise self._consumer.too_few_error(self._ahead, count)
-        return batch
+        return self._consumer.next_batch(self._ahead, count, timeout, lambda: len(self._ahead.groups) < count)
 
     def prepare_batch(
         self,
@@ -260,16 +258,15 @@ class RolloutCollector:
         def is_short() -> bool:
             return ledger.batch_size is None or ledger.counters.waiting < ledger.batch_size
 
-        if self._loader is not loader:
-            self._loader, self._source = loader, _endless(loader)
-        while True:
+        def refill() -> None:
             while is_short():
                 self._submit(self._ahead, self._next_items(), workflow, group_size, should_accept)
-            assert ledger.batch_size is not None
-            # a group that has started is one less that waits: submit another, then wait again
-            batch = self._consumer.next_batch(self._ahead, ledger.batch_size, timeout, is_short)
-            if batch is not None:
-                return batch
+
+        if self._loader is not loader:
+            self._loader, self._source = loader, _endless(loader)
+        refill()
+        assert ledger.batch_size is not None
+        return self._consumer.next_batch(self._ahead, ledger.batch_size, timeout, is_short, refill)
 
     def pause(self) -> None:
         """Start no more groups, and pause generation at a token boundary."""

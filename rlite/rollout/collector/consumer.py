@@ -76,22 +76,25 @@ class GroupConsumer:
         return finished
 
     def next_batch(
-        self, queue: Queue, count: int, timeout: float | None, is_short: Callable[[], bool]
-    ) -> TensorDict | None:
-        """Wait for a batch of the oldest groups, and consume them.
+        self,
+        queue: Queue,
+        count: int,
+        timeout: float | None,
+        is_short: Callable[[], bool],
+        refill: Callable[[], None] | None = None,
+    ) -> TensorDict:
+        """Return the oldest groups as a padded batch, as soon as the ledger allows it.
 
         Args:
             queue: holds the groups.
             count: groups of the batch.
             timeout: in seconds; None waits for ever.
-            is_short: whether groups have to be submitted before the wait makes sense.
-
-        Returns:
-            The padded batch; None as soon as `is_short`.
+            is_short: whether too few groups are submitted for the wait to make sense.
+            refill: submits more; without it, too few groups are an error.
 
         Raises:
             CallTimeout: Some groups are late; the error names them.
-            RolloutError: No group runs and none may start, or the run was stopped.
+            RolloutError: So many groups will never be ready, or the run was stopped.
         """
         deadline = _deadline(timeout)
         while (batch := self._take(queue, count)) is None:
@@ -101,11 +104,15 @@ class GroupConsumer:
                 is_due=lambda: bool(self._held_up_by(queue, count)),
             ):
                 _raise_late(queue.unfinished(), timeout)
+            if refill is not None and is_short():
+                refill()  # without the lock: it may iterate over the caller's loader
+                continue
             with self._runner.changed:
+                is_hopeless = not (self._can_progress(queue) or self._is_ready(queue, count))
                 if is_short():
-                    return None
-                if not (self._can_progress(queue) or self._is_ready(queue, count)):
-                    raise self.too_few_error(queue, count)
+                    is_hopeless = refill is None
+                if is_hopeless:
+                    raise self._too_few_error(queue, count)
         return batch
 
     def batch(self, groups: Sequence[Group]) -> TensorDict:
@@ -149,7 +156,7 @@ class GroupConsumer:
             self._runner.drop(queue, group, reason)
         return bool(odd)
 
-    def too_few_error(self, queue: Queue, count: int) -> RolloutError:
+    def _too_few_error(self, queue: Queue, count: int) -> RolloutError:
         """Return an error that says why `count` groups will never be ready."""
         counters, lost = queue.ledger.counters, queue.ledger.lost
         found = f"{count} groups were asked for, {counters.ready} are ready"

@@ -1,15 +1,25 @@
-"""Context lengths: how long sequences may get, and how long they can get in a given run."""
+"""Context lengths: how long sequences may get, and how long they can get with the prompts of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from rich.console import Console
+from rich.progress import track
 from transformers import AutoConfig
 
+from rlite.data.prompts import check_prompts
+from rlite.errors import DataError
 from rlite.nn.huggingface import local_checkpoint
 from rlite.rollout import RolloutWorkflow
 from rlite.trainer.rl.config import PpoConfig
+
+MANY_ROWS = 10_000
+"""number of rows from which on a progress bar is shown"""
+Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,22 @@ def context_limit(options: PpoConfig) -> int:
     return min([options.max_length, *(limit for name in names if (limit := _model_limit(name)) is not None)])
 
 
+def check_lengths(options: PpoConfig, sources: Iterable[tuple[RolloutWorkflow, Rows, str]]) -> Context:
+    """Return the context to serve, after a check of all prompts.
+
+    Args:
+        options: the run's config.
+        sources: each workflow with its rows, which may be none, and their option, for messages.
+    """
+    limit, longest = context_limit(options), []
+    for workflow, rows, where in sources:
+        if workflow.needs_prompt:
+            check_prompts(rows, where)
+        if rows:
+            longest.append((workflow, check_openings(rows, workflow, limit, where) if workflow.needs_prompt else 0))
+    return make_context(options, limit, longest)
+
+
 def make_context(options: PpoConfig, limit: int, prompts: Iterable[tuple[RolloutWorkflow, int]]) -> Context:
     """Return the context to serve: what prompts and new tokens need, at most the limit.
 
@@ -56,6 +82,39 @@ def make_context(options: PpoConfig, limit: int, prompts: Iterable[tuple[Rollout
     if options.rollout.max_model_len is not None:
         return Context(options.rollout.max_model_len, longest_prompt)
     return Context(min([limit, *([] if None in needs else [max(need for need in needs if need)])]), longest_prompt)
+
+
+def check_openings(rows: Rows, workflow: RolloutWorkflow, max_length: int, where: str) -> int:
+    """Return the length of the longest prompt in tokens; 0 if the workflow does not know the prompts beforehand.
+
+    Args:
+        rows: the items.
+        workflow: its `opening` makes an item's prompt.
+        max_length: tokens of prompt and answer together.
+        where: the rows' option, for messages.
+
+    Raises:
+        DataError: The chat template refuses a prompt, or a prompt leaves no room for an answer. The message names the
+            row.
+    """
+    longest = 0
+    console = Console(file=sys.stderr)
+    is_quiet = len(rows) < MANY_ROWS or not console.is_terminal
+    for number, row in enumerate(
+        track(rows, f"looking at the prompts of {where}", console=console, transient=True, disable=is_quiet)
+    ):
+        try:
+            opening = workflow.opening(row)
+        except DataError as error:
+            raise DataError(f"{where}, row index {number}: {error}") from error
+        longest = max(longest, len(opening or ()))
+        if longest >= max_length:
+            raise DataError(
+                f"{where}, row index {number}: its prompt has {longest} tokens, which leaves no room for an answer in "
+                f"{max_length} (the least of max_length_per_device x tp_size x sp_size of the models, "
+                "the models' max_position_embeddings, and rollout.max_model_len); raise those, or drop the row"
+            )
+    return longest
 
 
 def _model_limit(name: str) -> int | None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
-from rich.progress import track
 from tensordict import TensorDict
 
 from rlite.batch import check_has
 from rlite.data.prompts import PromptStream
-from rlite.errors import DataError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.group import plain
@@ -23,8 +19,6 @@ from rlite.trainer.rl.generated import Generated
 
 TRAINED_ON = ("loss_mask", "logprobs", "rewards")
 """keys that a workflow must give a trajectory so that it can be trained on"""
-MANY_ROWS = 10_000
-"""number of rows from which on a progress bar is shown"""
 
 
 class SynchronousRollouts:
@@ -140,39 +134,6 @@ class VariedGroups:
         """Return the number of refused groups, and begin with a new budget."""
         refused, self._num_refused = self._num_refused, 0
         return refused
-
-
-def check_openings(rows: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow, max_length: int, where: str) -> int:
-    """Return the length of the longest prompt in tokens; 0 if the workflow does not know the prompts beforehand.
-
-    Args:
-        rows: the items.
-        workflow: its `opening` makes an item's prompt.
-        max_length: tokens of prompt and answer together.
-        where: the rows' option, for messages.
-
-    Raises:
-        DataError: The chat template refuses a prompt, or a prompt leaves no room for an answer. The message names the
-            row.
-    """
-    longest = 0
-    console = Console(file=sys.stderr)
-    is_quiet = len(rows) < MANY_ROWS or not console.is_terminal
-    for number, row in enumerate(
-        track(rows, f"looking at the prompts of {where}", console=console, transient=True, disable=is_quiet)
-    ):
-        try:
-            opening = workflow.opening(row)
-        except DataError as error:
-            raise DataError(f"{where}, row index {number}: {error}") from error
-        longest = max(longest, len(opening or ()))
-        if longest >= max_length:
-            raise DataError(
-                f"{where}, row index {number}: its prompt has {longest} tokens, which leaves no room for an answer in "
-                f"{max_length} (the least of max_length_per_device x tp_size x sp_size of the models, "
-                "the models' max_position_embeddings, and rollout.max_model_len); raise those, or drop the row"
-            )
-    return longest
 
 
 def make_rollouts(

@@ -418,6 +418,26 @@ def test_a_filter_that_accepts_nothing_stops_the_run(collect: Collect) -> None:
         collector.prepare_batch([items(0, 1)], Answer(), lambda group: group["difficulty"])
 
 
+def test_a_time_out_holds_for_a_whole_call_whatever_is_replaced_meanwhile(collect: Collect) -> None:
+    async def answer_slowly(item: dict[str, Any]) -> None:
+        await asyncio.sleep(0.05)
+
+    started = time.monotonic()
+    with pytest.raises(CallTimeout, match=r"had not ended after 0\.5 s"):
+        collect().prepare_batch([items(0, 1)], Answer(answer_slowly), lambda group: False, timeout=0.5)
+    assert time.monotonic() - started < 5
+
+
+def test_failed_attempts_of_an_evaluation_are_not_counted_among_those_of_training(collect: Collect) -> None:
+    def fail(item: dict[str, Any]) -> None:
+        raise ValueError("no answer")
+
+    collector = collect(request_retries=0)
+    assert collector.evaluate(items(0, 1), Answer(fail)).lost.total() == 2
+    assert not collector.failed_attempts
+    assert not collector.lost
+
+
 def test_groups_that_end_at_any_moment_are_replaced(collect: Collect, engine: ScriptedEngine) -> None:
     collector, interval = collect(), sys.getswitchinterval()
     workflow = Answer(lambda data: DROP if data["number"] % 3 == 0 else None)

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from rlite.errors import DataError
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.trainer.rl.config import ActorOptions, KlOptions, PpoConfig, ReferenceOptions, RolloutOptions
-from rlite.trainer.rl.lengths import Context, context_limit, make_context
+from rlite.trainer.rl.lengths import Context, check_openings, context_limit, make_context
 from tests.tiny import build_model_dir
 
 
@@ -53,3 +54,15 @@ def test_what_nothing_bounds_serves_all_that_models_and_devices_take(model: Path
 def test_the_plan_says_how_much_of_an_answer_fits() -> None:
     assert Context(5012, 12).describe(5000) == "at most 5012 tokens; prompts of at most 12"
     assert "after which 84 of 5000 new tokens fit" in Context(4096, 4012).describe(5000)
+
+
+def test_a_prompt_that_the_workflow_refuses_is_named_by_its_row() -> None:
+    class Picky(Unbounded):
+        def opening(self, data: Any) -> list[int]:
+            if data["number"] == 3:
+                raise DataError("no system")
+            return data["input_ids"]
+
+    rows = [{"input_ids": [number], "number": number} for number in range(1, 25)]
+    with pytest.raises(DataError, match="train_data, row index 2: no system"):
+        check_openings(rows, Picky(), 8, "train_data")

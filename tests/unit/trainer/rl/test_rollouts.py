@@ -15,7 +15,7 @@ from rlite.errors import DataError
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.trainer.rl.generated import Generated
-from rlite.trainer.rl.rollouts import RolloutsAhead, SynchronousRollouts, VariedGroups, check_openings, make_rollouts
+from rlite.trainer.rl.rollouts import RolloutsAhead, SynchronousRollouts, VariedGroups, make_rollouts
 
 ROWS = [{"input_ids": [number], "number": number} for number in range(1, 25)]
 
@@ -26,17 +26,6 @@ class Ask(RolloutWorkflow):
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
         response = await engine.agenerate(LLMRequest(input_ids=data["input_ids"]))
         return trajectory(response, reward=float(data["number"]))
-
-
-def test_a_prompt_that_the_workflow_refuses_is_named_by_its_row() -> None:
-    class Picky(Ask):
-        def opening(self, data: Any) -> list[int]:
-            if data["number"] == 3:
-                raise DataError("no system")
-            return data["input_ids"]
-
-    with pytest.raises(DataError, match="train_data, row index 2: no system"):
-        check_openings(ROWS, Picky(), 8, "train_data")
 
 
 @pytest.fixture
