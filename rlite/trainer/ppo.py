@@ -111,7 +111,11 @@ class PpoTrainer:
         self.rollouts = make_rollouts(options, self.engines, workflow, self.prompts)
 
     def fit(self) -> dict[str, float]:
-        """Return the metrics of the last step, after training up to it."""
+        """Train to the last step.
+
+        Returns:
+            The metrics of the last step.
+        """
         self.start()
         metrics: dict[str, float] = {}
         while self.run.step < self.options.trainer.total_steps:
@@ -187,7 +191,11 @@ class PpoTrainer:
         return evaluation_metrics(found)
 
     def finish_step(self, batch: TensorDict) -> dict[str, float]:
-        """Return the step's metrics, after evaluating, logging and saving as far as they are due."""
+        """Count the step, evaluate and save if due, and log.
+
+        Returns:
+            The step's metrics.
+        """
         self.run.step += 1
         is_trained = self.run.step > self.options.actor.freeze_steps
         metrics = step_metrics(self.engines.actor, sequence_lengths(batch), is_trained)

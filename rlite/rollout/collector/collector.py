@@ -1,4 +1,4 @@
-"""The collector: runs workflows beside the training program and hands over whole groups.
+"""The collector: runs workflows in the background of the training program, and hands over whole groups.
 
     caller's thread                       the runner's thread, one event loop
     submit ──> waiting ──start───────> running: episodes, each attempted until it succeeds or has no attempt left

@@ -5,15 +5,15 @@ Everything is counted in groups. A group's life:
     submit ──> waiting ──start──> running ──accept──> ready ──consume──> consumed
                   └───────────────────┴───────────────┴──drop──> lost, with a reason
 
-The age of a group that runs is the policy version at its start, that of a ready one the version of its oldest token
-(never less). At version v a group of age a is consumed v - a updates late; `max_head_offpolicyness` bounds that. Three
-rules keep the bound:
+The age of a running group is the policy version at its start. The age of a ready group is the version of its oldest
+token, which is never lower. At version v a group of age a is consumed v - a updates late, and `max_head_offpolicyness`
+bounds this number. Three rules keep the bound:
 
-- admission: `capacity`, so that as many groups are under way as batches can take before they are too old;
-- consumption, oldest first: with on_stale="wait", a batch waits for older groups that still run, if those that it
-  would leave behind are more than the batches after it can take in time. So the next update waits, too;
-- expiry: what the bound forbids to consume is dropped. With "wait" that happens only to who moves the version without
-  consuming a batch; with "drop" it is what keeps stragglers out.
+- admission: `capacity` lets as many groups run as batches can consume before the groups are too old;
+- consumption, oldest first: with on_stale="wait", a batch waits for older groups that still run, if the batches after
+  it could not consume them in time. The next update waits, too;
+- expiry: groups that are too old are dropped. With "wait" this happens only if the version moves without a batch; with
+  "drop" it happens to slow groups.
 """
 
 from __future__ import annotations

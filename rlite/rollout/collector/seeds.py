@@ -61,7 +61,7 @@ class SampleInference:
         self._seed = None if group_seed is None else mix(group_seed, sample)
         self._turns = itertools.count()
 
-    def __getattr__(self, name: str):  # type: ignore[no-untyped-def]  # workflows may use what this engine has besides
+    def __getattr__(self, name: str):  # type: ignore[no-untyped-def]  # workflows may use an engine's other attributes
         return getattr(self._engine, name)
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:

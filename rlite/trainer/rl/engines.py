@@ -56,7 +56,7 @@ class Engines:
             self.reference = RliteTrainEngine(policy_module(options.ref_actor.as_model(actor).model_name))
 
     def build(self) -> None:
-        """Place the engines; ConfigError if their sizes do not divide the devices, or there are too few."""
+        """Place the engines. Their sizes must divide the devices, else a ConfigError is raised."""
         session, options = rlite.current_session(), self._options
         rollout, actor = options.rollout, options.actor
         num_training, num_generating = divide_devices(len(session.devices), rollout)
@@ -89,7 +89,7 @@ class Engines:
 
     @property
     def other_trained(self) -> dict[str, RliteTrainEngine]:
-        """The engines that are trained besides the actor, by name."""
+        """Trained engines other than the actor, by name."""
         return {} if self.critic is None else {"critic": self.critic}
 
     def begin_turns(self) -> None:
@@ -129,7 +129,11 @@ class Engines:
             self.rollout.cuda()
 
     def sync(self) -> SyncReport:
-        """Return the report of writing the actor's weights into the rollout engine, which is then on the device."""
+        """Write the actor's weights into the rollout engine, and leave that engine on the device.
+
+        Returns:
+            Bytes and seconds of the weight sync.
+        """
         self.move_to_device(self.actor)
         if not self._takes_turns[self.rollout]:
             report = self.actor.p2p_weight_sync(self.rollout)

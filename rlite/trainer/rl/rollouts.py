@@ -36,7 +36,7 @@ class SynchronousRollouts:
 
     @stats_tracker.record_timing("rollout")
     def next_batch(self) -> TensorDict:
-        """Return a new batch, each prompt's responses side by side."""
+        """Return a batch that is generated and rewarded now, each prompt's responses side by side."""
         data, rollout, num_asked = self._options.train_data, self._options.rollout, 0
         generated = Generated()
         group_size = self._options.responses_per_prompt
