@@ -23,7 +23,6 @@ from rlite.batch import with_keys
 from rlite.data.chat.special_tokens import EscapingTokenizer
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
-from rlite.data.special_tokens import EscapingTokenizer
 from rlite.data.tables import read_rows
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
