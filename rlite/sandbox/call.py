@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle
 
-from rlite.sandbox.child import MAX_ANSWER, same
+from rlite.sandbox.child import MAX_ANSWER, CallMessage, same
 from rlite.sandbox.errors import SANDBOX_ERRORS, ErrorKinds
 
 CHUNK_SECONDS = 0.005
@@ -81,12 +81,12 @@ class Call:
     failure: tuple[str, str] | None = None
     """outcome and description; counts as the result does"""
 
-    def takes_fork(self) -> bool:
-        """Return whether the call shall run in a fork, and count it. A fork answers once: it passes no pieces."""
-        if self.on_piece is not None or self.code.num_forks == 0:
-            return False
-        self.code.num_forks -= 1
-        return True
+    def message(self) -> CallMessage:
+        """Return the call as its process gets it."""
+        code, is_stream = self.code, self.on_piece is not None
+        in_fork = code.num_forks > 0 and not is_stream  # a fork answers once
+        code.num_forks -= in_fork
+        return self.number, code.key, self.arguments, code.max_answer, is_stream, in_fork
 
     def is_refused(self) -> bool:
         """Fail the call at once if the function hangs; return whether it does."""

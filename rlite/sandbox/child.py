@@ -1,4 +1,4 @@
-"""The program of a sandbox process. It imports the standard library alone, so that it starts in a moment.
+"""The program of a sandbox process. It imports only the standard library, so that it starts fast.
 
 The driver sends pickled chunks of calls, each after its length of 8 bytes; the driver is trusted. The process answers
 in frames of `rlite.sandbox.wire`, [kind, number of the call, value]:
@@ -42,8 +42,9 @@ from rlite.sandbox.state import ProcessState
 READY, STARTED, TAINTED, PIECE, JUDGED = "ready", "started", "tainted", "piece", "judged"
 VALUE, RAISED, MEMORY, ENDED = "value", "raised", "memory", "ended"
 
-CallMessage = tuple[int, bytes, bytes, int, bool]
-"""number, key of the function, pickled keyword arguments, raw bytes that the answer may have, whether to fork"""
+CallMessage = tuple[int, bytes, bytes, int, bool, bool]
+"""number, key of the function, pickled keyword arguments, raw bytes that the answer may have, whether to pass on what a
+generator yields, whether to fork"""
 Chunk = tuple[dict[bytes, bytes], int | None, list[CallMessage]]
 """functions that are new to the process, by key; bytes of memory that it may take; calls"""
 
@@ -86,7 +87,7 @@ class Server:
         self._runner = asyncio.Runner()
         self._blobs: dict[bytes, bytes] = {}
         self._functions: dict[bytes, tuple[Callable[..., Any], Callable[[Any], Any]]] = {}
-        self._number, self._limit = 0, MAX_ANSWER
+        self._number, self._limit, self._is_stream = 0, MAX_ANSWER, False
         self._watch = MadeCodeWatch(lambda: self.say(TAINTED, None))
         os.register_at_fork(after_in_child=self._lose_channel)
         self._state = ProcessState()
@@ -98,7 +99,7 @@ class Server:
         broken = self._load({key for _, key, *_ in calls} - self._functions.keys())
         _brake(memory_limit)
         self._state.adopt_limits()
-        for self._number, key, arguments, self._limit, in_fork in calls:
+        for self._number, key, arguments, self._limit, self._is_stream, in_fork in calls:
             self._watch.is_on = True
             try:
                 if key in broken:
@@ -137,7 +138,9 @@ class Server:
             value = function(**keywords)
             if inspect.isawaitable(value):
                 value = self._runner.run(_awaited(value))
-            value = finish(self._send_pieces(value) if inspect.isgenerator(value) else value)
+            if self._is_stream:
+                value = self._send_pieces(value)
+            value = finish(value)
             if memory_limit is not None and (peak := _peak_memory()) > memory_limit:
                 return MEMORY, f"it took {peak / 2**30:.2f} GiB"
             return VALUE, value

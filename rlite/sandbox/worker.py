@@ -107,9 +107,7 @@ class Worker:
         for number, call in enumerate(calls, 1 + secrets.randbits(62)):
             call.number, call.failure = number, None
         blobs = {call.code.key: call.code.blob for call in calls if call.code.key not in self.keys}
-        messages: list[child.CallMessage] = [
-            (call.number, call.code.key, call.arguments, call.code.max_answer, call.takes_fork()) for call in calls
-        ]
+        messages = [call.message() for call in calls]
         chunk: child.Chunk = (blobs, calls[0].memory_limit, messages)
         payload = pickle.dumps(chunk)
         self.keys |= blobs.keys()

@@ -341,6 +341,14 @@ def test_a_closed_pool_fails_what_is_under_way() -> None:
     assert asyncio.run(reward(**CALL, mood="fine")) == 1.0, "the next call opens another"
 
 
+def test_a_function_that_yields_returns_no_number() -> None:
+    def yielding() -> Iterator[float]:
+        yield 1.0
+
+    with pytest.raises(RewardInvalid, match="returned <generator object"):
+        asyncio.run(RewardFunction(yielding).run())
+
+
 def test_processes_that_cannot_start_are_an_error_and_not_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     pool = SandboxPool(1)
