@@ -24,7 +24,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def read_rows(source: str | Path, key: str = "data.path") -> list[Row]:
-    """The rows of a table, as dicts.
+    """Return the rows of a table, as dicts.
 
     Args:
         source: a file (`.json`, an array or one object per line; `.jsonl`; `.csv`; `.parquet`; `.arrow`), a folder that
@@ -34,9 +34,9 @@ def read_rows(source: str | Path, key: str = "data.path") -> list[Row]:
         key: the option that `source` is the value of, for messages.
 
     Raises:
-        ConfigError: there is no such file, folder, split or dataset, nobody can read that kind of file, or the package
-            that could (`rlite[data]`) is missing.
-        DataError: the file is damaged or is not a table, with the line or row; or it has no rows.
+        ConfigError: there is no such file, folder, split or dataset, this kind of file cannot be read, or a package for
+            it (`rlite[data]`) is missing.
+        DataError: the file is damaged, is not a table, or has no rows. The message names the line or row.
     """
     where = f"{key}={source}"
     split, path = _split_off(str(source), where)
@@ -128,7 +128,7 @@ def _json_lines(text: str, where: str) -> Iterator[Any]:
 
 
 def _parsed(text: str, place: Callable[[int], str]) -> Any:
-    """What JSON says. Raises: DataError, with the place of a position in it."""
+    """Return the value of a JSON text. Raises: DataError, with the `place` of the position of the error."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -146,7 +146,7 @@ def _parsed(text: str, place: Callable[[int], str]) -> Any:
 
 
 def _deepest(text: str) -> tuple[int, int]:
-    """How deep JSON is nested, and where."""
+    """Return how deep JSON is nested, and where."""
     depth, deepest = 0, (0, 0)
     for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text):
         if token[0] in "[{":
@@ -203,7 +203,7 @@ _READERS = {
 
 
 def _dataset(path: Path, split: str | None, where: str) -> list[Row]:
-    """What only the `datasets` library reads: its folders, folders of data files, and the hub."""
+    """Return rows that only the `datasets` library reads: its folders, folders of data files, and the hub."""
     name = (path.resolve() if path.is_dir() else path).as_posix()  # `datasets` reads "." as no name
     if not path.is_dir() and not _HUB_NAME.fullmatch(name):
         raise ConfigError(f"{where}: no such file or folder")

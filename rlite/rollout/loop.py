@@ -18,13 +18,19 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT = 10.0
 """seconds in which cancelled tasks must end when the loop is stopped"""
 LOOK_INTERVAL = 10.0
-"""seconds after which one who waits looks whether the loop still turns"""
+"""seconds after which a thread that waits looks whether the loop still turns"""
 
 
 class LoopThread:
-    """Runs until `stop`, or until something escapes from it: then `on_end` is called with that, in the thread.
+    """An event loop that runs until `stop`, or until an exception escapes from it.
 
-    `call` is for other threads, `start_task` and `die` are for the loop's own.
+    `call`, `submit` and `wait` are for other threads, `start_task` and `die` for the loop's own.
+
+    Args:
+        name: of the thread.
+        on_end: called with the exception that has ended the loop, or None, in the loop's thread.
+        look_interval: seconds after which `wait` looks whether the loop still turns.
+        close_timeout: seconds in which cancelled tasks must end.
     """
 
     def __init__(
@@ -43,7 +49,7 @@ class LoopThread:
         self._thread.start()
 
     def call(self, function: Callable[[], Any]) -> None:
-        """Call it in the loop, soon; never, if the loop has ended."""
+        """Call a function in the loop, soon; never, if the loop has ended."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 
@@ -52,7 +58,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run it in the loop."""
+        """Run a coroutine in the loop."""
         return self._loop.create_task(coroutine)
 
     def die(self, error: BaseException) -> None:
@@ -65,7 +71,7 @@ class LoopThread:
         self.call(self._loop.stop)
 
     def join(self) -> None:
-        """Wait for the thread's end."""
+        """Wait for the end of the thread."""
         self._thread.join(timeout=2 * self._close_timeout)
 
     def wait(self, changed: threading.Condition, seconds: float | None) -> None:
@@ -112,7 +118,7 @@ class LoopThread:
 
 
 def _stack(task: asyncio.Task[Any]) -> str:
-    """The lines where a task rests, the innermost last; `Task.get_stack` knows the outermost alone."""
+    """Return the lines at which a task waits, the innermost last. `Task.get_stack` knows the outermost alone."""
     lines: list[str] = []
     awaited: Any = task.get_coro()
     while isinstance(awaited, Coroutine):

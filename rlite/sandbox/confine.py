@@ -1,7 +1,7 @@
-"""What a process gives up before it runs user code. It imports the standard library alone.
+"""Privileges that a process gives up before it runs user code. This module imports the standard library alone.
 
-Environment variables pass by name: those of the run hold its secrets. Where Linux has Landlock (5.13; signals: 6.12), a
-process can neither read nor trace nor signal others than those that it starts itself, also under the same user.
+Environment variables pass by name, because others may hold secrets of the run. If Linux has Landlock (5.13; signals:
+6.12), a process can read, trace and signal only processes that it has started, also under the same user.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _GIVE_UP_PRIVILEGES, _DROP_FROM_BOUNDING_SET = 38, 24
 _CAP_SYS_ADMIN, _CAP_PERFMON = 21, 38
 _MAKE_BLOCK_DEVICES, _SCOPE_SIGNALS = 1 << 11, 1 << 1
 MAX_PASSES = 1000
-"""in which processes must be ended that fork meanwhile"""
+"""passes after which processes that fork while they are ended are given up"""
 
 
 def passed_environment(environment: Mapping[str, str], further: Collection[str] = ()) -> dict[str, str]:
-    """Return the variables that a process may have: those of its machine and its numerics, and `further` ones."""
+    """Return the variables that a process may have: variables of its machine and its numerics, and `further` ones."""
     return {name: value for name, value in environment.items() if name in further or _PASSED.fullmatch(name)}
 
 
@@ -68,7 +68,7 @@ def part() -> None:
 
 
 def restrict() -> None:
-    """Leave this process only what it starts itself to read, trace and signal; Linux with Landlock."""
+    """Let this process read, trace and signal only processes that it starts itself, on Linux with Landlock."""
     if sys.platform != "linux":
         return
     abi = _LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
@@ -84,7 +84,7 @@ def restrict() -> None:
 
 
 def silence() -> None:
-    """Let standard output and error lead nowhere: the terminal and the log are the driver's."""
+    """Discard standard output and error: the terminal and the log are the driver's."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (1, 2):
         os.dup2(null, descriptor)
@@ -92,7 +92,7 @@ def silence() -> None:
 
 
 def children(pid: int) -> set[int]:
-    """Return what a process has started or taken over; nothing where the system does not say so."""
+    """Return the processes that a process has started or adopted; none if the system does not list them."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -102,7 +102,7 @@ def children(pid: int) -> set[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return what a process has started, and what that has."""
+    """Return a process's children, and their descendants."""
     found = [*children(pid)]
     for child in found:
         found += children(child)

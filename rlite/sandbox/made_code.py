@@ -1,4 +1,4 @@
-"""Detection of code that is made at run time. It imports the standard library alone.
+"""Detection of code that is made at run time. This module imports the standard library alone.
 
 A function that runs what a model has written calls `exec` or `eval`, or imports a file that was just made. Python
 announces each of them before it happens.

@@ -105,7 +105,7 @@ class SandboxPool:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the pool works, and in this process: it does not survive a fork."""
+        """True if the pool works, and belongs to this process: it does not survive a fork."""
         return self._failure is None and not self._is_closing and self._owner == os.getpid()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Process state that calls share, restored after each call. It imports the standard library alone."""
+"""Process state that calls share, restored after each call. This module imports the standard library alone."""
 
 from __future__ import annotations
 

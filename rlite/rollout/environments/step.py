@@ -62,7 +62,7 @@ class Environment:
 
     @property
     def begins_with_prompt(self) -> bool:
-        """Whether the first state is the row's prompt; known once the file was loaded."""
+        """True if the first state is the row's prompt. It is known once the file was loaded."""
         return self._has_reset is False
 
     def check(self) -> None:

@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any
 
+from rlite.rollout.loop import LoopThread
 from rlite.rollout.rewards.errors import REWARD_ERRORS, RewardTimeout
 from rlite.sandbox.function import limited
-from rlite.sandbox.loop import LoopThread
 
 BLOCKED_AFTER = 5.0
 """seconds beyond its time-out after which a call's loop counts as blocked"""

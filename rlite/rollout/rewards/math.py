@@ -1,4 +1,4 @@
-"""Mathematical answers, compared by their meaning (math-verify)."""
+"""Rewards for mathematical answers, which math-verify compares by their meaning."""
 
 from __future__ import annotations
 
@@ -20,12 +20,22 @@ MAX_CHARACTERS = 2000
 def math_verify_reward(
     prompt: Any, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], *, answer: Any, **data: Any
 ) -> float:
-    r"""A reward function: 1.0 if the completion ends with an answer equal to `answer`, else 0.0.
+    r"""Return 1.0 if the completion ends with an answer equal to `answer`, else 0.0.
 
-    Answers are numbers or LaTeX, bare, within dollars or in \boxed{}: 1/2, 0.5 and $\frac{2}{4}$ are equal. To be run
-    in a process: math-verify's own time-outs, which need a main thread, are off; RewardFunction's holds.
+    Answers are numbers or LaTeX, bare, within dollars or in \boxed{}: 1/2, 0.5 and $\frac{2}{4}$ are equal. Run this
+    function in a process: math-verify's own time-outs need a main thread and are off, RewardFunction's time-out holds.
 
-    Raises: ConfigError if math-verify is missing; DataError if `answer` itself cannot be understood.
+    Args:
+        prompt: not read.
+        completions: the text of the completion.
+        prompt_ids: not read.
+        completion_ids: not read.
+        answer: the row's correct answer.
+        data: the row's other columns, not read.
+
+    Raises:
+        ConfigError: math-verify is missing.
+        DataError: `answer` itself cannot be understood.
     """
     if math_verify is None:
         raise ConfigError("math-verify is not installed; run: pip install 'rlite[math]'")

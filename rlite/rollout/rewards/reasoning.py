@@ -1,4 +1,4 @@
-"""Answers to reasoning-gym's problems, by the task's own verifier."""
+"""Rewards for answers to reasoning-gym's problems, by the task's own verifier."""
 
 from __future__ import annotations
 
@@ -14,9 +14,17 @@ MAX_CHARACTERS = 20_000
 def reasoning_gym_reward(
     prompt: Any, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
 ) -> float:
-    """A reward function: the task's `score_answer`, in [0, 1], of the last <answer>...</answer>, or of all the text.
+    """Return the task's `score_answer`, in [0, 1], of the last <answer>...</answer>, or of all the text without one.
 
-    The rows are `rlite.data.reasoning.build_problems`'s. Raises: ConfigError if reasoning-gym is missing.
+    Args:
+        prompt: passed to the verifier.
+        completions: the text of the completion.
+        prompt_ids: not read.
+        completion_ids: not read.
+        data: the row's other columns, as `rlite.data.reasoning.build_problems` makes them.
+
+    Raises:
+        ConfigError: reasoning-gym is missing.
     """
     answer = completions.rpartition("<answer>")[2].partition("</answer>")[0]
     return verify(prompt, answer[:MAX_CHARACTERS], prompt_ids, completion_ids, **data)

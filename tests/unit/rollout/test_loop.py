@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from rlite.sandbox import loop as loop_module
-from rlite.sandbox.loop import LoopThread
+from rlite.rollout import loop as loop_module
+from rlite.rollout.loop import LoopThread
 
 
 @pytest.fixture(autouse=True)
