@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlite.data.packing import plan_microbatches
+from rlite.data.packing import PackingMethod, plan_microbatches
 from rlite.data.packs import check_batch, companions, sequence_lengths
 from rlite.errors import DataError
 
@@ -31,6 +31,7 @@ def split_batch(
     num_data_ranks: int,
     capacity: int,
     costs: Callable[[Sequence[int]], list[float] | None],
+    method: PackingMethod = "first_fit_decreasing",
 ) -> list[BatchShare]:
     """Deal the rows so that all data ranks have like work.
 
@@ -40,6 +41,7 @@ def split_batch(
         num_data_ranks: number of shares. One without rows of its own gets some for their shape, in no microbatch.
         capacity: tokens in a microbatch.
         costs: maps the lengths of the rows to what ranks are balanced by; None is the lengths.
+        method: see `plan_microbatches`.
 
     Raises: DataError for a batch of another form, without rows, or with a row longer than `capacity`.
     """
@@ -48,7 +50,7 @@ def split_batch(
         raise DataError(f"{what}: the batch has no rows")
     lengths = sequence_lengths(batch)
     pairs = batch["pair_ids"].tolist() if "pair_ids" in batch else None
-    plan = plan_microbatches(lengths, num_data_ranks, capacity, pairs, costs=costs(lengths))
+    plan = plan_microbatches(lengths, num_data_ranks, capacity, pairs, costs=costs(lengths), method=method)
     return [_share(batch, microbatches, lengths) for microbatches in plan]
 
 

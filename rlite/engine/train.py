@@ -202,7 +202,8 @@ class RliteTrainEngine(ModuleEngine):
     def _split(self, what: str, batch: Mapping[str, Tensor], max_tokens: int | None = None) -> list[BatchShare]:
         self._need_weights(what)
         capacity = (max_tokens or self.options.max_tokens_per_microbatch) * self.dims.pack_factor
-        return split_batch(what, batch, self.num_data_ranks, capacity, self._row_costs)
+        method = self.options.packing_method
+        return split_batch(what, batch, self.num_data_ranks, capacity, self._row_costs, method)
 
     def _on_data_ranks(
         self,

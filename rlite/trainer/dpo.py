@@ -48,7 +48,12 @@ class DpoTrainer:
             )
         )
         loss = DpoLoss(
-            loss=chosen.name, options=chosen.options, beta=actor.beta, is_length_normalised=chosen.length_normalised
+            loss=chosen.name,
+            options=chosen.options,
+            beta=actor.beta,
+            is_length_normalised=chosen.length_normalised,
+            divergence=chosen.divergence,
+            tail_weight=chosen.tail_weight,
         )
         self.options = options
         self.run = SupervisedRun(options, "actor", options.data, options.trainer, engine, loss, rows, test_rows, SHOWN)

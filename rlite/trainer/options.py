@@ -57,6 +57,9 @@ class ModelOptions(LayoutOptions):
 
     balance_by: BalanceBy = "tokens"
     """what devices share evenly: tokens, or estimated operations, in which long sequences count for more"""
+    packing_method: Literal["first_fit_decreasing", "karmarkar_karp"] = "first_fit_decreasing"
+    """how a device's rows become microbatches: the fewest, each as full as possible, or as many of even size, which
+    lowers the peak of memory"""
     use_liger_kernel: bool = False
     """RMSNorm, rotary embedding and SwiGLU as Triton kernels (package liger-kernel); GPUs only"""
     gradient_checkpointing: bool = True
@@ -117,6 +120,7 @@ class ModelOptions(LayoutOptions):
             "sp_size": self.sp_size,
             "max_tokens_per_microbatch": self.max_length_per_device,
             "balance_by": self.balance_by,
+            "packing_method": self.packing_method,
             "max_grad_norm": self.max_grad_norm,
             "gradient_checkpointing": self.gradient_checkpointing,
             "use_liger_kernel": self.use_liger_kernel,
@@ -297,6 +301,8 @@ class RewardModelOptions(ModelOptions):
 
     lr: Rate = 1e-5
     """peak learning rate of AdamW"""
+    center_coefficient: Annotated[float, Ge(0), AllowInfNan(False)] = 0.0
+    """weight of the squared sum of a pair's scores, which keeps scores near 0"""
 
 
 class RmConfig(SupervisedConfig):
@@ -320,6 +326,10 @@ class PreferenceLossOptions(Options):
     """keyword parameters of the loss, such as {label_smoothing: 0.1}"""
     length_normalised: bool = False
     """log-probabilities are means over the answer's tokens instead of sums"""
+    divergence: Literal["reverse_kl", "forward_kl", "js"] = "reverse_kl"
+    """divergence from the reference; reverse_kl is DPO's"""
+    tail_weight: Annotated[float, Ge(0), AllowInfNan(False)] = 1.0
+    """weight of the tokens by which the longer answer of a pair exceeds the shorter one (LD-DPO); 1 is DPO"""
 
     def problems(self) -> Iterator[str]:
         """Yield nothing; raise ConfigError or UnknownOptionError for a loss that cannot be called so."""

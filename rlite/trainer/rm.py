@@ -44,9 +44,8 @@ class RmTrainer:
                 critic.model_name, critic.optimizer(num_steps(options, rows)), critic.lora, critic.disable_dropout
             )
         )
-        self.run = SupervisedRun(
-            options, "critic", options.data, options.trainer, engine, RewardModelLoss(), rows, test_rows, SHOWN
-        )
+        loss = RewardModelLoss(center_coefficient=critic.center_coefficient)
+        self.run = SupervisedRun(options, "critic", options.data, options.trainer, engine, loss, rows, test_rows, SHOWN)
 
     def fit(self) -> dict[str, float]:
         """Train to the last step; returns the last metrics."""

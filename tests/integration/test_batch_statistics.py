@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from rlite import RliteTrainEngine
+from rlite.errors import ConfigError
 from rlite.trainer.losses import PolicyLoss, ValueLoss
 from rlite.trainer.modules import critic_module, policy_module
 from rlite.trainer.options import OptimizerOptions
@@ -71,6 +72,8 @@ def test_metrics_are_means_over_tokens_whatever_the_split_and_the_average(engine
         else ValueLoss(avg_level=level, max_new_tokens=8)
         for level in ("token", "sequence", "constant")
     ]
+    if kind == "actor":
+        losses.append(PolicyLoss(rejection={"upper": 0.5}, off_policy_threshold=0.1, avg_level="sequence"))
     token_means = {"logprob_drift": (batch["old_logprobs"] - batch["logprobs"])[mask].abs().mean().item()}
     if kind == "critic":
         token_means = {key: batch[f"{key}s"][mask].mean().item() for key in ("value", "return")}
@@ -82,6 +85,9 @@ def test_metrics_are_means_over_tokens_whatever_the_split_and_the_average(engine
             del own["num_microbatches"]
             assert {key: own[key] for key in token_means} == pytest.approx(token_means)
         found.append(stats)
+    if kind == "actor":
+        assert 0 < found[0][3]["rejected"] < 1
+        assert 0 < found[0][3]["off_policy_dropped"] < 1
     for stats in found[1:]:
         for own, expected in zip(stats, found[0], strict=True):
             assert own == pytest.approx(expected, rel=1e-9, abs=1e-12)
@@ -112,3 +118,22 @@ def test_losses_that_choose_tokens_choose_among_the_whole_batch(
         assert stats == pytest.approx(steps[0][0], rel=1e-6)
         for key, tensor in steps[0][1].items():
             torch.testing.assert_close(weights[key], tensor, atol=1e-8, rtol=0)
+
+
+def sizes(outputs: torch.Tensor, data: Any) -> tuple[torch.Tensor, dict[str, float]]:
+    """The tokens of a microbatch, and their square."""
+    return outputs.sum() * 0 + len(outputs), {"squared": float(len(outputs)) ** 2}
+
+
+def test_karmarkar_karp_packs_as_many_microbatches_of_even_size(models: dict[str, Path]) -> None:
+    found = {}
+    for method in ("first_fit_decreasing", "karmarkar_karp"):
+        engine = RliteTrainEngine(policy_module(models["qwen2"]))
+        engine.build(data_parallel_size=1, max_tokens_per_microbatch=45, packing_method=method)
+        found[method] = engine.eval_batch(rollouts(), sizes, lambda data: torch.ones(()))
+        engine.release()
+    assert {stats["num_microbatches"] for stats in found.values()} == {2.0}
+    assert found["first_fit_decreasing"]["squared"] == (45**2 + 35**2) / 2
+    assert found["karmarkar_karp"]["squared"] == (41**2 + 39**2) / 2
+    with pytest.raises(ConfigError, match="packing_method='karmarkar'"):
+        RliteTrainEngine(policy_module(models["qwen2"])).build(packing_method="karmarkar")

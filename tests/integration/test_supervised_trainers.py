@@ -147,6 +147,14 @@ def test_dpo_raises_margin_and_accuracy_on_pairs_it_has_not_seen(model: str, tmp
     assert not info["unexpected_keys"]
 
 
+def test_options_of_preference_losses_reach_the_loss(model: str, tmp_path: Path, session: Session) -> None:
+    settings = ("actor.preference_loss.divergence=js", "actor.preference_loss.tail_weight=0.5")
+    dpo = trainer("dpo", model, tmp_path / "dpo", *settings).run.loss
+    assert (dpo.divergence, dpo.tail_weight) == ("js", 0.5)
+    rm = trainer("rm", model, tmp_path / "rm", "critic.center_coefficient=0.01").run.loss
+    assert rm.center_coefficient == 0.01
+
+
 @pytest.mark.parametrize("kind", ["sft", "rm", "dpo"])
 def test_a_stopped_run_ends_as_if_it_had_not_been_stopped(
     kind: str, model: str, tmp_path: Path, session: Session

@@ -17,6 +17,8 @@ def _refuse_float16(value: Any) -> Any:
     return value
 
 
+from rlite.data.packing import PackingMethod
+
 BalanceBy = Literal["tokens", "flops"]
 Dtype = Annotated[Literal["float32", "float64", "bfloat16"], BeforeValidator(_refuse_float16)]
 
@@ -30,6 +32,9 @@ class Fsdp2Options(Options):
     balance_by: BalanceBy = "tokens"
     """what ranks share evenly: tokens, or estimated operations (`sequence_flops`), of which attention takes the square
     of a sequence's length: worth it where some are longer than 12 times the model's width"""
+    packing_method: PackingMethod = "first_fit_decreasing"
+    """how a rank's rows become microbatches: "first_fit_decreasing" fills one after the other; "karmarkar_karp" makes
+    the same number of microbatches, of even size, which lowers the peak of memory"""
     param_dtype: Dtype = "float32"
     """master weights and optimizer state"""
     compute_dtype: Dtype | None = None
