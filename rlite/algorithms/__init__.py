@@ -30,6 +30,7 @@ from rlite.algorithms.advantages import (
 from rlite.algorithms.corrections import (
     BehaviourWeights,
     behaviour_weights,
+    check_rejection,
     importance_weights,
     interpolated_proximal,
     off_policy_metrics,

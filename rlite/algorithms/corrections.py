@@ -7,7 +7,8 @@ Weights are 0 where the mask is 0.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -23,6 +24,7 @@ from rlite.algorithms.reduce import (
     sequence_sums,
     to_tokens,
 )
+from rlite.algorithms.registry import check_options
 from rlite.algorithms.shapes import CuSeqlens, Flags, Mask, Scalar, Tokens
 from rlite.errors import ConfigError
 
@@ -192,6 +194,18 @@ def rejection_mask(
         over=over,
         cu_seqlens=cu_seqlens,
     ).kept
+
+
+def check_rejection(options: Mapping[str, Any]) -> None:
+    """Check the keyword arguments of `rejection_mask` that a config gives; {} rejects nothing.
+
+    Raises:
+        UnknownOptionError: an option that `rejection_mask` does not have.
+        ConfigError: a value of the wrong kind, or no upper bound.
+    """
+    if options:
+        given = ("logprobs", "sampler_logprobs", "mask")
+        check_options(rejection_mask, options, "rejection", given, ("cu_seqlens",))
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from rlite.algorithms import (
     aggregation_weight,
     check_policy_loss,
     check_preference_loss,
+    check_rejection,
     desensitised_sums,
     importance_weights,
     kl_penalty,
@@ -41,7 +42,6 @@ from rlite.algorithms import (
 )
 from rlite.algorithms.kl import KLEstimator
 from rlite.algorithms.preference import Divergence
-from rlite.algorithms.registry import check_options
 from rlite.errors import ConfigError
 from rlite.trainer.options import AvgLevel, check_kl_loss
 
@@ -108,9 +108,7 @@ class PolicyLoss(_TokenMean, OnLogprobs):
         if self.avg_level == "constant" and not self.max_new_tokens:
             raise ConfigError("avg_level=constant divides by max_new_tokens: give rollout.train_sampling_params")
         check_kl_loss(self.kl_estimator)
-        if self.rejection:
-            given = ("logprobs", "sampler_logprobs", "mask")
-            check_options(rejection_mask, self.rejection, "actor.rejection", given, ("cu_seqlens",))
+        check_rejection(self.rejection)
         # a worker may not know the name: it is looked up here, and the function travels
         function = check_policy_loss(self.policy_loss, self.options)
         clip = {"clip_low": self.clip_low, "clip_high": self.clip_high}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +36,9 @@ from rlite.trainer.rl.critic import make_critic
 from rlite.trainer.rl.engines import Engines, init_devices
 from rlite.trainer.rl.evaluation import ErrorLimit, evaluation_metrics
 from rlite.trainer.rl.generated import mean_reward
+from rlite.trainer.rl.kl import KlCoefficient
 from rlite.trainer.rl.lengths import check_lengths, context_limit
+from rlite.trainer.rl.off_policy import report_off_policy
 from rlite.trainer.rl.reference import make_reference
 from rlite.trainer.rl.report import append_samples, batch_plan
 from rlite.trainer.rl.rollouts import make_rollouts
@@ -102,6 +105,7 @@ class PpoTrainer:
         self.prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, options.trainer.seed)
         self.alarms = Alarms(options)
         self.loss = _loss(options)
+        self.kl = KlCoefficient(options.kl)
         self.run = TrainingRun(options.trainer, options, SHOWN, options.trainer.total_steps)
         self.engines = Engines(options, self.context.length)
         self.critic = make_critic(options, self.engines)
@@ -140,6 +144,7 @@ class PpoTrainer:
         self.engines.begin_turns()
         if facts:
             self.prompts.load_state_dict(facts["prompts"])
+            self.kl.load_state_dict(facts.get("kl", {}))
             self.sync()
             self.engines.rollout.set_version(self.run.step)
             self.rollouts.load_state_dict(facts["rollouts"])
@@ -151,17 +156,21 @@ class PpoTrainer:
 
     def with_old_logprobs(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `old_logprobs` [N, L], from before the updates, if something compares with them."""
-        if self.options.actor.update_per_rollout == 1 and self.options.kl.type not in ("reward", "advantage"):
+        if not self.options.has_old_logprobs:
             return batch
         with stats_tracker.record_timing("old_logprobs"):
             self.engines.move_to_device(self.engines.actor)
             hook, longest = OwnLogprobs(temperature=self.loss.temperature), self.options.inference_length()
-            return with_keys(batch, old_logprobs=self.engines.actor.forward(batch, hook, longest))
+            batch = with_keys(batch, old_logprobs=self.engines.actor.forward(batch, hook, longest))
+        if self.options.actor.off_policy_metrics:
+            report_off_policy(batch, self.loss.tis_coef)
+        return batch
 
     def with_advantages(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `advantages` [N, L], and with `returns` [N, L] for a critic."""
         options = self.options
-        return compute_advantages(batch, options.adv, options.kl, is_single=options.responses_per_prompt == 1)
+        is_single = options.responses_per_prompt == 1
+        return compute_advantages(batch, options.adv, options.kl, is_single, self.kl.coef)
 
     @stats_tracker.record_timing("update")
     def update(self, batch: TensorDict) -> None:
@@ -169,10 +178,11 @@ class PpoTrainer:
         if self.run.step < self.options.actor.freeze_steps:
             return
         actor, num_updates = self.engines.actor, self.options.actor.update_per_rollout
+        loss = replace(self.loss, kl_coef=self.kl.coef) if self.options.kl.type == "loss" else self.loss
         self.engines.move_to_device(actor)
         actor.train()
         for rows in torch.arange(len(batch)).tensor_split(min(num_updates, len(batch))):
-            stats = actor.train_batch(self.selection.with_selected(batch[rows]), self.loss, self.loss.weight)
+            stats = actor.train_batch(self.selection.with_selected(batch[rows]), loss, loss.weight)
             actor.step_lr_scheduler()
             stats_tracker.scalar(**stats)
 
@@ -199,6 +209,7 @@ class PpoTrainer:
         is_trained = self.run.step > self.options.actor.freeze_steps
         metrics = step_metrics(self.engines.actor, sequence_lengths(batch), is_trained)
         metrics["reward_trained"] = mean_reward(batch)
+        metrics |= self.kl.adapt(metrics.get("kl"), len(batch))
         append_samples(self.run.folder / "rollouts.jsonl", batch, self.run.step, self.engines.rollout.tokenizer)
         if self.test_rows and self.run.is_due(self.options.trainer.test_freq):
             metrics |= (evaluation := self.evaluate())
@@ -210,7 +221,8 @@ class PpoTrainer:
         if self.run.is_save_due():
             with self.engines.trained_on_device():
                 kept = {"rollouts": self.rollouts.state_dict()}
-                self.run.save(self.engines.actor, self.engines.other_trained, kept, prompts=self.prompts.state_dict())
+                facts = {"prompts": self.prompts.state_dict(), "kl": self.kl.state_dict()}
+                self.run.save(self.engines.actor, self.engines.other_trained, kept, **facts)
         return metrics
 
     def _is_kept(self, evaluation: Mapping[str, float]) -> bool:
@@ -235,6 +247,8 @@ def _loss(options: PpoConfig) -> PolicyLoss:
         temperature=options.temperature,
         max_new_tokens=options.rollout.train_sampling_params.max_new_tokens,
         tis_coef=actor.tis_coef,
+        rejection=actor.rejection,
+        off_policy_threshold=actor.off_policy_threshold,
         entropy_coef=actor.entropy_coef,
         kl_coef=options.kl.coef if options.kl.type == "loss" else 0.0,
         kl_estimator=options.kl.loss_estimator,

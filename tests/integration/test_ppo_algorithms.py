@@ -157,6 +157,38 @@ def test_a_kl_in_the_loss_holds_the_policy_where_it_was(model, tmp_path):
     assert moved[1] < 0.5 * moved[0]
 
 
+@pytest.mark.parametrize("kind", ["loss", "reward"])
+def test_the_weight_of_the_kl_follows_its_target_through_a_resume(kind, model, tmp_path):
+    kl = KlOptions(type=kind, coef=0.5, adaptive_target=1e-4, adaptive_horizon=160.0)
+    folder, actor = tmp_path / "run", {"off_policy_metrics": True}
+    trainer(model, folder, 2, actor=actor, kl=kl).fit()
+    rlite.shutdown()
+    rlite.init(num_devices=1)
+    trainer(model, folder, 4, actor=actor, kl=kl, run={"load_ckpt_from": "latest"}).fit()
+    rows = logged(folder)
+    expected = 0.5
+    for row in rows:
+        assert row["kl_coef"] == pytest.approx(expected)
+        assert row["off_policy/kl"] == pytest.approx(0.0, abs=1e-5), "trainer and engine compute the same"
+        assert row["off_policy/weight_effective_fraction"] == pytest.approx(1.0, abs=1e-4)
+        expected *= 1 + min(max(row["kl"] / 1e-4 - 1, -0.2), 0.2) * 16 / 160
+    assert rows[-1]["kl_coef"] != 0.5
+
+
+def test_a_rejection_of_everything_teaches_nothing(model, tmp_path):
+    weights = []
+    for upper in (-1.0, 1.0):  # k3 is never below 0
+        actor = {"rejection": {"upper": upper}, "update_per_rollout": 2}
+        run = trainer(model, tmp_path / str(upper), 1, actor=actor, rollout={"dynamic_filtering": False})
+        metrics = run.fit()
+        assert metrics["rejected"] == float(upper < 0)
+        weights.append(metrics["grad_norm"])
+        rlite.shutdown()
+        rlite.init(num_devices=1)
+    assert weights[0] == 0.0
+    assert weights[1] > 0.0
+
+
 def test_a_loss_that_chooses_tokens_chooses_among_those_of_each_update(model, tmp_path):
     loss = PolicyLossOptions(name="clip_cov", options={"share": 1e-6, "cov_low": -100.0, "cov_high": 100.0})
     actor = {"policy_loss": loss, "update_per_rollout": 2, "max_length_per_device": 24}

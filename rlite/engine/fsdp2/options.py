@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from rlite.config import Count, Options, Positive
+from rlite.data.packing import PackingMethod
 
 
 def _refuse_float16(value: Any) -> Any:
@@ -16,8 +17,6 @@ def _refuse_float16(value: Any) -> Any:
         )
     return value
 
-
-from rlite.data.packing import PackingMethod
 
 BalanceBy = Literal["tokens", "flops"]
 Dtype = Annotated[Literal["float32", "float64", "bfloat16"], BeforeValidator(_refuse_float16)]

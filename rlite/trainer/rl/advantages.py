@@ -27,7 +27,9 @@ from rlite.rollout.trajectories import first_rows, last_rows, trajectory_index
 from rlite.trainer.rl.config import AdvantageOptions, KlOptions
 
 
-def compute_advantages(batch: TensorDict, adv: AdvantageOptions, kl: KlOptions, is_single: bool) -> TensorDict:
+def compute_advantages(
+    batch: TensorDict, adv: AdvantageOptions, kl: KlOptions, is_single: bool, kl_coef: float | None = None
+) -> TensorDict:
     """Return a batch with `advantages` [N, L], 0 off the model's own tokens, and for gae `returns` [N, L].
 
     A trajectory of several sequences is one member of its group, and one series of actions for gae.
@@ -38,8 +40,9 @@ def compute_advantages(batch: TensorDict, adv: AdvantageOptions, kl: KlOptions, 
         adv: the estimator and its options.
         kl: what leaving the reference costs.
         is_single: there is one response to each prompt, so that the whole batch is one group.
+        kl_coef: weight of the KL; default: `kl.coef`.
     """
-    penalty, rewards = _penalty(batch, kl), token_rewards(batch)
+    penalty, rewards = _penalty(batch, kl, kl.coef if kl_coef is None else kl_coef), token_rewards(batch)
     if kl.type == "reward":
         rewards = rewards - penalty
     columns = _gae(batch, rewards, adv) if adv.estimator == "gae" else _outcomes(batch, rewards, adv, is_single)
@@ -48,14 +51,14 @@ def compute_advantages(batch: TensorDict, adv: AdvantageOptions, kl: KlOptions, 
     return with_keys(batch, **columns)
 
 
-def _penalty(batch: TensorDict, kl: KlOptions) -> Tensor:
+def _penalty(batch: TensorDict, kl: KlOptions, coef: float) -> Tensor:
     """Return coef x KL of each action token [N, L]."""
     mask = batch["loss_mask"].bool()
     if kl.type not in ("reward", "advantage"):
         return torch.zeros(mask.shape)
     divergence = kl_penalty(batch["old_logprobs"], batch["ref_logprobs"], kl.reward_estimator)
     stats_tracker.scalar(kl=masked_mean(divergence, mask))
-    return torch.where(mask, kl.coef * divergence, 0.0)
+    return torch.where(mask, coef * divergence, 0.0)
 
 
 def _gae(batch: TensorDict, rewards: Tensor, adv: AdvantageOptions) -> dict[str, Tensor]:

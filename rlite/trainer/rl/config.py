@@ -11,7 +11,7 @@ from pydantic import Field
 import rlite
 from rlite import config
 from rlite.config import Count, Natural, Options, Positive, Rate, Seconds, Share
-from rlite.errors import ConfigError, did_you_mean
+from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 from rlite.nn.options import LoraOptions
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
 from rlite.trainer.options import (
@@ -73,6 +73,14 @@ class ActorOptions(ModelOptions):
     """the loss of each token"""
     tis_coef: Positive | None = 2.0
     """cap of the importance weight trainer / engine; null is off"""
+    rejection: dict[str, Any] = {}
+    """keyword parameters of `rlite.algorithms.rejection_mask`, such as {upper: 0.02, scope: sequence}: tokens that the
+    engine sampled too far from the trainer's policy have no loss; {} rejects nothing"""
+    off_policy_threshold: float | None = None
+    """drop tokens with a negative advantage in sequences with mean(log engine - log trainer) above it; null is off"""
+    off_policy_metrics: bool = False
+    """report off_policy/*, the distance of the trainer's policy from the engine's; with update_per_rollout=1 it takes
+    another forward pass"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus"""
     temperature: float | None = None
@@ -89,6 +97,10 @@ class ActorOptions(ModelOptions):
                 f"max_inference_length_per_device={longest}: expected at least max_length_per_device="
                 f"{self.max_length_per_device}"
             )
+        try:
+            rlite.algorithms.check_rejection(self.rejection)
+        except UnknownOptionError as error:
+            yield str(error)
         if self.lora is not None and self.lora.dropout:
             yield (
                 f"lora.dropout={self.lora.dropout}: the policy that is trained would not be the one that answered; "
@@ -163,6 +175,10 @@ class KlOptions(Options):
     """estimator of the types reward and advantage"""
     loss_estimator: KLEstimator = "k2"
     """estimator of the type loss: k2, k3 or abs"""
+    adaptive_target: Positive | None = None
+    """mean KL of a token towards which coef is adapted after each step; null keeps coef as it is"""
+    adaptive_horizon: Positive = 10000.0
+    """sequences in which coef is adapted: the smaller, the faster"""
 
     def problems(self) -> Iterator[str]:
         """Yield nothing; raise ConfigError for an estimator that is no loss."""
@@ -378,6 +394,12 @@ class PpoConfig(LaunchOptions):
     def has_critic(self) -> bool:
         """Whether advantages need values."""
         return self.adv.estimator == "gae"
+
+    @property
+    def has_old_logprobs(self) -> bool:
+        """True if log-probabilities from before a rollout's updates are computed."""
+        actor, is_paid = self.actor, self.kl.type in ("reward", "advantage")
+        return actor.update_per_rollout > 1 or is_paid or actor.off_policy_metrics
 
     @property
     def has_reference(self) -> bool:

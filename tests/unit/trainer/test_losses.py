@@ -235,7 +235,7 @@ def test_a_selection_leaves_rejected_tokens_out():
 @pytest.mark.parametrize(
     ("rejection", "message"),
     [
-        ({"uper": 1.0}, "actor.rejection has no option 'uper'; did you mean 'upper'"),
+        ({"uper": 1.0}, "rejection has no option 'uper'; did you mean 'upper'"),
         ({"scope": "token"}, "missing a required .*'upper'"),
         ({"upper": "x"}, "upper='x'; expected a number"),
         ({"upper": 1.0, "estimator": "k4"}, "expected one of k1, k2, k3"),
@@ -245,6 +245,8 @@ def test_a_selection_leaves_rejected_tokens_out():
 def test_a_rejection_that_cannot_work_is_refused_before_training(rejection, message):
     with pytest.raises((ConfigError, UnknownOptionError), match=message):
         PolicyLoss(rejection=rejection)
+    with pytest.raises(ConfigError, match=message):
+        ActorOptions(model_name="m", rejection=rejection)
 
 
 @pytest.mark.parametrize("changes", [{"divergence": "js"}, {"divergence": "forward_kl"}, {"tail_weight": 0.3}])
