@@ -107,8 +107,9 @@ def behaviour_weights(
     token_weights: bool = False,
     cu_seqlens: CuSeqlens | None = None,
 ) -> BehaviourWeights:
-    """Return b = exp(proximal - behaviour), bounded: the second factor of decoupled PPO (arXiv:2110.00641; AReaL,
-    arXiv:2505.24298).
+    """Return b = exp(proximal - behaviour), bounded: the second factor of decoupled PPO.
+
+    Sources: arXiv:2110.00641; AReaL, arXiv:2505.24298.
 
     Args:
         proximal_logprobs: log-probabilities under the proximal (old) policy, `[T]` or `[B, L]`.

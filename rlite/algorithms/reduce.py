@@ -162,8 +162,9 @@ def sequence_means(x: Tokens, mask: Mask, cu_seqlens: CuSeqlens | None = None) -
 
 
 def sequence_log_ratio(log_ratio: Tokens, mask: Mask, cu_seqlens: CuSeqlens | None = None) -> Tokens:
-    """Return each sequence's mean log ratio at each of its tokens in the mask, with its gradient. GSPO,
-    arXiv:2507.18071.
+    """Return each sequence's mean log ratio at each of its tokens in the mask, with its gradient.
+
+    GSPO, arXiv:2507.18071.
 
     Args:
         log_ratio: log probability ratio of each token, packed `[T]` or padded `[B, L]`.

@@ -29,8 +29,9 @@ def group_advantages(
     unbiased: bool = True,
     singleton: Singleton = "zero",
 ) -> Sequences:
-    """A = R - mean(group), the baseline of Dr. GRPO (arXiv:2503.20783); with `norm_std` divided by (std(group) + eps),
-    GRPO (arXiv:2402.03300).
+    """A = R - mean(group), with `norm_std` divided by (std(group) + eps).
+
+    The first is the baseline of Dr. GRPO (arXiv:2503.20783), the second GRPO (arXiv:2402.03300).
 
     With one response per prompt, give all sequences one id: the batch mean is then the baseline.
 
@@ -189,8 +190,9 @@ def gdpo_advantages(
     eps: float = 1e-6,
     batch_norm: bool = True,
 ) -> Sequences:
-    """A = sum over kinds of reward k of weights[k] (R_k - mean(group)) / (std(group) + eps), then (A - mean) /
-    (std + eps) over the batch. GDPO, arXiv:2601.05242.
+    """A = sum over kinds of reward k of weights[k] (R_k - mean(group)) / (std(group) + eps).
+
+    The sum is then normalised over the batch, (A - mean) / (std + eps). GDPO, arXiv:2601.05242.
 
     Each kind is normalised by itself, so that a kind with a large spread does not drown the others.
 

@@ -194,8 +194,9 @@ def optimal_token_advantages(
     eps: float = 1e-8,
     cu_seqlens: CuSeqlens | None = None,
 ) -> Tokens:
-    """A_t = G_t - B_t, with the baseline of least variance at each position t of a group. The Optimal Token Baseline
-    (Li et al., ICML 2026).
+    """A_t = G_t - B_t, with the baseline of least variance at each position t of a group.
+
+    The Optimal Token Baseline (Li et al., ICML 2026).
 
     G_t is the reward still to come. w_t = 1 - 2 pi(token) + sum over the vocabulary of pi^2 is the squared norm of the
     logits' gradient, W_t = w_1 + ... + w_t, and B_t = sum(G_t W_t) / (sum(W_t) + eps) over the members of the group

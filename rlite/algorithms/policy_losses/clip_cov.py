@@ -47,8 +47,9 @@ def clip_cov(
     cov_high: float = 5.0,
     seed: int = 0,
 ) -> TokenLoss:
-    """PPO's clipped loss, but 0 for a few tokens with a large covariance (A - mean A)(log pi - mean log pi). Clip-Cov,
-    arXiv:2505.22617.
+    """L = PPO's clipped loss, but 0 for a few tokens with a large covariance (A - mean A)(log pi - mean log pi).
+
+    Clip-Cov, arXiv:2505.22617.
 
     Args:
         inputs: per-token tensors, `[T]` or `[B, L]`. Without `selected`, tokens are drawn from these tensors alone.

@@ -37,7 +37,8 @@ def m2po(inputs: LossInputs, *, threshold: float = 0.04) -> TokenLoss:
 
 @torch.no_grad()
 def second_moment_mask(log_ratio: Tokens, mask: Mask, *, threshold: float) -> Flags:
-    """Drop the fewest tokens, those with the largest (log ratio)^2, that bring the mean of the others under a bound.
+    """Drop the fewest tokens, with the largest (log ratio)^2, that bring the mean of the others under a bound.
+
     M2PO, arXiv:2510.01161.
 
     Args:

@@ -81,8 +81,9 @@ def ipo(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
 
 @register_preference_loss("exo")
 def exo(chosen: Pairs, rejected: Pairs, *, beta: float, label_smoothing: float = 1e-3) -> Pairs:
-    """L = KL(sigmoid(b d) || 1 - e): the reverse KL of the policy's preference from the labels'. EXO,
-    arXiv:2402.00856.
+    """L = KL(sigmoid(b d) || 1 - e): the reverse KL of the policy's preference from the labels'.
+
+    EXO, arXiv:2402.00856.
 
     Args:
         chosen: log ratio of the chosen response, `[P]`.
@@ -151,8 +152,9 @@ def apo_zero(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
 
 @register_preference_loss("apo_down")
 def apo_down(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
-    """L = sigmoid(b c) + 1 - sigmoid(b d): both down, rejected further; for a policy that is better than the chosen
-    responses. APO-down, arXiv:2408.06266.
+    """L = sigmoid(b c) + 1 - sigmoid(b d): both down, rejected further.
+
+    APO-down, arXiv:2408.06266, for a policy that is better than the chosen responses.
 
     Args:
         chosen: log ratio of the chosen response, `[P]`.

@@ -22,8 +22,9 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> ResponseLoss:
-    """L = w (1 - sigmoid(+-beta [logp - ref - kl])), + for a desirable response, - for the others. KTO,
-    arXiv:2402.01306.
+    """L = w (1 - sigmoid(+-beta [logp - ref - kl])), + for a desirable response, - for the others.
+
+    KTO, arXiv:2402.01306.
 
     Args:
         logps: sum of log-probabilities over each response, `[R]`.
