@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import difflib
 import functools
-import json
 import os
 import re
 import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
@@ -33,20 +32,10 @@ import yaml
 from annotated_types import Ge, Gt, Le, Unit
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import (
-    AllowInfNan,
-    BaseModel,
-    ConfigDict,
-    GetCoreSchemaHandler,
-    ValidationError,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    field_validator,
-    model_validator,
-)
+from pydantic import AllowInfNan, BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticUndefined, core_schema
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import PydanticUndefined
 
 from rlite.errors import ConfigError, RliteError, UnknownOptionError, did_you_mean
 
@@ -94,9 +83,8 @@ class Options(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema: Any = handler(source)
-        model = schema
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        schema = model = handler(source)
         while model["type"] != "model":
             model = model["schema"]
         model["strict"] = False  # values are strict, but a group may be given as a mapping
@@ -104,8 +92,8 @@ class Options(BaseModel):
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _read(cls, value: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
-        option = cls.model_fields[str(info.field_name)]
+    def _read(cls, value: Any, validate: Callable[[Any], Any], info: Any) -> Any:
+        option = cls.model_fields[info.field_name]
         if isinstance(value, str):
             value = _read_text(value, _kinds(option.annotation))
         elif isinstance(value, Mapping) and isinstance(default := _default(option), Options):
@@ -114,10 +102,11 @@ class Options(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        problems: list[str] = []
         try:
-            problems = list(self.problems())
+            problems.extend(self.problems())
         except RliteError as error:
-            problems = [str(error)]
+            problems.append(str(error))
         if problems:
             raise ConfigError("\n".join(problems))
         return self
@@ -127,7 +116,10 @@ class Options(BaseModel):
         return {}
 
     def problems(self) -> Iterable[str]:
-        """Yield one message for each rule between several options that does not hold."""
+        """Return one message for each rule between several options that does not hold.
+
+        Groups override it, most often as a generator. It may also raise an error of rlite's own instead.
+        """
         return ()
 
     def replace(self, **changes: Any) -> Self:
@@ -155,31 +147,22 @@ def load(cls: type[C], argv: Sequence[str], *, aliases: Mapping[str, str] | None
         ConfigError: for wrong values, each with its key, its source and what was expected; for missing required keys;
             for a file that cannot be read. All wrong values and missing keys are reported together.
     """
-    aliases = aliases or {}
-    files, overrides = _split_arguments(cls, argv)
     problems = _Problems(cls, {})
-    tree = OmegaConf.create({})
-    for file in files:
-        read = _with_aliases(_read_yaml(file), aliases)
-        problems.sources.update(dict.fromkeys(_leaves("", OmegaConf.to_container(read)), file))
-        tree = typing.cast(DictConfig, OmegaConf.merge(tree, read))
-    for key, text in overrides:
-        key = aliases.get(key, key)
-        at = _locate(cls, key.split("."))
-        if not at.is_exact and not _is_open(at.hint):
-            problems.unknown[key] = f"{_unknown(cls, key)} ({_COMMAND_LINE})"
-            continue
-        value = text if at.is_exact and _is_scalar(at.hint) else _read_yaml_value(key, text)
-        OmegaConf.update(tree, key, value, merge=True)
-        problems.sources.update(dict.fromkeys(_leaves(key, value), _COMMAND_LINE))
-    problems.given = problems.restrict(_resolved(cls, tree), OmegaConf.to_container(tree), "")
+    try:
+        tree = problems.merge(argv, aliases or {})
+        values = _resolved(cls, tree)
+    except OmegaConfBaseException as error:
+        where = f"{error.full_key}: " if error.full_key else ""
+        reason = (error.msg or str(error)).splitlines()[0]  # the other lines describe OmegaConf's own objects
+        raise ConfigError(f"{where}{reason}") from error
+    problems.given = problems.restrict(values, OmegaConf.to_container(tree), "")
     made = problems.validated()
     made._interpolated.update(problems.interpolated)
     return made
 
 
 def from_mapping(cls: type[C], given: Mapping[str, Any]) -> C:
-    """Build a config from nested mappings, with the checks and the errors of `load`."""
+    """Return the config that nested mappings say, with the checks and the errors of `load`."""
     return cls(**given)
 
 
@@ -226,7 +209,8 @@ def describe(cls: type[Options]) -> str:
     lines = ["usage: [--config FILE.yaml]... [key=value]...", ""]
     for path, option, value in _keys(cls):
         default = "<required>" if value is PydanticUndefined else _show(to_container(value))
-        lines.append(f"{path}={default}  ({', '.join(filter(None, (_name(option.annotation), _limits(option))))})")
+        limits = _limits(option).replace("a number ", "").replace("a finite number of", "finite,")
+        lines.append(f"{path}={default}  ({', '.join(filter(None, (_name(option.annotation), limits)))})")
         sentence = " ".join((option.description or "").split())
         lines += textwrap.wrap(sentence, 112, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
@@ -241,7 +225,7 @@ class _RecipeSchema(GenerateJsonSchema):
     def field_is_required(self, field: Any, total: bool) -> bool:
         return False
 
-    def model_field_schema(self, schema: core_schema.ModelField) -> JsonSchemaValue:
+    def model_field_schema(self, schema: Any) -> dict[str, Any]:
         value = super().model_field_schema(schema)
         if value.get("type") == "string":
             return value
@@ -279,7 +263,7 @@ def _read_yaml(file: str) -> DictConfig:
     try:
         loaded = OmegaConf.load(file)
     except OSError as error:
-        raise ConfigError(f"--config {file}: {error.strerror}") from error
+        raise ConfigError(f"--config {file}: {error.strerror or error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {file}: not valid yaml: {error}") from error
     if not isinstance(loaded, DictConfig):
@@ -312,17 +296,16 @@ def _with_aliases(tree: DictConfig, aliases: Mapping[str, str]) -> DictConfig:
 
 
 def _resolved(cls: type[Options], tree: DictConfig) -> Any:
-    """Return the given values over the defaults, resolved: interpolations may name keys left at their defaults."""
-    defaults = OmegaConf.create({})
+    """Return the given values and the defaults, resolved: interpolations may name keys left at their defaults."""
+    known: Any = OmegaConf.to_container(tree)
     for path, _, value in _keys(cls):
-        if value is not PydanticUndefined:
-            OmegaConf.update(defaults, path, to_container(value))
-    try:
-        return OmegaConf.to_container(OmegaConf.merge(defaults, tree), resolve=True)
-    except OmegaConfBaseException as error:
-        where = f"{error.full_key}: " if error.full_key else ""
-        reason = (error.msg or str(error)).splitlines()[0]  # the other lines describe OmegaConf's own objects
-        raise ConfigError(f"{where}{reason}") from error
+        *groups, name = path.split(".")
+        node = known
+        for group in groups:
+            node = node.setdefault(group, {}) if isinstance(node, dict) else None
+        if isinstance(node, dict) and value is not PydanticUndefined:
+            node.setdefault(name, to_container(value))
+    return OmegaConf.to_container(OmegaConf.create(known), resolve=True)
 
 
 def _read_text(text: str, kinds: Sequence[Any]) -> Any:
@@ -366,8 +349,40 @@ class _Problems(Generic[C]):
     wrong: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
+    def merge(self, argv: Sequence[str], aliases: Mapping[str, str]) -> DictConfig:
+        """Return the values of files and arguments, not yet resolved. Later values replace earlier values.
+
+        Raises:
+            ConfigError: a file cannot be read or merged, or an argument is not `key=value`.
+        """
+        files, overrides = _split_arguments(self.root, argv)
+        tree = OmegaConf.create({})
+        for file in files:
+            read = _with_aliases(_read_yaml(file), aliases)
+            self.sources.update(dict.fromkeys(_leaves("", OmegaConf.to_container(read)), file))
+            try:
+                tree = typing.cast(DictConfig, OmegaConf.merge(tree, read))
+            except TypeError as error:
+                raise ConfigError(f"--config {file}: a key is a mapping here and a list in {files[0]}") from error
+        for key, text in overrides:
+            key = aliases.get(key, key)
+            at = _locate(self.root, key.split("."))
+            if not at.is_exact and not _is_open(at.hint):
+                self.unknown[key] = f"{_unknown(self.root, key)} ({_COMMAND_LINE})"
+                continue
+            value = text if at.is_exact and _is_scalar(at.hint) else _read_yaml_value(key, text)
+            OmegaConf.update(tree, key, value, merge=isinstance(value, dict))
+            self.sources.update(dict.fromkeys(_leaves(key, value), _COMMAND_LINE))
+        return tree
+
     def restrict(self, values: Any, given: Any, path: str) -> Any:
-        """Return the resolved values of the given keys. `???` is missing, even if the key has a default."""
+        """Return the resolved values of the given keys. `???` is missing, even if the key has a default.
+
+        Args:
+            values: given values and defaults, resolved.
+            given: given values, not resolved.
+            path: key of the group.
+        """
         if isinstance(given, dict):
             below = {name: f"{path}.{name}" if path else str(name) for name in given}
             self.missing += [below[name] for name in given if given[name] == "???"]
@@ -387,10 +402,10 @@ class _Problems(Generic[C]):
         return made
 
     def of(self, error: ValidationError) -> Self:
-        """Add the problems that pydantic found."""
+        """Return these problems, with the problems that pydantic found."""
         for found in error.errors(include_url=False):
             at = _locate(self.root, found["loc"])
-            if found["type"] == "extra_forbidden":
+            if found["type"] in ("extra_forbidden", "invalid_key"):
                 for key in _leaves(".".join(map(str, found["loc"])), found["input"]):
                     self.unknown[key] = f"{_unknown(self.root, key)}{self._source(key)}"
             elif found["type"] == "missing":
@@ -554,9 +569,9 @@ def _is_scalar(hint: Any) -> bool:
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return repr(value) if isinstance(value, float) else json.dumps(value, default=repr)
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return value if isinstance(value, str) else repr(value)
 
 
 def _name(hint: Any) -> str:

@@ -38,7 +38,7 @@ def check_liger_installed() -> None:
     """Check that the packages of `use_liger_kernel` are installed.
 
     Raises:
-        ConfigError: one is missing.
+        ConfigError: a package is missing.
     """
     if missing := [name for name in ("liger_kernel", "triton") if importlib.util.find_spec(name) is None]:
         raise ConfigError(

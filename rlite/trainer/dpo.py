@@ -30,7 +30,7 @@ SHOWN = ("loss", "accuracy", "margin", "test_loss", "test_accuracy", "grad_norm"
 
 
 class DpoTrainer:
-    """Raises what was chosen above what was rejected, relative to a reference.
+    """Trainer of a policy that prefers the chosen answer to the rejected one, relative to a reference.
 
     Needs a session: call `rlite.init()` first.
 
@@ -65,7 +65,11 @@ class DpoTrainer:
         self.reference = engine if self.is_base_reference else RliteTrainEngine(policy_module(own))
 
     def fit(self) -> dict[str, float]:
-        """Train to the last step; returns the last metrics."""
+        """Train to the last step.
+
+        Returns:
+            The metrics of the last step.
+        """
         run, metrics = self.run, {}
         run.start("rlite dpo")
         self.build_reference()

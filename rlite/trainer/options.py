@@ -147,7 +147,11 @@ def schedule_problems(scheduler: Schedule | None, lr: float, lr_end: float, powe
 
 
 def check_kl_loss(estimator: KLEstimator) -> None:
-    """Raise ConfigError for an estimator that is no loss."""
+    """Check that an estimator of the KL can be a loss.
+
+    Raises:
+        ConfigError: its gradient is 0 in expectation.
+    """
     if estimator == "k1":
         raise ConfigError(
             "kl.loss_estimator=k1: its gradient is that of log pi, which is 0 in expectation, so that it would add "

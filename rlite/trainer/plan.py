@@ -1,4 +1,4 @@
-"""A dry run: what a model would take on each device, before anybody rents one.
+"""A dry run: the memory that a model would take on each device, before anybody rents one.
 
     rlite plan model_name=MODEL num_devices=64 tp_size=8        MODEL: a folder with a config.json, or a hub name
 
@@ -30,10 +30,10 @@ ADAM_STATES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on the first device of a world; the others hold as much, or a little less."""
+    """Bytes on the first device of a world; the other devices hold as much, or a little less."""
 
     num_parameters: int
-    """of the whole model"""
+    """parameters of the whole model"""
     dims: ParallelDims
     weights: int
     """master weights"""
@@ -47,13 +47,16 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
+        """Bytes of all parts together."""
         return self.weights + self.gradients + self.optimizer + self.gathered + self.kept
 
 
 def plan(options: PlanConfig) -> MemoryPlan:
-    """Shard the model on meta and count. The process must not be in a process group yet.
+    """Return the memory that a model would take, counted after sharding it on meta.
 
-    Raises: ConfigError for sizes that do not divide, a model that cannot be split so, or no such checkpoint.
+    Raises:
+        RliteError: the process is in a process group already.
+        ConfigError: the sizes do not divide the devices or the model, or there is no such checkpoint.
     """
     if dist.is_initialized():
         raise RliteError("a plan is made in a process of its own: this one is in a process group already")

@@ -27,7 +27,7 @@ SHOWN = ("loss", "accuracy", "margin", "test_loss", "test_accuracy", "grad_norm"
 
 
 class RmTrainer:
-    """Learns to score what was chosen above what was rejected.
+    """Trainer of a reward model that scores the chosen answer above the rejected one.
 
     Needs a session: call `rlite.init()` first.
 
@@ -48,7 +48,11 @@ class RmTrainer:
         self.run = SupervisedRun(options, "critic", options.data, options.trainer, engine, loss, rows, test_rows, SHOWN)
 
     def fit(self) -> dict[str, float]:
-        """Train to the last step; returns the last metrics."""
+        """Train to the last step.
+
+        Returns:
+            The metrics of the last step.
+        """
         run, metrics = self.run, {}
         run.start("rlite rm")
         for batch in run.batches():

@@ -29,7 +29,7 @@ SHOWN = ("loss", "test_loss", "grad_norm", "lr", "num_tokens", "tokens_per_secon
 
 
 class SftTrainer:
-    """Learns demonstrations by cross entropy.
+    """Trainer on demonstrations, by cross entropy.
 
     Needs a session: call `rlite.init()` first.
 
@@ -50,7 +50,11 @@ class SftTrainer:
         self.run = SupervisedRun(options, "actor", options.data, options.trainer, engine, loss, rows, test_rows, SHOWN)
 
     def fit(self) -> dict[str, float]:
-        """Train to the last step; returns the last metrics."""
+        """Train to the last step.
+
+        Returns:
+            The metrics of the last step.
+        """
         run, metrics = self.run, {}
         run.start("rlite sft")
         for batch in run.batches():

@@ -5,9 +5,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import pytest
+from annotated_types import Ge, Le
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ class Data(Options):
     batch_size: int = 128
     """sequences per optimizer step"""
     split: list[int] = [9, 1]
+    weight: Annotated[float, Ge(0), Le(1)] = 1.0
 
 
 class Optimizer(Options):
@@ -144,12 +146,16 @@ def test_interpolations_see_arguments_and_defaults(tmp_path: Path) -> None:
         ("actor.use_liger_kernel=maybe", "actor.use_liger_kernel=maybe: expected true or false"),
         ("actor.optimizer.lr=fast", "actor.optimizer.lr=fast: expected a float"),
         ("actor.optimizer.kind=lion", "actor.optimizer.kind=lion: expected one of adamw, sgd"),
-        ("data.split=[1, x]", 'data.split=[1, "x"]: expected a list of int'),
+        ("data.split=[1, x]", "data.split=[1, 'x']: expected a list of int"),
         ("sampling.stop=word", "sampling.stop=word: expected a list of str, written [a, b]"),
         ("sampling.stop=[1]", "sampling.stop=[1]: expected a string (in yaml, quote it)"),
         ("sampling.stop=[a", "sampling.stop=[a: not valid yaml"),
         ("actor=3", "actor=3: expected keys of Actor, e.g. actor.model_name=..."),
         ("actor.optimizer.lr=-1", "actor.optimizer.lr=-1.0: expected a positive number"),
+        ("actor.optimizer=[1]", "actor.optimizer=[1]: expected keys of Optimizer, e.g. actor.optimizer.kind=..."),
+        ("extra=[1]", "extra=[1]: expected a mapping such as {key: value}"),
+        ("extra={1: 2}", "extra={1: 2}: expected a string (in yaml, quote it)"),
+        ("name=${data.path", "name: "),
         ("data", "argument 'data': expected key=value"),
         ("--verbose", "argument '--verbose': expected key=value"),
     ],
@@ -208,11 +214,73 @@ def test_all_wrong_values_are_reported_at_once() -> None:
     ]
 
 
+def test_problems_of_every_kind_are_reported_together_with_their_sources(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "data: {batch_size: 1.5, split: [1, no]}\nactor: {avg_level: '${name}', modle_name: a}\n")
+    with pytest.raises(UnknownOptionError) as caught:
+        load(Run, ["--config", recipe, "actor.optimizer.lr=-1", "critic.tp=2", "sampling.temperature=hot"])
+    assert str(caught.value).splitlines() == [
+        "unknown key 'critic.tp'; did you mean 'critic.tp_size'? (command line)",
+        f"unknown key 'actor.modle_name'; did you mean 'actor.model_name'? ({recipe})",
+        f"data.batch_size=1.5: expected an int ({recipe})",
+        f"data.split=[1, False]: expected a list of int ({recipe})",
+        f"actor.avg_level=${{name}}: expected one of token, sequence, constant ({recipe})",
+        "actor.optimizer.lr=-1.0: expected a positive number",
+        "sampling.temperature=hot: expected a float (command line)",
+        "required and not set: data.path, sampling.max_new_tokens (give KEY=VALUE, or --help for all keys)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("batch_size", True),
+        ("batch_size", 2.0),
+        ("batch_size", "2.0"),
+        ("batch_size", None),
+        ("path", 1),
+        ("path", None),
+        ("split", (1, 2)),
+        ("split", [1, "2"]),
+        ("split", [1, 2.0]),
+        ("split", {"0": 1}),
+    ],
+)
+def test_no_value_is_silently_turned_into_another(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}=.*: expected "):
+        Data(**{"path": "a", key: value})
+
+
+@pytest.mark.parametrize("value", ["yes", "on", "1", 1, 0, 1.0, "t", "", None])
+def test_only_true_and_false_are_truth_values(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^use_liger_kernel=.*: expected true or false"):
+        Actor(use_liger_kernel=value)
+    assert Actor(use_liger_kernel="TRUE") == Actor(use_liger_kernel=True)  # type: ignore[arg-type]
+
+
+def test_options_made_in_code_raise_the_errors_of_files() -> None:
+    with pytest.raises(ConfigError, match=r"required and not set: path"):
+        Data()  # type: ignore[call-arg]
+    with pytest.raises(UnknownOptionError, match=r"unknown key 'optimizer\.rl'; did you mean 'optimizer\.lr'"):
+        Actor(optimizer={"rl": 1.0})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^optimizer\.lr=-1\.0: expected a positive number"):
+        Actor(optimizer={"lr": -1})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^lr=-1\.0: expected a positive number"):
+        Optimizer().replace(lr=-1)
+    frozen = Optimizer()
+    with pytest.raises(ValueError, match="frozen"):
+        frozen.lr = 2.0  # type: ignore[misc]
+
+
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     bad = {"list.yaml": ("- 1\n", "found a list"), "broken.yaml": ("a: [1\n", "not valid yaml")}
     for name, (text, message) in bad.items():
         with pytest.raises(ConfigError, match=f"{name}: .*{message}"):
             load(Run, ["--config", write(tmp_path, text, name)])
+    first = write(tmp_path, "data: {path: a}\n")
+    with pytest.raises(ConfigError, match=r"second\.yaml: a key is a mapping here and a list in .*recipe\.yaml"):
+        load(Run, ["--config", first, "--config", write(tmp_path, "data: [a]\n", "second.yaml")])
+    with pytest.raises(UnknownOptionError, match=r"unknown key 'data\.1'"):
+        load(Run, ["--config", write(tmp_path, "data: {path: a, 1: 2}\n")])
     with pytest.raises(ConfigError, match=r"missing\.yaml: No such file"):
         load(Run, ["--config", str(tmp_path / "missing.yaml")])
     with pytest.raises(ConfigError, match="--config: expected a yaml file"):
@@ -266,6 +334,7 @@ def test_help_prints_every_key_with_default_and_sentence(capsys: pytest.CaptureF
     assert stopped.value.code == 0
     assert capsys.readouterr().out.rstrip() == describe(Run)
     lines = describe(Run).splitlines()
+    assert "data.weight=1.0  (a float, between 0 and 1)" in lines
     at = lines.index("data.path=<required>  (a str)")
     assert lines[at + 1].strip() == "a file or a Hugging Face dataset"
     assert "actor.optimizer.lr=0.001  (a float)" in lines

@@ -379,9 +379,17 @@ class PpoConfig(LaunchOptions):
             )
 
     def sampled_by(self, train: SamplingOf | None, test: SamplingOf | None) -> PpoConfig:
-        """Return the options of a run whose workflows sample so; None leaves that to the options.
+        """Return the options of a run whose workflows sample so.
 
-        Raises: ConfigError for an option that says otherwise.
+        Args:
+            train: sampling parameters of the workflow for training; None leaves them to the options.
+            test: sampling parameters of the workflow for evaluation; None leaves them to the options.
+
+        Returns:
+            The options, with the parameters of the workflows.
+
+        Raises:
+            ConfigError: an option contradicts a workflow.
         """
         rollout = self.rollout
         if train is not None:
@@ -392,7 +400,7 @@ class PpoConfig(LaunchOptions):
 
     @property
     def has_critic(self) -> bool:
-        """Whether advantages need values."""
+        """True if advantages need values."""
         return self.adv.estimator == "gae"
 
     @property
@@ -403,12 +411,12 @@ class PpoConfig(LaunchOptions):
 
     @property
     def has_reference(self) -> bool:
-        """Whether leaving the reference policy costs something."""
+        """True if leaving the reference policy costs something."""
         return self.kl.type is not None
 
     @property
     def is_base_reference(self) -> bool:
-        """Whether the reference is the actor without its adapters: of the same model, and nothing else is asked for."""
+        """True if the reference is the actor without its adapters: no other model, layout or kernel is asked for."""
         own = self.ref_actor
         plain = ReferenceOptions(
             model_name=own.model_name, max_inference_length_per_device=own.max_inference_length_per_device
@@ -424,22 +432,22 @@ class PpoConfig(LaunchOptions):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether training samples nothing, but takes the most likely tokens."""
+        """True if training takes the most likely tokens."""
         return self.rollout.train_sampling_params.temperature == 0
 
     @property
     def is_taught_by_equal_rewards(self) -> bool:
-        """Whether something is learnt from a group of equal rewards."""
+        """True if a group of equal rewards teaches something."""
         return bool(self._why_equal_rewards_teach())
 
     @property
     def has_dynamic_filtering(self) -> bool:
-        """Whether groups of equal rewards are replaced."""
+        """True if groups of equal rewards are replaced."""
         asked = self.rollout.dynamic_filtering
         return not self._why_equal_rewards_teach() if asked is None else asked
 
     def _why_equal_rewards_teach(self) -> str:
-        """Why something is learnt from groups of equal rewards; "" if nothing is."""
+        """Return why groups of equal rewards teach something; "" if they teach nothing."""
         adv, size = self.adv, self.responses_per_prompt
         if adv.estimator == "gae":
             return "with adv.estimator=gae advantages depend on the critic"
@@ -456,7 +464,7 @@ class PpoConfig(LaunchOptions):
         return ""
 
     def collector_options(self) -> CollectorOptions:
-        """Return how the rollout engine collects."""
+        """Return the options of the rollout engine's collector."""
         limits = {name: value for name, value in self.rollout if name in CollectorLimits.model_fields}
         return CollectorOptions(
             **limits,
@@ -465,7 +473,7 @@ class PpoConfig(LaunchOptions):
         )
 
     def without_effect(self) -> str:
-        """The options that were set and that nothing reads, with the reason; "" if there are none."""
+        """Return the options that were set although nothing reads them, with the reason; "" if there are none."""
         critic, reference, kl = (
             [f"{name}.{field}" for field in _changed(group)]
             for name, group in (("critic", self.critic), ("ref_actor", self.ref_actor), ("kl", self.kl))
@@ -479,18 +487,18 @@ class PpoConfig(LaunchOptions):
 
     @property
     def temperature(self) -> float:
-        """Of the log-probabilities that are trained; those of greedy sampling have 1."""
+        """Temperature of the log-probabilities that are trained; 1 if sampling is greedy."""
         chosen = self.actor.temperature
         return self.rollout.train_sampling_params.temperature or 1.0 if chosen is None else chosen
 
     def inference_length(self, model: ReferenceOptions | None = None) -> int | None:
-        """Tokens of a microbatch in which the actor, or a model beside it, trains nothing."""
+        """Return the tokens of one microbatch of the actor, or of a model beside it, in passes that train nothing."""
         own = None if model is None else model.max_inference_length_per_device
         return self.actor.max_inference_length_per_device if own is None else own
 
     @property
     def max_length(self) -> int:
-        """The longest sequence that every model which is trained or asked can take."""
+        """Length of the longest sequence that all models can take, in tokens."""
         models: list[ModelOptions] = [self.actor]
         models += [self.critic.as_model(self.actor)] if self.has_critic else []
         models += [self.ref_actor.as_model(self.actor)] if self.has_reference else []
@@ -499,7 +507,11 @@ class PpoConfig(LaunchOptions):
 
 
 def _sampled_by(rollout: RolloutOptions, name: str, sampling: SamplingOf) -> RolloutOptions:
-    """With what a workflow says in place of a group of sampling options."""
+    """Return the options with a workflow's sampling parameters in place of a group of sampling options.
+
+    Raises:
+        ConfigError: an option contradicts the workflow.
+    """
     group, gconfig = getattr(rollout, name), GenerationHyperparameters.from_mapping(sampling)
     said = {
         "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
