@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from rlite.errors import ConfigError
-from rlite.rollout.openai.errors import ApiError
 from rlite.rollout.openai.export import Style
+from rlite.rollout.openai.requests import ApiError
 from rlite.rollout.openai.responses import description, server_sent_events
 from rlite.rollout.openai.session import AgentSession
 

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from rlite.errors import ConfigError
 from rlite.rollout.openai.connections import Connection, Listener
-from rlite.rollout.openai.errors import ApiError, unknown_model
+from rlite.rollout.openai.requests import ApiError, unknown_model
 from rlite.rollout.openai.responses import description, server_sent_events
 from rlite.rollout.openai.session import MAX_BODY_BYTES, AgentSession, Reply, too_large
 

@@ -1,18 +1,30 @@
-"""Bodies of requests in OpenAI's interface, read strictly: what cannot be honoured is refused by its name.
+"""Requests in OpenAI's interface, read strictly: a parameter that cannot be honoured is refused by its name.
 
-A parameter at the value that means "off" is as good as absent. JSON null is absent.
+A parameter at the value that means "off" is treated as absent. So is a parameter that is JSON null.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import custom_error_schema
 
 from rlite.data.chat.template import Message
 from rlite.errors import RliteError
-from rlite.rollout.openai.errors import ApiError, unknown_model
 from rlite.types import GenerationHyperparameters
 
 SAMPLING = {
@@ -28,15 +40,7 @@ SAMPLING = {
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
 }
-"""parameters of a request by the sampling parameter that each sets"""
-KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "temperature": ((float, int), "a number"),
-    "top_p": ((float, int), "a number"),
-    "stop": ((str, list), "a text or a list of texts"),
-    "stop_token_ids": ((list,), "a list of integers"),
-    "ignore_eos": ((bool,), "true or false"),
-}
-"""what sampling parameters are, if not integers"""
+"""parameters of a request, with the sampling parameter that each sets"""
 OFF: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -52,20 +56,55 @@ OFF: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
 }
-"""parameters that are understood and cannot be honoured but at these values"""
+"""parameters that can be honoured only at these values"""
 NOTES = ("user", "safety_identifier", "prompt_cache_key", "metadata")
-"""parameters that say nothing about the answer"""
+"""parameters that do not change the answer"""
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
-"""stop strings of a request, and characters of one: after each token they are looked for in the event loop"""
+"""stop strings of a request, and characters of one: they are searched after each token in the event loop"""
 MAX_DEPTH = 100
-"""levels of a body, schemas of tools included"""
+"""levels of a body, including schemas of tools"""
 JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-ROLES = ("system", "developer", "user", "assistant", "tool")
+UNSUPPORTED = "unsupported_value"
+STOPS = f"a text or a list of texts, at most {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters"
+TOOL_CHOICE = "'auto' or 'none': nothing makes the model call a tool"
+PROMPT = "one text or one list of token ids, not empty"
+LOGPROBS = "0, the log-probability of the tokens that were sampled"
+
+
+class ApiError(RliteError, RuntimeError):
+    """A request that cannot be served, with a message for the client.
+
+    Args:
+        message: says what is wrong, and what is expected.
+        status: the HTTP status.
+        param: the path of the parameter, such as "messages[0].role".
+        code: OpenAI's code of the error.
+    """
+
+    def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, status, param, code)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def __str__(self) -> str:
+        return self.message
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON of the response."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def unknown_model(asked: Any, model: str) -> ApiError:
+    """Return the error for a request that names another model than the session's."""
+    return ApiError(f"the model {asked!r} does not exist; there is {model!r}", 404, "model", "model_not_found")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """A request that has been read. Of `messages` and `prompt` one is set."""
+    """A request that has been read, independent of the interface. Either `messages` or `prompt` is set."""
 
     gconfig: GenerationHyperparameters
     num_choices: int
@@ -76,146 +115,284 @@ class ModelRequest:
     messages: list[Message] | None = None
     tools: list[dict[str, Any]] | None = None
     may_call: bool = False
-    """calls of tools are looked for in the answer"""
+    """calls of tools are searched in the answer"""
     prompt: str | list[int] | None = None
 
 
+# -- bodies ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Annotation that says in words what a value must be: one error replaces all errors of the value."""
+
+    words: str
+    code: str = "invalid_value"
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return custom_error_schema(handler(source), custom_error_type=self.code, custom_error_message=self.words)
+
+
+ABSENT: Any = Field(default=None)
+"""the default of a required value: a missing value and null are the same error"""
+Text = Annotated[str, Expected("a text")]
+Name = Annotated[str, Field(min_length=1), Expected("a text, not empty")]
+Integer = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63), Expected("an integer of 64 bits")]
+Number = Annotated[int | float, Expected("a number")]
+Flag = Annotated[bool, Expected("true or false")]
+Function = Annotated[Literal["function"], Expected("'function'", UNSUPPORTED)]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Tokens = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+
+
+class _Object(BaseModel):
+    """A JSON object. JSON null is the same as an absent key."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, value: Any) -> Any:
+        return {key: part for key, part in value.items() if part is not None} if isinstance(value, dict) else value
+
+
+def _as_parts(content: Any) -> Any:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if content is not None and not isinstance(content, list):
+        raise PydanticCustomError("invalid_value", "a text")
+    return content
+
+
+class _Part(_Object):
+    type: Literal["text"] = ABSENT
+    text: str = ABSENT
+
+
+Part = Annotated[_Part, Expected("parts of type 'text', with a text", UNSUPPORTED)]
+
+
+class _CalledFunction(_Object):
+    name: Text = ABSENT
+    arguments: Text = ABSENT
+
+
+class _Call(_Object):
+    id: Text = ABSENT
+    type: Function = "function"
+    function: _CalledFunction = ABSENT
+
+    def plain(self) -> dict[str, Any]:
+        """Return the call as templates take it."""
+        arguments: Any = self.function.arguments
+        with contextlib.suppress(ValueError, RecursionError):  # a template gets text that is not a JSON object as it is
+            values = json.loads(arguments)
+            arguments = values if isinstance(values, dict) else arguments
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class _Message(_Object):
+    role: Annotated[Role, Expected(f"one of {', '.join(get_args(Role))}")] = ABSENT
+    content: Annotated[list[Part] | None, Field(fail_fast=True), BeforeValidator(_as_parts)] = None
+    tool_calls: Annotated[list[_Call], Field(fail_fast=True), BeforeValidator(lambda calls: calls or [])] = ABSENT
+    name: Text | None = None
+    tool_call_id: Text | None = None
+
+    def plain(self, at: str) -> Message:
+        """Return the message as templates take it: text, and the arguments of calls as values."""
+        is_answer = self.role == "assistant"
+        if self.content is None and not is_answer:
+            raise _invalid(f"{at}.content", None, "a text")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise _invalid(f"{at}.tool_call_id", None, "the id of the call that this answers")
+        for key, value in {**(self.model_extra or {}), "tool_calls": () if is_answer else self.tool_calls}.items():
+            if value:  # such as audio; empty ones come from the client's own types
+                raise _unsupported(f"{at}.{key}", value, "nothing")
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": "\n".join(part.text for part in self.content or ())}
+        if self.tool_calls:
+            message["tool_calls"] = [call.plain() for call in self.tool_calls]
+        return message | {key: name for key in ("name", "tool_call_id") if (name := getattr(self, key)) is not None}
+
+
+class _Function(_Object):
+    name: Name = ABSENT
+    description: Text | None = None
+    parameters: Any = None
+
+
+class _Tool(_Object):
+    type: Function = ABSENT
+    function: _Function = ABSENT
+
+
+class _StreamOptions(_Object):
+    model_config = ConfigDict(extra="forbid")
+    include_usage: Any = False
+    include_obfuscation: Any = False
+
+
+def _check_stops(stop: str | list[Any]) -> str | list[Any]:
+    stops = [stop] if isinstance(stop, str) else stop
+    if len(stops) > MAX_STOPS or any(isinstance(text, str) and len(text) > MAX_STOP_LENGTH for text in stops):
+        raise ValueError
+    return stop
+
+
+class _Body(_Object):
+    """Parameters that both kinds of requests have."""
+
+    stream: Flag = False
+    stream_options: Annotated[_StreamOptions, Expected("include_usage", UNSUPPORTED)] = _StreamOptions()
+    n: Annotated[int, Field(ge=1, le=128), Expected("an integer from 1 to 128")] = 1
+    temperature: Number | None = None
+    top_p: Number | None = None
+    seed: Integer | None = None
+    stop: Annotated[str | list[Any], AfterValidator(_check_stops), Expected(STOPS)] | None = None
+    max_tokens: Integer | None = None
+    max_completion_tokens: Integer | None = None
+    top_k: Integer | None = None
+    min_tokens: Integer | None = None
+    stop_token_ids: Annotated[list[Any], Expected("a list of integers")] | None = None
+    ignore_eos: Flag | None = None
+
+    def common(self, defaults: GenerationHyperparameters) -> dict[str, Any]:
+        """Return the fields of a ModelRequest that both kinds of requests have."""
+        gconfig = self._sampling(defaults)
+        for key, value in (self.model_extra or {}).items():
+            if key not in OFF and key not in NOTES:
+                raise ApiError(f"the parameter {key!r} is not supported", param=key, code="unsupported_parameter")
+            if key in OFF and value not in OFF[key]:
+                raise _unsupported(key, value, " or ".join(map(repr, OFF[key])))
+        has_usage = bool(self.stream_options.include_usage)
+        return {"gconfig": gconfig, "num_choices": self.n, "is_stream": self.stream, "has_usage": has_usage}
+
+    def _sampling(self, defaults: GenerationHyperparameters) -> GenerationHyperparameters:
+        changes: dict[str, Any] = {}
+        for key, name in SAMPLING.items():
+            if (value := getattr(self, key)) is not None and changes.setdefault(name, value) != value:
+                raise _invalid(key, value, f"{changes[name]!r}, which max_tokens says")
+        if changes.get("temperature", 0) > 0:
+            changes["greedy"] = False
+        if "max_new_tokens" in changes:  # the session's own lower bound gives way
+            changes.setdefault("min_new_tokens", min(defaults.min_new_tokens, max(changes["max_new_tokens"], 0)))
+        try:
+            return defaults.new(n_samples=1, **changes)
+        except RliteError as error:
+            names = [key for key, name in SAMPLING.items() if f"parameter {name}=" in str(error)]
+            raise ApiError(str(error), param=names[0] if names else None, code="invalid_value") from error
+
+
+class _ChatBody(_Body):
+    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)] = ABSENT
+    tools: Annotated[list[_Tool], Field(fail_fast=True), BeforeValidator(lambda tools: tools or [])] = ABSENT
+    tool_choice: Annotated[Literal["auto", "none"], Expected(TOOL_CHOICE, UNSUPPORTED)] = "auto"
+    logprobs: Flag = False
+
+
+def _single(prompt: Any) -> Any:
+    is_nested = isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list)
+    return prompt[0] if is_nested else prompt
+
+
+class _CompletionBody(_Body):
+    prompt: Annotated[Name | Tokens, BeforeValidator(_single), Expected(PROMPT)] = ABSENT
+    logprobs: Annotated[int, Field(ge=0, le=0), Expected(LOGPROBS, UNSUPPORTED)] | None = None
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
 def parse_json(body: bytes) -> Any:
-    """Raises: ApiError that says where it is wrong."""
+    """Return the JSON value of a body.
+
+    Raises:
+        ApiError: the body is not JSON. The message says where.
+    """
     try:
         return json.loads(body.decode("utf-8"), parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        raise ApiError(
-            f"the body is not valid JSON: {error.msg}, at line {error.lineno}, column {error.colno}",
-            code="invalid_json",
-        ) from error
+        reason = f"JSON: {error.msg}, at line {error.lineno}, column {error.colno}"
     except UnicodeDecodeError as error:
-        raise ApiError(f"the body is not valid UTF-8 at byte {error.start}", code="invalid_json") from error
+        reason = f"UTF-8 at byte {error.start}"
     except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+        reason = f"JSON: {error}"
+    raise ApiError(f"the body is not valid {reason}", code="invalid_json")
 
 
 def read_chat(body: Any, model: str, defaults: GenerationHyperparameters) -> ModelRequest:
-    """A body of /chat/completions. Raises: ApiError that names the parameter."""
-    values = _values(body, model)
-    messages = read_messages(values.pop("messages", None))
-    tools = _read_tools(values.pop("tools", None))
-    choice = values.pop("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise _unsupported("tool_choice", choice, "'auto' or 'none': nothing makes the model call a tool")
-    has_logprobs = _flag(values, "logprobs")
-    common = _common(values, defaults)
+    """Read a body of /chat/completions.
+
+    Args:
+        body: a JSON value.
+        model: the name of the session's model.
+        defaults: sampling parameters that the body does not set.
+
+    Raises:
+        ApiError: the body cannot be honoured. The error names the parameter.
+    """
+    read = _validated(_ChatBody, body, model)
+    for number, tool in enumerate(read.tools):
+        if tool.function.parameters is not None:
+            _check_schema(tool.function.parameters, f"tools[{number}].function.parameters")
     return ModelRequest(
-        messages=messages,
-        tools=tools,
-        may_call=bool(tools) and choice == "auto",
-        has_logprobs=has_logprobs,
-        **common,
+        messages=[message.plain(f"messages[{number}]") for number, message in enumerate(read.messages)],
+        tools=body["tools"] if read.tools else None,
+        may_call=bool(read.tools) and read.tool_choice == "auto",
+        has_logprobs=read.logprobs,
+        **read.common(defaults),
     )
 
 
 def read_completion(body: Any, model: str, defaults: GenerationHyperparameters) -> ModelRequest:
-    """A body of /completions. Raises: ApiError that names the parameter."""
-    values = _values(body, model)
-    prompt = values.pop("prompt", None)
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-    if not prompt or not (isinstance(prompt, str) or is_tokens):
-        raise _invalid("prompt", prompt, "one text or one list of token ids, not empty")
-    logprobs = values.pop("logprobs", None)
-    if logprobs not in (None, 0) or isinstance(logprobs, bool):
-        raise _unsupported("logprobs", logprobs, "0, the log-probability of the tokens that were sampled")
-    return ModelRequest(prompt=prompt, has_logprobs=logprobs is not None, **_common(values, defaults))
+    """Read a body of /completions. Arguments and errors are those of `read_chat`.
+
+    Args:
+        body: a JSON value.
+        model: the name of the session's model.
+        defaults: sampling parameters that the body does not set.
+
+    Returns:
+        The request.
+    """
+    read = _validated(_CompletionBody, body, model)
+    return ModelRequest(prompt=read.prompt, has_logprobs=read.logprobs is not None, **read.common(defaults))
 
 
-def read_messages(messages: Any) -> list[Message]:
-    """Messages as templates take them: texts, and the arguments of calls as values. Raises: ApiError."""
-    if not isinstance(messages, list) or not messages:
-        raise _invalid("messages", messages, "a list of messages, not empty")
-    return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+AnyBody = TypeVar("AnyBody", bound=_Body)
 
 
-def _message(message: Any, at: str) -> Message:
-    if not isinstance(message, Mapping):
-        raise _invalid(at, message, "an object with role and content")
-    values = {key: value for key, value in message.items() if value is not None}
-    role = values.pop("role", None)
-    if role not in ROLES:
-        raise _invalid(f"{at}.role", role, f"one of {', '.join(ROLES)}")
-    calls = values.pop("tool_calls", None) if role == "assistant" else None
-    content = values.pop("content", None)
-    if content is None and role != "assistant":
-        raise _invalid(f"{at}.content", content, "a text")
-    read: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    read["content"] = _content(content, f"{at}.content")
-    if calls:
-        if not isinstance(calls, list):
-            raise _invalid(f"{at}.tool_calls", calls, "a list")
-        read["tool_calls"] = [_call(call, f"{at}.tool_calls[{number}]") for number, call in enumerate(calls)]
-    for key in ("name", "tool_call_id"):
-        if key in values:
-            read[key] = _text(values.pop(key), f"{at}.{key}")
-    if role == "tool" and "tool_call_id" not in read:
-        raise _invalid(f"{at}.tool_call_id", None, "the id of the call that this answers")
-    for key, value in values.items():
-        if value:  # such as audio; empty ones come from the client's own types
-            raise _unsupported(f"{at}.{key}", value, "nothing")
-    return read
-
-
-def _content(content: Any, at: str) -> str:
-    if isinstance(content, list):
-        parts = []
-        for number, part in enumerate(content):
-            if not isinstance(part, Mapping) or part.get("type") != "text":
-                raise _unsupported(f"{at}[{number}]", part, "parts of type 'text'")
-            parts.append(_text(part.get("text"), f"{at}[{number}].text"))
-        return "\n".join(parts)
-    return "" if content is None else _text(content, at)
-
-
-def _call(call: Any, at: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or call.get("type", "function") != "function":
-        raise _invalid(at, call, "an object with id, type 'function' and function")
-    arguments = _text(function.get("arguments"), f"{at}.function.arguments")
+def _validated(kind: type[AnyBody], body: Any, model: str) -> AnyBody:
+    if not isinstance(body, Mapping):
+        raise ApiError(f"the body is {type(body).__name__}; expected a JSON object", code="invalid_json")
+    _check_depth(body)
+    values = dict(body)
+    asked = values.pop("model", None)
+    if asked is None:
+        raise ApiError("the body has no model", param="model", code="missing_required_parameter")
+    if asked != model:
+        raise unknown_model(asked, model)
     try:
-        values = json.loads(arguments)
-    except (ValueError, RecursionError):
-        values = None
-    return {
-        "id": _text(call.get("id"), f"{at}.id"),
-        "type": "function",
-        # templates write objects as JSON; what is no JSON object they get as it is
-        "function": {
-            "name": _text(function.get("name"), f"{at}.function.name"),
-            "arguments": values if isinstance(values, dict) else arguments,
-        },
-    }
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise _refusal(error) from error
 
 
-def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
-    if not tools:
-        return None
-    if not isinstance(tools, list):
-        raise _invalid("tools", tools, "a list")
-    for number, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or tool.get("type") != "function":
-            raise _unsupported(f"tools[{number}]", tool, "an object with type 'function' and function")
-        at = f"tools[{number}].function"
-        if not _text(function.get("name"), f"{at}.name"):
-            raise _invalid(f"{at}.name", "", "a text, not empty")
-        if function.get("description") is not None:
-            _text(function["description"], f"{at}.description")
-        if function.get("parameters") is not None:
-            _check_schema(function["parameters"], f"{at}.parameters")
-    return tools
+def _refusal(error: ValidationError) -> ApiError:
+    """Return the first error with the path of its parameter."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
+    words = {"list_type": "a list", "model_type": "an object", "too_short": "a list that is not empty"}
+    expected = words.get(first["type"], first["msg"])
+    return (_unsupported if first["type"] == UNSUPPORTED else _invalid)(param, first["input"], expected)
 
 
 def _check_schema(schema: Any, at: str) -> None:
-    """Raise ApiError unless this has the form of a JSON schema, as far as templates look into it."""
+    """Check the form of a JSON schema, as far as templates look into it.
+
+    Raises:
+        ApiError: the schema has another form.
+    """
     if not isinstance(schema, Mapping):
         raise _invalid(at, schema, "a JSON schema, an object")
     kinds = schema.get("type", "object")
@@ -233,22 +410,12 @@ def _check_schema(schema: Any, at: str) -> None:
             _check_schema(value, f"{at}.{name}")
 
 
-def _values(body: Any, model: str) -> dict[str, Any]:
-    """What the body sets. Raises: ApiError for another model."""
-    if not isinstance(body, Mapping):
-        raise ApiError(f"the body is {type(body).__name__}; expected a JSON object", code="invalid_json")
-    _check_depth(body)
-    values = {key: value for key, value in body.items() if value is not None}
-    asked = values.pop("model", None)
-    if asked is None:
-        raise ApiError("the body has no model", param="model", code="missing_required_parameter")
-    if asked != model:
-        raise unknown_model(asked, model)
-    return values
-
-
 def _check_depth(body: Any) -> None:
-    """Raise ApiError for a body that is nested so deeply that what looks into it would recurse too far."""
+    """Check that code which looks into the body does not recurse too far.
+
+    Raises:
+        ApiError: the body is nested too deeply.
+    """
     level = [body]
     for _ in range(MAX_DEPTH):
         inner = [value.values() if isinstance(value, Mapping) else value for value in level]
@@ -256,70 +423,6 @@ def _check_depth(body: Any) -> None:
         if not level:
             return
     raise ApiError(f"the body is nested more than {MAX_DEPTH} levels deep", code="invalid_value")
-
-
-def _common(values: dict[str, Any], defaults: GenerationHyperparameters) -> dict[str, Any]:
-    """What both kinds of requests have; `values` must have nothing else. Raises: ApiError."""
-    is_stream = _flag(values, "stream")
-    options = values.pop("stream_options", {})
-    if not isinstance(options, Mapping) or set(options) - {"include_usage", "include_obfuscation"}:
-        raise _unsupported("stream_options", options, "include_usage")
-    num_choices = values.pop("n", 1)
-    if type(num_choices) is not int or not 1 <= num_choices <= 128:
-        raise _invalid("n", num_choices, "an integer from 1 to 128")
-    gconfig = _sampling(values, defaults)
-    for key in NOTES:
-        values.pop(key, None)
-    for key, value in values.items():
-        if key not in OFF:
-            raise ApiError(f"the parameter {key!r} is not supported", param=key, code="unsupported_parameter")
-        if value not in OFF[key]:
-            raise _unsupported(key, value, " or ".join(map(repr, OFF[key])))
-    return {
-        "gconfig": gconfig,
-        "num_choices": num_choices,
-        "is_stream": is_stream,
-        "has_usage": bool(options.get("include_usage")),
-    }
-
-
-def _sampling(values: dict[str, Any], defaults: GenerationHyperparameters) -> GenerationHyperparameters:
-    changes: dict[str, Any] = {}
-    for key, name in SAMPLING.items():
-        if key not in values:
-            continue
-        value = values.pop(key)
-        wanted, words = KINDS.get(name, ((int,), "an integer"))
-        if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-            raise _invalid(key, value, words)
-        if name in changes and changes[name] != value:
-            raise _invalid(key, value, f"{changes[name]!r}, which max_tokens says")
-        changes[name] = value
-    stops = [changes["stop"]] if isinstance(changes.get("stop"), str) else changes.get("stop", [])
-    if len(stops) > MAX_STOPS or any(isinstance(stop, str) and len(stop) > MAX_STOP_LENGTH for stop in stops):
-        raise _invalid("stop", changes["stop"], f"at most {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters")
-    if "temperature" in changes and changes["temperature"] > 0:
-        changes["greedy"] = False
-    if "max_new_tokens" in changes:  # the session's own lower bound gives way
-        changes.setdefault("min_new_tokens", min(defaults.min_new_tokens, max(changes["max_new_tokens"], 0)))
-    try:
-        return defaults.new(n_samples=1, **changes)
-    except RliteError as error:
-        names = [key for key, name in SAMPLING.items() if f"parameter {name}=" in str(error)]
-        raise ApiError(str(error), param=names[0] if names else None, code="invalid_value") from error
-
-
-def _flag(values: dict[str, Any], key: str) -> bool:
-    value = values.pop(key, False)
-    if not isinstance(value, bool):
-        raise _invalid(key, value, "true or false")
-    return value
-
-
-def _text(value: Any, at: str) -> str:
-    if not isinstance(value, str):
-        raise _invalid(at, value, "a text")
-    return value
 
 
 def _no_constant(name: str) -> Any:
@@ -332,7 +435,7 @@ def _invalid(param: str, value: Any, expected: str) -> ApiError:
 
 def _unsupported(param: str, value: Any, supported: str) -> ApiError:
     message = f"{param} is {_short(value)}, which is not supported; supported: {supported}"
-    return ApiError(message, param=param, code="unsupported_value")
+    return ApiError(message, param=param, code=UNSUPPORTED)
 
 
 def _short(value: Any) -> str:

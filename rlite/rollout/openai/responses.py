@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlite.data.chat.template import Message
-from rlite.rollout.openai.errors import ApiError
 from rlite.rollout.openai.recording import Turn
-from rlite.rollout.openai.requests import ModelRequest
+from rlite.rollout.openai.requests import ApiError, ModelRequest
 from rlite.rollout.tools.formats import ToolCall, numbered
 from rlite.rollout.workflow import Tokenizer
 from rlite.types import TokenChunk

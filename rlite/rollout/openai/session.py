@@ -19,11 +19,10 @@ from rlite.errors import ConfigError, DataError, RliteError
 from rlite.rollout.background import beside_loop
 from rlite.rollout.collector.seeds import mix
 from rlite.rollout.openai import responses
-from rlite.rollout.openai.errors import ApiError
 from rlite.rollout.openai.export import Style, export
 from rlite.rollout.openai.prompts import ChatPrompts, Prompt
 from rlite.rollout.openai.recording import Recording, Turn
-from rlite.rollout.openai.requests import ModelRequest, parse_json, read_chat, read_completion
+from rlite.rollout.openai.requests import ApiError, ModelRequest, parse_json, read_chat, read_completion
 from rlite.rollout.openai.responses import Choice, Delta, Envelope
 from rlite.rollout.openai.text import TextStream
 from rlite.rollout.tools.formats import ToolCallFormat

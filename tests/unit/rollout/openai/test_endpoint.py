@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from rlite.rollout.openai import Access, AgentClient, AgentEndpoint, AgentSession
 from rlite.rollout.openai.connections import Listener, find_capacity
-from rlite.rollout.openai.errors import ApiError
+from rlite.rollout.openai.requests import ApiError
 from tests.agents import ADD, WITH_TOOLS, Speaker, tokenizer_with
 
 TOKENIZER = tokenizer_with()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from rlite.errors import ConfigError, DataError
 from rlite.rollout import GenerationHyperparameters, RolloutError, check_trajectory
 from rlite.rollout.openai import AgentSession
-from rlite.rollout.openai.errors import ApiError
+from rlite.rollout.openai.requests import ApiError
 from tests.agents import ADD, FORGETTING, WITH_TOOLS, Speaker, tokenizer_with
 
 
@@ -338,6 +339,7 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages", "half of a surrogate pair"),
     ({"temperature": "hot"}, 400, "temperature", "'hot'; expected a number"),
     ({"max_tokens": 1.5}, 400, "max_tokens", "expected an integer"),
+    ({"seed": 1 << 63}, 400, "seed", "expected an integer of 64 bits"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_completion_tokens", "which max_tokens says"),
     ({"n": 0}, 400, "n", "from 1 to 128"),
     ({"stream": "yes"}, 400, "stream", "true or false"),
@@ -354,6 +356,31 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(change: dict, status: in
         session.chat(body)
     assert (refusal.value.status, refusal.value.param) == (status, param)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"messages": [5] * 1_000_000},
+        {"messages": [{"role": "user", "content": [5] * 1_000_000}]},
+        {"messages": [{"role": "user", "content": "?", **{f"x{number}": 1 for number in range(300_000)}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"required": [5] * 1_000_000}}}]},
+        {"tools": [{"type": "function", "function": {"name": ""}}] * 300_000},
+        {f"x{number}": 1 for number in range(300_000)},
+        {"temperature": [[0.5]] * 1_000_000},
+        {"max_tokens": 10**4000, "seed": 10**4000},
+        {"top_p": float("nan")},
+    ],
+)
+def test_a_hostile_body_is_refused_at_its_first_error(change: dict[str, Any]) -> None:
+    session = AgentSession(Speaker(["x"], tokenizer_with()), tokenizer_with())
+    body = {"model": "policy", "messages": [{"role": "user", "content": "?"}], **change}
+    started = time.process_time()
+    with pytest.raises(ApiError) as refusal:
+        session.chat(body)
+    assert refusal.value.status == 400
+    assert len(str(refusal.value)) < 5000
+    assert time.process_time() - started < 5
 
 
 def test_a_parameter_at_its_value_for_off_is_accepted() -> None:
