@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from rlite.errors import ConfigError
-from rlite.rollout.openai.export import Style
+from rlite.rollout.openai.recording import Style
 from rlite.rollout.openai.requests import ApiError
 from rlite.rollout.openai.responses import description, server_sent_events
 from rlite.rollout.openai.session import AgentSession
@@ -57,7 +57,7 @@ class AgentClient(openai.AsyncOpenAI):
         self.session.apply_reward_discount(turn_discount)
 
     def export(self, style: Style = "concat", include_aborted: bool = False) -> Any:
-        """What can be trained on. See `rlite.rollout.openai.export.export`."""
+        """What can be trained on. See `rlite.rollout.openai.recording.export`."""
         return self.session.export(style, include_aborted)
 
 

@@ -7,17 +7,24 @@ turn 5                              history that was written anew, or another co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, get_args
+
+import torch
+from tensordict import TensorDict
 
 from rlite.data.chat.template import Message
-from rlite.errors import DataError
-from rlite.rollout.chat.transcript import check_turn_discount
+from rlite.errors import ConfigError, DataError
+from rlite.rollout.chat.transcript import TokenHistory, check_turn_discount, join_histories
 from rlite.rollout.rewards.score import as_number
+from rlite.rollout.trajectories import of_trajectory, pad_trajectories
 from rlite.rollout.workflow import RolloutError
 from rlite.types import StopReason
+
+Style = Literal["individual", "concat"]
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -143,3 +150,66 @@ def leaves(turns: Sequence[Turn]) -> list[Turn]:
     """The turns that no other one continues, in their order."""
     parents = {turn.parent for turn in turns}
     return [turn for turn in turns if turn not in parents]
+
+
+def check_style(style: str) -> None:
+    """Check that a name is a `Style`.
+
+    Raises:
+        ConfigError: the name is another.
+    """
+    if style not in get_args(Style):
+        raise ConfigError(f"style={style!r}: expected {' or '.join(map(repr, get_args(Style)))}")
+
+
+def export(recording: Recording, style: Style = "concat", include_aborted: bool = False) -> TensorDict:
+    """Return the trajectory of a session, with the keys of `trajectory()` in `rlite.rollout.workflow`.
+
+    Args:
+        recording: the turns of the session.
+        style: "individual" makes a row for each turn, its prompt and its output. `rewards` [k] is the worth of the
+            turn, and every turn is a member of the group by itself. "concat" makes a row for each line of conversation
+            from its beginning to its end. The output of each turn is trained on once: if lines share a beginning, in
+            the first of them. All rows are one member of the group. `rewards` [k] is the worth of the session,
+            `token_rewards` [k, L] has the share of each turn on its last token, `sequence_index` [k] counts the rows,
+            and `num_turns` [k] the turns.
+        include_aborted: also export turns that were aborted.
+
+    Returns:
+        A TensorDict of batch size [k].
+
+    Raises:
+        RolloutError: there is nothing to export.
+        ConfigError: the style is unknown.
+    """
+    check_style(style)
+    turns = [turn for turn in recording.turns if turn.output_ids and (include_aborted or not turn.is_aborted)]
+    if not turns:
+        raise RolloutError("the agent has no completed interaction: there is nothing to train on")
+    if style == "individual":
+        worths = recording.worths()
+        rows = [_line([turn], {turn: 0.0}).row().exclude("token_rewards") for turn in turns]
+        batch = pad_trajectories(rows).exclude("group_ids")
+        batch["rewards"] = torch.tensor([worths.get(turn, 0.0) for turn in turns], dtype=torch.float32)
+        return batch
+    shares = recording.shares()
+    untrained = {turn: shares.get(turn, 0.0) for turn in turns}
+    lines = []
+    for leaf in leaves(turns):
+        line = path(leaf)
+        lines.append(_line(line, {turn: untrained.pop(turn) for turn in line if turn in untrained}))
+    batch = join_histories(lines, len(turns))
+    # a turn without output has a share, too
+    return batch.update(of_trajectory(len(lines), rewards=math.fsum(shares.values())))
+
+
+def _line(line: Sequence[Turn], rewards: Mapping[Turn, float]) -> TokenHistory:
+    """Return the tokens of a line of conversation. The turns that have a reward are trained on; the last one has."""
+    history = TokenHistory()
+    for turn in line:
+        if turn in rewards:
+            history.read(turn.prompt_ids[len(history.tokens) :])
+            is_truncated = turn.finish_reason == "length"
+            history.write(turn.output_ids, turn.logprobs, turn.versions, is_truncated=is_truncated)
+            history.reward(rewards[turn])
+    return history

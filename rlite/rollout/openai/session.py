@@ -19,9 +19,8 @@ from rlite.errors import ConfigError, DataError, RliteError
 from rlite.rollout.background import beside_loop
 from rlite.rollout.collector.seeds import mix
 from rlite.rollout.openai import responses
-from rlite.rollout.openai.export import Style, export
 from rlite.rollout.openai.prompts import ChatPrompts, Prompt
-from rlite.rollout.openai.recording import Recording, Turn
+from rlite.rollout.openai.recording import Recording, Style, Turn, export
 from rlite.rollout.openai.requests import ApiError, ModelRequest, parse_json, read_chat, read_completion
 from rlite.rollout.openai.responses import Choice, Delta, Envelope
 from rlite.rollout.openai.text import TextStream
@@ -116,7 +115,7 @@ class AgentSession:
         self.recording.apply_reward_discount(turn_discount)
 
     def export(self, style: Style = "concat", include_aborted: bool = False) -> TensorDict:
-        """What can be trained on. See `rlite.rollout.openai.export.export`."""
+        """What can be trained on. See `rlite.rollout.openai.recording.export`."""
         return export(self.recording, style, include_aborted)
 
     async def close(self) -> None:

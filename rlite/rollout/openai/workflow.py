@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.chat.transcript import check_turn_discount
-from rlite.rollout.openai.export import Style, check_style
+from rlite.rollout.openai.recording import Style, check_style
 from rlite.rollout.openai.session import AgentSession
 from rlite.rollout.rewards.score import as_number
 from rlite.rollout.tools.formats import ToolCallFormat
@@ -38,7 +38,7 @@ class AgentWorkflow(RolloutWorkflow):
         tokenizer: of the model.
         interface: "client": the agent gets an `openai.AsyncOpenAI` (needs the openai package); "http": an `Access` with
             base_url, api_key and model (needs aiohttp), for other clients, threads and processes on this machine.
-        style: "concat" or "individual". See `rlite.rollout.openai.export.export`.
+        style: "concat" or "individual". See `rlite.rollout.openai.recording.export`.
         turn_discount: earlier interactions share in what later ones are worth; None leaves rewards as they are set.
         model: the name that the agent asks for.
         tool_format: a name in `rlite.rollout.tools.formats.FORMATS`, or a ToolCallFormat; default: the format that

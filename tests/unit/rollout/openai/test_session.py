@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rlite.errors import ConfigError, DataError
 from rlite.rollout import GenerationHyperparameters, RolloutError, check_trajectory
 from rlite.rollout.openai import AgentSession
+from rlite.rollout.openai.recording import Recording, Turn, export
 from rlite.rollout.openai.requests import ApiError
 from tests.agents import ADD, FORGETTING, WITH_TOOLS, Speaker, tokenizer_with
 
@@ -252,6 +253,17 @@ def test_a_client_that_leaves_aborts_its_turn_which_trains_only_when_asked() -> 
     ask(session, body["messages"])  # type: ignore[arg-type]
     session.set_last_reward(1)
     assert len(session.export()) == 1
+
+
+def test_an_answer_without_tokens_has_a_reward_and_no_row() -> None:
+    first = Turn(id="1", prompt_ids=[1], output_ids=[2], logprobs=[-1.0], versions=[0], finish_reason="stop")
+    empty = Turn(id="2", prompt_ids=[1, 2, 3], output_ids=[], logprobs=[], versions=[], finish_reason="stop")
+    empty.parent = first
+    recording = Recording([first, empty])
+    recording.set_last_reward(0.5)
+    batch = export(recording)
+    assert batch["input_ids"].tolist() == [[1, 2]]
+    assert batch["rewards"].tolist() == [0.5]
 
 
 def test_a_response_that_was_made_and_never_taken_does_not_count() -> None:
