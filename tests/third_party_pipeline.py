@@ -25,9 +25,10 @@ from rlite.checkpoint.randomness import random_state, set_random_state
 from rlite.checkpoint.safe import load_values
 from rlite.cluster.host import WorkerContext
 from rlite.data.packs import companions, pack, unpack
+from rlite.engine.batch_shares import BatchShare
 from rlite.engine.loss_sums import LossSums, call_loss
 from rlite.engine.registry import register_executor
-from rlite.engine.train_executor import Batch, Loss, TrainBackend, Weight
+from rlite.engine.train_executor import Loss, TrainBackend, Weight
 from rlite.engine.workers import Part, RankChoice
 from rlite.errors import ConfigError
 from rlite.nn.huggingface import exported_class
@@ -148,13 +149,11 @@ class PipelineWorker:
 
     # -- atomic operations -------------------------------------------------------------------------------------------
 
-    def forward_backward(
-        self, batch: Batch, microbatches: list[list[int]], loss_fn: Loss, loss_weight_fn: Weight
-    ) -> dict[str, float]:
-        batch, microbatches, loss_fn, loss_weight_fn = self._from_first(batch, microbatches, loss_fn, loss_weight_fn)
+    def forward_backward(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
+        share, loss_fn, loss_weight_fn = self._from_first(share, loss_fn, loss_weight_fn)
         if not self._weight:
             self._forget()
-        packs, weights, added = self._packs(batch, microbatches, loss_weight_fn)
+        packs, weights, added = self._packs(share, loss_weight_fn)
         if added == 0:
             return {"loss": 0.0, "weight": 0.0}
         total = self._weight + added
@@ -192,12 +191,10 @@ class PipelineWorker:
         self._forget()
         return {"grad_norm": norm, "lr": lr, "weight": weight, "is_skipped": float(is_skipped)}
 
-    def train_batch(
-        self, batch: Batch, microbatches: list[list[int]], loss_fn: Loss, loss_weight_fn: Weight
-    ) -> dict[str, float]:
+    def train_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
         self._optimizer()
         self._forget()
-        means = self.forward_backward(batch, microbatches, loss_fn, loss_weight_fn)
+        means = self.forward_backward(share, loss_fn, loss_weight_fn)
         return {**means, **self.optimizer_step()}
 
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -209,17 +206,16 @@ class PipelineWorker:
         self.module.zero_grad(set_to_none=True)
         self._weight, self._is_finite = 0.0, True
 
-    def _packs(self, batch: Batch, microbatches: list[list[int]], loss_weight_fn: Weight) -> tuple:
-        packs = [pack(batch, rows or companions(batch), CPU) for rows in microbatches]
-        weights = [float(loss_weight_fn(data)) if rows else 0.0 for rows, data in zip(microbatches, packs, strict=True)]
+    def _packs(self, share: BatchShare, loss_weight_fn: Weight) -> tuple:
+        packs = [pack(share.batch, rows or companions(share.batch), CPU) for rows in share.microbatches]
+        given = zip(share.microbatches, packs, strict=True)
+        weights = [float(loss_weight_fn(data)) if rows else 0.0 for rows, data in given]
         return packs, weights, self._sum([sum(weights)])[0]
 
     @torch.no_grad()
-    def eval_batch(
-        self, batch: Batch, microbatches: list[list[int]], loss_fn: Loss, loss_weight_fn: Weight
-    ) -> dict[str, float]:
-        batch, microbatches, loss_fn, loss_weight_fn = self._from_first(batch, microbatches, loss_fn, loss_weight_fn)
-        packs, weights, total = self._packs(batch, microbatches, loss_weight_fn)
+    def eval_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
+        share, loss_fn, loss_weight_fn = self._from_first(share, loss_fn, loss_weight_fn)
+        packs, weights, total = self._packs(share, loss_weight_fn)
         sums = LossSums()
         with evaluating(self.module):
             for data, weight in zip(packs, weights, strict=True):
@@ -231,17 +227,17 @@ class PipelineWorker:
         return {**means, "weight": total}
 
     @torch.no_grad()
-    def forward(
-        self, batch: Batch, microbatches: list[list[int]], post_hook: Callable[..., Tensor], without_adapters: bool
-    ) -> dict[int, Tensor]:
-        batch, microbatches, post_hook, _ = self._from_first(batch, microbatches, post_hook, without_adapters)
+    def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> dict[int, Tensor]:
+        share, post_hook, _ = self._from_first(share, post_hook, without_adapters)
         results: dict[int, Tensor] = {}
         with evaluating(self.module):
-            for rows in microbatches:
-                data = pack(batch, rows or companions(batch), CPU)
+            for rows in share.microbatches:
+                data = pack(share.batch, rows or companions(share.batch), CPU)
                 outputs = self._run(post_hook, data)
                 if self._is_last:
-                    values = unpack(post_hook(outputs, data), data["cu_seqlens"], batch["attention_mask"].shape[1])
+                    values = unpack(
+                        post_hook(outputs, data), data["cu_seqlens"], share.batch["attention_mask"].shape[1]
+                    )
                     results.update(zip(rows, values, strict=False))
         return results
 

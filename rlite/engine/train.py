@@ -175,7 +175,7 @@ class RliteTrainEngine(ModuleEngine):
         Returns: values [N, L, ...], padded with 0.
         """
         shares = self._split("forward", batch, max_tokens_per_microbatch)
-        calls = [(share.batch, share.microbatches, post_hook, without_adapters) for share in shares]
+        calls = [(share, post_hook, without_adapters) for share in shares]
         results = self._on_data_ranks(TrainExecutor.forward, calls)
         return join_rows(shares, results, batch["input_ids"].shape)
 
@@ -195,7 +195,7 @@ class RliteTrainEngine(ModuleEngine):
         self, method: Callable[..., Any], batch: Mapping[str, Tensor], *functions: Callable[..., Any]
     ) -> dict[str, float]:
         shares = self._split(method.__name__, batch)
-        stats = self._on_data_ranks(method, [(share.batch, share.microbatches, *functions) for share in shares])[0]
+        stats = self._on_data_ranks(method, [(share, *functions) for share in shares])[0]
         num_tokens = float(sum(sequence_lengths(batch)))
         return {**stats, "num_microbatches": float(len(shares[0].microbatches)), "num_tokens": num_tokens}
 

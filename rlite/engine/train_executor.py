@@ -8,19 +8,18 @@ whose result counts. A rank that receives nothing is called too, with None for e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from rlite.engine.batch_shares import BatchShare
 from rlite.engine.registry import Backend
 from rlite.engine.workers import SourceWorker
 from rlite.nn.base import BaseTrainModule
 from rlite.parallel.usage import DeviceUsage
 
-Batch = Mapping[str, Tensor]
-"""a right-padded batch: `input_ids` and `attention_mask` [N, L], other keys [N, L, ...] or [N]"""
 Loss = Callable[[Any, dict[str, Any]], Any]
 """loss_fn(logits [T, V], data) -> mean loss, or (mean loss, dict of means to report, numbers or `Mean`); an OnLogprobs
 gets log-probabilities and entropies [T] instead of logits"""
@@ -84,18 +83,15 @@ class TrainExecutor(SourceWorker, Protocol):
 
     # -- atomic operations ---------------------------------------------------------------------------------------
 
-    def forward_backward(
-        self, batch: Batch, microbatches: list[list[int]], loss_fn: Loss, loss_weight_fn: Weight
-    ) -> dict[str, float]:
+    def forward_backward(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
         """Accumulate the gradients of a batch, without a step.
 
         After any number of calls the gradients are those of the weighted mean over all microbatches since the last
         step. A batch without weight changes nothing. If `loss_fn` raises, all that was accumulated is dropped.
 
         Args:
-            batch: this data rank's rows.
-            microbatches: rows of each microbatch; an empty one is filled up at weight zero, because every rank takes
-                part in every collective.
+            share: this data rank's rows and microbatches. An empty microbatch is filled up at weight zero, because
+                every rank takes part in every collective.
             loss_fn: the loss of a pack, a mean.
             loss_weight_fn: what the mean of a pack counts.
 
@@ -112,14 +108,11 @@ class TrainExecutor(SourceWorker, Protocol):
         """
         ...
 
-    def train_batch(
-        self, batch: Batch, microbatches: list[list[int]], loss_fn: Loss, loss_weight_fn: Weight
-    ) -> dict[str, float]:
+    def train_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
         """Drop what was accumulated, then `forward_backward` and `optimizer_step`.
 
         Args:
-            batch: as for `forward_backward`.
-            microbatches: as for `forward_backward`.
+            share: as for `forward_backward`.
             loss_fn: as for `forward_backward`.
             loss_weight_fn: as for `forward_backward`.
 
@@ -127,35 +120,25 @@ class TrainExecutor(SourceWorker, Protocol):
         """
         ...
 
-    def eval_batch(
-        self, batch: Batch, microbatches: list[list[int]], loss_fn: Loss, loss_weight_fn: Weight
-    ) -> dict[str, float]:
+    def eval_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
         """Return the means of `forward_backward`, in evaluation mode and without gradients.
 
         Args:
-            batch: as for `forward_backward`.
-            microbatches: as for `forward_backward`.
+            share: as for `forward_backward`.
             loss_fn: as for `forward_backward`.
             loss_weight_fn: as for `forward_backward`.
         """
         ...
 
-    def forward(
-        self,
-        batch: Batch,
-        microbatches: list[list[int]],
-        post_hook: Callable[..., Tensor],
-        without_adapters: bool,
-    ) -> dict[int, Tensor]:
+    def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> dict[int, Tensor]:
         """Apply `post_hook(logits [T, V], data) -> [T, ...]` in evaluation mode, without gradients.
 
         Args:
-            batch: as for `forward_backward`.
-            microbatches: as for `forward_backward`.
+            share: as for `forward_backward`.
             post_hook: what is computed of each pack.
             without_adapters: switch the module's adapters off meanwhile.
 
-        Returns: the values of each row on CPU, padded with 0 to the width of the batch.
+        Returns: the values of each row of the share on CPU, padded with 0 to its width.
         """
         ...
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from rlite.algorithms.on_logprobs import OnLogprobs, TokenLogprobs
 from rlite.data.packs import Pack, companions, lazy_pack, unpack
+from rlite.engine.batch_shares import BatchShare
 from rlite.engine.loss_sums import LossSums, call_loss
-from rlite.engine.train_executor import Batch, Loss, Weight
+from rlite.engine.train_executor import Loss, Weight
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.observability import stats_tracker
@@ -37,23 +38,21 @@ class BatchRunner:
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def forward_backward(
-        self, batch: Batch, microbatches: list[list[int]], loss_fn: Loss, loss_weight_fn: Weight
-    ) -> dict[str, float]:
+    def forward_backward(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
         """See `TrainExecutor.forward_backward`."""
         if not self._has_gradients():
             self._weight, self._is_finite = 0.0, True
         elif self._weight == 0:
             self._forget()  # gradients that a method of the user's left
-        packs, weights, added = self._packs(batch, microbatches, loss_weight_fn)
+        packs, weights, added = self._packs(share, loss_weight_fn)
         if added == 0:
             return {"loss": 0.0, "weight": 0.0}
         before, total = self._weight, self._weight + added
         try:
             if before:
                 self._scale_gradients(before / total)
-            shares = [weight / added for weight in weights]
-            means = self._accumulate(packs, microbatches, shares, added / total, loss_fn)
+            parts = [weight / added for weight in weights]
+            means = self._accumulate(packs, share.microbatches, parts, added / total, loss_fn)
         except Exception:  # a loss that raises must not leave its first microbatches to the next step
             forget_gradients(self._module)
             raise
@@ -93,22 +92,22 @@ class BatchRunner:
         self._weight, self._is_finite = accumulated.get("weight", 0.0), accumulated.get("is_finite", True)
 
     def _accumulate(
-        self, packs: list[Pack], microbatches: list[list[int]], shares: list[float], factor: float, loss_fn: Loss
+        self, packs: list[Pack], microbatches: list[list[int]], parts: list[float], factor: float, loss_fn: Loss
     ) -> dict[str, float]:
-        """Add up the gradients of this rank's microbatches: each counts its share of the batch, times the factor."""
+        """Add up the gradients of this rank's microbatches: each counts its part of the batch, times the factor."""
         sums = LossSums()
-        for rows, share in zip(microbatches, shares, strict=True):
+        for rows, part in zip(microbatches, parts, strict=True):
             data = packs.pop(0)
             set_gradient_sync(self._module, is_last=not packs)
             outputs = self._outputs(loss_fn, data)
             with _counting(rows):
                 loss, report = call_loss(loss_fn, outputs, data)
-            if share == 0:
+            if part == 0:
                 values = outputs.logprobs if isinstance(outputs, TokenLogprobs) else outputs
                 loss = values.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
-            # FSDP averages gradients over ranks; the shares already divide by the whole batch
-            (loss * (share * factor * self._mesh.num_averaged)).backward()
-            sums.add({"loss": loss, **report}, share)
+            # FSDP averages gradients over ranks; the parts already divide by the whole batch
+            (loss * (part * factor * self._mesh.num_averaged)).backward()
+            sums.add({"loss": loss, **report}, part)
         return self._means(sums)
 
     def _optimizer(self, what: str) -> torch.optim.Optimizer:
@@ -133,14 +132,12 @@ class BatchRunner:
     # -- without gradients ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def eval_batch(
-        self, batch: Batch, microbatches: list[list[int]], loss_fn: Loss, loss_weight_fn: Weight
-    ) -> dict[str, float]:
+    def eval_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
         """See `TrainExecutor.eval_batch`."""
-        packs, weights, total = self._packs(batch, microbatches, loss_weight_fn)
+        packs, weights, total = self._packs(share, loss_weight_fn)
         sums = LossSums()
         with resharded(self._module), _evaluating(self._module):
-            for rows, weight in zip(microbatches, weights, strict=True):
+            for rows, weight in zip(share.microbatches, weights, strict=True):
                 data = packs.pop(0)
                 outputs = self._outputs(loss_fn, data)
                 with _counting(rows):
@@ -149,20 +146,14 @@ class BatchRunner:
         return {**self._means(sums), "weight": total}
 
     @torch.no_grad()
-    def forward(
-        self,
-        batch: Batch,
-        microbatches: list[list[int]],
-        post_hook: Callable[..., Tensor],
-        without_adapters: bool,
-    ) -> dict[int, Tensor]:
+    def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> dict[int, Tensor]:
         """See `TrainExecutor.forward`."""
-        width = batch["attention_mask"].shape[1]
+        width = share.batch["attention_mask"].shape[1]
         results: dict[int, Tensor] = {}
         base = self._module.without_adapters() if without_adapters else nullcontext()
         with resharded(self._module), _evaluating(self._module), base:
-            for rows in microbatches:
-                data = lazy_pack(batch, rows or companions(batch), self._device)
+            for rows in share.microbatches:
+                data = self._pack(share, rows)
                 outputs = self._outputs(post_hook, data)
                 with _counting(rows):
                     values = post_hook(outputs, data)
@@ -170,14 +161,15 @@ class BatchRunner:
                 results.update(zip(rows, padded, strict=False))
         return results
 
-    def _packs(
-        self, batch: Batch, microbatches: list[list[int]], loss_weight_fn: Weight
-    ) -> tuple[list[Pack], list[float], float]:
+    def _packs(self, share: BatchShare, loss_weight_fn: Weight) -> tuple[list[Pack], list[float], float]:
         """This rank's packs and their weights, and the weight of the whole batch."""
-        packs = [lazy_pack(batch, rows or companions(batch), self._device) for rows in microbatches]
-        given: Any = zip(microbatches, packs, strict=True)
+        packs = [self._pack(share, rows) for rows in share.microbatches]
+        given: Any = zip(share.microbatches, packs, strict=True)
         weights = [float(loss_weight_fn(data)) if rows else 0.0 for rows, data in given]
         return packs, weights, self._sum([sum(weights)])[0]
+
+    def _pack(self, share: BatchShare, rows: list[int]) -> Pack:
+        return lazy_pack(share.batch, rows or companions(share.batch), self._device)
 
     def _outputs(self, function: Callable[..., Any], data: Pack) -> Tensor | TokenLogprobs:
         """What a loss or a post_hook reads of a pack: logits, or the log-probabilities that it says are enough."""

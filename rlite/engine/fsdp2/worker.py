@@ -13,12 +13,13 @@ from torch import Tensor
 
 from rlite.checkpoint import sharded
 from rlite.cluster.host import WorkerContext
+from rlite.engine.batch_shares import BatchShare
 from rlite.engine.fsdp2.batches import BatchRunner
 from rlite.engine.fsdp2.export import export
 from rlite.engine.fsdp2.materialize import make_module, read_weights
 from rlite.engine.fsdp2.options import Fsdp2Options
 from rlite.engine.fsdp2.served import ServedParameters
-from rlite.engine.train_executor import Batch, Loss, Weight
+from rlite.engine.train_executor import Loss, Weight
 from rlite.engine.workers import Part
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
@@ -70,34 +71,22 @@ class Fsdp2Worker:
 
     # -- atomic operations ---------------------------------------------------------------------------------------
 
-    def forward_backward(
-        self, batch: Batch, microbatches: list[list[int]], loss_fn: Loss, loss_weight_fn: Weight
-    ) -> dict[str, float]:
-        return self._batches.forward_backward(batch, microbatches, loss_fn, loss_weight_fn)
+    def forward_backward(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
+        return self._batches.forward_backward(share, loss_fn, loss_weight_fn)
 
     def optimizer_step(self) -> dict[str, float]:
         return self._batches.optimizer_step(self._options.max_grad_norm)
 
-    def train_batch(
-        self, batch: Batch, microbatches: list[list[int]], loss_fn: Loss, loss_weight_fn: Weight
-    ) -> dict[str, float]:
+    def train_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
         self._batches.start("train_batch")
-        means = self.forward_backward(batch, microbatches, loss_fn, loss_weight_fn)
+        means = self.forward_backward(share, loss_fn, loss_weight_fn)
         return {**means, **self.optimizer_step()}
 
-    def eval_batch(
-        self, batch: Batch, microbatches: list[list[int]], loss_fn: Loss, loss_weight_fn: Weight
-    ) -> dict[str, float]:
-        return self._batches.eval_batch(batch, microbatches, loss_fn, loss_weight_fn)
+    def eval_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
+        return self._batches.eval_batch(share, loss_fn, loss_weight_fn)
 
-    def forward(
-        self,
-        batch: Batch,
-        microbatches: list[list[int]],
-        post_hook: Callable[..., Tensor],
-        without_adapters: bool = False,
-    ) -> dict[int, Tensor]:
-        return self._batches.forward(batch, microbatches, post_hook, without_adapters)
+    def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> dict[int, Tensor]:
+        return self._batches.forward(share, post_hook, without_adapters)
 
     def invoke(self, args: tuple, kwargs: dict, method: str) -> Any:
         with resharded(self.module):
