@@ -22,6 +22,9 @@ from rlite.engine.workers import Executor, Part, Resident, Worker
 from rlite.errors import DataError, NonFiniteError
 from rlite.types import SequenceRequest, StopReason, TokenChunk
 
+COMMON_OPTIONS = frozenset({"max_model_len", "max_num_seqs", "gpu_memory_utilization", "dtype", "seed"})
+"""fields that the options of every inference executor have"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
@@ -170,13 +173,17 @@ class InFlightTable:
         """Hand chunks to their requests; return the numbers of requests that ended here, but not at their maker's."""
         left = []
         for chunk in chunks:
-            request = self._requests.get(chunk.request_id)
-            if request is not None and request.take(chunk):
-                with self._lock:
-                    self._requests.pop(chunk.request_id, None)
-                if chunk.finish_reason is None and chunk.error is None:
-                    left.append(chunk.request_id)
+            is_last = chunk.finish_reason is not None or chunk.error is not None
+            # the last chunk's request leaves first: whoever waits for it finds it gone
+            request = self._pop(chunk.request_id) if is_last else self._requests.get(chunk.request_id)
+            if request is not None and request.take(chunk) and not is_last:
+                self._pop(chunk.request_id)
+                left.append(chunk.request_id)
         return left
+
+    def _pop(self, number: int) -> InFlightRequest | None:
+        with self._lock:
+            return self._requests.pop(number, None)
 
     def cancel(self, request_ids: Collection[int] | None) -> list[int]:
         """Mark requests as cancelled, all of them for None; return the numbers of those that are here."""
@@ -215,12 +222,10 @@ class Replica(Resident, Protocol):
     @property
     def failure(self) -> Exception | None:
         """The error by which this replica was lost; None as long as it serves."""
-        ...
 
     @property
     def num_in_flight(self) -> int:
         """Number of requests that have not ended."""
-        ...
 
     def submit(self, requests: Sequence[InFlightRequest]) -> bool:
         """Begin requests, each after its `output_ids`; return at once, False if the replica has failed.
@@ -228,7 +233,6 @@ class Replica(Resident, Protocol):
         Every chunk of tokens goes to `InFlightRequest.take`, the last one with a finish_reason or an error. Requests
         that are submitted while the replica is paused wait.
         """
-        ...
 
     def cancel(self, request_ids: Collection[int] | None) -> None:
         """Ask for requests to end with their tokens so far and the reason "abort"; return at once.
@@ -236,35 +240,27 @@ class Replica(Resident, Protocol):
         Args:
             request_ids: numbers, some of which may not be here; None is all requests.
         """
-        ...
 
     def pause(self) -> None:
         """Rest at a token boundary; return when no token is being made and cancelled requests have ended."""
-        ...
 
     def resume(self) -> None:
         """Go on after `pause`. Requests continue from their tokens; new weights mean that their cache is recomputed."""
-        ...
 
     def drop(self, error: BaseException) -> None:
         """End every request with this error. The replica is paused and goes on to serve."""
-        ...
 
     def load_weights(self, path: str | None) -> None:
         """Read weights from a checkpoint of the same model; None is the engine's own."""
-        ...
 
     def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on."""
-        ...
 
     def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
         """Return log_softmax(logits) of every token but the first of each prompt; `has_prompt_logprobs` promises it."""
-        ...
 
     def close(self) -> None:
         """Make no more tokens; end requests in flight with an error. The workers end afterwards."""
-        ...
 
 
 OnFailure = Callable[[Replica, list[InFlightRequest], Exception], None]
@@ -276,11 +272,9 @@ class ServingWorker(Worker, Protocol):
 
     def load_weights(self, path: str | None) -> None:
         """Read weights from a checkpoint of the same model; None is the engine's own."""
-        ...
 
     def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on."""
-        ...
 
 
 class WorkerReplica:
@@ -330,8 +324,8 @@ class WorkerReplica:
 class InferenceBackend(Backend):
     """An inference executor, as `register_executor("inference", NAME, ...)` takes it.
 
-    `worker` makes a process's part from the checkpoint's path; what it offers is between it and its replica, but for
-    the methods of `Worker`.
+    `options` has at least the fields of `COMMON_OPTIONS`. `worker` makes a process's part from the checkpoint's path;
+    what the worker offers beside the methods of `Worker` is between it and its replica.
     """
 
     replica: Callable[[Executor, Any, OnFailure], Replica]

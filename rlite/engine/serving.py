@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ from transformers import AutoConfig
 
 from rlite.engine.base import Engine, Weights
 from rlite.engine.registry import Backend, Kind
-from rlite.engine.replica import Capabilities, InferenceBackend, Replica
+from rlite.engine.replica import COMMON_OPTIONS, Capabilities, InferenceBackend, Replica
 from rlite.engine.router import ReplicaLost, Router
 from rlite.engine.workers import Part, together
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
@@ -35,6 +36,8 @@ class ServingEngine(Engine):
 
     def __init__(self, path: str | Path, executor: str) -> None:
         super().__init__(executor)
+        if missing := COMMON_OPTIONS.difference(field.name for field in fields(self._backend.options)):
+            raise ConfigError(f"executor {executor!r}: its options lack {sorted(missing)}, which every executor has")
         self.path = str(local_checkpoint(path))
         self._config = AutoConfig.from_pretrained(self.path, trust_remote_code=False).get_text_config()
         self._router = Router(executor)

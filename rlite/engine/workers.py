@@ -25,15 +25,12 @@ class Worker(Protocol):
 
     def to_device(self, what: Part) -> None:
         """Bring a part to the device. Weights that were released come back as unwritten memory."""
-        ...
 
     def to_cpu(self) -> None:
         """Keep the weights and the optimizer state in host memory alone. Drop the KV cache."""
-        ...
 
     def to_meta(self) -> None:
         """Give all memory back, on the device and on the host. The weights are gone."""
-        ...
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
         """Return this worker's boxes of the parameters, by Hugging Face name. Tied parameters appear once.
@@ -41,15 +38,12 @@ class Worker(Protocol):
         Weight sync writes into these tensors. A worker whose kernels hold weights in another layout offers staging
         tensors, and converts them in `weights_changed`.
         """
-        ...
 
     def weights_changed(self, version: int) -> None:
         """Take the weights that were written into `parameter_shards()` into use. They are this policy version now."""
-        ...
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that this worker holds, by part: weights, kv_cache, optimizer."""
-        ...
 
 
 class SourceWorker(Worker, Protocol):
@@ -66,15 +60,12 @@ class SourceWorker(Worker, Protocol):
         A collective of this worker's copy of the model. Without `has_values` the values are undefined, and the call
         costs neither time nor memory.
         """
-        ...
 
     def aliases(self) -> dict[str, str]:
         """Return the other names of tied tensors, each with the name under which the tensor is served."""
-        ...
 
     def full_tensor(self, name: str) -> Tensor:
         """Return a served tensor whole. A collective of all ranks."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -104,27 +95,21 @@ class Resident(Protocol):
 
     def check(self) -> None:
         """Raise the failure of workers that serve no more."""
-        ...
 
     def to_device(self, what: Part) -> None:
         """Bring a part to the device; see `Worker.to_device`."""
-        ...
 
     def to_cpu(self) -> None:
         """Offload to host memory; see `Worker.to_cpu`."""
-        ...
 
     def to_meta(self) -> None:
         """Give all memory back; see `Worker.to_meta`."""
-        ...
 
     def weights_changed(self, version: int) -> None:
         """Take written weights into use; see `Worker.weights_changed`."""
-        ...
 
     def memory_bytes(self) -> list[dict[str, int]]:
         """Return the bytes that each worker holds, by part."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine, register_executor
-from rlite.engine.registry import find_backend, registered_executors
+from rlite.engine import registry
+from rlite.engine.registry import Backend, find_backend, registered_executors
 from rlite.engine.replica import InferenceBackend, InFlightRequest
 from rlite.errors import ConfigError, DataError, ResidencyError, RliteError, UnknownOptionError, WeightSyncError
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, SequenceRequest, TokenChunk
@@ -366,3 +368,22 @@ def test_release_ends_what_is_in_flight_and_the_engine_can_be_built_again(
     other.build(colocate_with=engine, max_model_len=256)
     assert len(other.generate(PROMPTS, GREEDY)) == 3
     other.release()
+
+
+def test_a_backend_that_is_none_is_named_before_anything_starts(path: Path) -> None:
+    @dataclass(frozen=True)
+    class Bare:
+        max_model_len: int = 8
+
+    whole = find_backend("inference", "pushing", InferenceBackend)
+    registered = dict(registry._backends)
+    try:
+        register_executor("inference", "bare", replace(whole, options=Bare))
+        register_executor("inference", "wrong", find_backend("train", "fsdp2", Backend))
+        with pytest.raises(ConfigError, match=r"'bare': its options lack .*'seed'"):
+            RliteInferenceEngine(path, executor="bare")
+        with pytest.raises(ConfigError, match=r"'wrong' is registered with .* expected a InferenceBackend"):
+            RliteInferenceEngine(path, executor="wrong")
+    finally:
+        registry._backends.clear()
+        registry._backends.update(registered)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -41,48 +42,37 @@ def agreed(group: dist.ProcessGroup | None, device: torch.device, flags: list[bo
     return votes.bool().tolist()
 
 
+@dataclass
 class ForwardPasses:
-    """Computes what the scheduler decides.
+    """Computes what the scheduler decides."""
 
-    Args:
-        weights: the model.
-        scheduler: of the same worker.
-        rules: find stop strings.
-        options: the executor's.
-        group: the ranks of the replica; None for one.
-        graphs: recorded decode steps, if there are any.
-    """
+    weights: ShardedModel
+    scheduler: Scheduler
+    rules: RequestRules
+    options: EmbeddedOptions
+    group: dist.ProcessGroup | None
+    """the ranks of the replica; None for one"""
+    graphs: DecodeGraphs | None
+    """recorded decode steps, if there are any"""
 
-    def __init__(
-        self,
-        weights: ShardedModel,
-        scheduler: Scheduler,
-        rules: RequestRules,
-        options: EmbeddedOptions,
-        group: dist.ProcessGroup | None,
-        graphs: DecodeGraphs | None,
-    ) -> None:
-        self.graphs = graphs
-        self.options = options
-        self.device = weights.device
-        self._weights = weights
-        self._scheduler = scheduler
-        self._rules = rules
-        self._group = group
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        return self.weights.device
 
     def prefill(self, cache: SlotCache) -> None:
         """Fill the cache for all running sequences, but for the last token of each."""
         while True:
-            moves, chunks = self._scheduler.next_prefill()
+            moves, chunks = self.scheduler.next_prefill()
             cache.apply(moves)
             if not chunks:
                 return
             if self.options.deterministic:
                 for chunk in chunks:
-                    for start, tokens in tiles_of(chunk, self._scheduler.running[chunk.slot].tokens):
-                        self._weights.prefill(TilePlan(cache, chunk.slot, start, tokens, self.device))
+                    for start, tokens in tiles_of(chunk, self.scheduler.running[chunk.slot].tokens):
+                        self.weights.prefill(TilePlan(cache, chunk.slot, start, tokens, self.device))
             else:
-                self._weights.prefill(PrefillPlan(cache, chunks, self.device))
+                self.weights.prefill(PrefillPlan(cache, chunks, self.device))
 
     def decode(self, cache: SlotCache, max_steps: int, version: int) -> tuple[int, dict[int, str]]:
         """Make one burst: steps between which neither the batch nor its sampling parameters change.
@@ -93,9 +83,9 @@ class ForwardPasses:
         Raises:
             DivergedError: the weights are not finite.
         """
-        sequences = self._scheduler.running
+        sequences = self.scheduler.running
         gconfigs = [s.request.gconfig for s in sequences]
-        steps = self._scheduler.burst(max_steps)
+        steps = self.scheduler.burst(max_steps)
         if any(g.stop for g in gconfigs):
             steps = min(steps, STOP_STRING_STEPS)
         batch = self._sampling(sequences)
@@ -116,29 +106,29 @@ class ForwardPasses:
                 tokens, taken, taken_of_cut = sample_each(logits, each, random[step])
             else:
                 tokens, taken, taken_of_cut = sample(logits, batch, random[step])
-            if self._group is not None:
-                dist.broadcast(tokens, group_src=0, group=self._group)
+            if self.group is not None:
+                dist.broadcast(tokens, group_src=0, group=self.group)
             made.append((tokens, taken, taken_of_cut))
             if watched is not None and torch.eq(tokens[:, None], watched).any():
                 break
         # [row][step] each: tokens and the two kinds of log-probabilities
         ids, logprobs, sampling_logprobs = (torch.stack(c, dim=1).tolist() for c in zip(*made, strict=True))
         # NaN among the logits is NaN here, and so is a choice of nothing
-        are_finite = agreed(self._group, self.device, [math.isfinite(sum(values)) for values in sampling_logprobs])
+        are_finite = agreed(self.group, self.device, [math.isfinite(sum(values)) for values in sampling_logprobs])
         failed: dict[int, str] = {}
         if not all(are_finite):
             failed = self._give_up(
                 cache, version, [s for s, fine in zip(sequences, are_finite, strict=True) if not fine]
             )
-        cache.apply(self._scheduler.record(ids, logprobs, sampling_logprobs, self._rules.find_stop))
+        cache.apply(self.scheduler.record(ids, logprobs, sampling_logprobs, self.rules.find_stop))
         if failed:
-            cache.apply(self._scheduler.abort(failed))
+            cache.apply(self.scheduler.abort(failed))
         return len(made), failed
 
     def _give_up(self, cache: SlotCache, version: int, sequences: Sequence[RunningSequence]) -> dict[int, str]:
         """Return why these requests, whose logits are not finite, cannot go on, if the weights are finite."""
-        names = nonfinite_names(self._weights.parameter_shards())
-        if not all(agreed(self._group, self.device, [not names])):
+        names = nonfinite_names(self.weights.parameter_shards())
+        if not all(agreed(self.group, self.device, [not names])):
             found = ", ".join(names[:3]) or "in the shard of another rank"
             raise DivergedError(
                 f"the served weights of policy version {version} hold NaN or infinity ({found}), and give logits "
@@ -149,7 +139,7 @@ class ForwardPasses:
         return {
             sequence.request.request_id: f"after {len(sequence.tokens)} tokens its logits are not finite, though the "
             f"weights are (policy version {version}): what the model computes of these tokens is too large for "
-            f"{self._weights.dtype}"
+            f"{self.weights.dtype}"
             for sequence in sequences
         }
 
@@ -159,7 +149,7 @@ class ForwardPasses:
             [s.request.seed for s in sequences],
             [s.stop_ids for s in sequences],
             [len(s.tokens) < s.min_tokens for s in sequences],
-            self._rules.vocab_size,
+            self.rules.vocab_size,
             self.device,
         )
 
@@ -171,12 +161,12 @@ class ForwardPasses:
             graphs, longest, addresses = self.graphs, max(lengths), self.graphs.addresses(cache)
             return lambda step, tokens: graphs.logits(cache, addresses, tokens, positions[step], longest + step)
         if self.options.deterministic:
-            return TiledDecoder(self._weights, cache, lengths, positions)
+            return TiledDecoder(self.weights, cache, lengths, positions)
         plan = DecodePlan(cache, lengths, positions)
 
         def logits(step: int, tokens: torch.Tensor) -> torch.Tensor:
             if step:
                 plan.go_to(step)
-            return self._weights.logits(tokens, positions[step], plan)
+            return self.weights.logits(tokens, positions[step], plan)
 
         return logits

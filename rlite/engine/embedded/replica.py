@@ -25,7 +25,6 @@ class PumpedWorker(ServingWorker, Protocol):
 
     def advance(self, new: list[SequenceRequest], aborted: list[int], max_steps: int) -> list[TokenChunk]:
         """Take in `new`, end `aborted`, make up to `max_steps` decode steps, and return what was made."""
-        ...
 
 
 class PumpedReplica(WorkerReplica):
@@ -145,8 +144,8 @@ class PumpedReplica(WorkerReplica):
 
     def _fail(self, error: Exception) -> None:
         """Take in nothing more. Cancelled requests end now; the engine decides about the others."""
+        requests = self._in_flight.fail(error)
         with self._changed:
             self._waiting, self._cancelled = [], []
-            requests = self._in_flight.fail(error)
             self._changed.notify()
         self._on_failure(self, requests, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -13,33 +14,20 @@ from rlite.engine.embedded.scheduler import RunningSequence
 from rlite.types import GenerationHyperparameters, SequenceRequest
 
 
+@dataclass
 class RequestRules:
-    """Rules by which one worker serves requests; the same on all ranks of a replica.
+    """Rules by which one worker serves requests; the same on all ranks of a replica."""
 
-    Args:
-        path: the checkpoint, for its tokenizer.
-        options: the executor's.
-        vocab_size: of the model.
-        max_model_len: longest sequence, in tokens.
-        end_ids: the model's own end tokens.
-        agreed: tells for each flag whether it is set on all ranks.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        options: EmbeddedOptions,
-        vocab_size: int,
-        max_model_len: int,
-        end_ids: frozenset[int],
-        agreed: Callable[[list[bool]], list[bool]],
-    ) -> None:
-        self.path = path
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
-        self._options = options
-        self._end_ids = end_ids
-        self._agreed = agreed
+    path: str
+    """the checkpoint, for its tokenizer"""
+    options: EmbeddedOptions
+    vocab_size: int
+    max_model_len: int
+    """longest sequence, in tokens"""
+    end_ids: frozenset[int]
+    """the model's own end tokens"""
+    agreed: Callable[[list[bool]], list[bool]]
+    """tells for each flag whether it is set on all ranks"""
 
     def sequence(self, request: SequenceRequest) -> RunningSequence:
         """Return a request as the scheduler runs it."""
@@ -56,7 +44,7 @@ class RequestRules:
 
     def stop_ids(self, gconfig: GenerationHyperparameters) -> frozenset[int]:
         """Return the tokens that end a completion."""
-        return frozenset(gconfig.stop_token_ids) | (frozenset() if gconfig.ignore_eos else self._end_ids)
+        return frozenset(gconfig.stop_token_ids) | (frozenset() if gconfig.ignore_eos else self.end_ids)
 
     def objection(self, request: SequenceRequest) -> str | None:
         """Return why a request cannot be served, None if it can."""
@@ -66,7 +54,7 @@ class RequestRules:
         if len(ids) > self.max_model_len - 1:
             room = self.max_model_len - 1
             default = (
-                "" if self._options.max_model_len else f" (the default: the model's limit, at most {CONTEXT_LIMIT})"
+                "" if self.options.max_model_len else f" (the default: the model's limit, at most {CONTEXT_LIMIT})"
             )
             return (
                 f"the prompt has {len(ids)} tokens, max_model_len={self.max_model_len}{default} leaves room for {room}"
@@ -102,5 +90,5 @@ class RequestRules:
             tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
         except Exception as error:  # of any kind, by the files' own parsers: only stop strings cannot do without
             tokenizer = f"{type(error).__name__}: {error}"
-        (is_everywhere,) = self._agreed([not isinstance(tokenizer, str)])
+        (is_everywhere,) = self.agreed([not isinstance(tokenizer, str)])
         return tokenizer if is_everywhere or isinstance(tokenizer, str) else "another rank could not read it"
