@@ -55,8 +55,8 @@ built with `is_decoder=true`.
 - A checkpoint may differ from its class's default config, for instance by a sliding window. `build` checks the
   checkpoint's config.
 - Sliding windows are applied layer by layer as the model's config states, in training and in serving.
-- If rotary angles depend on the longest sequence (`longrope`, `dynamic`), the length of sequences is limited to the range
-  in which the angles are constant.
+- If rotary angles depend on the longest sequence (`longrope`, `dynamic`), the length of sequences is limited to the
+  range in which the angles are constant.
 
 A module with its own forward can skip the comparison by overriding `check_architecture()`. Other executors of the
 inference engine do their own checks.
