@@ -8,9 +8,12 @@ RLITE_TORCH_INDEX ?=
 TORCH := $(shell sed -n 's/^torch==//p' constraints-cpu.txt)
 BIN := $(VENV)/bin
 SOURCES := rlite tests examples benchmarks
+# one thread: two processes of pytest run side by side, and idle OpenMP threads spin
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+SIDE_BY_SIDE = +@$(MAKE) --no-print-directory --jobs=2 --keep-going
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test gpu-check check static sloc format bench-vllm-env bench-trl-env clean
+.PHONY: help quickstart test test-1 test-2 test-fast test-fast-1 test-fast-2 gpu-check check static sloc format bench-vllm-env bench-trl-env clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -18,8 +21,28 @@ help:  ## this list
 quickstart: $(VENV)/.installed  ## GRPO on a small reasoning task, on CPU, in a few minutes
 	$(BIN)/rlite quickstart
 
-test: $(VENV)/.peers-installed  ## all tests; those marked gpu skip themselves without one
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests
+test: $(VENV)/.peers-installed  ## all tests, in two processes; tests marked gpu skip themselves without a GPU
+	$(SIDE_BY_SIDE) test-1 test-2
+
+test-fast: $(VENV)/.installed  ## for the inner loop: quick tests without worker processes, in about two minutes
+	$(SIDE_BY_SIDE) test-fast-1 test-fast-2
+
+# The halves of a suite are complements: each pattern is collected by one half and ignored by the other.
+test-1:
+	@$(PYTEST) tests/integration --ignore-glob='tests/integration/test_[p-z]*'
+
+test-2:
+	@$(call at_the_end,$(PYTEST) tests --ignore-glob='tests/integration/test_[a-o]*')
+
+test-fast-1:
+	@$(PYTEST) -m "not slow" tests/unit/rollout tests/unit/sandbox
+
+test-fast-2:
+	@$(call at_the_end,$(PYTEST) -m "not slow" tests --ignore=tests/integration --ignore=tests/peers \
+		--ignore=tests/unit/rollout --ignore=tests/unit/sandbox)
+
+# $(call at_the_end,COMMAND): the command's output in one piece, so that it does not mix with the output of the other half
+at_the_end = log=$$(mktemp); $(1) >"$$log" 2>&1; status=$$?; cat "$$log"; rm "$$log"; exit $$status
 
 gpu-check: $(VENV)/.installed  ## on a machine with a GPU: what works there, its tests, and a training benchmark
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check: torch %s finds no CUDA device here. On a machine with one: make gpu-check VENV=.venv-gpu RLITE_TORCH_INDEX=https://download.pytorch.org/whl/cu130" % torch.__version__)'
