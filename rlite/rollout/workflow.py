@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from rlite.data.chat.raw import bounded_tokens, raw_prompts
 from rlite.data.chat.special_tokens import plain_text
 from rlite.data.chat.template import ChatTemplate, Tokenizer
-from rlite.errors import DataError, RliteError
+from rlite.errors import ConfigError, DataError, RliteError
 from rlite.rollout.background import beside_loop
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.trajectories import of_trajectory, sequence_row
@@ -78,7 +78,44 @@ def trajectory(response: LLMResponse, reward: float | None = None) -> TensorDict
     return row if reward is None else row.update(of_trajectory(1, rewards=reward))
 
 
-class SingleTurnWorkflow(RolloutWorkflow):
+class PromptWorkflow(RolloutWorkflow):
+    """Base of workflows whose episodes begin with the item's prompt.
+
+    Args:
+        gconfig: sampling parameters of each turn, such as `max_new_tokens`.
+        tokenizer: the model's tokenizer.
+        chat_template_options: further keyword arguments for `apply_chat_template`, e.g. {"enable_thinking": False}.
+        max_turns: turns of the model in one episode.
+        max_length: tokens of one sequence at which generation stops; None means the engine's limit.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+
+    gconfig: GenerationHyperparameters
+
+    def __init__(
+        self,
+        gconfig: GenerationHyperparameters | Mapping[str, Any],
+        tokenizer: Tokenizer,
+        chat_template_options: Mapping[str, Any] | None = None,
+        max_turns: int = 1,
+        max_length: int | None = None,
+    ) -> None:
+        if max_turns < 1:
+            raise ConfigError(f"max_turns={max_turns}: expected at least 1")
+        self.gconfig = GenerationHyperparameters.from_mapping(gconfig)
+        self.tokenizer = tokenizer
+        self.chat_template_options = dict(chat_template_options or {})
+        self.max_turns = max_turns
+        self.max_length = max_length
+
+    def opening(self, data: Mapping[str, Any]) -> list[int] | None:
+        """Return the tokens of the item's prompt."""
+        return prompt_ids(data, self.tokenizer, self.chat_template_options)
+
+
+class SingleTurnWorkflow(PromptWorkflow):
     """One prompt, one completion, one reward: reinforcement learning from verifiable rewards.
 
     The prompt is the item's `input_ids`, its `messages` (through the chat template), or its `prompt`: a raw text, or
@@ -86,10 +123,10 @@ class SingleTurnWorkflow(RolloutWorkflow):
     again. The reward function receives the item's other keys.
 
     Args:
-        reward_fn: a RewardFunction, or a plain function, which becomes one.
-        gconfig: sampling parameters. An episode has one completion; the collector's `group_size` makes groups.
-        tokenizer: the model's.
-        chat_template_options: further keyword arguments for `apply_chat_template`, e.g. {"enable_thinking": False}.
+        reward_fn: a RewardFunction, or a function to make one from.
+        gconfig: sampling parameters; one completion per episode (groups are the collector's `group_size`).
+        tokenizer: the model's tokenizer.
+        chat_template_options: see `PromptWorkflow`.
     """
 
     def __init__(
@@ -99,27 +136,21 @@ class SingleTurnWorkflow(RolloutWorkflow):
         tokenizer: Tokenizer,
         chat_template_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.reward_fn = reward_fn if isinstance(reward_fn, RewardFunction) else RewardFunction(reward_fn)
-        self.gconfig: GenerationHyperparameters = GenerationHyperparameters.from_mapping(gconfig)
-        self.tokenizer = tokenizer
-        self.chat_template_options = dict(chat_template_options or {})
-
-    def opening(self, data: Mapping[str, Any]) -> list[int]:
-        """Return the prompt's tokens."""
-        return prompt_ids(data, self.tokenizer, self.chat_template_options)
+        super().__init__(gconfig, tokenizer, chat_template_options)
+        self.reward_fn = as_reward_function(reward_fn)
 
     def longest_sequence(self, opening: int) -> int:
-        """Return the number of tokens of prompt and completion, at most."""
+        """Return the length of the prompt and the longest completion."""
         return opening + self.gconfig.max_new_tokens
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
-        """Generate one completion, and reward it.
+        """Generate one completion of the item's prompt.
 
         Returns:
-            The trajectory of `trajectory`.
+            The trajectory, with its reward.
 
         Raises:
-            RolloutError: The engine aborted the completion.
+            RolloutError: the engine aborts the completion.
         """
         prompt = prompt_text(data, self.tokenizer, self.chat_template_options)
         limit = context_length(engine)
@@ -130,6 +161,11 @@ class SingleTurnWorkflow(RolloutWorkflow):
         completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
         arguments = reward_arguments(data, prompt, completion, response.input_tokens, response.output_tokens)
         return trajectory(response, reward=await self.reward_fn(**arguments))
+
+
+def as_reward_function(reward_fn: RewardFunction | Callable[..., Any]) -> RewardFunction:
+    """Return a RewardFunction unchanged, or one made from a function."""
+    return reward_fn if isinstance(reward_fn, RewardFunction) else RewardFunction(reward_fn)
 
 
 def reward_arguments(

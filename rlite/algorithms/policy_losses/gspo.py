@@ -14,7 +14,8 @@ def gspo(
     """L_t = -min(s A_t, clip(s, 1 - low, 1 + high) A_t), s = (pi(y) / pi_old(y))^(1 / |y|).
 
     GSPO-token, arXiv:2507.18071. Each token carries its own share of the gradient, s_t = sg(s) pi_t / sg(pi_t). With
-    one advantage per sequence it is GSPO, value and gradient. The paper averages by sequence. Averaged by "constant" with length 1 it is LUSPO, without
+    one advantage per sequence it is GSPO, value and gradient. The paper averages by sequence. Averaged by "constant"
+    with length 1 it is LUSPO, without
     the bias to short answers.
 
     Args:

@@ -11,7 +11,7 @@ from rlite.data.chat.template import ChatTemplate, Message, TemplateRefusal, Tok
 from rlite.errors import ConfigError
 from rlite.rollout.background import beside_loop
 from rlite.rollout.chat.transcript import Transcript, continuation
-from rlite.rollout.workflow import RolloutError, context_length, prompt_ids, prompt_text
+from rlite.rollout.workflow import PromptWorkflow, RolloutError, context_length, prompt_ids, prompt_text
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 
 History = Literal["tokens", "template"]
@@ -162,7 +162,38 @@ class Conversation:
         return self._response
 
 
+class ConversationWorkflow(PromptWorkflow):
+    """Base of workflows that hold a `Conversation` in each episode.
+
+    Args:
+        history: "tokens" or "template". See `Conversation`.
+        options: arguments of `PromptWorkflow`.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+
+    def __init__(self, *, history: History, **options: Any) -> None:
+        super().__init__(**options)
+        check_history(history)
+        self.history: History = history
+
+    def begin(self, data: Mapping[str, Any]) -> Conversation:
+        """Return a new conversation that begins with the item's prompt."""
+        return Conversation(
+            self.tokenizer,
+            data,
+            chat_template_options=self.chat_template_options,
+            history=self.history,
+            max_length=self.max_length,
+        )
+
+
 def check_history(history: str) -> None:
-    """Raise ConfigError unless this is a `History`."""
+    """Check that a name is a `History`.
+
+    Raises:
+        ConfigError: the name is another.
+    """
     if history not in get_args(History):
         raise ConfigError(f"history={history!r}: expected one of {', '.join(get_args(History))}")

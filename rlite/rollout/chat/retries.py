@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from tensordict import TensorDict
 
 from rlite.errors import ConfigError
-from rlite.rollout.chat.conversation import Conversation, History, check_history
-from rlite.rollout.chat.transcript import check_turn_discount, check_turns
+from rlite.rollout.chat.conversation import ConversationWorkflow, History
+from rlite.rollout.chat.transcript import check_turn_discount
 from rlite.rollout.rewards.function import RewardFunction
-from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, prompt_ids, reward_arguments
+from rlite.rollout.workflow import Tokenizer, as_reward_function, reward_arguments
 from rlite.types import AsyncInference, GenerationHyperparameters
 
 Feedback = str | Callable[[Mapping[str, Any], str, float], str]
@@ -20,7 +19,7 @@ Feedback = str | Callable[[Mapping[str, Any], str, float], str]
 FEEDBACK = "Your answer is wrong. Check your reasoning and try again."
 
 
-class MultiTurnWorkflow(RolloutWorkflow):
+class MultiTurnWorkflow(ConversationWorkflow):
     """Attempts at one problem, until the verifier is content or `max_turns` are over.
 
     The item is as `SingleTurnWorkflow` takes it, and each attempt is verified as that workflow's only one: by its text
@@ -60,30 +59,22 @@ class MultiTurnWorkflow(RolloutWorkflow):
         chat_template_options: Mapping[str, Any] | None = None,
         history: History = "tokens",
     ) -> None:
-        check_turns(max_turns)
-        check_history(history)
+        super().__init__(
+            gconfig=gconfig,
+            tokenizer=tokenizer,
+            chat_template_options=chat_template_options,
+            max_turns=max_turns,
+            max_length=max_length,
+            history=history,
+        )
         check_turn_discount(turn_discount)
-        self.reward_fn = reward_fn if isinstance(reward_fn, RewardFunction) else RewardFunction(reward_fn)
-        self.gconfig: GenerationHyperparameters = GenerationHyperparameters.from_mapping(gconfig)
-        self.tokenizer = tokenizer
-        self.max_turns = max_turns
+        self.reward_fn = as_reward_function(reward_fn)
         self.turn_discount = turn_discount
         self.feedback = feedback
         self.solved = solved
-        self.chat_template_options = dict(chat_template_options or {})
-        self._begin = partial(
-            Conversation,
-            tokenizer,
-            chat_template_options=self.chat_template_options,
-            history=history,
-            max_length=max_length,
-        )
-
-    def opening(self, data: Mapping[str, Any]) -> list[int]:
-        return prompt_ids(data, self.tokenizer, self.chat_template_options)
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
-        conversation, score = self._begin(data), 0.0
+        conversation, score = self.begin(data), 0.0
         while (response := await conversation.ask(engine, self.gconfig)) is not None:
             answer = conversation.answer
             read, written = response.input_tokens, response.output_tokens

@@ -227,13 +227,11 @@ def continuation(tokenizer: Tokenizer, text: str, response: LLMResponse, limit: 
     return tokens[1:] if is_written and not tokenizer.decode(end, skip_special_tokens=True) else tokens
 
 
-def check_turns(max_turns: int) -> None:
-    """Raise ConfigError unless an episode has a turn."""
-    if max_turns < 1:
-        raise ConfigError(f"max_turns={max_turns}: expected at least 1")
-
-
 def check_turn_discount(turn_discount: float) -> None:
-    """Raise ConfigError unless 0 <= turn_discount <= 1."""
+    """Check that a discount is in [0, 1].
+
+    Raises:
+        ConfigError: it is not.
+    """
     if not 0 <= turn_discount <= 1:
         raise ConfigError(f"turn_discount={turn_discount!r}: expected a number in [0, 1]")

@@ -14,12 +14,11 @@ from typing import Any
 from tensordict import TensorDict
 
 from rlite.errors import ConfigError, DataError
-from rlite.rollout.chat.conversation import Conversation, History, check_history
-from rlite.rollout.chat.transcript import check_turns
+from rlite.rollout.chat.conversation import ConversationWorkflow, History
 from rlite.rollout.environments.child import GymFunction, MakeFile, Turn, advance, close, read_turn, start
 from rlite.rollout.environments.errors import ENVIRONMENT_ERRORS, EnvironmentFailure
 from rlite.rollout.environments.step import sandboxed
-from rlite.rollout.workflow import RolloutWorkflow, Tokenizer
+from rlite.rollout.workflow import Tokenizer
 from rlite.sandbox.function import limited
 from rlite.types import AsyncInference, GenerationHyperparameters
 
@@ -118,7 +117,7 @@ class GymEnvironment:
             return await asyncio.to_thread(function, *arguments, **options)
 
 
-class GymWorkflow(RolloutWorkflow):
+class GymWorkflow(ConversationWorkflow):
     """Turns of the model and of a Gym-like environment, until the environment has ended or `max_turns` are over.
 
     The item has a `seed`, a whole number from 0, which the siblings of a group share, and perhaps `env_options`, the
@@ -158,24 +157,27 @@ class GymWorkflow(RolloutWorkflow):
         chat_template_options: Mapping[str, Any] | None = None,
         history: History = "tokens",
     ) -> None:
-        check_turns(max_turns)
-        check_history(history)
+        super().__init__(
+            gconfig=gconfig,
+            tokenizer=tokenizer,
+            chat_template_options=chat_template_options,
+            max_turns=max_turns,
+            max_length=max_length,
+            history=history,
+        )
         has_template = getattr(tokenizer, "chat_template", None) is not None
         if is_chat and not has_template:
             raise ConfigError("is_chat=True: the tokenizer has no chat template")
         self.environment = environment
-        self.gconfig: GenerationHyperparameters = GenerationHyperparameters.from_mapping(gconfig)
-        self.tokenizer = tokenizer
-        self.max_turns = max_turns
         self.system_prompt = system_prompt
         self.is_chat = has_template if is_chat is None else is_chat
-        self._begin = partial(
-            Conversation, tokenizer, chat_template_options=chat_template_options, history=history, max_length=max_length
-        )
+
+    def opening(self, data: Mapping[str, Any]) -> None:
+        """Return None: the environment decides the prompt."""
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
         async with self.environment.episode(_seed(data), data.get("env_options")) as episode:
-            conversation = self._begin(self._prompt(episode.observation))
+            conversation = self.begin(self._prompt(episode.observation))
             while await conversation.ask(engine, self.gconfig) is not None:
                 transcript = conversation.transcript
                 turn = await episode.step(conversation.answer)

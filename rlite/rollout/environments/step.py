@@ -13,10 +13,10 @@ from tensordict import TensorDict
 
 from rlite.data.chat.raw import TooManyTokens, raw_prompts
 from rlite.rollout.background import beside_loop
-from rlite.rollout.chat.transcript import Transcript, check_turns, continuation
+from rlite.rollout.chat.transcript import Transcript, continuation
 from rlite.rollout.environments.child import MAX_MEMORY, STEP_KEYS, StepFile, Turn, read_turn
 from rlite.rollout.environments.errors import ENVIRONMENT_ERRORS
-from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, context_length, prompt_ids, prompt_text
+from rlite.rollout.workflow import PromptWorkflow, Tokenizer, context_length, prompt_ids, prompt_text
 from rlite.sandbox.function import SandboxFunction
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 
@@ -98,7 +98,7 @@ class Environment:
         return await self._ask(read_turn, method="step", memory=extra_info, state=state, action=action)
 
 
-class EnvironmentWorkflow(RolloutWorkflow):
+class EnvironmentWorkflow(PromptWorkflow):
     """Turns of the model and of an environment, until the environment is done or `max_turns` are over.
 
     If the next state begins with state + action, the rest of it is tokenised and appended to the same sequence. Else a
@@ -127,18 +127,11 @@ class EnvironmentWorkflow(RolloutWorkflow):
         max_length: int | None = None,
         chat_template_options: Mapping[str, Any] | None = None,
     ) -> None:
-        check_turns(max_turns)
+        super().__init__(gconfig, tokenizer, chat_template_options, max_turns, max_length)
         self.environment = environment
-        self.gconfig: GenerationHyperparameters = GenerationHyperparameters.from_mapping(gconfig)
-        self.tokenizer = tokenizer
-        self.max_turns = max_turns
-        self.max_length = max_length
-        self.chat_template_options = dict(chat_template_options or {})
 
     def opening(self, data: Mapping[str, Any]) -> list[int] | None:
-        if not self.environment.begins_with_prompt:
-            return None
-        return prompt_ids(data, self.tokenizer, self.chat_template_options)
+        return super().opening(data) if self.environment.begins_with_prompt else None
 
     def longest_sequence(self, opening: int) -> int | None:
         return opening + self.gconfig.max_new_tokens if self.max_turns == 1 else None

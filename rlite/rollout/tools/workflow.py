@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from tensordict import TensorDict
 
 from rlite.data.chat.template import Message
 from rlite.errors import ConfigError, DataError
-from rlite.rollout.chat.conversation import Conversation, History, check_history
-from rlite.rollout.chat.transcript import check_turns
+from rlite.rollout.chat.conversation import Conversation, ConversationWorkflow, History
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.tools.formats import ToolCallFormat, numbered, typed
 from rlite.rollout.tools.probe import tool_call_format
 from rlite.rollout.tools.toolbox import Toolbox
-from rlite.rollout.workflow import RolloutWorkflow, Tokenizer, prompt_ids, reward_arguments
+from rlite.rollout.workflow import Tokenizer, as_reward_function, reward_arguments
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 
 
-class ToolUseWorkflow(RolloutWorkflow):
+class ToolUseWorkflow(ConversationWorkflow):
     """Turns in which the model calls tools, until it calls none or `max_turns` are over; then a reward.
 
     The item holds `messages`, or such a `prompt`. The chat template shows the tools and says their results, as messages
@@ -67,28 +65,20 @@ class ToolUseWorkflow(RolloutWorkflow):
         history: History = "tokens",
         tool_env_vars: Sequence[str] = (),
     ) -> None:
-        check_turns(max_turns)
-        check_history(history)
         self.toolbox = Toolbox(tools, tool_timeout, tool_env_vars)
-        self.reward_fn = reward_fn if isinstance(reward_fn, RewardFunction) else RewardFunction(reward_fn)
-        self.gconfig: GenerationHyperparameters = GenerationHyperparameters.from_mapping(gconfig)
-        self.tokenizer = tokenizer
-        self.max_turns = max_turns
-        self.tool_format = tool_call_format(tool_format, tokenizer, chat_template_options)
-        self.chat_template_options = {**(chat_template_options or {}), "tools": self.toolbox.schemas}
-        self._begin = partial(
-            Conversation,
-            tokenizer,
-            chat_template_options=self.chat_template_options,
-            history=history,
+        super().__init__(
+            gconfig=gconfig,
+            tokenizer=tokenizer,
+            chat_template_options={**(chat_template_options or {}), "tools": self.toolbox.schemas},
+            max_turns=max_turns,
             max_length=max_length,
+            history=history,
         )
-
-    def opening(self, data: Mapping[str, Any]) -> list[int]:
-        return prompt_ids(data, self.tokenizer, self.chat_template_options)
+        self.reward_fn = as_reward_function(reward_fn)
+        self.tool_format = tool_call_format(tool_format, tokenizer, chat_template_options)
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
-        conversation = self._begin(data)
+        conversation = self.begin(data)
         self._check_shown(conversation)
         num_calls = num_errors = 0
         answer: Message = {}
