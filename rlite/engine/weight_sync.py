@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -92,8 +92,7 @@ def sync_weights(
         sources, targets = _describe(source, target, may_share=transport in ("auto", "shared"))
         copy = _nearest_copy(source, sources, targets)
         offered = [sources[rank] for rank in copy.ranks]
-        held = set().union(*(layout.places for layout in targets))
-        plan = [make_plan(offered, layout, target.name, held) for layout in targets]
+        plan = _plans(offered, target, targets)
         chosen = _transport(source, target, copy, offered, targets) if transport == "auto" else transport
         move = {"shared": _read_shared, "gathered": _read_gathered, "broadcast": _broadcast}[chosen]
         written = move(source, target, copy, offered, targets, plan)
@@ -111,30 +110,29 @@ def sync_weights(
         num_bytes=written,
         seconds=time.perf_counter() - started,
         transport=chosen,
-        num_tensors=len(targets[0].places),
+        num_tensors=len(set().union(*(layout.places for layout in targets))),
     )
 
 
 # -- planning (pure) --------------------------------------------------------------------------------------------------
 
 
-def make_plan(
-    sources: Sequence[Layout], target: Layout, target_name: str, wanted: Collection[str] | None = None
-) -> list[Piece]:
+def make_plan(sources: Sequence[Layout], target: Layout, target_name: str, peers: Sequence[Layout] = ()) -> list[Piece]:
     """Return the pieces that write one target worker's every element exactly once.
 
     Args:
-        sources: the workers that hold one copy of the source.
-        target: the target worker.
-        target_name: how messages name the target.
-        wanted: tensors that all target workers hold together; None is those of this one.
+        sources: the workers of one copy of the source.
+        target: one worker of the target.
+        target_name: for messages.
+        peers: workers that hold one copy of the target together. Each may lack tensors that another one holds.
 
-    Raises: WeightSyncError naming tensors that one side lacks, that differ in shape, or that are not covered.
+    Raises:
+        WeightSyncError: a tensor is missing on one side, differs in shape, or is not covered.
     """
     aliases = sources[0].aliases
     known = set().union(*(layout.places for layout in sources))
     missing = sorted(name for name in target.places if aliases.get(name, name) not in known)
-    used = {aliases.get(name, name) for name in wanted or target.places}
+    used = {aliases.get(name, name) for layout in (target, *peers) for name in layout.places}
     unexpected = sorted(known - used)
     if missing or unexpected:
         raise WeightSyncError(
@@ -163,6 +161,11 @@ def make_plan(
                 f"that {target_name} holds; each must be written exactly once"
             )
     return pieces
+
+
+def _plans(sources: Sequence[Layout], target: Engine, targets: Sequence[Layout]) -> Plans:
+    copies = [[targets[rank] for rank in copy.ranks] for copy in target.executors]
+    return [make_plan(sources, layout, target.name, peers) for peers in copies for layout in peers]
 
 
 def _overlap(source: Place, target: Place) -> tuple[Box, Box] | None:
@@ -256,8 +259,7 @@ def _read_gathered(
         for name, place in layout.places.items()
     }
     everything = Layout(whole, offered[0].host, offered[0].aliases)
-    held = set().union(*(layout.places for layout in targets))
-    pieces = [make_plan([everything], layout, target.name, held) for layout in targets]
+    pieces = _plans([everything], target, targets)
     written = 0
     for bucket in make_buckets([everything]):
         names = set(bucket.names)
@@ -276,7 +278,7 @@ def _broadcast(
 ) -> int:
     """One process group over the processes of both; every source rank broadcasts its own boxes."""
     senders = {source.group.handles[rank].process: rank for rank in copy.ranks}
-    receivers = {handle.process: rank for rank, handle in enumerate(target.group.handles)}
+    receivers = {handle.process: rank for rank, handle in enumerate(target.group.handles) if plan[rank]}
     processes = list(dict.fromkeys([*senders, *receivers]))
     first = copy.ranks[0]
     meeting = Broadcast(

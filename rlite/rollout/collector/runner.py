@@ -18,9 +18,9 @@ from rlite.rollout.collector.group import Group, Queue
 from rlite.rollout.collector.ledger import FailureStreaks
 from rlite.rollout.collector.lost import LostGroups, reason_of
 from rlite.rollout.collector.options import CollectorOptions
+from rlite.rollout.loop import LoopThread
 from rlite.rollout.trajectories import pad_trajectories
 from rlite.rollout.workflow import RolloutError
-from rlite.sandbox.loop import LoopThread
 from rlite.types import AsyncInference
 
 

@@ -111,3 +111,14 @@ def test_buckets_hold_every_box_of_every_source_once_within_their_size(data: st.
     assert sorted(carried) == sorted((i, name) for i, source in enumerate(sources) for name in source.places)
     assert all(bucket.nbytes <= most or len(bucket.names) == 1 for bucket in buckets)
     assert all(sources[b.source].places[n] == p for b in buckets for n, p in zip(b.names, b.places, strict=True))
+
+
+def test_workers_of_one_copy_may_hold_different_tensors_but_all_of_them_together() -> None:
+    source, stages = layout(a=(2,), b=(3,)), [layout(a=(2,)), layout(b=(3,)), layout()]
+    assert [[piece.name for piece in make_plan([source], stage, "target", stages)] for stage in stages] == [
+        ["a"],
+        ["b"],
+        [],
+    ]
+    with pytest.raises(WeightSyncError, match=r"unknown to the target: \['b'\]"):
+        make_plan([source], stages[0], "target", [stages[0], stages[2]])
