@@ -171,9 +171,9 @@ class ChatEncoder:
             elif turns and message["role"] not in _BASIC_ROLES:
                 before = self._template.around(messages, number, tools=tools)[0]
                 if len(before) < turns[-1][1]:  # the result of a tool, put into the turn that called it
-                    raise _cannot_tell(where, number, "it is rendered inside the assistant's turn")
+                    raise DataError(_cannot_tell(where, number, "it is rendered inside the assistant's turn"))
         if any(later[0] < earlier[1] for earlier, later in pairwise(turns)):
-            raise _cannot_tell(where, len(messages) - 1, "turns overlap")
+            raise DataError(_cannot_tell(where, len(messages) - 1, "turns overlap"))
         return RenderedChat(text, tuple(turns))
 
     # -- templates with marks ------------------------------------------------------------------------------------
@@ -226,9 +226,9 @@ class ChatEncoder:
         try:
             found = self._template.around(messages, number, tools=tools)
         except TemplateRefusal as error:
-            raise _cannot_tell(where, number, str(error.__cause__)) from error
+            raise DataError(_cannot_tell(where, number, str(error.__cause__))) from error
         if len(found) != 2:
-            raise _cannot_tell(where, number, f"its content is rendered {len(found) - 1} times")
+            raise DataError(_cannot_tell(where, number, f"its content is rendered {len(found) - 1} times"))
         before, after = found
         # In history a template may leave out what it inserts before the last answer (an empty thought), or the part of
         # the generation prompt that opens a thought.
@@ -240,7 +240,7 @@ class ChatEncoder:
         header_start = len(before) - len(header)
         is_embedded = text.startswith(before[:header_start]) and text.endswith(after)
         if not is_embedded or header_start > len(text) - len(after):
-            raise _cannot_tell(where, number, "the rest of the conversation depends on its content")
+            raise DataError(_cannot_tell(where, number, "the rest of the conversation depends on its content"))
         prompted = num_shared(self._generation_prompt, text[header_start:])
         if prompted < len(self._generation_prompt):  # what follows the header by chance begins like the rest of it
             prompted = min(prompted, num_shared(self._generation_prompt, header))
@@ -250,7 +250,7 @@ class ChatEncoder:
         elif not self._ends_with_special_token and after.startswith(self._closing):
             end += len(self._closing)
         if start > end:
-            raise _cannot_tell(where, number, "it ends before its header does")
+            raise DataError(_cannot_tell(where, number, "it ends before its header does"))
         return start, end
 
     # -- rendering -------------------------------------------------------------------------------------------------
@@ -290,8 +290,8 @@ class ChatEncoder:
         return None
 
 
-def _cannot_tell(where: str, number: int, reason: str) -> DataError:
-    return DataError(
+def _cannot_tell(where: str, number: int, reason: str) -> str:
+    return (
         f"{where}, messages[{number}]: cannot tell which part of the rendered conversation the assistant says: "
         f"{reason}; mark the turns in the chat template with {{% generation %}} ... {{% endgeneration %}}"
     )

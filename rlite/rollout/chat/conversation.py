@@ -1,4 +1,4 @@
-"""A conversation of several turns in tokens: what was generated stays as it is, a chat template says the rest."""
+"""Conversations of several turns as tokens: generated tokens stay unchanged, a chat template renders the rest."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ class Conversation:
         while (response := await conversation.ask(engine, gconfig)) is not None:
             conversation.reply({"role": "user", "content": "..."})
 
-    With `history="tokens"` everything that the model has read and written stays before its eyes as it was, thoughts
-    included, and what the template puts between an answer and the next is appended: one sequence. With
-    `history="template"` the model reads what the template renders, as it would when served: where that goes on from
-    what it has read and written, tokens are appended, and where it writes history anew (drops earlier thoughts, lays
-    out a call of a tool in its own way), another sequence of the same trajectory begins.
+    With `history="tokens"` the model keeps reading all tokens that it has read and written, including its thoughts. The
+    text that the template puts between two answers is appended: one sequence. With `history="template"` the model reads
+    the conversation as the template renders it, as it does when it is served. If the rendered text continues the tokens
+    so far, the new tokens are appended. If the template rewrites history (it drops earlier thoughts, or formats a call
+    of a tool in its own way), another sequence of the same trajectory begins.
 
     Args:
-        tokenizer: of the model.
-        item: with a prompt as `prompt_ids` takes it. Messages are answered by the chat template; after a raw prompt
-            replies are raw texts, too.
+        tokenizer: the model's tokenizer.
+        item: has a prompt as `prompt_ids` takes it. The chat template renders messages. After a raw prompt, replies are
+            raw texts, too.
         chat_template_options: further keyword arguments for `apply_chat_template`, such as `tools`.
         history: "tokens" or "template".
-        max_length: tokens of one sequence at which generation stops; None is as many as the engine takes.
+        max_length: tokens of one sequence at which generation stops; None means the engine's limit.
 
-    Texts become tokens when the model is asked, long ones in a thread, or before that when `transcript` is looked at.
+    Text is tokenised when the model is asked (long text in a thread), or earlier when `transcript` is read.
 
-    Raises: ConfigError for another `history`; DataError for an item without a prompt.
+    Raises:
+        ConfigError: `history` has another value.
+        DataError: the item has no prompt.
     """
 
     def __init__(
@@ -71,9 +73,15 @@ class Conversation:
         self._response: LLMResponse | None = None
 
     async def ask(self, engine: AsyncInference, gconfig: GenerationHyperparameters) -> LLMResponse | None:
-        """The model's next turn; None if there is no room for one.
+        """Generate the model's next turn.
 
-        Raises: as `Transcript.generate`; DataError for a prompt that leaves no room.
+        Returns:
+            The turn; None if there is no room for one.
+
+        Raises:
+            RolloutError: the engine aborts the turn, or writes nothing.
+            DataError: the prompt leaves no room.
+            TooManyTokens: a text is far too long, and `max_length` is None.
         """
         limit = context_length(engine, self._max_length)
         try:
@@ -89,13 +97,13 @@ class Conversation:
 
     @property
     def transcript(self) -> Transcript:
-        """What was read and written so far. Raises: DataError for a prompt that leaves no room."""
+        """The tokens so far, as a Transcript. Reading it raises DataError if the prompt leaves no room."""
         self._read(self._max_length)
         assert self._transcript is not None
         return self._transcript
 
     def _read(self, limit: int | None) -> None:
-        """Make tokens of what has not been read yet."""
+        """Tokenise the text that has not been read yet."""
         if self._unread is not None:
             self._unread(limit)
             self._unread, self._num_unread = None, 0
@@ -105,22 +113,23 @@ class Conversation:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the model has answered when it was asked last."""
+        """True if the model has answered the last time it was asked."""
         return self._response is not None
 
     @property
     def answer(self) -> str:
-        """The text of the latest turn, without special tokens. Raises: RolloutError if there was none."""
+        """The text of the latest turn, without special tokens. Reading it raises RolloutError if there is no turn."""
         return self._tokenizer.decode(self._latest().output_tokens, skip_special_tokens=True)
 
     def reply(self, *messages: Message, answer: Message | None = None) -> None:
-        """Say something, after which the model is asked again.
+        """Append messages, after which the model is asked again.
 
         Args:
-            messages: of a user or of tools; their contents are texts.
+            messages: messages of a user or of tools, with text as content.
             answer: the model's latest turn as a message; default: its text.
 
-        Raises: ConfigError if the chat template cannot say it after an answer.
+        Raises:
+            ConfigError: the chat template does not render the messages after an answer.
         """
         answer = answer or {"role": "assistant", "content": self.answer}
         if not self.is_chat:
@@ -136,18 +145,18 @@ class Conversation:
             raise ConfigError(str(error)) from error
 
     def _read_later(self, text: str) -> None:
-        """Let the text be appended to the tokens so far."""
+        """Append the text to the tokens when the model is asked."""
         transcript, response = self.transcript, self._latest()
         self._num_unread = len(text)
         self._unread = lambda limit: transcript.read(continuation(self._tokenizer, text, response, limit))
 
     def _begin_later(self, text: str) -> None:
-        """Let another sequence begin with the text."""
+        """Begin another sequence with the text when the model is asked."""
         transcript, self._num_unread = self.transcript, len(text)
         self._unread = lambda limit: transcript.begin(bounded_tokens(self._tokenizer, text, limit))
 
     def _read_rendered(self) -> None:
-        """The whole conversation as the template renders it: the rest of it if it goes on, or all of it."""
+        """Append the rest of the rendered conversation, or begin anew if it does not continue the text."""
         text = self._template.render(self.messages, add_generation_prompt=True)
         said = self._text + self.answer
         if text.startswith(said):

@@ -1,4 +1,4 @@
-"""Retries: a wrong answer is told so, and the model goes on from its own tokens."""
+"""Retries: after a wrong answer the model reads feedback and continues from its own tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FEEDBACK = "Your answer is wrong. Check your reasoning and try again."
 
 
 class MultiTurnWorkflow(ConversationWorkflow):
-    """Attempts at one problem, until the verifier is content or `max_turns` are over.
+    """Attempts at one problem, until an answer is right or `max_turns` is reached.
 
     The item is as `SingleTurnWorkflow` takes it, and each attempt is verified as that workflow's only one: by its text
     (`completions`) and its own tokens (`completion_ids`). An attempt that is worth less than `solved` is followed by
@@ -32,18 +32,19 @@ class MultiTurnWorkflow(ConversationWorkflow):
     attempt's reward itself.
 
     Args:
-        reward_fn: a RewardFunction, or a function to make one of.
-        gconfig: how to sample; `max_new_tokens` of each attempt.
-        tokenizer: of the model.
-        max_turns: attempts.
+        reward_fn: a RewardFunction, or a function to make one from.
+        gconfig: see `PromptWorkflow`.
+        tokenizer: see `PromptWorkflow`.
+        max_turns: the number of attempts.
         turn_discount: in [0, 1].
         feedback: a text, or a function of the item, the answer and its reward that returns one.
-        solved: the reward from which on an attempt is right.
-        max_length: tokens of one sequence at which generation stops; None is as many as the engine takes.
-        chat_template_options: further keyword arguments for `apply_chat_template`.
+        solved: the lowest reward of a right attempt.
+        max_length: see `PromptWorkflow`.
+        chat_template_options: see `PromptWorkflow`.
         history: "tokens" or "template". See `Conversation`.
 
-    Raises: ConfigError for options out of range.
+    Raises:
+        ConfigError: an option is out of range.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class MultiTurnWorkflow(ConversationWorkflow):
         self.solved = solved
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
+        """Return the trajectory of an episode: ask, verify and give feedback until an attempt is right."""
         conversation, score = self.begin(data), 0.0
         while (response := await conversation.ask(engine, self.gconfig)) is not None:
             answer = conversation.answer

@@ -7,7 +7,7 @@
                  or [TOOL_CALLS]NAME[ARGS]{...}, any number
     pythonic     [name(argument=literal, ...), ...]                                         Llama 3.2 and 4
 
-A text that is not wholly in its format is no call at all: it stays text, unchanged.
+Text that is not completely in its format contains no call and stays unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that a model asks for."""
+    """Call of a tool that a model asks for."""
 
     name: str
     arguments: dict[str, Any]
@@ -32,7 +32,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolCallFormat:
-    """How a model writes its calls."""
+    """Notation in which a model writes its calls."""
 
     name: str
     parse: Callable[[str], tuple[str, list[ToolCall]]]
@@ -99,7 +99,7 @@ def template_format(tokenizer: Any, prompt: str) -> ToolCallFormat:
 
 
 def numbered(calls: Sequence[ToolCall], numbers: Iterator[int]) -> list[dict[str, Any]]:
-    """Calls as a message has them for chat templates: the arguments are a mapping, not JSON text."""
+    """Return calls in the form of a message for chat templates: the arguments are a mapping, not JSON text."""
     return [
         {
             "id": f"call{next(numbers):05d}",  # nine letters or digits, as Mistral's templates want them
@@ -185,7 +185,7 @@ def _read_mistral(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def _read_named(text: str) -> ToolCall:
-    """NAME[ARGS]{...} or NAME[CALL_ID]ID[ARGS]{...}."""
+    # NAME[ARGS]{...} or NAME[CALL_ID]ID[ARGS]{...}
     name, mark, arguments = text.partition(_MISTRAL_ARGUMENTS)
     if not mark:
         raise _NoCall
@@ -225,7 +225,7 @@ def _read_pythonic(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def _call(value: Any, *keys: str) -> ToolCall:
-    """A call from {"name": ..., KEY: {...}}. Raises: _NoCall."""
+    # from {"name": ..., KEY: {...}}
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not _NAME.fullmatch(value["name"]):
         raise _NoCall
     arguments: Any = next((value[key] for key in keys if key in value), {})
@@ -254,7 +254,7 @@ def _json(text: str) -> Any:
 
 
 def num_before(text: str, marks: tuple[str, ...]) -> int:
-    """Characters of an unfinished text that stand before the first of the marks, or before the beginning of one."""
+    """Return how many characters of an unfinished text stand before the first mark, or before the beginning of one."""
     ends = [text.find(mark) for mark in marks if mark in text]
     ends += [
         len(text) - size
@@ -271,7 +271,7 @@ def _settled_before(mark: str) -> Callable[[str], int]:
 
 
 def _settled_unless(*beginnings: str) -> Callable[[str], int]:
-    """For formats that are the whole text: all or nothing."""
+    """Return the function for a format that is the whole text: all of the text is settled, or nothing."""
 
     def num_settled(text: str) -> int:
         begun = text.lstrip()

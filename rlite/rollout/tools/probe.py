@@ -1,4 +1,4 @@
-"""The format in which a model's chat template writes calls of tools: found by writing one and reading it back."""
+"""Probe of a chat template: write a call of a tool, and find the format that reads it back."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def tool_call_format(
     Args:
         form: a ToolCallFormat, which is taken as it is; the name of one; or None for the format that the tokenizer's
             response template or chat template has. A template that writes no calls says nothing: then it is hermes.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         chat_template_options: further keyword arguments for `apply_chat_template`.
 
-    Raises: ConfigError for an unknown name, or if the chat template writes a call that the format does not read back.
+    Raises:
+        ConfigError: the name is unknown, or the chat template writes a call that the format does not read back.
     """
     if isinstance(form, ToolCallFormat):
         return form
@@ -66,7 +67,7 @@ def tool_call_format(
 
 
 def _write_probe(tokenizer: Any, options: Mapping[str, Any]) -> tuple[str, list[int]]:
-    """A prompt, and the tokens of an answer that calls a tool; no tokens if the template writes no calls."""
+    """Return a prompt and the tokens of an answer that calls a tool; no tokens if the template writes no calls."""
     if getattr(tokenizer, "chat_template", None) is None:
         return "", []
     template = ChatTemplate(tokenizer, {**options, "tools": [TOOL]})
@@ -81,7 +82,7 @@ def _write_probe(tokenizer: Any, options: Mapping[str, Any]) -> tuple[str, list[
 
 
 def _reads(form: ToolCallFormat, tokenizer: Any, written: list[int]) -> bool:
-    """Whether the probe is found in what the template wrote, decoded as an answer of the model is."""
+    """Return whether the format finds the probe in the template's tokens, decoded like an answer of the model."""
     special = set(getattr(tokenizer, "all_special_ids", ()))
     end = len(written)
     while end and (written[end - 1] in special or not tokenizer.decode(written[end - 1 : end]).strip()):

@@ -36,19 +36,20 @@ class ToolUseWorkflow(ConversationWorkflow):
     Args:
         tools: functions with type hints and a docstring with `Args:`, or {"schema": ..., "call": function}. See `Tool`
             for where they run.
-        reward_fn: a RewardFunction, or a function to make one of.
-        gconfig: how to sample; `max_new_tokens` of each turn.
-        tokenizer: of the model, with a chat template that shows tools.
-        max_turns: turns of the model in one episode.
+        reward_fn: a RewardFunction, or a function to make one from.
+        gconfig: see `PromptWorkflow`.
+        tokenizer: the model's tokenizer, with a chat template that shows tools.
+        max_turns: see `PromptWorkflow`.
         tool_timeout: seconds for one call.
         tool_env_vars: names of environment variables that the processes of tools get as well (see RewardFunction).
         tool_format: a name in `rlite.rollout.tools.formats.FORMATS`, or a ToolCallFormat; default: the format that
             the chat template teaches.
-        max_length: tokens of one sequence at which generation stops; None is as many as the engine takes.
-        chat_template_options: further keyword arguments for `apply_chat_template`.
+        max_length: see `PromptWorkflow`.
+        chat_template_options: see `PromptWorkflow`.
         history: "tokens" or "template". See `Conversation`.
 
-    Raises: ConfigError for options out of range, tools that are none, and a chat template whose calls cannot be read.
+    Raises:
+        ConfigError: an option is out of range, a tool is invalid, or the calls of the chat template cannot be read.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class ToolUseWorkflow(ConversationWorkflow):
         self.tool_format = tool_call_format(tool_format, tokenizer, chat_template_options)
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
+        """Return the trajectory of an episode: ask and call tools until the model calls none."""
         conversation = self.begin(data)
         self._check_shown(conversation)
         num_calls = num_errors = 0
@@ -115,7 +117,7 @@ class ToolUseWorkflow(ConversationWorkflow):
             raise ConfigError(f"the model's chat template does not show the tools {', '.join(hidden)}")
 
     def _text(self, response: LLMResponse) -> str:
-        """A turn as text in which calls are found."""
+        """Return a turn as the text in which calls are searched."""
         if not self.tool_format.shows_special_tokens:
             return self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
         tokens = response.output_tokens
