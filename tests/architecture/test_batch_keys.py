@@ -22,9 +22,10 @@ PACKS = {"data"}
 """name of a pack in losses and modules; elsewhere it is an item"""
 OTHERS = {
     "rlite/data/preferences.py": {"messages", "prompt", "tools"},
+    "rlite/engine/fsdp2/batches.py": {"params"},
     "rlite/trainer/rl/rollouts.py": {"data"},
 }
-"""keys of rows of data and of saved groups, which have such names too"""
+"""keys of rows of data, of saved groups and of optimizers, which have such names too"""
 
 
 def keys_in(path: Path) -> Iterator[tuple[str, str]]:
