@@ -1,10 +1,14 @@
 from importlib.util import find_spec
+from typing import get_args
 
 import pytest
 
+from rlite.algorithms.kl import KLEstimator
+from rlite.algorithms.schedules import Schedule
 from rlite.config import load, to_container
 from rlite.errors import ConfigError, UnknownOptionError
 from rlite.rollout import CollectorOptions
+from rlite.trainer import options
 from rlite.trainer.dpo import DpoConfig
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.sft import SftConfig
@@ -177,3 +181,28 @@ def test_the_options_of_the_collector_are_set_from_the_trainer():
     wanted = {"stale_timeout": 1.0, "request_timeout": 2.0, "request_retries": 0, "max_consecutive_failures": 5}
     settings = [f"rollout.{name}={value}" for name, value in wanted.items()]
     assert load(PpoConfig, [*PPO, *settings]).collector_options() == CollectorOptions(consumer_batch_size=32, **wanted)
+
+
+def test_choices_in_options_are_those_of_the_algorithms():
+    assert get_args(options.Schedule) == get_args(Schedule)
+    assert get_args(options.KLEstimator) == get_args(KLEstimator)
+
+
+def test_every_rule_of_a_run_that_does_not_hold_is_reported_at_once():
+    wrong = ["actor.power=2", "actor.lr_end=1", "adv.gamma=2", "trainer.trace_steps=[3]", "kl.loss_estimator=k1"]
+    with pytest.raises(ConfigError) as caught:
+        load(PpoConfig, [*PPO, *wrong, "rollout.train_sampling_params.top_p=0"])
+    assert [line.split("=")[0] for line in str(caught.value).splitlines()] == [
+        "actor.power",
+        "actor.lr_end",
+        "kl.loss_estimator",
+        "adv.gamma",
+        "rollout.train_sampling_params: sampling parameter top_p",
+        "trainer.trace_steps",
+    ]
+
+
+def test_a_run_has_the_folder_of_its_trainer_when_other_options_of_the_run_are_given():
+    assert load(SftConfig, [*SFT, "trainer.save_freq=3"]).trainer.save_dir == "runs/sft"
+    assert load(DpoConfig, [*SFT, "trainer={keep: 3}"]).trainer.save_dir == "runs/dpo"
+    assert load(PpoConfig, [*PPO, "trainer.save_freq=3"]).trainer.save_dir == "runs/ppo"
