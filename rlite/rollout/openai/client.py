@@ -1,4 +1,4 @@
-"""The `openai` package's own client on a session in this process: no server, no sockets."""
+"""Client of the `openai` package for a session in this process, without a server or sockets."""
 
 from __future__ import annotations
 
@@ -24,8 +24,14 @@ _BASE_URL = "http://session.invalid/v1"
 
 
 class AgentClient(openai.AsyncOpenAI):
-    """`openai.AsyncOpenAI`, answered by a session: all of its methods for chats, completions and models, its types and
-    errors. It goes wherever a framework takes that class. `model` is the name to ask for.
+    """An `openai.AsyncOpenAI` that a session answers.
+
+    Its methods for chats, completions and models work, with their types and errors. Frameworks that accept the class
+    accept this client. `model` is the name to ask for.
+
+    Args:
+        session: answers the requests.
+        options: arguments of `openai.AsyncOpenAI`.
     """
 
     def __init__(self, session: AgentSession, **options: Any) -> None:
@@ -37,7 +43,7 @@ class AgentClient(openai.AsyncOpenAI):
         self.model = session.model
 
     def copy(self, **options: Any) -> AgentClient:
-        """The same session with other options, such as `max_retries`."""
+        """Return a client of the same session with other options, such as `max_retries`."""
         return super().copy(
             **{**options, "_extra_kwargs": {**options.get("_extra_kwargs", {}), "session": self.session}}
         )
@@ -45,24 +51,24 @@ class AgentClient(openai.AsyncOpenAI):
     with_options = copy
 
     def set_reward(self, interaction_id: str, reward: float) -> None:
-        """Say what the answer with this id was worth. See `AgentSession.set_reward`."""
+        """Set the reward of the answer with this id. See `AgentSession.set_reward`."""
         self.session.set_reward(interaction_id, reward)
 
     def set_last_reward(self, reward: float) -> None:
-        """Say what the latest answer was worth."""
+        """Set the reward of the latest answer."""
         self.session.set_last_reward(reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Let earlier answers share in what later ones are worth."""
+        """Let earlier answers share in later rewards. See `Recording.apply_reward_discount`."""
         self.session.apply_reward_discount(turn_discount)
 
     def export(self, style: Style = "concat", include_aborted: bool = False) -> Any:
-        """What can be trained on. See `rlite.rollout.openai.recording.export`."""
+        """Return the trajectory of the session. See `rlite.rollout.openai.recording.export`."""
         return self.session.export(style, include_aborted)
 
 
 class _SessionTransport(_http.AsyncBaseTransport):
-    """Requests to a session instead of to a network."""
+    """Transport of requests to a session instead of a network."""
 
     def __init__(self, session: AgentSession) -> None:
         self._session = session
@@ -100,7 +106,7 @@ class _Events(_http.AsyncByteStream):
         self._first = b""
 
     async def begin(self) -> None:
-        """Wait for the first event. Raises: ApiError, for which the response has a status of its own."""
+        """Wait for the first event. An ApiError here becomes the status of the response."""
         self._first = await anext(self._events)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:

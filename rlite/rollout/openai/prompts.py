@@ -97,7 +97,7 @@ class ChatPrompts:
         return self._rest_after_calls(turn, messages, text, ending)
 
     def _rest_after_calls(self, turn: Turn, messages: Sequence[Message], text: str, ending: Ending) -> str | None:
-        """Do the same for an answer with calls, which a template may write in other words than the model."""
+        """Return the same part for an answer with calls, which a template may write in other words than the model."""
         assert turn.messages is not None
         assert turn.answer is not None
         before = self._template.render(
@@ -155,7 +155,7 @@ def _continued(messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -
 
 
 def _is_same(message: Message, answer: Message) -> bool:
-    """Compare two messages, except for white space: frameworks strip it, or move it when they take thoughts out."""
+    """Return whether two messages are equal, except for white space: frameworks strip it or move it."""
     if message["content"] != answer["content"] and message["content"].split() != answer["content"].split():
         return False
     return {**message, "content": None} == {**answer, "content": None}

@@ -1,8 +1,8 @@
-"""What a session's model has read and written, turn by turn, and what it was worth.
+"""Recording of a session: the turns that its model has read and written, and their rewards.
 
 turn 1 ─── turn 2 ─── turn 3        a child's prompt begins with its parent's prompt and output, token for token
       └─── turn 4                   another continuation of turn 1
-turn 5                              history that was written anew, or another conversation
+turn 5                              rewritten history, or another conversation
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Style = Literal["individual", "concat"]
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Turn:
-    """One answer of the model. Lists of outputs have one value per output token."""
+    """One answer of the model. `logprobs` and `versions` have one value per output token."""
 
     id: str
     prompt_ids: list[int]
@@ -38,20 +38,20 @@ class Turn:
     versions: list[int]
     finish_reason: StopReason
     parent: Turn | None = None
-    """the turn whose prompt and output this one's prompt begins with"""
+    """the turn whose prompt and output the prompt begins with"""
     messages: Sequence[Message] | None = None
-    """what was asked; None for a prompt that is a text"""
+    """the conversation that was asked; None for a prompt that is a text"""
     answer: Message | None = None
     """the message that was returned; None if there was none"""
     tools: Any = None
     prompt_text: str = ""
-    """what `prompt_ids` are the tokens of, as the template renders it"""
+    """the text of `prompt_ids`, as the template renders it"""
     text: str = ""
-    """what was returned, before calls of tools were taken out"""
+    """the text that was returned, including calls of tools"""
     reward: float | None = None
-    """of this turn alone"""
+    """the reward of this turn alone"""
     is_aborted: bool = False
-    """the client has not had the whole of it: it left, or the engine gave up"""
+    """the client has not received the whole answer: it left, or the engine gave up"""
 
     def __repr__(self) -> str:
         state = "aborted" if self.is_aborted else self.finish_reason
@@ -72,11 +72,15 @@ class Recording:
     """set by `apply_reward_discount`"""
 
     def completed(self) -> list[Turn]:
-        """The turns that were not aborted."""
+        """Return the turns that were not aborted."""
         return [turn for turn in self.turns if not turn.is_aborted]
 
     def turn(self, interaction_id: str) -> Turn:
-        """A turn by its id. Raises: DataError that names the known ones."""
+        """Return a turn by its id.
+
+        Raises:
+            DataError: no turn has the id. The error names the latest ids.
+        """
         for turn in self.turns:
             if turn.id == interaction_id:
                 return turn
@@ -84,10 +88,11 @@ class Recording:
         raise DataError(f"no interaction has the id {interaction_id!r}; the latest are: {known}")
 
     def set_reward(self, interaction_id: str, reward: float) -> None:
-        """Say what a turn was worth: a finite number, or an array or tensor of one element.
+        """Set the reward of a turn: a finite number, or an array or tensor of one element.
 
-        Raises: DataError for an unknown or aborted turn, or a reward that is no number; RolloutError after
-            `apply_reward_discount`.
+        Raises:
+            DataError: the turn is unknown or aborted, or the reward is not a finite number.
+            RolloutError: `apply_reward_discount` was called before.
         """
         turn = self.turn(interaction_id)
         if turn.is_aborted:
@@ -98,28 +103,35 @@ class Recording:
         turn.reward = number
 
     def set_last_reward(self, reward: float) -> None:
-        """Say what the latest turn was worth. Raises: as set_reward; RolloutError if there is no turn."""
+        """Set the reward of the latest turn.
+
+        Raises:
+            DataError: the reward is not a finite number.
+            RolloutError: there is no turn, or `apply_reward_discount` was called before.
+        """
         completed = self.completed()
         if not completed:
             raise RolloutError("the agent has no completed interaction to reward: it has asked the model for nothing")
         self.set_reward(completed[-1].id, reward)
 
-    def apply_reward_discount(self, turn_discount: float) -> None:
-        """From the last turn back: a turn is worth its reward plus `turn_discount` times what the next one is worth.
+    def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
+        """Let earlier turns share in later rewards: worth of a turn = its reward + discount x worth of the next turn.
 
-        Raises: ConfigError unless 0 <= turn_discount <= 1; RolloutError the second time.
+        Raises:
+            ConfigError: the discount is not in [0, 1].
+            RolloutError: this is the second call.
         """
         check_turn_discount(turn_discount)
         self._check_open("apply_reward_discount")
         self.turn_discount = turn_discount
 
     def shares(self) -> dict[Turn, float]:
-        """What each turn adds to what the session is worth: its reward, discounted by the turns before it."""
+        """Return the share of each turn in the worth of the session: its reward, discounted by the turns before it."""
         discount = 1.0 if self.turn_discount is None else self.turn_discount
         return {turn: discount**index * (turn.reward or 0.0) for index, turn in enumerate(self.completed())}
 
     def worths(self) -> dict[Turn, float]:
-        """What each turn is worth: its reward, and with a discount what the later ones are worth."""
+        """Return the worth of each turn: its reward and, with a discount, the worth of later turns."""
         worths: dict[Turn, float] = {}
         following = 0.0
         for turn in reversed(self.completed()):
@@ -127,6 +139,7 @@ class Recording:
         return worths
 
     def has_reward(self) -> bool:
+        """Return whether any completed turn has a reward."""
         return any(turn.reward is not None for turn in self.completed())
 
     def _check_open(self, what: str) -> None:
@@ -135,7 +148,11 @@ class Recording:
 
 
 def path(turn: Turn) -> list[Turn]:
-    """A turn with those that it continues, the first one first."""
+    """Return a turn with all turns that it continues, the first turn first.
+
+    Raises:
+        DataError: a turn does not begin with the tokens of its parent.
+    """
     line = [turn]
     while line[-1].parent is not None:
         line.append(line[-1].parent)
@@ -147,7 +164,7 @@ def path(turn: Turn) -> list[Turn]:
 
 
 def leaves(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns that no other one continues, in their order."""
+    """Return the turns that no other turn continues, in their order."""
     parents = {turn.parent for turn in turns}
     return [turn for turn in turns if turn not in parents]
 

@@ -1,4 +1,4 @@
-"""Responses as OpenAI's interface has them: whole objects and chunks of streams, as JSON values."""
+"""Responses in OpenAI's interface: whole objects and chunks of streams, as JSON values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlite.types import TokenChunk
 
 @dataclass(frozen=True)
 class Delta:
-    """More of one choice: text that is settled (it may be empty), and the tokens that came."""
+    """New part of one choice: settled text (it may be empty), and the tokens that arrived."""
 
     index: int
     text: str
@@ -30,7 +30,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Choice:
-    """One choice, complete. `rest` is the end of its content, which no delta has."""
+    """Complete choice. `rest` is the end of its content that no delta has."""
 
     index: int
     turn: Turn
@@ -40,7 +40,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Envelope:
-    """What all parts of a response have in common."""
+    """Fields that all parts of a response share."""
 
     id: str
     model: str
@@ -50,19 +50,31 @@ class Envelope:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def around(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
-        """A response, or one chunk of it."""
+        """Return a response, or one chunk of it."""
         kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if self.is_chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
 
 def answer(content: str, calls: Sequence[ToolCall], numbers: Iterator[int]) -> Message:
-    """The assistant's message, as it is compared when it comes back; its calls get the next numbers."""
+    """Return the assistant's message. Later requests are compared with it.
+
+    Args:
+        content: the text outside of calls.
+        calls: the calls of tools.
+        numbers: gives each call its id.
+    """
     message = {"role": "assistant", "content": content}
     return {**message, "tool_calls": numbered(calls, numbers)} if calls else message
 
 
 def whole(envelope: Envelope, prompt_ids: list[int], choices: Sequence[Choice]) -> dict[str, Any]:
-    """The response to a request that does not stream."""
+    """Return the response to a request that does not stream.
+
+    Args:
+        envelope: the shared fields.
+        prompt_ids: the tokens of the prompt, which are counted.
+        choices: all choices, in any order.
+    """
     parts = []
     for choice in sorted(choices, key=lambda choice: choice.index):
         part: dict[str, Any] = {"index": choice.index, "finish_reason": finish_reason(choice.turn)}
@@ -87,7 +99,13 @@ def whole(envelope: Envelope, prompt_ids: list[int], choices: Sequence[Choice]) 
 async def stream(
     envelope: Envelope, prompt_ids: list[int], events: AsyncIterator[Delta | Choice]
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """The chunks of the response to a request that streams."""
+    """Yield the chunks of the response to a request that streams.
+
+    Args:
+        envelope: the shared fields.
+        prompt_ids: the tokens of the prompt, which are counted.
+        events: the parts of the choices as they arrive.
+    """
     begun: set[int] = set()
     waiting: dict[int, list[tuple[int, float]]] = {}
     num_output = 0
@@ -117,8 +135,11 @@ async def stream(
 
 
 async def server_sent_events(messages: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
-    """A streaming reply as it travels; it is closed with this. Raises: ApiError before the first event; later ones are
-    events themselves."""
+    """Yield a streaming reply as server-sent events. The reply is closed at the end.
+
+    Raises:
+        ApiError: the reply fails before its first message. A later failure is an event.
+    """
     is_begun = False
     async with contextlib.aclosing(messages):
         try:
@@ -138,7 +159,7 @@ def _event(data: str) -> bytes:
 
 
 def description(model: str) -> dict[str, Any]:
-    """A model, as it is listed."""
+    """Return the entry of a model in the list of models."""
     return {"id": model, "object": "model", "created": 0, "owned_by": "rlite"}
 
 
@@ -155,12 +176,12 @@ def _chunk(
 
 
 def finish_reason(turn: Turn) -> str:
-    """In OpenAI's words."""
+    """Return the finish reason in OpenAI's words."""
     return "tool_calls" if calls_of(turn) else turn.finish_reason
 
 
 def calls_of(turn: Turn) -> list[dict[str, Any]]:
-    """The calls of an answer with their arguments as JSON text, as clients get them."""
+    """Return the calls of an answer with their arguments as JSON text, as clients receive them."""
     calls = [] if turn.answer is None else turn.answer.get("tool_calls", [])
     return [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
@@ -169,12 +190,12 @@ def calls_of(turn: Turn) -> list[dict[str, Any]]:
 
 
 def usage(num_prompt: int, num_output: int) -> dict[str, int]:
-    """Counts of tokens; a prompt that several choices share counts once."""
+    """Return counts of tokens. A prompt that several choices share counts once."""
     return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
 
 def logprobs(envelope: Envelope, tokens: Sequence[tuple[int, float]]) -> dict[str, Any] | None:
-    """Log-probabilities of sampled tokens, in the form of chats or of completions; None if nobody has asked."""
+    """Return log-probabilities of sampled tokens in the form of the interface; None if the request has not asked."""
     if not envelope.request.has_logprobs:
         return None
     texts = [envelope.tokenizer.decode([token]) for token, _ in tokens]

@@ -1,4 +1,4 @@
-"""From tokens to text as they arrive: what can still change is held back."""
+"""Text of tokens as they arrive. Text that can still change is held back."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rlite.rollout.workflow import Tokenizer
 
 
 class TextStream:
-    """The text of one output. Held back are: half a character, what may begin a stop string or a call of a tool.
+    """Text of one output. It holds back half a character, and a possible beginning of a stop string or a call.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         stops: the text ends before the first of them.
         form: how calls of tools are written; None looks for none.
         tools: schemas, by which arguments that are written as text get their types.
@@ -42,7 +42,7 @@ class TextStream:
         """all of it so far, up to a stop string"""
 
     def feed(self, tokens: Sequence[int], is_last: bool = False) -> str:
-        """Further tokens. Returns: what is settled by them."""
+        """Return the text that is settled by further tokens."""
         if is_last and not self._skips and tokens and tokens[-1] in self._special:
             tokens = tokens[:-1]  # the end of the turn is not said
         self._tokens += tokens
@@ -60,7 +60,7 @@ class TextStream:
         return self._send(self.text[:end])
 
     def finish(self) -> tuple[str, list[ToolCall], str]:
-        """After the last token: the content, the calls, and the content that has not been handed out."""
+        """Return the content, the calls, and the content that was not returned before, after the last token."""
         content, calls = (self.text, []) if self._form is None else self._form.parse(self.text)
         return content, typed(calls, self._tools), self._send(content)
 

@@ -1,4 +1,4 @@
-"""The workflow that runs an agent: a session of its own for every episode."""
+"""Workflow that runs an agent, with a new session for every episode."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ Agent = Callable[[Any, dict[str, Any]], Awaitable[Worth]]
 
 
 class AgentWorkflow(RolloutWorkflow):
-    """Runs `await agent(model, data)` for each episode, and trains on what it asked the model and what came back.
+    """Runs `await agent(model, data)` for each episode, and records the agent's requests and the answers.
 
-    The agent is ordinary code for OpenAI's interface. It returns what the episode was worth, which is the reward of its
-    last interaction; or rewards by interaction id; or None, if it has set rewards itself, or else to drop the episode.
-    The event loop runs other episodes, too: synchronous code belongs into `asyncio.to_thread`.
+    The agent is ordinary code for OpenAI's interface. It returns the reward of its last interaction, or rewards by
+    interaction id, or None. If it returns None without having set a reward, the episode is dropped. The event loop also
+    runs other episodes, so synchronous code belongs in `asyncio.to_thread`.
 
     Args:
         agent: an async function of the model and the item.
-        gconfig: how to sample where the agent does not say.
-        tokenizer: of the model.
+        gconfig: sampling parameters that the agent does not set.
+        tokenizer: the model's tokenizer.
         interface: "client": the agent gets an `openai.AsyncOpenAI` (needs the openai package); "http": an `Access` with
             base_url, api_key and model (needs aiohttp), for other clients, threads and processes on this machine.
         style: "concat" or "individual". See `rlite.rollout.openai.recording.export`.
-        turn_discount: earlier interactions share in what later ones are worth; None leaves rewards as they are set.
+        turn_discount: earlier interactions share in later rewards; None leaves rewards unchanged.
         model: the name that the agent asks for.
         tool_format: a name in `rlite.rollout.tools.formats.FORMATS`, or a ToolCallFormat; default: the format that
             the chat template teaches.
         chat_template_options: further keyword arguments for `apply_chat_template`.
-        max_length: tokens of one sequence; None is as many as the engine takes.
+        max_length: tokens of one sequence; None means the engine's limit.
         is_sampling_fixed: temperature, top_p and top_k are those of `gconfig`, whatever the agent asks for: a trainer
             that computes log-probabilities at another temperature trains on a wrong ratio.
 
-    Raises: ConfigError for an unknown interface, style or format, or if the interface's package is missing.
+    Raises:
+        ConfigError: the interface, style or format is unknown, or the package of the interface is missing.
     """
 
     def __init__(
@@ -91,6 +92,11 @@ class AgentWorkflow(RolloutWorkflow):
         self._serve = _in_process() if interface == "client" else _over_http()
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict | None:
+        """Run the agent on one item.
+
+        Returns:
+            The trajectory; None to drop the episode.
+        """
         session = self._session(engine, self.tokenizer, self.gconfig)
         try:
             async with self._serve(session) as model:
