@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import pytest
@@ -18,6 +19,12 @@ def own_loggers() -> None:
     for name, logger in logging.root.manager.loggerDict.items():
         if name.split(".")[0] == "rlite" and isinstance(logger, logging.Logger):
             logger.disabled = False
+
+
+def pytest_collection_finish() -> None:
+    """Hide modules from the garbage collector: every release of an engine collects, and would visit all of them."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

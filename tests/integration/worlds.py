@@ -15,7 +15,13 @@ import psutil
 import rlite
 
 ROOT = Path(__file__).parents[2]
-SERVE = "import rlite; rlite.init(device='cpu', launcher='torchrun')"
+# modules are hidden from the garbage collector: every release of an engine collects, and would visit all of them
+SERVE = """
+import gc, rlite
+import rlite.engine.embedded.worker, rlite.engine.fsdp2.worker
+gc.freeze()
+rlite.init(device="cpu", launcher="torchrun")
+"""
 
 
 def free_port() -> int:
