@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import ClassVar
 
@@ -36,7 +35,7 @@ class ServingEngine(Engine):
 
     def __init__(self, path: str | Path, executor: str) -> None:
         super().__init__(executor)
-        if missing := COMMON_OPTIONS.difference(field.name for field in fields(self._backend.options)):
+        if missing := COMMON_OPTIONS.difference(inspect.signature(self._backend.options).parameters):
             raise ConfigError(f"executor {executor!r}: its options lack {sorted(missing)}, which every executor has")
         self.path = str(local_checkpoint(path))
         self._config = AutoConfig.from_pretrained(self.path, trust_remote_code=False).get_text_config()
