@@ -17,6 +17,7 @@ from benchmarks.gpu_bringup import PLAN, main, read_record, watch
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_steps_that_need_no_gpu_run_and_the_table_keeps_those_of_earlier_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
