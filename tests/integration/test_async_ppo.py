@@ -13,13 +13,10 @@ from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.config import ActorOptions, PolicyLossOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.trainer.rl.config import SamplingOptions as Sampling
 from rlite.trainer.rl.engines import divide_devices
+from tests.integration.rewards import digits
 from tests.tiny import build_model_dir
 
 ROWS = [{"prompt": f"{number}:", "number": number} for number in range(10, 90)]
-
-
-def digits(prompt, completions, prompt_ids, completion_ids, **row):
-    return sum(character.isdigit() for character in completions) / max(len(completions), 1)
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rm import RmConfig, RmTrainer
 from rlite.trainer.sft import SftConfig, SftTrainer
 from rlite.types import GenerationHyperparameters
+from tests.integration.rewards import distinct
 from tests.tiny import build_model_dir
 
 KINDS = ["sft", "rm", "dpo", "ppo"]
@@ -60,10 +61,6 @@ def session() -> Iterator[None]:
     rlite.shutdown()
 
 
-def reward(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any) -> float:
-    return float(len(set(completions)))
-
-
 def trainer(kind: str, model: Path, out: Path, lr: float, *settings: str) -> Any:
     """A run of 12 steps that saves each and keeps one."""
     key = "critic" if kind == "rm" else "actor"
@@ -74,7 +71,7 @@ def trainer(kind: str, model: Path, out: Path, lr: float, *settings: str) -> Any
         options = load(
             PpoConfig, [*common, "rollout.max_model_len=32", "rollout.train_sampling_params.max_new_tokens=6"]
         )
-        workflow = SingleTurnWorkflow(reward, GenerationHyperparameters(max_new_tokens=6), byte_tokenizer())
+        workflow = SingleTurnWorkflow(distinct, GenerationHyperparameters(max_new_tokens=6), byte_tokenizer())
         return PpoTrainer(options, workflow, [{"prompt": row["prompt"]} for row in PAIRS])
     options = load(SUPERVISED[kind][0], [*common, "data.path=-", "data.batch_size=16", "trainer.n_epochs=3"])
     rows = [{"prompt": row["prompt"], "response": row["chosen"]} for row in PAIRS] if kind == "sft" else PAIRS

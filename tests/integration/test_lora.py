@@ -40,6 +40,7 @@ from rlite.trainer.rl.config import (
 from rlite.trainer.rm import RmConfig, RmTrainer
 from rlite.trainer.sft import SftConfig, SftTrainer
 from tests.integration.modules import make_batch, next_token_logprobs, num_counted, token_loss
+from tests.integration.rewards import digits
 from tests.integration.worlds import world
 
 LORA = LoraOptions(rank=4, alpha=6.0)
@@ -263,7 +264,7 @@ def test_a_kl_penalty_on_adapters_needs_no_second_model(
         trainer=TrainerOptions(save_dir=str(tmp_path), total_steps=2),
     )
     rows = [{"messages": [{"role": "user", "content": f"{number}?"}]} for number in range(8)]
-    made = PpoTrainer(options, SingleTurnWorkflow(count_digits, sampling.gconfig(), byte_tokenizer()), rows, ())
+    made = PpoTrainer(options, SingleTurnWorkflow(digits, sampling.gconfig(), byte_tokenizer()), rows, ())
     assert made.engines.reference is None
     engines += [made.engines.rollout, made.engines.actor]
     made.fit()
@@ -271,10 +272,6 @@ def test_a_kl_penalty_on_adapters_needs_no_second_model(
     assert first["kl"] == 0.0, "adapters begin as nothing"
     assert second["kl"] > 1e-4
     assert {"seconds_reference"} <= set(second)
-
-
-def count_digits(prompt: str, completions: str, *tokens: Any, **row: Any) -> float:
-    return sum(character.isdigit() for character in completions) / max(len(completions), 1)
 
 
 def test_an_actor_and_its_critic_learn_by_adapters(engines: list[Any], models: dict[str, Path], tmp_path: Path) -> None:
@@ -287,7 +284,7 @@ def test_an_actor_and_its_critic_learn_by_adapters(engines: list[Any], models: d
         trainer=TrainerOptions(save_dir=str(tmp_path), total_steps=2),
     )
     rows = [{"messages": [{"role": "user", "content": f"{number}?"}]} for number in range(8)]
-    made = PpoTrainer(options, SingleTurnWorkflow(count_digits, sampling.gconfig(), byte_tokenizer()), rows, ())
+    made = PpoTrainer(options, SingleTurnWorkflow(digits, sampling.gconfig(), byte_tokenizer()), rows, ())
     assert made.engines.critic is not None
     engines += [made.engines.rollout, made.engines.actor, made.engines.critic]
     made.fit()

@@ -24,14 +24,11 @@ from rlite.trainer.rl.config import (
     RolloutOptions,
     SamplingOptions,
 )
+from tests.integration.rewards import digits
 from tests.tiny import build_model_dir
 from tests.trace_format import read_trace, rows_of
 
 ROWS = [{"messages": [{"role": "user", "content": f"{a}+{b}="}]} for a in range(6) for b in range(6)]
-
-
-def digits(prompt, completions, prompt_ids, completion_ids, **row):
-    return sum(character.isdigit() for character in completions) / max(len(completions), 1)
 
 
 @pytest.fixture
