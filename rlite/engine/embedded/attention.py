@@ -1,8 +1,8 @@
 """Attention over the slot cache, registered with transformers under `ATTENTION`.
 
-A model whose `config._attn_implementation` is that name calls `slot_attention` in each layer; the worker passes a plan
-through the model's keyword arguments, and the plan does the work. No mask function is registered under the name, so
-transformers makes no masks.
+A model whose `config._attn_implementation` is this name calls `slot_attention` in each layer. The worker passes a plan
+through the model's keyword arguments, and the plan computes the attention. No mask function is registered under the
+name, so transformers builds no masks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,23 @@ from rlite.nn.attention import Bounds, causal_mask, refuse_other_attention, varl
 
 ATTENTION = "rlite_slots"
 TILE_ROWS = BLOCK
-"""tokens of a `TilePlan`"""
+"""number of tokens of a `TilePlan`"""
 
 
 class AttentionPlan(Protocol):
-    """What one forward attends to, and where its keys and values go. All are `[tokens, (kv_)heads, head_dim]`."""
+    """The attention of one forward pass: the positions that queries see, and the cache rows that keys and values fill.
+
+    All tensors are `[tokens, (kv_)heads, head_dim]`.
+    """
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Keys and values to the cache, for those who come later."""
+        """Write keys and values to the cache, for later tokens to read.
+
+        Args:
+            layer: index of the layer.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+        """
         ...
 
     def attend(
@@ -40,9 +49,16 @@ class AttentionPlan(Protocol):
         scale: float,
         window: int | None = None,
     ) -> torch.Tensor:
-        """The same, and what the queries make of them and of what the cache holds, shaped as they are.
+        """Write keys and values to the cache and return the attention output, in the shape of the queries.
 
-        With a `window` they see so many positions, their own included.
+        Args:
+            layer: index of the layer.
+            query: `[tokens, heads, head_dim]`.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+            scale: factor of the scores before the softmax.
+            window: number of positions that each query sees, its own position included. None is all positions up to its
+                own.
         """
         ...
 
@@ -58,7 +74,22 @@ def slot_attention(
     sliding_window: int | None = None,
     **asked: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What a model's attention layers call with `[batch, heads, tokens, head_dim]`; hands over to the plan."""
+    """Compute the attention of one layer with the plan; transformers calls this function.
+
+    Args:
+        module: the model's attention layer.
+        query: `[batch, heads, tokens, head_dim]`.
+        key: `[batch, kv_heads, tokens, head_dim]`.
+        value: `[batch, kv_heads, tokens, head_dim]`.
+        attention_mask: unused. The plan knows which positions a query sees.
+        scaling: factor of the scores before the softmax.
+        plan: the plan of this forward pass.
+        sliding_window: number of positions that each query sees, its own position included. None is no window.
+        **asked: further options of the layer. Options that change the result are refused.
+
+    Returns:
+        The output `[batch, tokens, heads, head_dim]`, and None in place of attention weights.
+    """
     refuse_other_attention(asked)
     batch, heads, tokens, dim = query.shape
     query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
@@ -70,7 +101,7 @@ AttentionInterface.register(ATTENTION, slot_attention)
 
 
 class PrefillPlan:
-    """Chunks of many prompts packed in one row; each attends to its own slot alone."""
+    """Chunks of many prompts packed in one row. Each chunk attends to its own slot alone."""
 
     def __init__(self, cache: SlotCache, chunks: Sequence[Chunk], device: torch.device) -> None:
         self.cache = cache
@@ -87,12 +118,19 @@ class PrefillPlan:
             and all(c.start == 0 for c in chunks)
         )
         self._bounds: Bounds | None = None
-        """of the chunks, if one call of variable-length attention takes them all"""
+        """bounds of the chunks if one call of variable-length attention computes all of them, else None"""
         if is_varlen:
             ends = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
             self._bounds = Bounds(ends, ends, max(lengths), max(lengths))
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write keys and values to the cache; see `AttentionPlan.write`.
+
+        Args:
+            layer: index of the layer.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+        """
         self.cache.write(layer, self._targets, key, value)
 
     def attend(
@@ -104,6 +142,16 @@ class PrefillPlan:
         scale: float,
         window: int | None = None,
     ) -> torch.Tensor:
+        """Return the attention output `[tokens, heads, head_dim]`; see `AttentionPlan.attend`.
+
+        Args:
+            layer: index of the layer.
+            query: `[tokens, heads, head_dim]`.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+            scale: factor of the scores before the softmax.
+            window: number of positions that each query sees. None is no window.
+        """
         self.write(layer, key, value)
         if self._bounds is not None:
             return varlen(query, key, value, self._bounds, scale, window)
@@ -127,9 +175,9 @@ class PrefillPlan:
 
 
 class TilePlan:
-    """TILE_ROWS tokens of one sequence, which attend to their slot. Those beyond the last are padding.
+    """TILE_ROWS tokens of one sequence that attend to its slot. Rows after the last token are padding.
 
-    Padding is written to the cache where the next tokens will be, and overwritten by them before anybody reads it.
+    Padding is written to the cache positions of the next tokens. These tokens overwrite it before it is read.
     """
 
     def __init__(self, cache: SlotCache, slot: int, start: int, tokens: Sequence[int], device: torch.device) -> None:
@@ -144,6 +192,13 @@ class TilePlan:
         self._mask = causal_mask(TILE_ROWS, self._stop, None, device)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write keys and values to the cache; see `AttentionPlan.write`.
+
+        Args:
+            layer: index of the layer.
+            key: `[TILE_ROWS, kv_heads, head_dim]`.
+            value: `[TILE_ROWS, kv_heads, head_dim]`.
+        """
         self.cache.write(layer, self._targets, key, value)
 
     def attend(
@@ -155,6 +210,16 @@ class TilePlan:
         scale: float,
         window: int | None = None,
     ) -> torch.Tensor:
+        """Return the attention output `[TILE_ROWS, heads, head_dim]`; see `AttentionPlan.attend`.
+
+        Args:
+            layer: index of the layer.
+            query: `[TILE_ROWS, heads, head_dim]`.
+            key: `[TILE_ROWS, kv_heads, head_dim]`.
+            value: `[TILE_ROWS, kv_heads, head_dim]`.
+            scale: factor of the scores before the softmax.
+            window: number of positions that each query sees. None is no window.
+        """
         self.write(layer, key, value)
         keys, values = self.cache.sequence(layer, self._slot, self._stop)
         mask = self._mask if window is None else causal_mask(TILE_ROWS, self._stop, window, query.device)
@@ -165,17 +230,17 @@ class TilePlan:
 
 
 class DecodePlan:
-    """One token for each of the first slots, whose sequences have the given lengths, that token included.
+    """One token of each of the first slots. The given sequence lengths include this token.
 
-    Rows are taken in groups of neighbours, each at the length of its longest, so that little padding is read.
+    Neighbouring rows form groups. A group is computed at the length of its longest row, so that little padding is read.
 
-    Where keys are blocked, both products of attention are weighted sums of rows: a query's with a block of keys,
-    weighted by the query; and the values', weighted by the probabilities. torch's `embedding_bag` is just that. It
-    reads memory nearly as fast as it can be read; a batched matrix product with the few queries that share a key head
-    took twice as long.
+    If keys are blocked, both products of attention are weighted sums of rows. Scores sum the rows of a key block,
+    weighted by the query. Outputs sum the values, weighted by the probabilities. torch's `embedding_bag` computes such
+    sums at nearly the memory bandwidth. A batched matrix product took twice as long, because few queries share a key
+    head.
 
-    Elsewhere the query heads that share a key head are folded into the query length, so keys and values, views of the
-    cache, are never repeated.
+    Otherwise the query heads that share a key head are folded into the query length. Keys and values are views of the
+    cache and are never repeated.
     """
 
     GROUP = 16
@@ -188,13 +253,16 @@ class DecodePlan:
         first_slot: int = 0,
         is_padded: bool = True,
     ) -> None:
-        """
+        """Plan the first step.
+
         Args:
-            cache: of the slots.
-            lengths: of the sequences.
-            positions: of the tokens, `[steps, rows]`: of the last token first, and one further at each step.
-            first_slot: of the first row.
-            is_padded: a row may be computed at its group's length; else each at its own, in whole blocks.
+            cache: the cache of the slots.
+            lengths: length of each sequence, in tokens.
+            positions: positions of the tokens, `[steps, rows]`. The first step holds each sequence's last token; every
+                further step is one position later.
+            first_slot: slot of the first row.
+            is_padded: compute rows at the length of their group. Otherwise compute each row at its own length, rounded
+                up to whole blocks.
         """
         self.cache = cache
         self._first_slot = first_slot
@@ -206,11 +274,11 @@ class DecodePlan:
         self._width = min(_round_up(max(lengths) + len(positions)), cache.max_len)
         self._bias = _bias(positions[0], self._width, cache)
         self._window_biases: dict[int, torch.Tensor] = {}
-        """of the step that is taken"""
+        """biases of the current step, by window"""
         self._look_up(0)
 
     def go_to(self, step: int) -> None:
-        """Go on to this step, the one after the last."""
+        """Advance to this step, which must follow the current step."""
         if self._is_padded:
             self._groups = [(start, stop, length + 1) for start, stop, length in self._groups]
         else:
@@ -238,6 +306,13 @@ class DecodePlan:
             ]
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write keys and values to the cache; see `AttentionPlan.write`.
+
+        Args:
+            layer: index of the layer.
+            key: `[rows, kv_heads, head_dim]`.
+            value: `[rows, kv_heads, head_dim]`.
+        """
         self.cache.write(layer, self._targets, key, value)
 
     def attend(
@@ -249,6 +324,16 @@ class DecodePlan:
         scale: float,
         window: int | None = None,
     ) -> torch.Tensor:
+        """Return the attention output `[rows, heads, head_dim]`; see `AttentionPlan.attend`.
+
+        Args:
+            layer: index of the layer.
+            query: `[rows, heads, head_dim]`.
+            key: `[rows, kv_heads, head_dim]`.
+            value: `[rows, kv_heads, head_dim]`.
+            scale: factor of the scores before the softmax.
+            window: number of positions that each query sees. None is no window.
+        """
         self.write(layer, key, value)
         bias = self._bias_of(window)
         if self.cache.is_blocked:
@@ -282,9 +367,10 @@ class DecodePlan:
 
 
 class FixedDecodePlan:
-    """One token for each of the first slots, over the first `width` positions however long the sequences are.
+    """One token of each of the first slots, over the first `width` positions regardless of the sequence lengths.
 
-    Its work is the same whatever the positions hold, which a captured step needs. Not for blocked keys.
+    Its kernels do not depend on the values of the positions, as a captured step requires. It does not support blocked
+    keys.
     """
 
     def __init__(self, cache: SlotCache, positions: torch.Tensor, width: int) -> None:
@@ -295,6 +381,13 @@ class FixedDecodePlan:
         self._biases: dict[int | None, torch.Tensor] = {}
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write keys and values to the cache; see `AttentionPlan.write`.
+
+        Args:
+            layer: index of the layer.
+            key: `[rows, kv_heads, head_dim]`.
+            value: `[rows, kv_heads, head_dim]`.
+        """
         self.cache.write(layer, self._targets, key, value)
 
     def attend(
@@ -306,6 +399,16 @@ class FixedDecodePlan:
         scale: float,
         window: int | None = None,
     ) -> torch.Tensor:
+        """Return the attention output `[rows, heads, head_dim]`; see `AttentionPlan.attend`.
+
+        Args:
+            layer: index of the layer.
+            query: `[rows, heads, head_dim]`.
+            key: `[rows, kv_heads, head_dim]`.
+            value: `[rows, kv_heads, head_dim]`.
+            scale: factor of the scores before the softmax.
+            window: number of positions that each query sees. None is no window.
+        """
         self.write(layer, key, value)
         if window not in self._biases:
             self._biases[window] = _bias(self._positions, self._width, self.cache, window)
@@ -313,7 +416,7 @@ class FixedDecodePlan:
 
 
 def _bias(positions: torch.Tensor, width: int, cache: SlotCache, window: int | None = None) -> torch.Tensor:
-    """-inf beyond each row's position and before its window, else 0: `[rows, 1, 1, width]`."""
+    """Return the additive mask `[rows, 1, 1, width]`: -inf after each row's position and before its window, else 0."""
     steps_back = positions[:, None] - torch.arange(width, device=positions.device)
     is_hidden = steps_back < 0
     if window is not None:
@@ -325,7 +428,7 @@ def _bias(positions: torch.Tensor, width: int, cache: SlotCache, window: int | N
 def _product(
     cache: SlotCache, layer: int, query: torch.Tensor, bias: torch.Tensor, start: int, scale: float
 ) -> torch.Tensor:
-    """Attention of the slots from `start` on, over as many positions as the bias `[rows, 1, 1, width]` has."""
+    """Return the attention of the slots from `start` on, over the `width` positions of `bias` `[rows, 1, 1, width]`."""
     rows, heads, dim = query.shape
     kv_heads, width = cache.num_kv_heads, bias.shape[-1]
     out = F.scaled_dot_product_attention(
@@ -339,7 +442,7 @@ def _product(
 
 
 def _weighted_sum(table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`F.embedding_bag` in mode "sum", without its checks, which take as long as a short sum: `[bags, width]`."""
+    """Return `F.embedding_bag` in mode "sum" `[bags, width]`, without its checks, which take as long as a short sum."""
     return torch.embedding_bag(table, rows, starts, False, 0, False, weights)[0]
 
 
@@ -348,7 +451,10 @@ def _round_up(length: int) -> int:
 
 
 def row_groups(lengths: Sequence[int], size: int) -> list[tuple[int, int, int]]:
-    """Cut rows into runs (start, stop, longest): `size` rows each, neighbours joined where that adds little padding."""
+    """Return runs (start, stop, longest) of `size` rows each.
+
+    Neighbouring runs are joined if this adds little padding.
+    """
     groups: list[tuple[int, int, int]] = []
     for start in range(0, len(lengths), size):
         stop = min(start + size, len(lengths))
@@ -365,7 +471,7 @@ def row_groups(lengths: Sequence[int], size: int) -> list[tuple[int, int, int]]:
 
 
 def equal_groups(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Cut rows into runs (start, stop, length) of neighbours with equally many blocks; the length is theirs."""
+    """Return runs (start, stop, length) of neighbours with equally many blocks; lengths are whole blocks."""
     groups: list[tuple[int, int, int]] = []
     for row, length in enumerate(map(_round_up, lengths)):
         if groups and groups[-1][2] == length:

@@ -1,4 +1,4 @@
-"""The inference executor "torch": how its worker is made."""
+"""The inference executor "torch": its worker and its registration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from rlite.parallel.processes import subgroup
 
 
 def make_worker(context: WorkerContext, path: str, options: EmbeddedOptions, executor_size: int) -> EmbeddedWorker:
-    """One rank of one replica; the ranks of a replica share a process group."""
+    """Return one rank of one replica. The ranks of a replica share a process group.
+
+    Args:
+        context: the place of this worker.
+        path: folder of the checkpoint.
+        options: options of the executor.
+        executor_size: number of workers in a replica.
+    """
     first = context.rank - context.rank % executor_size
     replica = context.world_ranks[first : first + executor_size]
     group = subgroup(replica) if executor_size > 1 else None

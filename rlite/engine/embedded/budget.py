@@ -1,4 +1,4 @@
-"""How long the sequences of one worker may be, and how many of them its KV cache holds."""
+"""Limits of one worker: the longest sequence, and the number of sequences that its KV cache holds."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rlite.parallel.tensor import attention_shape
 from rlite.parallel.usage import give_back_cached_memory
 
 CONTEXT_LIMIT = 4096
-"""default bound of max_model_len: every slot has room for the longest sequence"""
+"""upper bound of the default max_model_len, because every slot has room for the longest sequence"""
 CacheShape = tuple[int, int, int, int, int, int]
 """layers, slots, heads, key-value heads, positions, width of a head"""
 
 
 def longest_sequence(options: EmbeddedOptions, config: PreTrainedConfig) -> int:
-    """Return `max_model_len`, from the options or the model.
+    """Return `max_model_len` in tokens, from the options or the model.
 
     Raises:
-        ConfigError: the option is beyond the model's own limit.
+        ConfigError: the option exceeds the model's own limit.
     """
     limits = {"max_position_embeddings": config.max_position_embeddings}
     if (longest := rope_limit(config)) is not None:
@@ -39,11 +39,11 @@ class CacheBudget:
     """Shape of one worker's KV cache.
 
     Args:
-        options: the executor's.
-        config: of the model.
+        options: options of the executor.
+        config: config of the model.
         max_model_len: longest sequence, in tokens.
-        dtype: of keys and values.
-        tp_size: ranks that share the heads.
+        dtype: dtype of keys and values.
+        tp_size: number of ranks that share the heads.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class CacheBudget:
         self._slot = heads // tp_size, kv_heads // tp_size, max_model_len, head_dim
 
     def shape(self, num_slots: int) -> CacheShape:
-        """Return the shape of a cache for so many sequences."""
+        """Return the shape of a cache for `num_slots` sequences."""
         if self._options.deterministic:  # the last tile is as large as the others
             num_slots += -num_slots % DECODE_ROWS
         return self._layers, num_slots, *self._slot
 
     def affordable_slots(self, device: torch.device, group: dist.ProcessGroup | None) -> int:
-        """Return how many sequences fit into the memory that is free; on CPU `max_num_seqs`.
+        """Return the number of sequences that fit into the free memory; on CPU, return `max_num_seqs`.
 
         Args:
-            device: of the cache.
+            device: device of the cache.
             group: the ranks of the replica, which all take the smallest number.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The slot KV cache: what it holds, and where a token's keys and values go."""
+"""The slot KV cache: its memory layout, and the rows at which a token's keys and values are stored."""
 
 from __future__ import annotations
 
@@ -11,48 +11,59 @@ import torch
 from rlite.engine.embedded.scheduler import Move
 
 BLOCK = 64
-"""positions of a key block: shorter ones make more and shorter sums, longer ones more padding"""
+"""positions of a key block; smaller blocks need more sums, larger blocks more padding"""
 BAG_BYTES = 64 << 20
-"""memory for the rows that groups of slots read, oldest forgotten first"""
+"""bytes for cached row indices of slot groups; the oldest are evicted first"""
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Where the keys and values of some tokens go: `[tokens * kv_heads]` each, token-major."""
+    """Row indices at which keys and values of some tokens are stored: `[tokens * kv_heads]` each, token-major."""
 
     rows: torch.Tensor
-    """of the flat values, and of the flat keys unless they are blocked"""
+    """rows of the flat values, and of the flat keys unless keys are blocked"""
     blocks: torch.Tensor
-    """of the flat blocked keys"""
+    """rows of the flat blocked keys"""
     offsets: torch.Tensor
-    """within a block"""
+    """positions within a block"""
 
 
 @dataclass(frozen=True, slots=True)
 class Bags:
-    """What `embedding_bag` needs to decode some slots over their first `num_blocks` blocks."""
+    """Arguments of `embedding_bag` to decode some slots over their first `num_blocks` blocks."""
 
     num_blocks: int
     key_rows: torch.Tensor
     key_starts: torch.Tensor
-    """where each bag begins, one bag per slot, query head and block"""
+    """start of each bag; one bag per slot, query head and block"""
     value_rows: torch.Tensor
     value_starts: torch.Tensor
-    """the same, one bag per slot and query head"""
+    """start of each bag; one bag per slot and query head"""
 
     @property
     def nbytes(self) -> int:
+        """Size of the index tensors in bytes."""
         return self.key_rows.nbytes + self.key_starts.nbytes + self.value_rows.nbytes + self.value_starts.nbytes
 
 
 class SlotCache:
     """Keys and values of every layer and slot, in one allocation each.
 
-    Values are `[slots, kv_heads, max_len, head_dim]` per layer, and so are keys, unless they are blocked: then they are
-    `[slots, kv_heads, max_len / BLOCK, head_dim, BLOCK]`, so that a query's product with a block of keys is a weighted
-    sum of rows (see `DecodePlan`). That is how it is on CPU in float32.
+    Values are `[slots, kv_heads, max_len, head_dim]` per layer. Keys have the same shape, unless they are blocked: on
+    CPU in float32 they are `[slots, kv_heads, max_len / BLOCK, head_dim, BLOCK]` if torch has fbgemm. A query's product
+    with a block of keys is then a weighted sum of rows (see `DecodePlan`).
 
-    It begins as zeros, not as garbage: a masked position still takes part in the product with its weight of zero.
+    The cache begins as zeros: a masked position still takes part in the product, with weight zero.
+
+    Args:
+        num_layers: number of layers.
+        num_slots: number of sequences.
+        num_heads: number of query heads.
+        num_kv_heads: number of key-value heads.
+        max_len: positions of a slot, rounded up to whole blocks.
+        head_dim: width of a head.
+        dtype: dtype of keys and values.
+        device: device of the memory.
     """
 
     def __init__(
@@ -80,22 +91,30 @@ class SlotCache:
         self._flat_keys = [k.view(-1, head_dim, BLOCK) if self.is_blocked else k.view(-1, head_dim) for k in self.keys]
         self._flat_values = [v.view(-1, head_dim) for v in self.values]
         self.key_rows = [k.view(-1, BLOCK) for k in self.keys] if self.is_blocked else []
-        """the rows that `Bags.key_rows` counts, per layer"""
+        """the rows that `Bags.key_rows` indexes, per layer"""
         self.value_rows = self._flat_values
         self._bags: dict[tuple[int, int, int], Bags] = {}
 
     @property
     def nbytes(self) -> int:
+        """Size of keys and values in bytes."""
         return self.keys.nbytes + self.values.nbytes
 
     def targets(self, slots: torch.Tensor, positions: torch.Tensor) -> Targets:
-        """Where tokens at (slot, position) go. Both are `[tokens]`."""
+        """Return the row indices of tokens at (slot, position). Both arguments are `[tokens]`."""
         heads = torch.arange(self.num_kv_heads, device=slots.device)
         rows = ((slots[:, None] * self.num_kv_heads + heads) * self.max_len + positions[:, None]).flatten()
         return Targets(rows, rows // BLOCK, rows % BLOCK)
 
     def write(self, layer: int, targets: Targets, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write keys and values `[tokens, kv_heads, head_dim]`."""
+        """Write keys and values into one layer.
+
+        Args:
+            layer: index of the layer.
+            targets: row indices of the tokens.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+        """
         key, value = key.reshape(-1, self.head_dim), value.reshape(-1, self.head_dim)
         if self.is_blocked:
             self._flat_keys[layer][targets.blocks, :, targets.offsets] = key
@@ -104,14 +123,26 @@ class SlotCache:
         self._flat_values[layer].index_copy_(0, targets.rows, value)
 
     def sequence(self, layer: int, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first positions of one slot, keys and values `[1, kv_heads, length, head_dim]`."""
+        """Return keys and values of the first positions of one slot, `[1, kv_heads, length, head_dim]` each.
+
+        Args:
+            layer: index of the layer.
+            slot: index of the slot.
+            length: number of positions.
+        """
         keys = self.keys[layer, slot]
         if self.is_blocked:
             keys = keys[:, : -(-length // BLOCK)].transpose(2, 3).flatten(1, 2)
         return keys[None, :, :length], self.values[layer, slot, None, :, :length]
 
     def bags(self, start: int, stop: int, blocks: int) -> Bags:
-        """The rows of slots [start, stop) over their first `blocks` blocks."""
+        """Return the row indices of slots [start, stop) over their first `blocks` blocks; recent results are cached.
+
+        Args:
+            start: first slot.
+            stop: end of the slots, exclusive.
+            blocks: number of blocks per slot.
+        """
         if (found := self._bags.get((start, stop, blocks))) is not None:
             return found
         device, dim = self.values.device, self.head_dim
@@ -136,12 +167,12 @@ class SlotCache:
         return found
 
     def clear(self, slot: int) -> None:
-        """Write zeros where something not finite may be, for the slot's next owner."""
+        """Write zeros into a slot that may hold non-finite values, before another sequence uses it."""
         self.keys[:, slot] = 0
         self.values[:, slot] = 0
 
     def apply(self, moves: list[Move]) -> None:
-        """Copy slots. No source is another move's target."""
+        """Copy slots. No move's source may be another move's target."""
         targets: dict[tuple[int, int], list[int]] = {}
         for move in moves:
             targets.setdefault((move.source, move.length), []).append(move.target)
@@ -153,7 +184,7 @@ class SlotCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that on CPU take memory only where something is written: torch's own write all of it, numpy's do not."""
+    """Return zeros. On CPU, numpy reserves memory only for written pages, while torch would write all of them."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     line = 64  # bytes of the cache line at which torch aligns

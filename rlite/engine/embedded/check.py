@@ -1,4 +1,4 @@
-"""Whether the embedded executor computes a checkpoint's model as transformers does. Runs in the driver, on the CPU."""
+"""Comparison of the embedded executor with transformers for a checkpoint's model. It runs in the driver, on CPU."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ NUM_NEW = 3
 
 
 def check_served(path: str, tensor_parallel_size: int) -> None:
-    """Refuse a checkpoint whose model would be computed differently from transformers.
+    """Refuse a checkpoint whose model the executor would compute differently from transformers.
 
-    Raises: ConfigError with the reason; CheckpointError for an unusable config.
+    Raises:
+        ConfigError: the model cannot be served; the message gives the reason.
+        CheckpointError: the config of the checkpoint is unusable.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -40,7 +42,11 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
 
 @once_per_config
 def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
-    """Return why the executor would compute another model than transformers, None if it would not."""
+    """Return the reason why the executor would compute another model than transformers, None if it would not.
+
+    Raises:
+        StorageError: the small copy of the model could not be written. This says nothing about the class.
+    """
     model = miniature(cls, config)
     try:
         with real_tensors(), torch.inference_mode(), saved(model) as folder:
@@ -53,11 +59,16 @@ def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
 
 
 def largest_error(model: PreTrainedModel, folder: str) -> float:
-    """Return the largest difference of a generated token's log-probability from transformers' own forward.
+    """Return the largest difference between a generated token's log-probability and transformers' own forward.
+
+    Differences are in units of the standard deviation of the logits.
 
     Args:
         model: a small model.
-        folder: its checkpoint.
+        folder: folder of its checkpoint.
+
+    Raises:
+        ConfigError: the worker answers a request with an error.
     """
     prompts = [ids.tolist() for ids in sequences()]
     length = max(map(len, prompts)) + NUM_NEW + 1

@@ -1,11 +1,10 @@
-"""Decode steps recorded as CUDA graphs: a step of a small model costs its kernels, not the launching of them.
+"""Decode steps captured as CUDA graphs, so that a small model's step costs no kernel launches.
 
-A graph replays the same kernels on the same addresses. So a step is captured for a number of rows and a width of
-cache, both rounded up to a bucket; its inputs are copied into buffers that stay where they are; and captures are
-forgotten when weights or cache have moved. New weights that are written in place need no new capture. Sampling stays
-outside.
+A graph replays the same kernels on the same addresses. A step is captured for a number of rows and a width of cache,
+both rounded up to a bucket. Its inputs are copied into buffers at fixed addresses. Captures are discarded when weights
+or cache move. Weights that are written in place need no new capture. Sampling is not captured.
 
-A step is captured when its buckets first occur, which takes a few steps' time.
+A step is captured when its buckets first occur. The capture takes as long as a few steps.
 """
 
 from __future__ import annotations
@@ -23,14 +22,20 @@ from rlite.engine.embedded.model import ShardedModel
 NARROWEST = 256
 """positions of the cache that the narrowest capture reads"""
 WARM_UPS = 2
-"""eager steps before a capture: libraries allocate their workspaces in the first ones"""
+"""eager steps before a capture, in which libraries allocate their workspaces"""
 
 C = TypeVar("C")
 Addresses = tuple[int, ...]
 
 
 def bucket(num: int, limit: int, smallest: int = 1) -> int:
-    """The power of two from `smallest` on that holds `num`, but no more than `limit`, which must hold it too."""
+    """Return the smallest power-of-two multiple of `smallest` that is at least `num`, but at most `limit`.
+
+    Args:
+        num: size to round up; at most `limit`.
+        limit: largest bucket.
+        smallest: smallest bucket; a power of two.
+    """
     size = smallest
     while size < num:
         size *= 2
@@ -39,21 +44,28 @@ def bucket(num: int, limit: int, smallest: int = 1) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a captured step was captured for."""
+    """Shape of a captured step."""
 
     rows: int
-    """the first slots; those beyond the batch are free, and what is computed for them is thrown away"""
+    """number of first slots; slots beyond the batch are free, and their results are discarded"""
     width: int
     """leading positions of the cache that are read"""
 
     @classmethod
     def of(cls, num_rows: int, longest: int, num_slots: int, max_len: int) -> Shape:
-        """For a batch of `num_rows` sequences, the longest of which has `longest` tokens, the new one included."""
+        """Return the shape for a batch.
+
+        Args:
+            num_rows: number of sequences.
+            longest: tokens of the longest sequence, the new token included.
+            num_slots: slots of the cache.
+            max_len: positions of a slot.
+        """
         return cls(bucket(num_rows, num_slots), bucket(longest, max_len, NARROWEST))
 
 
 class Captures(Generic[C]):
-    """Captures by shape, which hold as long as the memory that they were made with stays where it is."""
+    """Captures by shape. They are valid as long as the memory that they use stays at its addresses."""
 
     def __init__(self) -> None:
         self._addresses: Addresses = ()
@@ -63,7 +75,13 @@ class Captures(Generic[C]):
         return len(self._made)
 
     def get(self, addresses: Addresses, shape: Shape, capture: Callable[[Shape], C]) -> C:
-        """The capture of this shape, made by `capture` if there is none for memory at `addresses`."""
+        """Return the capture of this shape.
+
+        Args:
+            addresses: addresses of the memory that captures use. If they changed, all captures are discarded.
+            shape: shape of the step.
+            capture: makes the capture if there is none.
+        """
         if addresses != self._addresses:
             self._made.clear()
             self._addresses = addresses
@@ -72,12 +90,15 @@ class Captures(Generic[C]):
         return self._made[shape]
 
     def clear(self) -> None:
-        """Forget all, and give back what they hold."""
+        """Discard all captures and free their memory."""
         self._made.clear()
 
 
 def is_capturable(config: Any) -> bool:
-    """Whether a model's step is the same kernels each time: some rotary embeddings look at the longest position."""
+    """Return whether every step of a model runs the same kernels.
+
+    Some rotary embeddings depend on the longest position.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get("rope_type", "default") not in ("dynamic", "longrope")
 
@@ -85,12 +106,20 @@ def is_capturable(config: Any) -> bool:
 def logits_of_fixed_step(
     model: ShardedModel, cache: SlotCache, tokens: torch.Tensor, positions: torch.Tensor, width: int
 ) -> torch.Tensor:
-    """What is captured: a token of each of the first slots, at its position, to logits `[rows, vocabulary]`."""
+    """Return logits `[rows, vocabulary]` of the step that is captured: one token of each of the first slots.
+
+    Args:
+        model: the model.
+        cache: the KV cache.
+        tokens: `[rows]`.
+        positions: `[rows]`.
+        width: leading positions of the cache that are read.
+    """
     return model.logits(tokens, positions, FixedDecodePlan(cache, positions, width))
 
 
 class DecodeGraphs:
-    """The captured steps of one model and the buffers that they read. One device, no tensor parallelism."""
+    """The captured steps of one model and their input buffers, on one device without tensor parallelism."""
 
     def __init__(self, model: ShardedModel, num_slots: int) -> None:
         self._model = model
@@ -99,18 +128,25 @@ class DecodeGraphs:
         self._positions = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
         self.captures: Captures[tuple[torch.cuda.CUDAGraph, torch.Tensor]] = Captures()
         self._pool: Any = None
-        """memory for what is between inputs and logits; captures never run at the same time and share it"""
+        """memory for intermediate results; captures share it because they never run at the same time"""
 
     def addresses(self, cache: SlotCache) -> Addresses:
-        """Where everything lies that a capture reads and writes, but for its own buffers."""
+        """Return the addresses of all memory that a capture reads and writes, except its own buffers."""
         return (*self._model.addresses(), cache.keys.data_ptr(), cache.values.data_ptr())
 
     def logits(
         self, cache: SlotCache, addresses: Addresses, tokens: torch.Tensor, positions: torch.Tensor, longest: int
     ) -> torch.Tensor:
-        """As `ShardedModel.logits`, for the first slots; good until the next call.
+        """Return logits `[rows, vocabulary]` of the first slots as `ShardedModel.logits` does.
 
-        `longest` is the longest sequence's length, the new token included, known without asking the device.
+        They are valid until the next call.
+
+        Args:
+            cache: the KV cache.
+            addresses: result of `addresses(cache)`.
+            tokens: `[rows]`.
+            positions: `[rows]`.
+            longest: tokens of the longest sequence, the new token included, known without a device synchronisation.
         """
         num_rows = len(tokens)
         shape = Shape.of(num_rows, longest, self._num_slots, cache.max_len)
@@ -122,7 +158,7 @@ class DecodeGraphs:
         return logits[:num_rows]
 
     def clear(self) -> None:
-        """Give back the memory of all captures; they are made anew when needed."""
+        """Free the memory of all captures. Steps are captured again when needed."""
         self.captures.clear()
         self._pool = None
 

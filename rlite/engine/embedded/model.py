@@ -1,4 +1,4 @@
-"""An unmodified Hugging Face causal model whose parameters are this rank's shards, and where they are."""
+"""An unmodified Hugging Face causal model whose parameters are this rank's shards, and their locations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlite.parallel.tensor import TensorParallelPlan
 
 @dataclass(frozen=True)
 class _Place:
-    """One parameter: its block, its global shape, and every module attribute that is it (several where tied)."""
+    """One parameter: its block, its global shape, and every module attribute that refers to it."""
 
     box: Box
     global_shape: tuple[int, ...]
@@ -42,10 +42,17 @@ class _Place:
 
 
 class ShardedModel:
-    """The model of one worker. It begins on meta: `load` or `allocate` gives it memory on `device`.
+    """The model of one worker. It begins on the meta device; `load` or `allocate` gives it memory on `device`.
 
-    Raises: ConfigError for a model that cannot be served (no attention backend, heads that do not divide);
-    CheckpointError if `path` holds no usable checkpoint.
+    Args:
+        path: folder of a Hugging Face checkpoint.
+        dtype: name of a torch dtype; None is the checkpoint's dtype.
+        device: device of this rank.
+        tp_group: the ranks that share the heads; None is one rank.
+
+    Raises:
+        ConfigError: the model cannot be served, because it has no attention backend or its heads do not divide.
+        CheckpointError: `path` holds no usable checkpoint.
     """
 
     def __init__(self, path: str, dtype: str | None, device: torch.device, tp_group: dist.ProcessGroup | None) -> None:
@@ -96,11 +103,11 @@ class ShardedModel:
         }
 
     def specialise(self, max_len: int) -> None:
-        """Take the faster forward for sequences of at most `max_len`, if there is one for this model."""
+        """Use the faster forward for sequences of at most `max_len` tokens, if this model has one."""
         self._lean = LeanDecoder.of(self.model, self.device, max_len)
 
     def prefill(self, plan: PrefillPlan | TilePlan) -> None:
-        """Fill the cache."""
+        """Fill the cache with the keys and values of the plan's tokens."""
         if self._lean is not None:
             self._lean.fill(plan.tokens, plan.positions, plan)
         else:
@@ -109,16 +116,28 @@ class ShardedModel:
             )
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """One decode step: a token `[rows]` of each sequence to the next one's logits `[rows, vocabulary]`."""
+        """Return the logits `[rows, vocabulary]` of one decode step.
+
+        Args:
+            tokens: one token of each sequence, `[rows]`.
+            positions: positions of the tokens, `[rows]`.
+            plan: the attention of this step.
+        """
         if self._lean is not None:
             return self._lean.logits(tokens, positions, plan)
         output = self.model(input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False, plan=plan)
         return output.logits[:, -1]
 
     def load(self, path: str | None = None) -> None:
-        """Fill the parameters from a checkpoint of this model (default: its own), each rank reading its own blocks.
+        """Fill the parameters from a checkpoint of this model. Each rank reads its own blocks.
 
-        Parameters without memory get some. Raises: CheckpointError if the checkpoint does not fit.
+        Parameters without memory are allocated.
+
+        Args:
+            path: folder of the checkpoint; None is the model's own.
+
+        Raises:
+            CheckpointError: the checkpoint does not fit, or its weights are not finite.
         """
         path = path or self.path
         reader = CheckpointReader(path)
@@ -134,7 +153,7 @@ class ShardedModel:
             )
 
     def allocate(self) -> None:
-        """Bring the parameters to the device; those on meta get memory without a defined content."""
+        """Move the parameters to the device. Parameters on the meta device get uninitialised memory."""
         for place in self._places.values():
             tensor = place.get()
             if tensor.is_meta:
@@ -144,27 +163,31 @@ class ShardedModel:
                 place.set(tensor.data.to(self.device))
 
     def to(self, device: torch.device) -> None:
-        """Move the parameters; to meta gives their memory back. Buffers are small and stay."""
+        """Move the parameters. Moving to the meta device frees their memory. Buffers are small and stay."""
         for place in self._places.values():
             place.set(place.get().data.to(device))
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
-        """Each parameter once, tied ones under the embedding's name. They hold until the model is moved."""
+        """Return each parameter once, tied parameters under the embedding's name.
+
+        The shards are valid until the model moves.
+        """
         return {
             name: ParameterShard(place.get().data, tuple(s.start for s in place.box), place.global_shape)
             for name, place in self._places.items()
         }
 
     def addresses(self) -> tuple[int, ...]:
-        """Where the parameters lie. It changes when they are moved, not when they are written."""
+        """Return the addresses of the parameters. They change when parameters move, not when parameters are written."""
         return tuple(place.get().data_ptr() for place in self._places.values())
 
     def memory_bytes(self) -> int:
+        """Return the bytes that the parameters hold, on the device or on the host."""
         tensors = [place.get() for place in self._places.values()]
         return sum(t.nbytes for t in tensors if not t.is_meta)
 
     def end_ids(self) -> frozenset[int]:
-        """The model's own end tokens, from generation_config.json or else the config."""
+        """Return the model's own end tokens, from generation_config.json if it exists, else from the config."""
         if (Path(self.path) / "generation_config.json").exists():
             found = GenerationConfig.from_pretrained(self.path).eos_token_id
         else:

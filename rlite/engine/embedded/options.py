@@ -17,7 +17,8 @@ class EmbeddedOptions(Options):
     max_num_seqs: Count = 128
     """sequences decoded together; each has a slot in the KV cache"""
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.9
-    """part of a GPU's memory that weights and KV cache may take; bounds the number of slots there, unused on CPU"""
+    """fraction of a GPU's memory for weights and KV cache. It limits the number of slots on a GPU and is unused on
+    CPU"""
     dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = None
     """type of weights and KV cache; default: the checkpoint's"""
     seed: int = 0
@@ -25,7 +26,7 @@ class EmbeddedOptions(Options):
     max_prefill_tokens: Count = 4096
     """tokens of one prefill forward; longer prompts are prefilled in chunks"""
     cuda_graphs: bool = True
-    """on one GPU, record decode steps and replay them; needs some memory beside weights and KV cache"""
+    """on one GPU, capture decode steps as CUDA graphs and replay them; needs some memory beside weights and KV cache"""
     deterministic: bool = False
-    """a request with a seed gets the same bits whatever else is generated, at a price in speed. Not for a request whose
-    cache is computed again: weights were written, the engine was offloaded, or its replica was lost"""
+    """a request with a seed gets bit-identical results whatever else is generated, at a lower speed. Exceptions are
+    requests whose cache is recomputed, because weights were written, the engine was offloaded, or a replica was lost"""

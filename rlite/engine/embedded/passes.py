@@ -1,4 +1,4 @@
-"""The forward passes of one worker: prefill, and bursts of decode steps."""
+"""Forward passes of one worker: prefill, and bursts of decode steps."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from rlite.errors import DivergedError
 from rlite.parallel.shards import nonfinite_names
 
 STOP_STRING_STEPS = 4
-"""decode steps between two looks at the text of requests with stop strings; what lies behind the stop is thrown away"""
+"""decode steps between two checks for stop strings; tokens after the stop are discarded"""
 CUDA_STEPS = 8
-"""the same for stop tokens on CUDA, where looking means waiting for the device"""
+"""decode steps between two checks for stop tokens on CUDA, where a check waits for the device"""
 
 
 def agreed(group: dist.ProcessGroup | None, device: torch.device, flags: list[bool]) -> list[bool]:
     """Return for each flag whether it is set on all ranks.
 
     Args:
-        group: the ranks of the replica; None for one.
-        device: of this rank.
-        flags: of this rank; as many on each.
+        group: the ranks of the replica; None is one rank.
+        device: device of this rank.
+        flags: flags of this rank; equally many on each rank.
     """
     if group is None:
         return flags
@@ -44,16 +44,16 @@ def agreed(group: dist.ProcessGroup | None, device: torch.device, flags: list[bo
 
 @dataclass
 class ForwardPasses:
-    """Computes what the scheduler decides."""
+    """The computation of the scheduler's decisions."""
 
     weights: ShardedModel
     scheduler: Scheduler
     rules: RequestRules
     options: EmbeddedOptions
     group: dist.ProcessGroup | None
-    """the ranks of the replica; None for one"""
+    """the ranks of the replica; None is one rank"""
     graphs: DecodeGraphs | None
-    """recorded decode steps, if there are any"""
+    """captured decode steps, if there are any"""
 
     @property
     def device(self) -> torch.device:
@@ -61,7 +61,7 @@ class ForwardPasses:
         return self.weights.device
 
     def prefill(self, cache: SlotCache) -> None:
-        """Fill the cache for all running sequences, but for the last token of each."""
+        """Fill the cache for all running sequences, except for the last token of each."""
         while True:
             moves, chunks = self.scheduler.next_prefill()
             cache.apply(moves)
@@ -75,10 +75,15 @@ class ForwardPasses:
                 self.weights.prefill(PrefillPlan(cache, chunks, self.device))
 
     def decode(self, cache: SlotCache, max_steps: int, version: int) -> tuple[int, dict[int, str]]:
-        """Make one burst: steps between which neither the batch nor its sampling parameters change.
+        """Run one burst: decode steps between which neither the batch nor its sampling parameters change.
+
+        Args:
+            cache: the KV cache.
+            max_steps: upper bound of the number of steps.
+            version: policy version, for messages.
 
         Returns:
-            The number of steps, and why requests, by number, cannot go on.
+            The number of steps, and the reason for each request that cannot continue, by request number.
 
         Raises:
             DivergedError: the weights are not finite.
@@ -126,7 +131,11 @@ class ForwardPasses:
         return len(made), failed
 
     def _give_up(self, cache: SlotCache, version: int, sequences: Sequence[RunningSequence]) -> dict[int, str]:
-        """Return why these requests, whose logits are not finite, cannot go on, if the weights are finite."""
+        """Return the reason for each of these requests, whose logits are not finite.
+
+        Raises:
+            DivergedError: the weights are not finite.
+        """
         names = nonfinite_names(self.weights.parameter_shards())
         if not all(agreed(self.group, self.device, [not names])):
             found = ", ".join(names[:3]) or "in the shard of another rank"
@@ -156,7 +165,7 @@ class ForwardPasses:
     def _steps_of(
         self, cache: SlotCache, lengths: list[int], positions: torch.Tensor
     ) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """Return a burst's steps, to be taken in turn: step and tokens `[rows]` to logits `[rows, vocabulary]`."""
+        """Return the steps of a burst, to be called in order: step and tokens `[rows]` to logits `[rows, vocabulary]`."""
         if self.graphs is not None:
             graphs, longest, addresses = self.graphs, max(lengths), self.graphs.addresses(cache)
             return lambda step, tokens: graphs.logits(cache, addresses, tokens, positions[step], longest + step)

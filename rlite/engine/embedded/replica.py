@@ -1,7 +1,7 @@
 """The replica of the embedded executor: a thread that pumps synchronous workers.
 
-It sends new requests with short calls of a few decode steps, and hands the tokens to those who wait. Pausing is not
-calling: generation rests at a token boundary.
+Each call sends new requests and runs a few decode steps. The thread hands the tokens to their requests. To pause, the
+thread makes no further call, so generation rests at a token boundary.
 """
 
 from __future__ import annotations
@@ -17,23 +17,31 @@ from rlite.observability import trace
 from rlite.types import SequenceRequest, TokenChunk
 
 STEPS_PER_CALL = 8
-"""decode steps between two looks at the queue of new requests"""
+"""decode steps between two checks of the queue of new requests"""
 
 
 class PumpedWorker(ServingWorker, Protocol):
-    """A synchronous worker: it makes tokens only while `advance` runs."""
+    """A synchronous worker: it generates tokens only while `advance` runs."""
 
     def advance(self, new: list[SequenceRequest], aborted: list[int], max_steps: int) -> list[TokenChunk]:
-        """Take in `new`, end `aborted`, make up to `max_steps` decode steps, and return what was made."""
+        """Accept requests, end requests, run decode steps, and return the generated tokens.
+
+        Args:
+            new: requests to accept.
+            aborted: numbers of requests to end.
+            max_steps: upper bound of the number of decode steps.
+        """
 
 
 class PumpedReplica(WorkerReplica):
-    """Feeds the workers of one replica. Waits for requests, and for leave to run. Ends with the engine or its workers.
+    """A replica whose thread calls its workers while there are requests and it is not paused.
+
+    The thread ends when the engine closes the replica or a call fails.
 
     Args:
         executor: workers that are `PumpedWorker`s.
-        options: of the executor; not used here.
-        on_failure: told of the requests in flight when a call fails.
+        options: options of the executor; unused.
+        on_failure: called with the requests in flight when a call fails.
     """
 
     def __init__(self, executor: Executor, options: Any, on_failure: OnFailure) -> None:
@@ -53,13 +61,20 @@ class PumpedReplica(WorkerReplica):
 
     @property
     def failure(self) -> Exception | None:
+        """The error by which this replica was lost; None as long as it serves."""
         return self._in_flight.failure
 
     @property
     def num_in_flight(self) -> int:
+        """Number of requests that have not ended."""
         return len(self._in_flight)
 
     def submit(self, requests: Sequence[InFlightRequest]) -> bool:
+        """Queue requests for the next call.
+
+        Returns:
+            False, with nothing queued, if the replica has failed.
+        """
         with self._changed:
             if not self._in_flight.add(requests):
                 return False
@@ -69,11 +84,13 @@ class PumpedReplica(WorkerReplica):
             return True
 
     def cancel(self, request_ids: Collection[int] | None) -> None:
+        """Queue cancellations for the next call; None cancels all requests."""
         with self._changed:
             self._cancelled += self._in_flight.cancel(request_ids)
             self._changed.notify()
 
     def pause(self) -> None:
+        """Wait for the current call, make no further call, and end cancelled requests."""
         self._may_run.clear()
         with self._calling:  # the call under way has ended
             with self._changed:
@@ -82,9 +99,11 @@ class PumpedReplica(WorkerReplica):
                 self._try_to_advance(new, cancelled, 0)
 
     def resume(self) -> None:
+        """Continue to call the workers."""
         self._may_run.set()
 
     def drop(self, error: BaseException) -> None:
+        """End every request with this error. Later calls end the requests on the workers."""
         with self._changed:
             dropped = self._in_flight.clear()
             unsent = set(self._waiting)
@@ -94,6 +113,7 @@ class PumpedReplica(WorkerReplica):
             request.fail(error)
 
     def close(self) -> None:
+        """Stop the thread and end requests in flight with an error."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -143,7 +163,7 @@ class PumpedReplica(WorkerReplica):
                 self._cancelled += left
 
     def _fail(self, error: Exception) -> None:
-        """Take in nothing more. Cancelled requests end now; the engine decides about the others."""
+        """Accept no more requests. Cancelled requests end now; the engine decides about the others."""
         requests = self._in_flight.fail(error)
         with self._changed:
             self._waiting, self._cancelled = [], []

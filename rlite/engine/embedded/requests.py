@@ -1,4 +1,4 @@
-"""What a request asks of the worker: whether it can be served, which tokens end it, and where its text stops."""
+"""Rules for requests: validation, stop tokens and stop strings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rlite.types import GenerationHyperparameters, SequenceRequest
 
 @dataclass
 class RequestRules:
-    """Rules by which one worker serves requests; the same on all ranks of a replica."""
+    """Rules by which one worker serves requests. They are equal on all ranks of a replica."""
 
     path: str
-    """the checkpoint, for its tokenizer"""
+    """folder of the checkpoint, for its tokenizer"""
     options: EmbeddedOptions
     vocab_size: int
     max_model_len: int
@@ -27,10 +27,10 @@ class RequestRules:
     end_ids: frozenset[int]
     """the model's own end tokens"""
     agreed: Callable[[list[bool]], list[bool]]
-    """tells for each flag whether it is set on all ranks"""
+    """returns for each flag whether it is set on all ranks"""
 
     def sequence(self, request: SequenceRequest) -> RunningSequence:
-        """Return a request as the scheduler runs it."""
+        """Return the sequence that the scheduler runs for a request."""
         gconfig, num_prompt = request.gconfig, len(request.input_ids)
         tokens = [*request.input_ids, *request.output_ids]
         return RunningSequence(
@@ -47,7 +47,7 @@ class RequestRules:
         return frozenset(gconfig.stop_token_ids) | (frozenset() if gconfig.ignore_eos else self.end_ids)
 
     def objection(self, request: SequenceRequest) -> str | None:
-        """Return why a request cannot be served, None if it can."""
+        """Return the reason why a request cannot be served, None if it can."""
         ids = [*request.input_ids, *request.output_ids]
         if not request.input_ids:
             return "the prompt is empty; give at least one token"
@@ -69,7 +69,10 @@ class RequestRules:
         return None
 
     def find_stop(self, sequence: RunningSequence, start: int) -> int | None:
-        """Return the length at which a completion contains a stop string, if its tokens from `start` on made it so."""
+        """Return the length in tokens at which a completion first contains a stop string, None if it contains none.
+
+        Tokens before index `start` were checked earlier.
+        """
         stops = sequence.request.gconfig.stop
         tokenizer = self._tokenizer
         assert not isinstance(tokenizer, str)  # else it was refused
@@ -84,7 +87,10 @@ class RequestRules:
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase | str:
-        """The tokenizer, or why there is none. All ranks look at the same time, and have one if all could read it."""
+        """The tokenizer, or the reason why there is none.
+
+        All ranks agree: they have one only if every rank could read it.
+        """
         tokenizer: PreTrainedTokenizerBase | str
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)

@@ -1,7 +1,7 @@
 """Sampling for a whole batch at once.
 
-A row's token depends on its logits, its request's seed and its position alone: the random number is a hash of seed and
-position, and the token the inverse of the cumulative distribution there. Neither slot nor batch nor history matter.
+A row's token depends only on its logits, its request's seed and its position. The random number is a hash of seed and
+position. The token is the inverse of the cumulative distribution at this number. Slot, batch and history do not matter.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ import torch.nn.functional as F
 from rlite.types import GenerationHyperparameters
 
 CACHED_ELEMENTS = 1 << 18
-"""logits of the rows that are sampled at a time on CPU: 1 MiB of them"""
+"""logits that are sampled at a time on CPU: 1 MiB of float32"""
 SEGMENT = 128
-"""tokens that a long cumulative sum takes as one, before it looks into the one that matters"""
+"""tokens per segment of a long cumulative sum; only the segment of the sampled token is summed token by token"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowFilter:
-    """Rows whose distribution is cut before it is sampled from."""
+    """Rows whose distribution is truncated before sampling."""
 
     rows: torch.Tensor
     """[rows] indices into the batch"""
     top_k: torch.Tensor
-    """[rows, 1], vocabulary size where off"""
+    """[rows, 1]; the vocabulary size if top-k is off"""
     top_p: torch.Tensor
-    """[rows, 1], 1 where off"""
+    """[rows, 1]; 1 if top-p is off"""
     is_nucleus: bool
-    """some row has a top_p below 1"""
+    """whether some row has a top_p below 1"""
     banned: torch.Tensor | None
-    """[rows, vocabulary] of bool: tokens that may not be made yet"""
+    """[rows, vocabulary] of bool: tokens that may not be generated yet"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingBatch:
-    """Sampling parameters of a batch as tensors, made once for as long as its composition lasts."""
+    """Sampling parameters of a batch as tensors, reused while the composition of the batch stays the same."""
 
     inverse_temperature: torch.Tensor | None
     """[rows, 1]; None if all are 1"""
@@ -49,7 +49,7 @@ class SamplingBatch:
     seeds: torch.Tensor
     """[rows] of int64"""
     stop_ids: torch.Tensor | None
-    """[rows, ids] filled up with -1; None if no row has any"""
+    """[rows, ids], padded with -1; None if no row has stop tokens"""
     filter: RowFilter | None
 
     @classmethod
@@ -62,7 +62,16 @@ class SamplingBatch:
         vocab_size: int,
         device: torch.device,
     ) -> SamplingBatch:
-        """`is_early` marks the rows that may not make a stop token yet."""
+        """Return the parameters of a batch.
+
+        Args:
+            gconfigs: generation parameters of each row.
+            seeds: seed of each row.
+            stop_ids: stop tokens of each row.
+            is_early: True for rows that may not generate a stop token yet.
+            vocab_size: size of the vocabulary.
+            device: device of the tensors.
+        """
         greedy = [g.greedy for g in gconfigs]
         inverse = [1.0 if g.greedy else 1.0 / g.temperature for g in gconfigs]
         width = max(len(ids) for ids in stop_ids)
@@ -116,10 +125,18 @@ def _filter_of(
 def sample(
     logits: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, their log-probabilities at the row's temperature, and those under the distribution sampled from.
+    """Sample one token per row.
 
-    logits: [rows, vocabulary] of any dtype; uniform: [rows] in [0, 1). Each result is [rows]. A row with NaN or +inf
-    among its logits has some token, with the log-probability NaN.
+    A row with NaN or +inf among its logits gets an arbitrary token with log-probability NaN.
+
+    Args:
+        logits: `[rows, vocabulary]` of any dtype.
+        batch: sampling parameters of the rows.
+        uniform: random numbers in [0, 1), `[rows]`.
+
+    Returns:
+        Tokens, their log-probabilities at the row's temperature, and their log-probabilities under the truncated
+            distribution; `[rows]` each.
     """
     rows, vocab_size = logits.shape
     # on CPU as many rows at a time as stay in the processor's cache: each is read several times
@@ -146,7 +163,7 @@ def _scaled(logits: torch.Tensor, batch: SamplingBatch, rows: slice | torch.Tens
 def _draw(
     logits: torch.Tensor, uniform: torch.Tensor, batch: SamplingBatch, is_greedy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and their log-probabilities; a softmax is never made, nor the whole of a long cumulative sum."""
+    """Return tokens and their log-probabilities, without a softmax and without the whole of a long cumulative sum."""
     vocab_size = logits.shape[-1]
     weights = (logits - logits.amax(dim=-1, keepdim=True)).exp_()
     width = SEGMENT if vocab_size > 8 * SEGMENT else vocab_size
@@ -170,14 +187,20 @@ def _draw(
 
 
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Index [rows, 1] of the first cumulative sum beyond the target; where it is, something was added."""
+    """Return the index [rows, 1] of the first cumulative sum above the target.
+
+    The increment at this index is positive.
+    """
     last = cumulative[:, -1:]
     # rounding must not carry the target to the last: what is found there could be of probability zero
     return torch.searchsorted(cumulative, torch.minimum(target, last.nextafter(torch.zeros_like(last))), right=True)
 
 
 def _keep(logprobs: torch.Tensor, cut: RowFilter) -> torch.Tensor:
-    """Set to -inf what bans, top-k and top-p (in this order, the last on what the others leave) take away."""
+    """Return log-probabilities with bans, top-k and top-p applied: removed tokens are -inf.
+
+    Top-p applies to the distribution that bans and top-k leave.
+    """
     if cut.banned is not None:
         logprobs = logprobs.masked_fill(cut.banned, float("-inf"))
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
@@ -191,23 +214,26 @@ def _keep(logprobs: torch.Tensor, cut: RowFilter) -> torch.Tensor:
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Numbers in [0, 1), float32 with 24 random bits: splitmix64 of seed and position, broadcast together."""
+    """Return random numbers in [0, 1), float32 with 24 random bits: splitmix64 of seed and position.
+
+    Seeds and positions are broadcast together.
+    """
     state = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)
     return _shift(state, 40).to(torch.float32) * 2.0**-24
 
 
 def _signed(value: int) -> int:
-    """The 64-bit two's complement with the low bits of `value`."""
+    """Return the low 64 bits of `value` as a two's complement number."""
     return (value + 2**63) % 2**64 - 2**63
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift to the right; torch's own keeps the sign."""
+    """Return the logical shift to the right; torch's own operator keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
+    """Return the finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
     return x ^ _shift(x, 31)

@@ -1,14 +1,14 @@
-"""Who is prefilled, who decodes and for how long: the state of continuous batching, without torch.
+"""Scheduler of continuous batching, without torch: admission, prefill order and length of decode bursts.
 
 A sequence's life:   waiting --admit--> running (prefill, then decode) --record--> finished
 
 Running sequences are compact: `running[i]` lives in slot i of the KV cache, so that the decode batch is a view of the
-cache. They are kept roughly longest first; when one ends the last one moves into its place, which is a `Move` that the
-owner of the cache performs.
+cache. They are kept roughly longest first. When a sequence ends, the last sequence takes its slot. The owner of the
+cache performs this `Move`.
 
-Prefill stops one token short: it fills the cache for all tokens but the last, and the decode step that takes the last
-one as its input makes the first new token. So logits are made in one place alone, siblings that copy a prompt's cache
-need nothing else, and recomputing after new weights is a prefill of prompt and completion.
+Prefill stops one token short: it fills the cache for all tokens but the last. The decode step that reads the last token
+generates the first new token. Only decode steps compute logits. Siblings that copy a prompt's cache need no other
+state. Recomputing the cache after new weights is a prefill of prompt and completion.
 """
 
 from __future__ import annotations
@@ -28,26 +28,28 @@ class RunningSequence:
     tokens: list[int]
     """prompt and completion"""
     max_tokens: int
-    """length at which it ends"""
+    """length in tokens at which the sequence ends"""
     stop_ids: frozenset[int]
-    """tokens that end it"""
+    """tokens that end the sequence"""
     min_tokens: int
-    """length before which no stop token may be made"""
+    """length in tokens before which no stop token may be generated"""
     slot: int = -1
     num_cached: int = 0
-    """leading tokens whose keys and values are in the slot"""
+    """number of leading tokens whose keys and values are in the slot"""
     num_reported: int = 0
-    """leading tokens, the prompt among them, that the driver knows"""
+    """number of leading tokens, prompt included, that the driver knows"""
     logprobs: list[float] = field(default_factory=list)
-    """of the tokens not yet reported, as are the next"""
+    """log-probabilities of the tokens that are not reported yet"""
     sampling_logprobs: list[float] = field(default_factory=list)
 
     @property
     def prompt_len(self) -> int:
+        """Number of tokens in the prompt."""
         return len(self.request.input_ids)
 
     @property
     def is_prefilled(self) -> bool:
+        """Whether the cache holds all tokens but the last."""
         return self.num_cached >= len(self.tokens) - 1
 
 
@@ -62,7 +64,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, stop) of the sequence in `slot`, to be prefilled."""
+    """Tokens [start, stop) of the sequence in `slot` that one forward prefills."""
 
     slot: int
     start: int
@@ -82,13 +84,19 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
+        """Number of waiting and running sequences."""
         return len(self.waiting) + len(self.running)
 
     def add(self, sequence: RunningSequence) -> None:
+        """Append a sequence to the waiting queue."""
         self.waiting.append(sequence)
 
     def admit(self) -> bool:
-        """Move waiting sequences into free slots, in their order; those admitted together sit longest first."""
+        """Move waiting sequences into free slots in queue order. Sequences of one call are placed longest first.
+
+        Returns:
+            Whether any sequence was moved.
+        """
         num = min(self.num_slots - len(self.running), len(self.waiting))
         admitted = [self.waiting.popleft() for _ in range(num)]
         admitted.sort(key=lambda s: -len(s.tokens))
@@ -98,10 +106,11 @@ class Scheduler:
         return num > 0
 
     def next_prefill(self) -> tuple[list[Move], list[Chunk]]:
-        """The next cache copies, and after them the next forward of at most `max_prefill_tokens`; empty at the end.
+        """Return the next cache copies, and the chunks of the forward that follows them. Both are empty at the end.
 
-        A prompt that another running sequence shares is copied from it. Where that one is not ready yet, it waits. Only
-        a prompt that no forward can hold is split: a piece that attends to an earlier one needs a slower kernel.
+        The chunks hold at most `max_prefill_tokens` tokens. A prompt that another running sequence shares is copied
+        from this sequence, as soon as its prompt is prefilled. Only a prompt longer than `max_prefill_tokens` is split,
+        because a chunk that attends to an earlier chunk needs a slower kernel.
         """
         moves: list[Move] = []
         chunks: list[Chunk] = []
@@ -139,7 +148,10 @@ class Scheduler:
         return moves, chunks
 
     def burst(self, max_steps: int) -> int:
-        """Decode steps until the composition of the batch, or what its rows may sample, must change at the latest."""
+        """Return the number of decode steps before the batch, or the tokens that a row may sample, can change.
+
+        Stop tokens and stop strings may end a row earlier.
+        """
         steps = max_steps
         for sequence in self.running:
             length = len(sequence.tokens)
@@ -155,10 +167,17 @@ class Scheduler:
         sampling_logprobs: list[list[float]],
         find_stop: Callable[[RunningSequence, int], int | None],
     ) -> list[Move]:
-        """Take in one burst, lists [row][step], end what has ended, and close the gaps.
+        """Append the tokens of one burst, end finished sequences, and close the gaps.
 
-        `find_stop(sequence, start)` is asked for sequences with stop strings: the length at which the completion
-        contains one, if its tokens from `start` on made it so.
+        Args:
+            tokens: `[row][step]`.
+            logprobs: `[row][step]`, at the row's temperature.
+            sampling_logprobs: `[row][step]`, under the truncated distribution.
+            find_stop: `find_stop(sequence, start)` returns the length at which a completion contains a stop string, or
+                None. It is called for requests with stop strings; tokens from `start` on are new.
+
+        Returns:
+            The copies of slots that close the gaps.
         """
         finished: list[tuple[RunningSequence, StopReason]] = []
         for row, sequence in enumerate(self.running):
@@ -186,7 +205,14 @@ class Scheduler:
         return self._remove(finished) if finished else []
 
     def abort(self, request_ids: Collection[int] | None = None) -> list[Move]:
-        """End the named requests, or all, with what they have. Names that are not here are none of our concern."""
+        """End requests with their tokens so far. Unknown numbers are ignored.
+
+        Args:
+            request_ids: request numbers; None is all requests.
+
+        Returns:
+            The copies of slots that close the gaps.
+        """
 
         def is_named(sequence: RunningSequence) -> bool:
             return request_ids is None or sequence.request.request_id in request_ids
@@ -196,12 +222,12 @@ class Scheduler:
         return self._remove([(s, "abort") for s in self.running if is_named(s)])
 
     def forget_cache(self) -> None:
-        """The cache is of no use any more; every running sequence is prefilled anew."""
+        """Mark the cache as empty. Every running sequence is prefilled again."""
         for sequence in self.running:
             sequence.num_cached = 0
 
     def drain(self, version: int) -> list[TokenChunk]:
-        """One chunk for each request that made progress or ended since the last drain."""
+        """Return one chunk for each request that made progress or ended since the last drain."""
         ended, self._ended = self._ended, []
         chunks = [_report(sequence, version, reason) for sequence, reason in ended]
         chunks += [_report(s, version, None) for s in self.running if len(s.tokens) > s.num_reported]

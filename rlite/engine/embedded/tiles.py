@@ -1,10 +1,10 @@
-"""What makes a request's bits its own: work in fixed shapes, so that nothing depends on who else is in the batch.
+"""Deterministic inference: work in fixed shapes, so that a request's bits do not depend on the rest of the batch.
 
-A kernel chooses its blocks, and with them the order of its sums, by the shapes that it is given. So here every forward
-has the same number of rows: a decode step takes DECODE_ROWS slots at a time, the free ones among them on a token that
-nobody reads; a prompt is prefilled TILE_ROWS tokens of one sequence at a time, from multiples of that. Attention reads
-as many blocks as a sequence needs, and sampling takes one row at a time. What is left is that a kernel may treat the
-rows of one shape differently; `check_rows` looks whether this machine's do.
+A kernel chooses its blocks, and so the order of its sums, by the shapes of its arguments. Here every forward has the
+same number of rows. A decode step computes DECODE_ROWS slots at a time; free slots compute a token that nobody reads. A
+prompt is prefilled TILE_ROWS tokens of one sequence at a time, from multiples of TILE_ROWS. Attention reads as many
+blocks as a sequence needs, and sampling processes one row at a time. A kernel may still treat the rows of one shape
+differently; `check_rows` tests this machine's kernels.
 """
 
 from __future__ import annotations
@@ -25,16 +25,31 @@ DECODE_ROWS = 16
 
 
 def tiles_of(chunk: Chunk, tokens: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
-    """(start, tokens) of the tiles that a chunk is in; `tokens` are the whole sequence's."""
+    """Yield the tiles that cover a chunk.
+
+    Args:
+        chunk: tokens to prefill.
+        tokens: all tokens of the sequence.
+
+    Yields:
+        The start of each tile, and its tokens.
+    """
     for start in range(chunk.start - chunk.start % TILE_ROWS, chunk.stop, TILE_ROWS):
         yield start, tokens[start : min(start + TILE_ROWS, chunk.stop)]
 
 
 class TiledDecoder:
-    """The steps of one burst, to be taken in turn, as `ForwardPasses` makes them."""
+    """The steps of one burst for `ForwardPasses`, called in order."""
 
     def __init__(self, model: ShardedModel, cache: SlotCache, lengths: Sequence[int], positions: torch.Tensor) -> None:
-        """`positions` of the tokens that go in, `[steps, rows]`."""
+        """Plan the first step.
+
+        Args:
+            model: the model.
+            cache: the KV cache.
+            lengths: length of each sequence, in tokens.
+            positions: positions of the input tokens, `[steps, rows]`.
+        """
         self._model = model
         self._num_rows = len(lengths)
         padding = -len(lengths) % DECODE_ROWS
@@ -54,7 +69,7 @@ class TiledDecoder:
         ]
 
     def __call__(self, step: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens `[rows]` to logits `[rows, vocabulary]`."""
+        """Return the logits `[rows, vocabulary]` of tokens `[rows]`."""
         tokens = F.pad(tokens, (0, self._positions.shape[1] - self._num_rows))
         logits = []
         for index, plan in enumerate(self._plans):
@@ -68,14 +83,24 @@ class TiledDecoder:
 def sample_each(
     logits: torch.Tensor, batches: Sequence[SamplingBatch], uniform: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`sample`, a row at a time; `batches` has one of each row."""
+    """Return the results of `sample`, computed one row at a time.
+
+    Args:
+        logits: `[rows, vocabulary]`.
+        batches: sampling parameters of each row.
+        uniform: random numbers in [0, 1), `[rows]`.
+    """
     parts = [sample(logits[r : r + 1], batch, uniform[r : r + 1]) for r, batch in enumerate(batches)]
     tokens, taken, taken_of_cut = (torch.cat(part) for part in zip(*parts, strict=True))
     return tokens, taken, taken_of_cut
 
 
 def check_rows(model: ShardedModel, cache: SlotCache) -> None:
-    """Decode one token in all rows of a tile, for a few steps. Raises: ConfigError if the logits differ in any bit."""
+    """Decode the same token in all rows of a tile, for a few steps.
+
+    Raises:
+        ConfigError: the logits of two rows differ in any bit.
+    """
     steps, device = 3, cache.values.device
     positions = torch.arange(steps, device=device)[:, None].expand(-1, DECODE_ROWS)
     decoder = TiledDecoder(model, cache, [1] * DECODE_ROWS, positions)

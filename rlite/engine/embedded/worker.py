@@ -1,8 +1,8 @@
 """The worker of the embedded inference executor: continuous batching around an unmodified Hugging Face model.
 
-The driver pumps it: `advance` takes in requests, makes up to so many decode steps, and returns what was made. There is
-no thread and no event loop here. Under tensor parallelism every rank gets the same calls in the same order, and takes
-the same decisions, because the only thing they depend on besides the calls, the sampled tokens, comes from rank 0.
+The driver pumps the worker: `advance` accepts requests, runs some decode steps, and returns the generated tokens. There
+is no thread and no event loop. Under tensor parallelism every rank gets the same calls in the same order. Rank 0
+broadcasts the sampled tokens, so all ranks make the same decisions.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from rlite.types import SequenceRequest, TokenChunk
 
 
 class EmbeddedWorker:
-    """One rank's model, KV cache and scheduler. Weights are loaded and the cache allocated when it is built.
+    """One rank's model, KV cache and scheduler. The constructor loads the weights and allocates the cache.
 
     Args:
-        path: the checkpoint.
-        options: the executor's.
-        device: of this rank.
+        path: folder of the checkpoint.
+        options: options of the executor.
+        device: device of this rank.
         tp_group: the ranks of the replica.
 
     Raises:
@@ -92,7 +92,7 @@ class EmbeddedWorker:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requests that were taken in and have not ended."""
+        """Number of requests that were accepted and have not ended."""
         return self._scheduler.num_unfinished
 
     def set_version(self, version: int) -> None:
@@ -101,20 +101,20 @@ class EmbeddedWorker:
 
     @torch.inference_mode()
     def advance(self, new: list[SequenceRequest], aborted: list[int], max_steps: int) -> list[TokenChunk]:
-        """Take in `new`, end `aborted`, and make up to `max_steps` decode steps; fewer if nothing is left to do.
+        """Accept `new`, end `aborted`, and run up to `max_steps` decode steps, fewer if no request is left.
 
         Args:
-            new: requests, each of which goes on after its `output_ids`.
+            new: requests, each of which continues after its `output_ids`.
             aborted: numbers of requests that end with their tokens so far.
-            max_steps: decode steps; 0 only ends requests.
+            max_steps: upper bound of the number of decode steps; 0 only ends requests.
 
         Returns:
-            One chunk for each request that made progress, ended, or was refused or failed (`error`, without tokens): a
-            request that cannot be served does not end the others.
+            One chunk for each request that made progress, ended, was refused or failed. A chunk of a refused or failed
+                request has an `error` and no tokens. Such a request does not end the others.
 
         Raises:
-            ResidencyError: weights or KV cache are not on the device. Nothing was done.
-            DivergedError: the weights are not finite. The worker is of no more use.
+            ResidencyError: weights or KV cache are not on the device. Nothing was changed.
+            DivergedError: the weights are not finite. The worker cannot be used any more.
         """
         cache = self._serving_cache()
         for request in new:
@@ -134,12 +134,16 @@ class EmbeddedWorker:
         return self._drain()
 
     def abort_all(self) -> list[TokenChunk]:
-        """End every request with its tokens so far."""
+        """End every request with its tokens so far.
+
+        Returns:
+            One chunk for each request.
+        """
         self._scheduler.abort()
         return self._drain()
 
     def weights_changed(self, version: int) -> None:
-        """Take written weights into use: running requests go on from their tokens, and their cache is computed anew."""
+        """Serve newly written weights. Running requests continue from their tokens, and their cache is recomputed."""
         self.version = version
         self._scheduler.forget_cache()
 
@@ -149,7 +153,7 @@ class EmbeddedWorker:
         return [*failed.values(), *others]
 
     def _fail(self, request_id: int, error: str, is_nonfinite: bool = False) -> None:
-        """Answer a request with why it cannot be served."""
+        """Answer a request with the reason why it cannot be served."""
         self._failed[request_id] = TokenChunk(
             request_id=request_id,
             token_ids=[],
@@ -169,16 +173,16 @@ class EmbeddedWorker:
     # --- residency --------------------------------------------------------------------------------------------------
 
     def load_weights(self, path: str | None = None) -> None:
-        """Fill the weights from a checkpoint of the same model (default: the engine's own), on the device."""
+        """Fill the weights on the device from a checkpoint of the same model; without a path, from the engine's own."""
         self._weights.load(path)
         self._are_weights_here = True
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
-        """Return this rank's blocks of the parameters, each once (tied: the embedding's name), to be written."""
+        """Return this rank's blocks of the parameters, for weight sync to write. Tied parameters appear once."""
         return self._weights.parameter_shards()
 
     def to_device(self, what: Part = "all") -> None:
-        """Bring weights, KV cache or both to the device. Weights that were on meta have no defined content."""
+        """Move weights, KV cache or both to the device. Weights that were on the meta device are uninitialised."""
         if what in ("all", "weights"):
             self._weights.allocate()
             self._are_weights_here = True
@@ -186,17 +190,17 @@ class EmbeddedWorker:
             self._cache = SlotCache(*self._budget.shape(self._num_slots), dtype=self._weights.dtype, device=self.device)
 
     def to_cpu(self) -> None:
-        """Move weights to host memory. Give the KV cache back; running requests compute theirs anew."""
+        """Move weights to host memory and free the KV cache. Running requests recompute their cache later."""
         self._weights.to(torch.device("cpu"))
         self._drop_cache()
 
     def to_meta(self) -> None:
-        """Give the memory of weights and KV cache back."""
+        """Free the memory of weights and KV cache."""
         self._weights.to(torch.device("meta"))
         self._drop_cache()
 
     def memory_bytes(self) -> dict[str, int]:
-        """Return the bytes that this rank holds."""
+        """Return the bytes that this rank holds, by part: weights, kv_cache."""
         cache = 0 if self._cache is None else self._cache.nbytes
         return {"weights": self._weights.memory_bytes(), "kv_cache": cache}
 
