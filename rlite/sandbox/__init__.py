@@ -1,1 +1,1 @@
-"""User code in processes that can be killed. Nothing that such a process writes runs in the program that started it."""
+"""Run user code in processes that can be killed. The driver never executes anything that such a process writes."""

@@ -1,4 +1,4 @@
-"""Calls of user code, on the driver's side."""
+"""Represent calls of user code on the driver's side."""
 
 from __future__ import annotations
 
@@ -49,12 +49,22 @@ class Code:
 
     @classmethod
     def of(cls, function: Callable[..., Any], finish: Callable[[Any], Any] = same, **options: Any) -> Code:
-        """Pickle a function, and one that is applied to what it returns. `options` are fields."""
+        """Return the code of a function.
+
+        Args:
+            function: the user's function. It is pickled by cloudpickle.
+            finish: function applied in the sandbox process to the return value of `function`.
+            **options: values of further fields.
+        """
         blob = cloudpickle.dumps((function, finish))
         return cls(hashlib.blake2b(blob, digest_size=16).digest(), blob, **options)
 
     def took(self, seconds: float) -> None:
-        """Note how long a call took."""
+        """Update the mean duration with one call.
+
+        Args:
+            seconds: duration of the call.
+        """
         known = self.seconds != float("inf")
         self.seconds = 0.8 * self.seconds + 0.2 * seconds if known else seconds
 
@@ -82,14 +92,14 @@ class Call:
     """outcome and description; counts as the result does"""
 
     def message(self) -> CallMessage:
-        """Return the call as its process gets it."""
+        """Return the message that a sandbox process receives for this call."""
         code, is_stream = self.code, self.on_piece is not None
         in_fork = code.num_forks > 0 and not is_stream  # a fork answers once
         code.num_forks -= in_fork
         return self.number, code.key, self.arguments, code.max_answer, is_stream, in_fork
 
     def is_refused(self) -> bool:
-        """Fail the call at once if the function hangs; return whether it does."""
+        """Return whether the function hangs. If it does, the call fails at once."""
         code, now = self.code, time.monotonic()
         if code.num_timeouts < MAX_TIMEOUTS:
             return False
@@ -100,7 +110,7 @@ class Call:
         return True
 
     def settle(self) -> None:
-        """Give the answer to the caller."""
+        """Give the result or the failure to the caller."""
         self.code.num_timeouts = 0
         if self.failure is not None:
             self.fail(*self.failure)
@@ -108,13 +118,23 @@ class Call:
             self.future.set_result(self.result)
 
     def fail(self, outcome: str, text: str) -> None:
-        """Raise the error of this outcome in the caller."""
+        """Raise the error of an outcome in the caller.
+
+        Args:
+            outcome: kind of failure, a key of the function's error classes.
+            text: error message.
+        """
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(self.code.errors[outcome](text))
 
 
 def take_chunk(queue: deque[Call], most: int) -> list[Call]:
-    """Take from the queue one call, or several that are quick and have the same memory limit."""
+    """Return one call from the queue, or several quick calls with the same memory limit.
+
+    Args:
+        queue: waiting calls. The returned calls are removed from it, and cancelled or refused calls too.
+        most: number of calls to take at most.
+    """
     taken: list[Call] = []
     seconds = 0.0
     while queue and len(taken) < min(max(most, 1), MAX_CHUNK):
@@ -129,7 +149,11 @@ def take_chunk(queue: deque[Call], most: int) -> list[Call]:
 
 
 def ending(code: int) -> str:
-    """Describe how a process has ended."""
+    """Return a description of how a process ended.
+
+    Args:
+        code: exit code. A negative code is a signal's number.
+    """
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was ended by signal {-code} ({signal.strsignal(-code)})"

@@ -1,7 +1,7 @@
-"""The program of a sandbox process. It imports only the standard library, so that it starts fast.
+"""Serve calls inside a sandbox process. This program imports only the standard library, so it starts fast.
 
-The driver sends pickled chunks of calls, each after its length of 8 bytes; the driver is trusted. The process answers
-in frames of `rlite.sandbox.wire`, [kind, number of the call, value]:
+The driver is trusted. It sends pickled chunks of calls, each after a length of 8 bytes. The process answers in frames
+of `rlite.sandbox.wire`, [kind, number of the call, value]:
 
     READY                       once
     STARTED                     for each call: its function and arguments are loaded
@@ -11,8 +11,8 @@ in frames of `rlite.sandbox.wire`, [kind, number of the call, value]:
     ENDED                       the fork that ran a call ended without an answer; the value is its exit code
     JUDGED                      after the last call of a chunk: whether state that calls share had to be restored
 
-A call whose function runs code made at run time runs in a fork of the process. The fork has only a pipe to answer by.
-The process passes one frame on, and kills the fork with everything that it has started.
+If a function runs code made at run time, its next calls run in forks of the process. A fork can answer only through a
+pipe. The process passes one frame on. Then it kills the fork and everything that the fork started.
 """
 
 from __future__ import annotations
@@ -62,12 +62,17 @@ _UNPRINTABLE = re.compile(r"[^\n\t\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]")
 
 
 def same(value: Any) -> Any:
-    """Return the value."""
+    """Return the value unchanged."""
     return value
 
 
 def serve(descriptor: int, is_silent: bool) -> None:
-    """Answer calls from the socket `descriptor` until its other end is closed."""
+    """Answer calls from a socket until its other end is closed.
+
+    Args:
+        descriptor: file descriptor of the socket.
+        is_silent: discard standard output and standard error.
+    """
     os.set_inheritable(descriptor, False)
     confine()
     with os.fdopen(descriptor, "r+b", buffering=0) as channel:
@@ -79,7 +84,7 @@ def serve(descriptor: int, is_silent: bool) -> None:
 
 
 class Server:
-    """Runs calls one by one, and restores the state of the process that they have changed."""
+    """A server that runs calls one by one and restores the process state that they changed."""
 
     def __init__(self, channel: BinaryIO) -> None:
         self._channel = channel
@@ -94,7 +99,13 @@ class Server:
         self.say(READY, None)
 
     def run(self, new: dict[bytes, bytes], memory_limit: int | None, calls: list[CallMessage]) -> None:
-        """Run one chunk of calls."""
+        """Run one chunk of calls.
+
+        Args:
+            new: pickled functions that the process does not hold yet, by key.
+            memory_limit: resident bytes that the process may have; None for no limit.
+            calls: messages of the calls, in order.
+        """
         self._blobs.update(new)
         broken = self._load({key for _, key, *_ in calls} - self._functions.keys())
         _brake(memory_limit)
@@ -119,7 +130,11 @@ class Server:
         self.say(JUDGED, self._state.restore())  # what cannot be restored ends the process
 
     def _load(self, keys: set[bytes]) -> dict[bytes, BaseException]:
-        """Load functions before the calls: what they change when they are imported stays. Returns what failed."""
+        """Load functions before the calls, so changes made by their imports stay.
+
+        Returns:
+            The exceptions of functions that failed to load, by key.
+        """
         broken: dict[bytes, BaseException] = {}
         for key in keys:
             try:
@@ -155,7 +170,10 @@ class Server:
                 return end.value
 
     def _run_in_fork(self, key: bytes, keywords: dict[str, Any], memory_limit: int | None) -> bool:
-        """Run a call in a fork; return whether it could be: a process of several threads cannot fork safely."""
+        """Return whether a call could run in a fork, and run it if so.
+
+        A process with several threads cannot fork safely.
+        """
         if threading.active_count() > 1 or any(name in sys.modules for name in _UNFORKABLE):
             return False
         self._watch.is_on = False
@@ -200,7 +218,12 @@ class Server:
             self.say(*_failure(error))
 
     def say(self, kind: str, value: Any) -> None:
-        """Write one frame about the present call. Raises: WireError if the value has no form, or is too long."""
+        """Write one frame about the current call. A value without a form on the wire, or too long, raises WireError.
+
+        Args:
+            kind: kind of the frame, such as VALUE.
+            value: the frame's value.
+        """
         self._send(wire.frame([kind, self._number, value], self._limit))
 
     def _send(self, frame: bytes) -> None:
@@ -220,14 +243,14 @@ def _failure(error: BaseException) -> tuple[str, str]:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception as one line, with its traceback below."""
+    """Return the description of an exception: one line, with its traceback below."""
     line, _, _ = text_of(error).strip().partition("\n")
     what = f"{type(error).__name__}: {line[:MAX_TEXT]}" if line else type(error).__name__
     return f"{what}\n{''.join(traceback.format_exception(error))[-MAX_TEXT:]}"
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception, which a class of the user's own may fail to make."""
+    """Return the text of an exception, or a substitute if the user's class fails to make the text."""
     try:
         return str(error)
     except Exception as failure:
@@ -235,7 +258,7 @@ def text_of(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text from an untrusted process as a log or a terminal may have it: short and printable."""
+    """Return text from an untrusted process in a form that is safe for logs and terminals: short and printable."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode-escape").decode(), text[: 3 * MAX_TEXT])
 
 
@@ -251,7 +274,10 @@ def _read_exactly(channel: BinaryIO, length: int) -> bytes | None:
 
 
 def _read_frame(pipe: BinaryIO, limit: int) -> bytes | None:
-    """Return one frame as it is, for the driver to check; None at the end of the pipe, or if the frame is too long."""
+    """Return one frame unparsed, for the driver to check.
+
+    Return None at the end of the pipe or if the frame is too long.
+    """
     header = _read_exactly(pipe, wire.HEADER.size) or b"\xff" * wire.HEADER.size
     json_size, raw_size = wire.HEADER.unpack(header)
     is_short = json_size <= wire.MAX_JSON and raw_size <= limit
@@ -260,7 +286,7 @@ def _read_frame(pipe: BinaryIO, limit: int) -> bytes | None:
 
 
 def _brake(memory_limit: int | None) -> None:
-    """Let allocations fail far beyond the limit, and begin to measure the peak anew."""
+    """Make allocations fail far beyond the limit, and reset the measured peak."""
     if sys.platform != "linux":
         return
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -274,9 +300,9 @@ def _brake(memory_limit: int | None) -> None:
 
 
 def _peak_memory() -> int:
-    """Return the peak of resident bytes since the last `_brake`; 0 if the system does not say so.
+    """Return the peak of resident bytes since the last `_brake`, or 0 if the system does not report it.
 
-    getrusage's begins with the peak of the process that started this one.
+    The peak of getrusage would begin with the peak of the parent process.
     """
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         for line in status:

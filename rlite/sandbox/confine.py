@@ -1,7 +1,7 @@
-"""Privileges that a process gives up before it runs user code. This module imports the standard library alone.
+"""Give up privileges before a process runs user code. This module imports only the standard library.
 
-Environment variables pass by name, because others may hold secrets of the run. If Linux has Landlock (5.13; signals:
-6.12), a process can read, trace and signal only processes that it has started, also under the same user.
+Environment variables pass by name, because other variables may hold secrets of the run. If Linux has Landlock (5.13;
+signals: 6.12), a process can read, trace and signal only processes that it started, even under the same user.
 """
 
 from __future__ import annotations
@@ -31,12 +31,20 @@ MAX_PASSES = 1000
 
 
 def passed_environment(environment: Mapping[str, str], further: Collection[str] = ()) -> dict[str, str]:
-    """Return the variables that a process may have: variables of its machine and its numerics, and `further` ones."""
+    """Return the environment variables that a process may have.
+
+    Args:
+        environment: all variables. Variables that describe the machine and its numerics pass.
+        further: names of further variables that pass.
+    """
     return {name: value for name, value in environment.items() if name in further or _PASSED.fullmatch(name)}
 
 
 def confine() -> None:
-    """Prepare this process for user code: it ends before its parent and with it, and leaves others alone."""
+    """Prepare this process for user code.
+
+    The process ends before its parent if memory runs out, ends with its parent, and cannot touch other processes.
+    """
     with contextlib.suppress(OSError):  # when memory runs out, Linux shall end this process, not its driver
         Path("/proc/self/oom_score_adj").write_text("1000")
     if sys.platform == "linux":
@@ -45,7 +53,7 @@ def confine() -> None:
 
 
 def _give_up_capabilities() -> None:
-    """Give up what lets root look into other processes past Landlock (since Linux 6.16)."""
+    """Drop the capabilities with which root can inspect other processes despite Landlock (since Linux 6.16)."""
     header, sets = struct.pack("<Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
     if _LIBC.capget(header, sets) != 0:
         return
@@ -58,7 +66,7 @@ def _give_up_capabilities() -> None:
 
 
 def part() -> None:
-    """Part this process from the one that has started it: it ends with it, and cannot touch it."""
+    """Separate this process from its parent: it ends with the parent and cannot touch it."""
     if sys.platform != "linux":
         return
     set_death_signal, become_subreaper = 1, 36
@@ -68,7 +76,7 @@ def part() -> None:
 
 
 def restrict() -> None:
-    """Let this process read, trace and signal only processes that it starts itself, on Linux with Landlock."""
+    """Let this process read, trace and signal only processes that it starts. This needs Linux with Landlock."""
     if sys.platform != "linux":
         return
     abi = _LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
@@ -84,7 +92,7 @@ def restrict() -> None:
 
 
 def silence() -> None:
-    """Discard standard output and error: the terminal and the log are the driver's."""
+    """Discard standard output and standard error. The terminal and the log belong to the driver."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (1, 2):
         os.dup2(null, descriptor)
@@ -92,7 +100,7 @@ def silence() -> None:
 
 
 def children(pid: int) -> set[int]:
-    """Return the processes that a process has started or adopted; none if the system does not list them."""
+    """Return the processes that a process started or adopted; an empty set if the system does not list them."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -102,7 +110,7 @@ def children(pid: int) -> set[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return a process's children, and their descendants."""
+    """Return the children of a process and their descendants."""
     found = [*children(pid)]
     for child in found:
         found += children(child)
@@ -110,9 +118,15 @@ def descendants(pid: int) -> list[int]:
 
 
 def end_descendants(kept: Callable[[], Collection[int]] = tuple) -> bool:
-    """End all processes that this one has started, but the children `kept` and their descendants.
+    """Kill all processes that this process started, except the kept children and their descendants.
 
-    Processes that fork while they are ended are met again, as orphans. Returns whether all are ended.
+    Processes that fork while they are killed are found in a later pass, as orphans.
+
+    Args:
+        kept: returns the process ids of the children to keep.
+
+    Returns:
+        Whether all other processes have ended.
     """
     was_empty = False
     for _ in range(MAX_PASSES):

@@ -1,4 +1,4 @@
-"""Errors of calls that run in a sandbox. Rewards, environments and tools have subclasses of their own."""
+"""Define errors of calls that run in a sandbox. Rewards, environments and tools have subclasses of their own."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from rlite.errors import RliteError
 
 
 class SandboxError(RliteError):
-    """A call of user code that has no result. `outcome` names the kind of failure in one word."""
+    """Failure of a call of user code. `outcome` names the kind of failure in one word."""
 
     outcome = "error"
 
 
 class SandboxTimeout(SandboxError, TimeoutError):
-    """The call ran for longer than its time-out. Its process was killed."""
+    """Time-out of a call. Its process was killed."""
 
     outcome = "timeout"
 
 
 class SandboxCrash(SandboxError, RuntimeError):
-    """The process ended during the call. The message has the exit code or the signal."""
+    """End of the process during the call. The message has the exit code or the signal."""
 
     outcome = "crash"
 
 
 class SandboxMemory(SandboxError, MemoryError):
-    """The process took more memory than its limit, or than the machine has."""
+    """Use of more memory than the process's limit, or than the machine has."""
 
     outcome = "memory"
 
 
 class SandboxRaised(SandboxError, RuntimeError):
-    """The user code raised an exception. The message begins with the exception and ends with its traceback."""
+    """Exception raised by the user code. The message begins with the exception and ends with its traceback."""
 
     outcome = "raised"
 
 
 class SandboxInvalid(SandboxError, ValueError):
-    """The user code returned a value of the wrong kind."""
+    """Return value of the wrong kind from the user code."""
 
     outcome = "invalid"
 

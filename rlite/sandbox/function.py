@@ -1,4 +1,4 @@
-"""User functions that run in a sandbox, and user code that is awaited in this process."""
+"""Run user functions in a sandbox, and await user code in this process."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ class SandboxFunction:
     """A user's function, sync or async, whose calls run in processes that can be killed.
 
     Args:
-        fn: the function. It travels by cloudpickle.
+        fn: the function. It is pickled by cloudpickle.
         timeout: seconds from the function's own start.
-        num_processes: processes that the program's pool has at least room for. Default: the cores, at most 8.
-        memory_limit_gib: resident memory that a process may have, in GiB. None leaves the limit to the machine.
-        what: its name in error messages.
-        env_vars: names of environment variables that its processes get beside the common ones.
-        finish: applied to what `fn` returns, in its process. Its result must have a form in `rlite.sandbox.wire`.
-        max_answer: bytes of an answer, at most.
+        num_processes: number of processes that the program's pool has room for, at least. Default: the cores, at most
+            8.
+        memory_limit_gib: resident memory that a process may have, in GiB. None sets no limit.
+        what: name of the function in error messages.
+        env_vars: names of environment variables that processes receive in addition to the common ones.
+        finish: function applied in the process to the return value of `fn`. Its result must have a form in
+            `rlite.sandbox.wire`.
+        max_answer: maximum size of an answer in bytes.
         errors: the error class of each outcome.
 
     Raises:
@@ -85,8 +87,11 @@ class SandboxFunction:
     async def call(self, /, **keywords: Any) -> Any:
         """Return the unchecked answer to a call with these arguments.
 
+        Args:
+            **keywords: arguments of the function.
+
         Raises:
-            SandboxError: a class of `errors`, by the outcome.
+            SandboxError: the call failed. The class is the entry of `errors` for the outcome.
             DataError: the arguments cannot be pickled.
         """
         try:
@@ -97,12 +102,16 @@ class SandboxFunction:
         return await asyncio.wrap_future(pool.submit(self._code, arguments, self.timeout, self._memory_limit))
 
     async def ask(self, read: Callable[[Any], Any], /, **keywords: Any) -> Any:
-        """Return what `read` makes of the answer; `read` returns None for an answer of another form.
+        """Return the answer to a call, checked and converted by `read`.
 
-        The process may have answered anything that the wire carries.
+        The process may have answered any value that the wire carries.
+
+        Args:
+            read: converts the answer. It returns None if the answer has the wrong form.
+            **keywords: arguments of the function.
 
         Raises:
-            SandboxError: a class of `errors`, by the outcome.
+            SandboxError: the call failed. The class is the entry of `errors` for the outcome.
             DataError: the arguments cannot be pickled.
         """
         with trace.task(self.what.removeprefix("the ")):
@@ -114,15 +123,18 @@ class SandboxFunction:
 
 @asynccontextmanager
 async def limited(what: str, timeout: float | None, errors: ErrorKinds = SANDBOX_ERRORS) -> AsyncIterator[None]:
-    """Await user code inside, in this process.
+    """Await user code inside a `with` block in this process, and convert its exceptions.
 
     Args:
-        what: its name in error messages.
-        timeout: seconds; None is no limit.
+        what: name of the user code in error messages.
+        timeout: seconds; None for no limit.
         errors: the error class of each outcome.
 
+    Yields:
+        None.
+
     Raises:
-        SandboxError: the user code raised, or did not end in time.
+        SandboxError: the user code raised an exception, or did not end in time.
     """
     try:
         async with asyncio.timeout(timeout) as limit:
@@ -134,17 +146,20 @@ async def limited(what: str, timeout: float | None, errors: ErrorKinds = SANDBOX
 
 
 def stream(function: Callable[..., Any], what: str, /, **keywords: Any) -> Generator[Any, None, Any]:
-    """Yield the values of a generator function that runs in a process of its own; return what it returns.
+    """Yield the values of a generator function that runs in a process of its own.
 
-    The process has the environment variables, the standard output and the standard error of this one.
+    The process has the environment variables, the standard output and the standard error of this process.
 
     Args:
         function: the generator function. It must yield within STREAM_TIMEOUT.
-        what: its name in error messages.
-        keywords: its arguments.
+        what: name of the function in error messages.
+        **keywords: arguments of the function.
+
+    Returns:
+        The return value of the generator function.
 
     Raises:
-        SandboxError: the generator raised, hung, or ended its process.
+        SandboxError: the generator raised an exception, hung, or ended its process.
     """
     pieces: SimpleQueue[Any] = SimpleQueue()
     end = object()
@@ -156,7 +171,7 @@ def stream(function: Callable[..., Any], what: str, /, **keywords: Any) -> Gener
 
 
 class _PlainPickler(pickle.Pickler):
-    """Pickles values of Python's own types, several times faster than cloudpickle."""
+    """A pickler for values of Python's own types, several times faster than cloudpickle."""
 
     def reducer_override(self, obj: Any) -> Any:
         raise TypeError

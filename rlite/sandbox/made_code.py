@@ -1,7 +1,7 @@
-"""Detection of code that is made at run time. This module imports the standard library alone.
+"""Detect code that is made at run time. This module imports only the standard library.
 
-A function that runs what a model has written calls `exec` or `eval`, or imports a file that was just made. Python
-announces each of them before it happens.
+A function that runs code written by a model calls `exec` or `eval`, or imports a file that was just made. Python
+raises an audit event before each of these actions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BEGAN = time.time()
 
 
 class MadeCodeWatch:
-    """Calls `report` once for each watched call, before the first code runs that was made during the call."""
+    """A watch that calls `report` once per watched call, before the first run of code that the call made."""
 
     def __init__(self, report: Callable[[], None]) -> None:
         self.is_on = False
@@ -45,7 +45,10 @@ class MadeCodeWatch:
 
 
 def _is_known(code: Any, caller: FrameType) -> bool:
-    """Return whether a call cannot have made this code: it is plain, or was in a file before this process began."""
+    """Return whether a call cannot have made this code.
+
+    Such code is plain, or was in a file before this process began.
+    """
     if not isinstance(code, CodeType):
         return False
     frame: FrameType | None = caller
@@ -66,7 +69,10 @@ def _is_old(path: str) -> bool:
 
 
 def _is_plain(code: CodeType) -> bool:
-    """Return whether code is an expression of names, constants and calls alone, as algebra systems make of formulas."""
+    """Return whether code is one expression of names, constants and calls.
+
+    Algebra systems make such code from formulas.
+    """
     allowed = _SYMPY_IMPORTS if code.co_names == ("sympy",) else _PLAIN_OPERATIONS
     return (
         not code.co_freevars

@@ -1,18 +1,19 @@
-"""Processes that run user code and can be killed.
+"""Manage processes that run user code and can be killed.
 
-One thread owns the processes: it starts them, gives them calls, reads their answers, and kills processes that are late.
-Callers only put calls into a queue and hold a future.
+One thread owns the processes. It starts them, gives them calls, reads their answers, and kills late processes. Callers
+only put calls into a queue and hold a future.
 
     call:     queued ──> sent ──> started ──> answered ──> settled
                  ^         └─────────┴───────────┴──── its process died or was changed because of another call
     process:  starting ──> idle <──> busy ──> dead (hung, crashed, too large, tainted, or the pool was closed)
 
-A process starts afresh (no fork: the driver may hold CUDA). It never sees the driver's `__main__`, its descriptors or
-the variables of its environment that may be secret. It leads a session of its own, so that killing it ends what it has
-started as well.
+A process starts without a fork, because the driver may hold CUDA. It never sees the driver's `__main__`, its
+descriptors, or environment variables that may be secret. It leads its own session. Killing the process therefore also
+kills its children.
 
-Quick calls go together in a chunk. Their answers count if the process has found nothing to restore after the last of
-them. Else all but the first, which it began unchanged, are done again alone.
+Quick calls travel together in a chunk. If the process has nothing to restore after the last call, all answers count.
+Otherwise only the first answer counts, because the first call began in an unchanged process. The other calls run again
+alone.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ MAX_FAILED_STARTS = 3
 
 
 class SandboxPool:
-    """At most `num_processes` processes, started when they are needed; `close()` ends them all.
+    """A pool of at most `num_processes` processes, started on demand. `close()` ends all of them.
 
     Args:
-        num_processes: the most processes at a time. It may be raised later.
-        env_vars: environment variables that processes get beside those of `passed_environment`.
-        is_silent: let the standard output and error of processes lead nowhere.
+        num_processes: maximum number of processes. It may be raised later.
+        env_vars: environment variables that processes receive in addition to those of `passed_environment`.
+        is_silent: discard the standard output and standard error of the processes.
     """
 
     def __init__(self, num_processes: int, env_vars: Collection[str] = (), is_silent: bool = True) -> None:
@@ -78,20 +79,20 @@ class SandboxPool:
         memory_limit: int | None = None,
         on_piece: Callable[[Any], None] | None = None,
     ) -> Future[Any]:
-        """Run one call. Safe in any thread.
+        """Queue one call. Safe in any thread.
 
         Args:
             code: the function.
-            arguments: its keyword arguments, pickled.
+            arguments: pickled keyword arguments of the function.
             timeout: seconds from the function's own start, or from the last value of a generator.
             memory_limit: resident bytes that the process may have.
-            on_piece: takes the values of a generator, in the pool's thread.
+            on_piece: receives the values of a generator, in the pool's thread.
 
         Returns:
-            A future of the unchecked answer.
+            A future of the unchecked answer. It raises one of the function's errors if the call fails.
 
         Raises:
-            RliteError: the pool has stopped. The future raises one of the function's errors.
+            RliteError: the pool has stopped.
         """
         future: Future[Any] = Future()
         with self._lock:
@@ -105,11 +106,11 @@ class SandboxPool:
 
     @property
     def is_usable(self) -> bool:
-        """True if the pool works, and belongs to this process: it does not survive a fork."""
+        """True if the pool works and belongs to this process. A pool does not survive a fork."""
         return self._failure is None and not self._is_closing and self._owner == os.getpid()
 
     def close(self) -> None:
-        """Kill every process and fail every call that is still under way."""
+        """Kill every process and fail every call that is still in flight."""
         self._is_closing = True
         self._wake()
         if self._owner == os.getpid():
@@ -145,7 +146,7 @@ class SandboxPool:
         self._wake_writer.close()
 
     def _wait(self) -> None:
-        """Wait for frames, ends of processes, new calls and deadlines, and take the frames."""
+        """Wait for frames, ends of processes, new calls and deadlines, and handle the frames."""
         patience = min((worker.deadline for worker in self._workers), default=float("inf")) - time.monotonic()
         if any(worker.memory_limit is not None for worker in self._workers):
             patience = min(patience, MEMORY_INTERVAL)
@@ -163,7 +164,7 @@ class SandboxPool:
                     self._lost(worker)
 
     def _dispatch(self) -> None:
-        """Give waiting calls to idle processes; start processes while there are too few."""
+        """Give waiting calls to idle processes, and start processes if there are too few."""
         while num_waiting := len(self._queue):
             idle = next((worker for worker in self._workers if worker.is_idle), None)
             if idle is None:
@@ -195,7 +196,7 @@ class SandboxPool:
         self._selector.modify(worker.channel, events, worker)
 
     def _receive(self, worker: Worker) -> bool:
-        """Read what there is; return whether there was something, and the process is still alive."""
+        """Return whether data arrived and the process is still alive. Handle the frames that arrived."""
         if worker not in self._workers:
             return False
         try:
@@ -213,7 +214,7 @@ class SandboxPool:
         return bool(data)
 
     def _take(self, worker: Worker, message: Any) -> None:
-        """Take one frame. Raises: WireError if the frame is not due."""
+        """Handle one frame. A frame that is not due raises WireError."""
         kind = worker.take(message)
         if kind == child.READY:
             self._num_failed_starts = 0
@@ -260,13 +261,13 @@ class SandboxPool:
                 self._too_large(worker, f"it took {memory / 2**30:.2f} GiB")
 
     def _too_large(self, worker: Worker, how: str) -> None:
-        """End a process with the memory that its function has not given back."""
+        """Kill a process that uses too much memory, and fail its call."""
         call = worker.calls[0]
         limit = "" if call.memory_limit is None else f" of at most {call.memory_limit / 2**30:g} GiB"
         self._end(worker, "memory", f"{call.code.what} ran out of memory{limit}: {how}; its process was killed")
 
     def _lost(self, worker: Worker) -> None:
-        """End a process that has ended itself, or closed its channel, or cannot be understood."""
+        """Kill a process that ended itself, closed its channel, or sent an invalid frame."""
         if worker not in self._workers:
             return
         code = self._kill(worker)
@@ -279,7 +280,7 @@ class SandboxPool:
         self._requeue(worker)
 
     def _describe_crash(self, call: Call, code: int) -> tuple[str, str]:
-        """Return the outcome and the description of a process that has ended with this exit code."""
+        """Return the outcome and the description for a process that ended with this exit code."""
         if code == -signal.SIGKILL and _count_oom_kills() > self._num_oom_kills:
             self._num_oom_kills += 1
             return "memory", f"{call.code.what} ran out of memory: the machine has no more; its process was killed"
@@ -291,7 +292,7 @@ class SandboxPool:
             raise RliteError(f"sandbox processes cannot be started: the last of {self._num_failed_starts} {how}")
 
     def _end(self, worker: Worker, outcome: str = "", text: str = "") -> None:
-        """Kill a process. The call under way fails with the outcome, if one is given; others are queued again."""
+        """Kill a process. If an outcome is given, the current call fails with it. Other calls are queued again."""
         self._kill(worker)
         if outcome:
             self._blame(worker, outcome, text)
@@ -304,7 +305,7 @@ class SandboxPool:
         call.fail(outcome, text)
 
     def _kill(self, worker: Worker) -> int:
-        """Kill a process and what it has started; returns its exit code."""
+        """Return the exit code of a process after killing it and everything that it started."""
         self._workers.remove(worker)
         self._selector.unregister(worker.channel)
         if worker.exit_fd is not None:
@@ -312,9 +313,9 @@ class SandboxPool:
         return worker.end()
 
     def _requeue(self, worker: Worker) -> None:
-        """Queue what a process has not done again, and what may have had another result alone.
+        """Queue the calls that a process has not done, and repeat alone the calls whose result is in doubt.
 
-        The first call of a chunk began in an unchanged process: its answer counts.
+        The first call of a chunk began in an unchanged process, so its answer counts.
         """
         for call in worker.answered[:1]:
             call.settle()
@@ -326,7 +327,7 @@ class SandboxPool:
 
 
 def _count_oom_kills() -> int:
-    """Return how many processes of this machine Linux has killed for want of memory."""
+    """Return how many processes Linux has killed on this machine because memory ran out."""
     with contextlib.suppress(OSError):
         found = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
         return int(found[1]) if found else 0
@@ -338,7 +339,12 @@ _shared_lock = threading.Lock()
 
 
 def shared_pool(num_processes: int, env_vars: frozenset[str] = frozenset()) -> SandboxPool:
-    """Return this program's pool whose processes have these variables, with room for `num_processes` at least."""
+    """Return this program's pool whose processes have these environment variables.
+
+    Args:
+        num_processes: number of processes that the pool has room for, at least.
+        env_vars: names of environment variables that processes receive in addition to the common ones.
+    """
     with _shared_lock:
         pool = _shared.get(env_vars)
         if pool is None or not pool.is_usable:
@@ -349,7 +355,7 @@ def shared_pool(num_processes: int, env_vars: frozenset[str] = frozenset()) -> S
 
 @atexit.register
 def close_shared_pool() -> None:
-    """End all sandbox processes of this program; the next call starts new ones."""
+    """End all sandbox processes of this program. The next call starts new processes."""
     with _shared_lock:
         pools = [*_shared.values()]
         _shared.clear()

@@ -1,4 +1,4 @@
-"""Process state that calls share, restored after each call. This module imports the standard library alone."""
+"""Restore process state that calls share, after each call. This module imports only the standard library."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ _HOLDERS = {"Popen": "pid", "PtyProcess": "pid", "ResourceTracker": "_pid", "For
 
 
 class ProcessState:
-    """Settings of the process, and the functions, classes and modules that the names of modules refer to.
+    """Settings of the process, and the functions, classes and modules that module attributes refer to.
 
-    `restore` restores what has changed. Other values of modules stay as they are: functions may keep caches and
-    counters. Programs that a call has left running are ended, unless an object still stands for them.
+    `restore` restores changed settings and attributes. Other attributes of modules stay changed, because functions may
+    keep caches and counters. Programs that a call left running are killed, unless an object still represents them.
     """
 
     def __init__(self) -> None:
@@ -82,11 +82,18 @@ class ProcessState:
                 self._watch(one.__globals__)
 
     def adopt_limits(self) -> None:
-        """Take the resource limits as they are for those to restore."""
+        """Save the current resource limits as the limits to restore."""
         self._settings[0] = _SETTINGS[0][0]()
 
     def restore(self) -> bool:
-        """Restore what has changed; return whether something had. Raises: whatever restoring it raised."""
+        """Restore what has changed.
+
+        Returns:
+            Whether anything had changed.
+
+        Raises:
+            OSError: a setting cannot be restored, or the started processes fork faster than they can be killed.
+        """
         if not end_descendants(self._keep_children):
             raise OSError("processes that it has started fork faster than they can be ended")
         has_changed = False
@@ -102,7 +109,7 @@ class ProcessState:
         return has_changed
 
     def _keep_children(self) -> set[int]:
-        """Return the children that an object still stands for: functions may keep helpers, such as a pool."""
+        """Return the children that an object still represents. Functions may keep child processes, such as a pool."""
         if not children(os.getpid()) <= self._kept:
             held = ((one, _HOLDERS.get(type(one).__name__)) for one in gc.get_objects())
             left = subprocess._active  # type: ignore[attr-defined]  # those whose object has gone
@@ -136,7 +143,11 @@ def _are_same(names: dict[str, Any], saved: dict[str, Any]) -> bool:
 
 
 def _restore_names(names: dict[str, Any], saved: dict[str, Any]) -> bool:
-    """Restore functions, classes and modules, and adopt other values. Returns whether anything was restored."""
+    """Restore functions, classes and modules, and adopt other values.
+
+    Returns:
+        Whether anything was restored.
+    """
     gone = object()
     wrong = {
         name: value

@@ -1,4 +1,4 @@
-"""Messages from an untrusted process: JSON and raw bytes, of a length that the receiver decides.
+"""Encode and decode messages from an untrusted process: JSON and raw bytes, of a length that the receiver limits.
 
 A frame is two lengths of 4 bytes, a JSON text, and raw bytes. The JSON holds the value. The raw part holds the value's
 bytes and long texts, in order. JSON objects stand for types that JSON lacks:
@@ -6,8 +6,8 @@ bytes and long texts, in order. JSON objects stand for types that JSON lacks:
     {"b": 5}       the next 5 raw bytes                    {"f": "nan"}      a float that is not finite
     {"t": 5}       a text, the next 5 raw bytes in UTF-8   {"d": [[k, v]]}   a dict
 
-Texts may hold lone surrogates. Tuples arrive as lists, scalars of NumPy and torch as Python's numbers. This module
-imports the standard library alone.
+Texts may hold lone surrogates. Tuples arrive as lists. Scalars of NumPy and torch arrive as Python's numbers. This
+module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -28,11 +28,19 @@ SHORT_TEXT = 256
 
 
 class WireError(ValueError):
-    """A frame that breaks the format or a limit, or a value that has no form in it."""
+    """Violation of the format or of a limit by a frame, or a value that has no form in the format."""
 
 
 def frame(value: Any, limit: int) -> bytes:
-    """Return the frame of a value, with at most `limit` raw bytes. Raises: WireError."""
+    """Return the frame of a value.
+
+    Args:
+        value: the value to encode.
+        limit: maximum number of raw bytes.
+
+    Raises:
+        WireError: the value has no form in the format, or the frame would be too long.
+    """
     raw: list[bytes] = []
     text = _encode(_packed(value, raw, MAX_DEPTH)).encode()
     size = sum(map(len, raw))
@@ -61,7 +69,11 @@ def _packed(value: Any, raw: list[bytes], depth: int) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a class derived from Python's, or a scalar of NumPy or torch, as Python's own."""
+    """Return a scalar of NumPy or torch, or an instance of a subclass, as the plain Python value.
+
+    Raises:
+        WireError: the value has no form in JSON.
+    """
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     for kind in (str, int, float):
@@ -78,10 +90,10 @@ def _raw(kind: str, data: bytes, raw: list[bytes]) -> dict[str, int]:
 
 
 class Reader:
-    """Splits received bytes into frames. It keeps one unfinished frame at most.
+    """A reader that splits received bytes into frames. It keeps one unfinished frame at most.
 
     Args:
-        limit: raw bytes that a frame may have. It may be changed between two frames.
+        limit: maximum number of raw bytes of a frame. It may be changed between two frames.
     """
 
     def __init__(self, limit: int) -> None:
@@ -89,7 +101,14 @@ class Reader:
         self._buffer = bytearray()
 
     def read(self, data: bytes) -> Iterator[Any]:
-        """Yield the values that are complete, one by one. Raises: WireError at the first invalid frame."""
+        """Yield the complete values, one by one.
+
+        Args:
+            data: bytes received since the last call.
+
+        Raises:
+            WireError: a frame is invalid.
+        """
         self._buffer += data
         while len(self._buffer) >= HEADER.size:
             json_size, raw_size = HEADER.unpack_from(self._buffer)
@@ -130,7 +149,11 @@ _decode = json.JSONDecoder(parse_constant=_refuse).decode
 
 
 def _unpack(value: Any, raw: io.BytesIO, depth: int) -> Any:
-    """Return a value as it was; the raw bytes are taken in order."""
+    """Return a decoded value. The raw bytes are read in order.
+
+    Raises:
+        WireError: the value breaks the format.
+    """
     kind = type(value)
     if kind is list and depth:
         return [_unpack(item, raw, depth - 1) for item in value]

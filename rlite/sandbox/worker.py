@@ -1,7 +1,7 @@
-"""A sandbox process, seen from the driver.
+"""Represent a sandbox process on the driver's side.
 
-The process is not trusted. The driver reads its frames as `rlite.sandbox.wire` says and never unpickles them. Each
-frame must be the one that is due, for the number that the call was given when it was sent. Time is the driver's.
+The process is not trusted. The driver decodes frames by `rlite.sandbox.wire` and never unpickles them. Each frame must
+be due, and carry the number drawn for its call when the call was sent. The driver measures the time.
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
+        """True if the process is ready and has no calls."""
         return self.is_ready and not self.calls and not self.answered
 
     @property
     def deadline(self) -> float:
+        """Time of the monotonic clock, in seconds, by which the process must act next; infinity if it is idle."""
         if self.is_idle:
             return float("inf")
         if self.unsent or (self.is_ready and not self.calls):
@@ -82,11 +84,17 @@ class Worker:
 
     @property
     def memory_limit(self) -> int | None:
+        """Resident bytes that the current call's process may have; None for no limit."""
         return self.calls[0].memory_limit if self.calls else None
 
     @classmethod
     def start(cls, env_vars: Collection[str], is_silent: bool) -> Worker:
-        """Start a process, with these environment variables beside the common ones."""
+        """Return a newly started process.
+
+        Args:
+            env_vars: names of environment variables that the process receives in addition to the common ones.
+            is_silent: discard the process's standard output and standard error.
+        """
         ours, theirs = socket.socketpair()
         boot = json.dumps([theirs.fileno(), is_silent, [path or os.getcwd() for path in sys.path]])
         try:
@@ -117,15 +125,26 @@ class Worker:
         self.unsent = memoryview(child.LENGTH.pack(len(payload)) + payload)
 
     def send(self) -> None:
-        """Send what the process takes without waiting: a thread that a function left behind may hold its lock."""
+        """Send as many bytes as the process accepts without blocking.
+
+        A stray thread of a function may hold the process's lock.
+        """
         with contextlib.suppress(BlockingIOError):
             while self.unsent:
                 self.unsent = self.unsent[self.channel.send(self.unsent, socket.MSG_DONTWAIT) :]
 
     def take(self, message: Any) -> str | None:
-        """Take one frame. Returns its kind if the pool has to act: READY, VALUE (or RAISED), MEMORY, ENDED, JUDGED.
+        """Handle one frame.
 
-        Raises: WireError if the frame is not due.
+        Args:
+            message: the frame's decoded value.
+
+        Returns:
+            The kind of the frame if the pool has to act: READY, VALUE (also for RAISED), MEMORY, ENDED or JUDGED.
+                Otherwise None.
+
+        Raises:
+            WireError: the frame is not due.
         """
         call = self.calls[0] if self.calls else None
         due = None if call is None else call.number
@@ -164,7 +183,11 @@ class Worker:
         return None
 
     def end(self) -> int:
-        """Kill the process and what it started; returns its exit code. No zombie is left."""
+        """Kill the process and everything that it started, without leaving a zombie.
+
+        Returns:
+            The exit code of the process.
+        """
         self.channel.close()
         if self.exit_fd is not None:
             os.close(self.exit_fd)
@@ -186,7 +209,7 @@ class Worker:
             return -signal.SIGKILL
 
     def memory(self) -> int:
-        """Return resident bytes, of the largest of the process and those that it has started."""
+        """Return the resident bytes of the process or of its largest child, whichever is larger."""
         return max(_resident(pid) for pid in (self.process.pid, *children(self.process.pid)))
 
 
