@@ -41,8 +41,8 @@ themselves. `build` therefore runs a small copy of the model in both ways. It do
 starts, in a fraction of a second. If the log-probabilities differ, `build` raises ConfigError.
 
 The table below is the output of `python -m benchmarks.architectures --write docs/architectures.md`,
-made with transformers {version}: one row for the default config of every class in transformers' causal language mapping.
-The entries mean:
+made with transformers {version}: one row for the default config of every class in transformers' causal language
+mapping. The entries mean:
 
 - **equal**: log-probabilities equal the unmodified model's in evaluation mode, and gradients are equal in training.
 - **refused**: `build` raises ConfigError. The last column gives the reason.
