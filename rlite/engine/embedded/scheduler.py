@@ -49,7 +49,7 @@ class RunningSequence:
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether the cache holds all tokens but the last."""
+        """True if the cache holds all tokens but the last."""
         return self.num_cached >= len(self.tokens) - 1
 
 

@@ -1,4 +1,4 @@
-"""What the train executor "fsdp2" is made of, and what it refuses before any process starts."""
+"""Registration of the train executor "fsdp2", and the checks that run before any process starts."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ from rlite.parallel.dims import ParallelDims
 
 
 def layout(num_workers: int, executor_size: int, options: Fsdp2Options) -> ParallelDims:
-    """Return how the workers divide the work.
+    """Return the division of the work over the workers.
 
     Args:
-        num_workers: of all copies of the model.
-        executor_size: workers that hold one copy.
+        num_workers: number of workers in all copies of the model.
+        executor_size: number of workers that hold one copy.
         options: sizes within a copy.
 
-    Raises: ConfigError with the equation that does not hold.
+    Raises:
+        ConfigError: the sizes do not divide; the message shows the equation.
     """
     return ParallelDims.of(num_workers, executor_size, options.sp_size, options.tp_size)
 
 
 def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
-    """Raise ConfigError for a module that could not be computed with these options."""
+    """Refuse a module that cannot be computed with these options.
+
+    Raises:
+        ConfigError: the message gives the reason.
+    """
     module.check_architecture()
     if options.tp_size > 1:
         module.check_parallel(options.tp_size)

@@ -1,4 +1,4 @@
-"""Run a module over the microbatches of one rank: gradients, optimizer steps, evaluation."""
+"""Microbatches of one rank: gradients, optimizer steps and evaluation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ from rlite.parallel.mesh import TrainMesh
 
 
 class BatchRunner:
-    """Gradients, steps and evaluation of one rank's module. Its operations are those of a `TrainExecutor`."""
+    """Gradients, steps and evaluation of one rank's module, as `TrainExecutor` declares them.
+
+    Args:
+        module: the sharded module.
+        mesh: this rank's place in the mesh.
+        everyone: process group of all ranks.
+        device: device of this rank.
+    """
 
     def __init__(self, module: BaseTrainModule, mesh: TrainMesh, everyone: Any, device: torch.device) -> None:
         self._module = module
@@ -32,14 +39,23 @@ class BatchRunner:
         self._everyone = everyone
         self._device = device
         self._weight = 0.0
-        """what the accumulated gradients, which are those of a mean, count"""
+        """weight of the accumulated gradients, which are gradients of a mean"""
         self._is_finite = True
-        """whether every loss was, whose gradients are accumulated"""
+        """whether every loss with accumulated gradients is finite"""
 
     # -- training ------------------------------------------------------------------------------------------------
 
     def forward_backward(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
-        """See `TrainExecutor.forward_backward`."""
+        """Accumulate the gradients of a batch; see `TrainExecutor.forward_backward`.
+
+        Args:
+            share: this data rank's rows and microbatches.
+            loss_fn: the mean loss of a pack.
+            loss_weight_fn: weight of a pack's mean.
+
+        Returns:
+            Weighted means over all ranks, by name, and `weight`.
+        """
         if not self._has_gradients():
             self._weight, self._is_finite = 0.0, True
         elif self._weight == 0:
@@ -61,10 +77,13 @@ class BatchRunner:
         return {**means, "weight": added}
 
     def optimizer_step(self, max_norm: float) -> dict[str, float]:
-        """See `TrainExecutor.optimizer_step`.
+        """Clip gradients and make one optimizer step; see `TrainExecutor.optimizer_step`.
 
         Args:
             max_norm: gradients are scaled down to this global norm.
+
+        Returns:
+            `grad_norm`, `lr`, `weight` and `is_skipped`.
         """
         optimizer = self._optimizer("optimizer_step")
         lr = float(optimizer.param_groups[0]["lr"])
@@ -79,22 +98,30 @@ class BatchRunner:
         return {"grad_norm": grad_norm, "lr": lr, "weight": weight, "is_skipped": float(is_skipped)}
 
     def start(self, what: str) -> None:
-        """Drop what was accumulated. Raises: ConfigError if the module has no optimizer to make a step with."""
+        """Drop accumulated gradients.
+
+        Raises:
+            ConfigError: the module has no optimizer.
+        """
         self._optimizer(what)
         self._forget()
 
     def accumulated(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the accumulation, beside the gradients themselves."""
+        """Return the state of the accumulation that a checkpoint keeps beside the gradients."""
         return {"weight": self._weight, "is_finite": self._is_finite}
 
     def resume(self, accumulated: dict[str, Any]) -> None:
-        """Go on with what `accumulated` returned; without it, gradients count nothing."""
+        """Restore the state that `accumulated` returned. Without it, accumulated gradients have weight zero."""
         self._weight, self._is_finite = accumulated.get("weight", 0.0), accumulated.get("is_finite", True)
 
     def _accumulate(
         self, packs: list[Pack], microbatches: list[list[int]], parts: list[float], factor: float, loss_fn: Loss
     ) -> dict[str, float]:
-        """Add up the gradients of this rank's microbatches: each counts its part of the batch, times the factor."""
+        """Accumulate the gradients of this rank's microbatches, each weighted by its part of the batch times `factor`.
+
+        Returns:
+            The batch's means, by name.
+        """
         sums = LossSums()
         for rows, part in zip(microbatches, parts, strict=True):
             data = packs.pop(0)
@@ -116,7 +143,7 @@ class BatchRunner:
         return self._module.optimizer
 
     def _has_gradients(self) -> bool:
-        """Whether anything is accumulated: a method of the user's may have made it, or forgotten it."""
+        """Return whether any gradient is accumulated. A method of the user's module may have made or dropped it."""
         optimizer = self._module.optimizer
         groups = [{"params": self._module.parameters()}] if optimizer is None else optimizer.param_groups
         return any(parameter.grad is not None for group in groups for parameter in group["params"])
@@ -133,7 +160,16 @@ class BatchRunner:
 
     @torch.no_grad()
     def eval_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
-        """See `TrainExecutor.eval_batch`."""
+        """Evaluate a batch without gradients; see `TrainExecutor.eval_batch`.
+
+        Args:
+            share: this data rank's rows and microbatches.
+            loss_fn: the mean loss of a pack.
+            loss_weight_fn: weight of a pack's mean.
+
+        Returns:
+            Weighted means over all ranks, by name, and `weight`.
+        """
         packs, weights, total = self._packs(share, loss_weight_fn)
         sums = LossSums()
         with resharded(self._module), _evaluating(self._module):
@@ -147,7 +183,16 @@ class BatchRunner:
 
     @torch.no_grad()
     def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> dict[int, Tensor]:
-        """See `TrainExecutor.forward`."""
+        """Apply `post_hook` to every pack; see `TrainExecutor.forward`.
+
+        Args:
+            share: this data rank's rows and microbatches.
+            post_hook: `post_hook(logits [T, V], data) -> [T, ...]`.
+            without_adapters: switch the module's adapters off meanwhile.
+
+        Returns:
+            The values of each row on CPU, padded with 0 to the width of the share, by row number in the share.
+        """
         width = share.batch["attention_mask"].shape[1]
         results: dict[int, Tensor] = {}
         base = self._module.without_adapters() if without_adapters else nullcontext()
@@ -162,7 +207,7 @@ class BatchRunner:
         return results
 
     def _packs(self, share: BatchShare, loss_weight_fn: Weight) -> tuple[list[Pack], list[float], float]:
-        """This rank's packs and their weights, and the weight of the whole batch."""
+        """Return this rank's packs, their weights, and the weight of the whole batch."""
         packs = [self._pack(share, rows) for rows in share.microbatches]
         given: Any = zip(share.microbatches, packs, strict=True)
         weights = [float(loss_weight_fn(data)) if rows else 0.0 for rows, data in given]
@@ -172,7 +217,7 @@ class BatchRunner:
         return lazy_pack(share.batch, rows or companions(share.batch), self._device)
 
     def _outputs(self, function: Callable[..., Any], data: Pack) -> Tensor | TokenLogprobs:
-        """What a loss or a post_hook reads of a pack: logits, or the log-probabilities that it says are enough."""
+        """Return the input of a loss or post_hook: logits, or log-probabilities if they suffice."""
         if isinstance(function, OnLogprobs):
             return self._module.compute_logprobs(data, function.temperature, function.positions(data))
         return self._module.compute_logits(data)
@@ -181,7 +226,7 @@ class BatchRunner:
         return sums.means(self._sum, self._mesh.dims.num_data_ranks)
 
     def _sum(self, values: list[float]) -> list[float]:
-        """Sums over the ranks with different data, in float64."""
+        """Return the sums over ranks with different data, in float64."""
         summed = torch.tensor(values, dtype=torch.float64, device=self._device)
         dist.all_reduce(summed, group=self._everyone)
         return (summed / self._mesh.dims.num_peers).tolist()  # every sum is there once for each peer
@@ -189,7 +234,7 @@ class BatchRunner:
 
 @contextmanager
 def _evaluating(module: torch.nn.Module) -> Iterator[None]:
-    """Inside, the module is in evaluation mode; afterwards every submodule is in the mode that it was in."""
+    """Put the module into evaluation mode in the block. Afterwards every submodule returns to its earlier mode."""
     training = [child for child in module.modules() if child.training]
     module.eval()
     try:
@@ -200,5 +245,5 @@ def _evaluating(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _counting(rows: list[int]) -> AbstractContextManager[Any]:
-    """Ignore what is told to stats_tracker of rows that only fill a microbatch up."""
+    """Return a context that ignores reports to stats_tracker if a microbatch has only padding rows."""
     return nullcontext() if rows else stats_tracker.apart()

@@ -1,4 +1,4 @@
-"""Write a sharded module as a Hugging Face checkpoint, with its adapters beside it."""
+"""Export of a sharded module as a Hugging Face checkpoint, with its adapters beside it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from rlite.parallel.fsdp import full_tensor
 
 
 def export(module: BaseTrainModule, path: Path, is_writer: bool, group: dist.ProcessGroup) -> None:
-    """Write a Hugging Face checkpoint; every rank takes part.
+    """Write a Hugging Face checkpoint; a collective of all ranks.
 
     Args:
         module: the sharded module.
         path: the folder to make.
         is_writer: whether this rank writes.
-        group: all ranks.
+        group: process group of all ranks.
 
-    Raises: CheckpointError on the writer if it could not be written; then `path` is as it was.
+    Raises:
+        CheckpointError: on the writer, the checkpoint could not be written. `path` is unchanged.
     """
     trained: dict[str, Tensor] = {}
     if isinstance(module, LoraTrainModule) and module.lora is not None:

@@ -1,4 +1,4 @@
-"""Make a user's meta module real: shard it, allocate this rank's part, and read its weights."""
+"""Materialization of a user's meta module: shard it, allocate this rank's part, and read its weights."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from rlite.parallel.shards import CheckpointReader, nonfinite_names
 def make_module(
     source: bytes, options: Fsdp2Options, mesh: TrainMesh, device: torch.device
 ) -> tuple[BaseTrainModule, SharedArena | None]:
-    """Return the pickled module with unwritten weights, and on CPU the memory that they lie in.
+    """Return the sharded module with unwritten weights, and on CPU the shared memory that holds them.
 
     Args:
-        source: the module on the meta device, pickled.
-        options: how it is computed.
-        mesh: this rank's place.
-        device: where its part of the weights is allocated.
+        source: the pickled module, on the meta device.
+        options: options of the executor.
+        mesh: this rank's place in the mesh.
+        device: device of this rank's part of the weights.
     """
     param_dtype = getattr(torch, options.param_dtype)
     default = "bfloat16" if device.type == "cuda" else options.param_dtype
@@ -53,9 +53,14 @@ def make_module(
 
 @torch.no_grad()
 def read_weights(module: BaseTrainModule, path: str | None = None) -> None:
-    """Fill this rank's boxes from a Hugging Face folder or the module's own source, and read nothing else of it.
+    """Fill this rank's boxes from a Hugging Face folder or the module's own source. Only these boxes are read.
 
-    Raises: CheckpointError for a tensor of another shape, one that is missing, or one that is not finite.
+    Args:
+        module: the sharded module.
+        path: a Hugging Face folder; None is the module's own source.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or is not finite.
     """
     source = module.materialization_source() if path is None else path
     reader: Any = _Tensors(source) if isinstance(source, Mapping) else CheckpointReader(local_checkpoint(source))
@@ -77,7 +82,7 @@ def read_weights(module: BaseTrainModule, path: str | None = None) -> None:
 
 
 class _Tensors:
-    """A dict of tensors, read as a checkpoint is."""
+    """A dict of tensors with the interface of `CheckpointReader`."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors

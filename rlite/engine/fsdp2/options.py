@@ -26,20 +26,20 @@ class Fsdp2Options(Options):
     """Options of `RliteTrainEngine.build` beside placement."""
 
     max_tokens_per_microbatch: Count = 16384
-    """most tokens in one forward for each worker: workers that share a microbatch (tp_size x sp_size) take so many
-    times as much, and the longest sequence must fit"""
+    """maximum tokens in one forward for each worker. Workers that share a microbatch (tp_size x sp_size) take as many
+    times this number. The longest sequence must fit"""
     balance_by: BalanceBy = "tokens"
-    """what ranks share evenly: tokens, or estimated operations (`sequence_flops`), of which attention takes the square
-    of a sequence's length: worth it where some are longer than 12 times the model's width"""
+    """quantity that ranks share evenly: tokens, or estimated FLOPs (`sequence_flops`). Attention FLOPs grow with the
+    square of the length, so "flops" helps if some sequences are longer than 12 times the model's width"""
     packing_method: PackingMethod = "first_fit_decreasing"
-    """how a rank's rows become microbatches: "first_fit_decreasing" fills one after the other; "karmarkar_karp" makes
-    the same number of microbatches, of even size, which lowers the peak of memory"""
+    """method that packs a rank's rows into microbatches: "first_fit_decreasing" fills one after the other;
+    "karmarkar_karp" makes the same number of microbatches of even size, which lowers peak memory"""
     param_dtype: Dtype = "float32"
-    """master weights and optimizer state"""
+    """dtype of master weights and optimizer state"""
     compute_dtype: Dtype | None = None
-    """forward and backward; default: bfloat16 on CUDA, the master's on CPU"""
+    """dtype of forward and backward; default: bfloat16 on CUDA, `param_dtype` on CPU"""
     max_grad_norm: Positive = 1.0
-    """gradients are scaled down to this global norm in train_batch; infinity is off"""
+    """optimizer steps scale gradients down to this global norm; infinity is off"""
     tp_size: Count = 1
     """workers that share each matrix (tensor and sequence parallel); divides the workers that hold one copy"""
     sp_size: Count = 1
@@ -47,8 +47,8 @@ class Fsdp2Options(Options):
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     use_liger_kernel: bool = False
-    """RMSNorm, rotary embedding and SwiGLU as Triton kernels (package liger-kernel); GPUs only"""
+    """compute RMSNorm, rotary embedding and SwiGLU with Triton kernels (package liger-kernel); GPUs only"""
     offload_optimizer: bool = False
-    """keep the optimizer's state in host memory except during a step; on CPU slots it is there anyway"""
+    """keep the optimizer state in host memory except during a step; on CPU slots it is there anyway"""
     seed: int = 0
     """seed of torch's generator in each worker's process when the engine is built; the data rank is added"""

@@ -1,4 +1,4 @@
-"""The parameters of a sharded module as they leave the engine: renamed and changed by the module's hooks."""
+"""Parameters of a sharded module under the names and values that leave the engine, after the module's hooks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from rlite.parallel.shards import ParameterShard
 
 
 class ServedParameters:
-    """One rank's boxes for weight sync. Its operations are those of a `SourceWorker`."""
+    """One rank's boxes for weight sync, as `SourceWorker` declares them."""
 
     def __init__(self, module: BaseTrainModule, mesh: TrainMesh) -> None:
         self._module = module
         self._mesh = mesh
         self._own_names: dict[str, str] = {}
-        """served name -> parameter name"""
+        """parameter name of each served name"""
 
     def shards(self, has_values: bool) -> dict[str, ParameterShard]:
-        """See `SourceWorker.served_shards`. The first tensor-parallel rank serves what each of them holds."""
+        """Return this rank's served boxes by name; see `SourceWorker.served_shards`.
+
+        Tensors that all tensor-parallel ranks hold are served by the first of them.
+        """
         served, self._own_names = {}, {}
         for name, parameter in self._module.named_parameters():
             box = local_shard(self._module.served_parameter(name, parameter) if has_values else parameter)
@@ -33,7 +36,7 @@ class ServedParameters:
         return served
 
     def aliases(self) -> dict[str, str]:
-        """Map each further name of a tied parameter to the name under which it is served, as both leave the engine."""
+        """Return the other served names of tied parameters, each with the name under which the parameter is served."""
         first = {id(p): name for name, p in self._module.named_parameters()}
         further: dict[str, str] = {}
         for name, p in self._module.named_parameters(remove_duplicate=False):
@@ -45,7 +48,7 @@ class ServedParameters:
         return further
 
     def full_tensor(self, name: str) -> Tensor:
-        """Gather a served tensor whole on this device; a collective of all ranks, after `shards`."""
+        """Return a served tensor, gathered whole on this device. A collective of all ranks; call `shards` first."""
         own = self._own_names[name]
         parameter = self._module.served_parameter(own, self._module.get_parameter(own))
         out = self._module.postprocess_named_parameter(own, full_tensor(parameter))
