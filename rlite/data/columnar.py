@@ -1,7 +1,7 @@
-"""Columnar tables: Parquet and Arrow files, and tables that the `datasets` library reads.
+"""Read columnar tables: Parquet and Arrow files, and tables of the `datasets` library.
 
-Damage in such a file can kill the process that reads it. A sandbox process reads the file, checks each batch of rows,
-and sends it in Arrow's stream format. This process never opens the file.
+A damaged file can kill the process that reads it. Therefore a sandbox process reads the file, checks each batch of
+rows, and sends it in Arrow's stream format. This process never opens the file.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ PIECE = 1 << 20
 
 
 def read_columnar(kind: str, path: str, where: str, *options: Any) -> list[dict[str, Any]]:
-    """Return the rows of a table whose objects all have the same keys. Null stands for a key that an object lacked.
+    """Return the rows of a table. All rows have the same keys, and null stands for a key that an object lacked.
 
-    In messages and tools such nulls are removed, or a template would render them as arguments of a call.
+    In messages and tools such nulls are removed. Otherwise a template would render them as arguments of a call.
 
     Args:
         kind: parquet, arrow or dataset.
-        path: of the file or folder, or the name of a dataset.
-        where: for messages.
-        options: of a dataset: whether it is saved, whether it is a folder, and the split or None.
+        path: path of the file or folder, or the name of a dataset.
+        where: description of the table for error messages.
+        *options: for a dataset: whether it is saved, whether it is a folder, and the split or None.
 
     Returns:
         The rows as dicts.
 
     Raises:
-        DataError: the table is damaged; the message names the rows before the damage.
+        DataError: the table is damaged. The message gives the number of rows before the damage.
         ConfigError: there is no such dataset or split, or the datasets library is missing.
     """
     rows: list[dict[str, Any]] | None = None
@@ -72,7 +72,13 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _received(kind: str, path: str, where: str, options: Sequence[Any]) -> Iterator[bytes]:
-    """Yield what the reader sends. Raises: ConfigError; DataError; SandboxError."""
+    """Yield the bytes that the reader sends.
+
+    Raises:
+        ConfigError: the reader reported a mistake of the user.
+        DataError: the table is damaged, or the reader's answer has the wrong form.
+        SandboxError: the reader's process failed.
+    """
     failure = yield from stream(send, f"the reader of {path}", kind=kind, path=path, where=where, options=list(options))
     match failure:
         case None:
@@ -92,9 +98,15 @@ class _Pieces(io.RawIOBase):
         self._rest = memoryview(b"")
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Return the number of bytes read into the buffer; 0 at the end.
+
+        Raises:
+            DataError: the reader sent a value that is not bytes.
+        """
         if not self._rest:
             piece = next(self._pieces, b"")
             if not isinstance(piece, bytes):  # the reader is not trusted
@@ -108,7 +120,11 @@ class _Pieces(io.RawIOBase):
 
 @contextlib.contextmanager
 def _damage() -> Iterator[None]:
-    """Raise DataError for what Arrow raises because of a damaged file."""
+    """Convert exceptions that Arrow raises because of a damaged file.
+
+    Raises:
+        DataError: the file is damaged.
+    """
     try:
         yield
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
@@ -123,12 +139,12 @@ def send(kind: str, path: str, where: str, options: Sequence[Any]) -> Generator[
 
     Args:
         kind: parquet, arrow or dataset.
-        path: of the file or folder, or the name of a dataset.
-        where: for messages.
-        options: of a dataset.
+        path: path of the file or folder, or the name of a dataset.
+        where: description of the table for error messages.
+        options: options of a dataset.
 
     Returns:
-        The name and the text of an error of the user's, if there was one.
+        The name and the text of a ConfigError or DataError, if there was one.
     """
     try:
         for batch in _SENDERS[kind](path, where, *options):
@@ -140,14 +156,22 @@ def send(kind: str, path: str, where: str, options: Sequence[Any]) -> Generator[
 
 
 def _send_parquet(path: str, where: str) -> Iterator[bytes]:
-    """Yield a Parquet file in Arrow's stream format. Raises: DataError."""
+    """Yield a Parquet file in Arrow's stream format.
+
+    Raises:
+        DataError: the file is damaged.
+    """
     with _damage():
         file = pq.ParquetFile(path)
         yield from _sent(file.schema_arrow, file.iter_batches(ROWS))
 
 
 def _send_arrow(path: str, where: str) -> Iterator[bytes]:
-    """Yield an Arrow file, of either format, in the stream format. Raises: DataError."""
+    """Yield an Arrow file, of either format, in the stream format.
+
+    Raises:
+        DataError: the file is damaged.
+    """
     with _damage(), pa.memory_map(path) as file:
         try:
             reader = pa.ipc.open_file(file)

@@ -1,4 +1,4 @@
-"""Tables of rows from files, folders and the Hugging Face hub, read before anything is started."""
+"""Read tables of rows from files, folders and the Hugging Face hub, before anything is started."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ def read_rows(source: str | Path, key: str = "data.path") -> list[Row]:
     """Return the rows of a table, as dicts.
 
     Args:
-        source: a file (`.json`, an array or one object per line; `.jsonl`; `.csv`; `.parquet`; `.arrow`), a folder that
-            `datasets` saved or can load, or a dataset's name on the Hugging Face hub. `split@source` chooses a split
-            (default: train, or the only one) or a part of it: `train[:90%]@rows.jsonl`, `test[100:200]@org/name`. The
-            only split of a file is train. CSV cells are text; those of JSON_COLUMNS are read as JSON.
-        key: the option that `source` is the value of, for messages.
+        source: a file, a folder that `datasets` saved or can load, or a dataset's name on the Hugging Face hub. Files
+            are
+            `.json` (an array or one object per line), `.jsonl`, `.csv`, `.parquet` and `.arrow`. `split@source` chooses
+            a split (default: train, or the only split) or a part of it: `train[:90%]@rows.jsonl`,
+            `test[100:200]@org/name`. The only split of a file is train. CSV cells are text; cells of JSON_COLUMNS are
+            read as JSON.
+        key: name of the option whose value is `source`, for error messages.
 
     Raises:
         ConfigError: there is no such file, folder, split or dataset, this kind of file cannot be read, or a package for
@@ -63,7 +65,16 @@ def read_rows(source: str | Path, key: str = "data.path") -> list[Row]:
 
 
 def check_columns(row: Mapping[str, Any], columns: Mapping[str, type | tuple[type, ...]], where: str) -> None:
-    """Raise DataError, naming the column, unless `row` holds each of `columns` in its type."""
+    """Check that a row holds each column in its type.
+
+    Args:
+        row: values by column.
+        columns: expected type or types of each column.
+        where: description of the row for error messages.
+
+    Raises:
+        DataError: a column is missing or has the wrong type. The message names the column.
+    """
     for column, expected in columns.items():
         value = row.get(column)
         if value is None:
@@ -76,7 +87,11 @@ def check_columns(row: Mapping[str, Any], columns: Mapping[str, type | tuple[typ
 
 
 def check_text(text: str, where: str) -> None:
-    """Raise DataError unless `text` can be tokenised: in JSON it may end in half of a surrogate pair."""
+    """Check that a text can be tokenised. In JSON a text may end in half of a surrogate pair.
+
+    Raises:
+        DataError: the text holds half of a surrogate pair.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -128,7 +143,15 @@ def _json_lines(text: str, where: str) -> Iterator[Any]:
 
 
 def _parsed(text: str, place: Callable[[int], str]) -> Any:
-    """Return the value of a JSON text. Raises: DataError, with the `place` of the position of the error."""
+    """Return the value of a JSON text.
+
+    Args:
+        text: the JSON text.
+        place: describes the position of an error, a character's index.
+
+    Raises:
+        DataError: the text is not valid JSON, is nested too deep, or holds too long a number.
+    """
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -146,7 +169,7 @@ def _parsed(text: str, place: Callable[[int], str]) -> Any:
 
 
 def _deepest(text: str) -> tuple[int, int]:
-    """Return how deep JSON is nested, and where."""
+    """Return the depth of the deepest nesting in a JSON text, and its position."""
     depth, deepest = 0, (0, 0)
     for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text):
         if token[0] in "[{":
@@ -203,7 +226,11 @@ _READERS = {
 
 
 def _dataset(path: Path, split: str | None, where: str) -> list[Row]:
-    """Return rows that only the `datasets` library reads: its folders, folders of data files, and the hub."""
+    """Return rows that only the `datasets` library can read: its own folders, folders of data files, and the hub.
+
+    Raises:
+        ConfigError: there is no such file or folder.
+    """
     name = (path.resolve() if path.is_dir() else path).as_posix()  # `datasets` reads "." as no name
     if not path.is_dir() and not _HUB_NAME.fullmatch(name):
         raise ConfigError(f"{where}: no such file or folder")

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own."""
+"""Run an event loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LOOK_INTERVAL = 10.0
 class LoopThread:
     """An event loop that runs until `stop`, or until an exception escapes from it.
 
-    `call`, `submit` and `wait` are for other threads, `start_task` and `die` for the loop's own.
+    Other threads use `call`, `submit` and `wait`. The loop's own thread uses `start_task` and `die`.
 
     Args:
-        name: of the thread.
-        on_end: called with the exception that has ended the loop, or None, in the loop's thread.
-        look_interval: seconds after which `wait` looks whether the loop still turns.
+        name: name of the thread.
+        on_end: called in the loop's thread with the exception that ended the loop, or None.
+        look_interval: seconds after which `wait` checks whether the loop still responds.
         close_timeout: seconds in which cancelled tasks must end.
     """
 
@@ -49,16 +49,16 @@ class LoopThread:
         self._thread.start()
 
     def call(self, function: Callable[[], Any]) -> None:
-        """Call a function in the loop, soon; never, if the loop has ended."""
+        """Schedule a function in the loop. If the loop has ended, the function is never called."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run a coroutine in the loop; cancelling the future cancels it."""
+        """Return the future of a coroutine that runs in the loop. Cancelling the future cancels the coroutine."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine in the loop."""
+        """Return the task of a coroutine that runs in the loop."""
         return self._loop.create_task(coroutine)
 
     def die(self, error: BaseException) -> None:
@@ -67,7 +67,7 @@ class LoopThread:
         self._loop.stop()
 
     def stop(self) -> None:
-        """End the loop; its tasks are cancelled."""
+        """End the loop and cancel its tasks."""
         self.call(self._loop.stop)
 
     def join(self) -> None:
@@ -75,9 +75,13 @@ class LoopThread:
         self._thread.join(timeout=2 * self._close_timeout)
 
     def wait(self, changed: threading.Condition, seconds: float | None) -> None:
-        """Wait on a condition, held, but no longer than the look interval.
+        """Wait on a condition, but no longer than the look interval.
 
-        If the loop does not turn once in all of that interval, the log says what blocks it.
+        If the loop does not respond during a whole interval, the log shows the code that blocks it.
+
+        Args:
+            changed: the condition, held by the caller.
+            seconds: maximum time to wait; None for no maximum of the caller.
         """
         answered = threading.Event()
         self.call(answered.set)
@@ -118,7 +122,7 @@ class LoopThread:
 
 
 def _stack(task: asyncio.Task[Any]) -> str:
-    """Return the lines at which a task waits, the innermost last. `Task.get_stack` knows the outermost alone."""
+    """Return the lines at which a task waits, the innermost last. `Task.get_stack` returns only the outermost line."""
     lines: list[str] = []
     awaited: Any = task.get_coro()
     while isinstance(awaited, Coroutine):

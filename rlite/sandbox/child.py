@@ -218,11 +218,14 @@ class Server:
             self.say(*_failure(error))
 
     def say(self, kind: str, value: Any) -> None:
-        """Write one frame about the current call. A value without a form on the wire, or too long, raises WireError.
+        """Write one frame about the current call.
 
         Args:
             kind: kind of the frame, such as VALUE.
             value: the frame's value.
+
+        Raises:
+            WireError: the value has no form on the wire, or is too long.
         """
         self._send(wire.frame([kind, self._number, value], self._limit))
 

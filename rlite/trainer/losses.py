@@ -1,7 +1,7 @@
-"""The losses of the trainers, on packs: what `train_batch` is given, and the post_hooks of `forward`.
+"""Compute the trainers' losses on packs: loss functions of `train_batch`, and post_hooks of `forward`.
 
-`data` holds a pack's keys: per-token tensors `[T]`, per-row tensors `[n]`, and `cu_seqlens` `[n + 1]`. Keys of a token
-stand at the token; a loss reads them with `next_token` where the token is predicted.
+`data` holds a pack's keys: per-token tensors `[T]`, per-row tensors `[n]`, and `cu_seqlens` `[n + 1]`. A token's value
+stands at the token. A loss reads it with `next_token` at the position that predicts the token.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _TokenMean:
     """divisor of avg_level "constant" """
 
     def positions(self, data: Mapping[str, Any]) -> Tensor:
-        """Return the positions that predict a token that counts."""
+        """Return the positions that predict a token that counts, `[T]`."""
         return predicts_counted(data)
 
     def weight(self, data: Mapping[str, Any]) -> Tensor:
@@ -78,10 +78,9 @@ class _TokenMean:
 class PolicyLoss(_TokenMean, OnLogprobs):
     """A policy loss on a pack, Dr. GRPO's by default.
 
-    `data` holds `advantages`, `logprobs` (of the sampler) and `loss_mask`, each `[T]`. If it has no `old_logprobs`, the
-    policy of this very update is the old one: the ratio is 1 and carries the gradient alone. The sampler's
-    log-probabilities then only weigh tokens (truncated importance sampling). `selected` is what `select` chose over the
-    whole batch.
+    `data` holds `advantages`, `logprobs` (the sampler's) and `loss_mask`, each `[T]`. Without `old_logprobs`, the
+    current policy is also the old policy: the ratio is 1 and only carries the gradient. The sampler's log-probabilities
+    then only weight tokens (truncated importance sampling). `selected` is the result of `select` over the whole batch.
     """
 
     policy_loss: str | PolicyLossFunction = "ppo_clip"
@@ -122,6 +121,12 @@ class PolicyLoss(_TokenMean, OnLogprobs):
         object.__setattr__(self, "policy_loss", function)
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Mean]]:
+        """Return the scalar loss of a pack, and its metrics.
+
+        Args:
+            tokens: log-probabilities and entropies at the positions that predict the tokens, `[T]`.
+            data: the pack's keys.
+        """
         cu_seqlens, mask = data["cu_seqlens"], predicts_counted(data)
         keys = ("logprobs", "old_logprobs", "advantages", "ref_logprobs", "selected")
         at = {key: next_token(data[key], cu_seqlens) for key in keys if key in data}
@@ -159,7 +164,7 @@ class PolicyLoss(_TokenMean, OnLogprobs):
         return self._mean(loss, mask, data), {key: Mean.of(value, mask) for key, value in report.items()}
 
     def select(self, batch: Mapping[str, Any], logprobs: Tensor) -> Tensor:
-        """Choose the tokens of a whole batch that the loss treats apart, if it is a loss of `SELECTIONS`.
+        """Return the tokens of a whole batch that the loss treats apart, if it is a loss of `SELECTIONS`.
 
         Args:
             batch: the keys of `data` for the whole batch, in any layout.
@@ -185,16 +190,28 @@ class SftLoss(_TokenMean, OnLogprobs):
     reported: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> Tensor:
+        """Return the scalar loss of a pack.
+
+        Args:
+            tokens: log-probabilities at the positions that predict the tokens, `[T]`.
+            data: the pack's keys.
+        """
         return self._mean(-tokens.logprobs, predicts_counted(data), data)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss(_TokenMean):
-    """The clipped value loss on a pack; `data` holds `returns`, `values` and `loss_mask`, each `[T]`."""
+    """The clipped value loss on a pack. `data` holds `returns`, `values` and `loss_mask`, each `[T]`."""
 
     clip: float = 0.5
 
     def __call__(self, values: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Mean]]:
+        """Return the scalar loss of a pack, and its metrics.
+
+        Args:
+            values: the critic's values at the positions that predict the tokens, `[T]`.
+            data: the pack's keys.
+        """
         mask = predicts_counted(data)
         returns, old = (next_token(data[key], data["cu_seqlens"]) for key in ("returns", "values"))
         loss, metrics = value_loss(values, returns, old, clip=self.clip)
@@ -203,7 +220,10 @@ class ValueLoss(_TokenMean):
 
 
 class _PairMean:
-    """A loss that averages over pairs; `is_chosen` [n] marks each pair's chosen row, which stands before the other."""
+    """A loss that averages over pairs.
+
+    `is_chosen` [n] marks each pair's chosen row, which precedes the rejected row.
+    """
 
     reported: ClassVar[tuple[str, ...]] = PAIR_METRICS
 
@@ -217,7 +237,7 @@ class _PairMean:
 
 @dataclass(frozen=True, kw_only=True)
 class DpoLoss(_PairMean, OnLogprobs):
-    """A loss of the DPO family; `data` holds `ref_logprobs` [T], `loss_mask` [T] and `is_chosen` [n]."""
+    """A loss of the DPO family. `data` holds `ref_logprobs` [T], `loss_mask` [T] and `is_chosen` [n]."""
 
     loss: str = "sigmoid"
     """a name of `rlite.algorithms.PREFERENCE_LOSSES`"""
@@ -236,10 +256,16 @@ class DpoLoss(_PairMean, OnLogprobs):
         object.__setattr__(self, "loss", check_preference_loss(self.loss, self.options))
 
     def positions(self, data: Mapping[str, Any]) -> Tensor:
-        """Return the positions that predict a token that counts."""
+        """Return the positions that predict a token that counts, `[T]`."""
         return predicts_counted(data)
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the scalar loss of a pack, and its metrics.
+
+        Args:
+            tokens: log-probabilities at the positions that predict the tokens, `[T]`.
+            data: the pack's keys.
+        """
         cu_seqlens, mask, is_chosen = data["cu_seqlens"], predicts_counted(data), data["is_chosen"].bool()
         reference = next_token(data["ref_logprobs"], cu_seqlens)
         lengths = sequence_sums(torch.ones_like(reference), mask, cu_seqlens).long()
@@ -265,12 +291,18 @@ class DpoLoss(_PairMean, OnLogprobs):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelLoss(_PairMean):
-    """Bradley-Terry on the scores of each row's last token; `margin` [n] is used if `data` has it."""
+    """The Bradley-Terry loss on the score of each row's last token. `margin` [n] is used if `data` has it."""
 
     center_coefficient: float = 0.0
     """weight of the squared sum of a pair's scores, which keeps scores near 0"""
 
     def __call__(self, scores: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the scalar loss of a pack, and its metrics.
+
+        Args:
+            scores: score of each token, `[T]`.
+            data: the pack's keys.
+        """
         is_chosen = data["is_chosen"].bool()
         last = scores[data["cu_seqlens"][1:].long() - 1]
         margin = data["margin"][is_chosen] if "margin" in data else None
@@ -280,14 +312,25 @@ class RewardModelLoss(_PairMean):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnLogprobs(OnLogprobs):
-    """A post_hook for `forward`: each token's log-probability [T], at the token; 0 for a sequence's first token."""
+    """A post_hook for `forward` that returns each token's log-probability."""
 
     temperature: float = 1.0
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> Tensor:
+        """Return each token's log-probability [T], at the token; 0 for a sequence's first token.
+
+        Args:
+            tokens: log-probabilities at the positions that predict the tokens, `[T]`.
+            data: the pack's keys.
+        """
         return previous_token(tokens.logprobs, data["cu_seqlens"])
 
 
 def own_values(values: Tensor, data: Mapping[str, Any]) -> Tensor:
-    """Return at each token [T] the value of the state in which it was chosen: a post_hook for `forward`."""
+    """Return at each token [T] the value of the state in which the token was chosen: a post_hook for `forward`.
+
+    Args:
+        values: the critic's values at the positions that predict the tokens, `[T]`.
+        data: the pack's keys.
+    """
     return previous_token(values, data["cu_seqlens"])

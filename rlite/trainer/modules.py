@@ -1,4 +1,4 @@
-"""The modules that trainers train: any Hugging Face causal model, or a score model, with AdamW and a schedule."""
+"""Build the modules to train: any Hugging Face causal model, or a score model, with AdamW and a schedule."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from rlite.trainer.options import OptimizerOptions
 
 
 class _Optimized(LoraTrainModule):
-    """A module with the optimizer that `optimizer_options` describe; without them it is a reference model."""
+    """A module with the optimizer described by `optimizer_options`. Without options it is a reference model."""
 
     optimizer_options: OptimizerOptions | None = None
 
     def on_weights_materialized(self) -> None:
+        """Create the optimizer and the learning-rate scheduler."""
         options = self.optimizer_options
         if options is None:
             return
@@ -32,7 +33,10 @@ class _Optimized(LoraTrainModule):
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(schedule, options=options))
 
     def on_state_loaded(self) -> None:
-        """Take the peak rate and the weight decay from this run's options; the saved state may have others."""
+        """Set the peak learning rate and the weight decay of this run's options.
+
+        The saved state may have other values.
+        """
         options, scheduler = self.optimizer_options, self.lr_scheduler
         if options is None or self.optimizer is None or scheduler is None:
             return
@@ -72,11 +76,11 @@ def policy_module(
     lora: LoraOptions | None = None,
     disable_dropout: bool = True,
 ) -> PolicyModule:
-    """Make a train module on meta from a causal model's checkpoint.
+    """Return a train module on the meta device, built from a causal model's checkpoint.
 
     Args:
         path: folder or hub name of the checkpoint.
-        optimizer_options: of the optimizer; None makes a model that is not trained.
+        optimizer_options: options of the optimizer; None makes a model that is not trained.
         lora: train adapters beside the weights, and only the adapters.
         disable_dropout: train without the dropout of the checkpoint's config.
     """
@@ -91,11 +95,11 @@ def critic_module(
     lora: LoraOptions | None = None,
     disable_dropout: bool = True,
 ) -> CriticModule:
-    """Make a train module on meta from the checkpoint of a causal model or of an earlier critic.
+    """Return a train module on the meta device, built from the checkpoint of a causal model or of an earlier critic.
 
     Args:
         path: folder or hub name of the checkpoint.
-        optimizer_options: of the optimizer; None makes a model that is not trained.
+        optimizer_options: options of the optimizer; None makes a model that is not trained.
         lora: train the head, and adapters beside the other weights.
         disable_dropout: train without the dropout of the checkpoint's config.
     """
@@ -103,7 +107,10 @@ def critic_module(
 
 
 def _carrier(carrier: Any, disable_dropout: bool) -> Any:
-    """Return the class with another dropout setting under the same name, by which checkpoints know their module."""
+    """Return the class with another dropout setting under the same name.
+
+    Checkpoints identify their module by this name.
+    """
     return carrier if disable_dropout else type(carrier.__name__, (carrier,), {"_keeps_dropout": True})
 
 

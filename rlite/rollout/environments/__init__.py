@@ -1,1 +1,1 @@
-"""Environments: files with `step` or Gym-like classes, run in processes of their own."""
+"""Run environments in processes of their own: files with `step`, and Gym-like classes."""

@@ -1,9 +1,9 @@
-"""Environments in sandbox processes. This module imports no torch.
+"""Run environments in sandbox processes. This module imports no torch.
 
-Each kind of environment is a function of a method: `check()`; `reset(...)`, which begins an episode; and
-`step(memory, ...)`. The last two return (memory, Turn). The memory is what an episode has to remember, pickled: any
-process can make the next step, so a step that hangs or crashes costs its own episode alone. Nobody else loads it: only
-these processes know its classes, and one of them has written it.
+Each kind of environment is a function of a method: `check()`; `reset(...)`, which begins an episode; and `step(memory,
+...)`. `reset` and `step` return (memory, Turn). The memory is the pickled state of an episode. Any process can make the
+next step, so a step that hangs or crashes costs only its own episode. Only these processes unpickle the memory, because
+only they know its classes, and one of them has written it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Turn(NamedTuple):
 
 
 def read_turn(answer: Any) -> tuple[bytes, Turn] | None:
-    """Return the memory and the turn that a process has answered; None for any other answer."""
+    """Return the memory and the turn in the answer of a process; None for any other answer."""
     match answer:
         case [bytes() as memory, [str() | None as text, float() as reward, float() as score, bool() as is_done]]:
             if math.isfinite(reward) and math.isfinite(score) and len(text or "") <= MAX_OBSERVATION:
@@ -55,7 +55,10 @@ def read_turn(answer: Any) -> tuple[bytes, Turn] | None:
 
 
 class EnvironmentFile:
-    """A user's Python file, which is imported where this object is unpickled: imports may take longer than a step.
+    """A user's Python file, imported when this object is unpickled, because imports may take longer than a step.
+
+    Args:
+        path: path of the file.
 
     Raises:
         ConfigError: there is no such file.
@@ -73,13 +76,21 @@ class EnvironmentFile:
         self.load()
 
     def load(self) -> Any:
-        """Return what the environment needs of the file's module."""
+        """Return the part of the file's module that the environment needs."""
         return import_file(self.path, self.digest)
 
 
 @cache
 def import_file(path: str, digest: str) -> ModuleType:
-    """Import a user's file, once. Raises: ConfigError if it is no Python file."""
+    """Return the module of a user's file, which is imported once.
+
+    Args:
+        path: path of the file.
+        digest: hash of the file's content.
+
+    Raises:
+        ConfigError: the file is not a Python file.
+    """
     name = f"rlite_environment_{digest}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -97,7 +108,11 @@ class StepFile(EnvironmentFile):
     """An environment file with a function `step`. The memory is its `extra_info`."""
 
     def load(self) -> Any:
-        """Return the module. Raises: ConfigError if it has no async function `step`."""
+        """Return the module.
+
+        Raises:
+            ConfigError: the module has no async function `step`, or its `reset` is not async.
+        """
         module = super().load()
         for name, is_needed in (("step", True), ("reset", hasattr(module, "reset"))):
             if is_needed and not inspect.iscoroutinefunction(getattr(module, name, None)):
@@ -108,7 +123,20 @@ class StepFile(EnvironmentFile):
         return module
 
     async def __call__(self, method: str, memory: bytes = b"", state: str = "", action: str = "") -> tuple[bytes, Turn]:
-        """Run `check`, `reset` or `step`. The observation is None without a function `reset`."""
+        """Run `check`, `reset` or `step`.
+
+        Args:
+            method: "check", "reset" or "step".
+            memory: pickled `extra_info`.
+            state: text that the model has read, for `step`.
+            action: text that the model has written, for `step`.
+
+        Returns:
+            The next memory, and the turn. The observation is None if the file has no function `reset`.
+
+        Raises:
+            ConfigError: a function of the file returned a value of the wrong form.
+        """
         module = self.load()
         if method == "check" or not (method == "step" or hasattr(module, "reset")):
             return memory, Turn("" if hasattr(module, "reset") else None)
@@ -122,7 +150,11 @@ class StepFile(EnvironmentFile):
 
 
 def _checked_response(response: Any, path: str) -> tuple[bytes, Turn]:
-    """Return what `step()` has returned. Raises: ConfigError that names what is missing or of another type."""
+    """Return the memory and the turn in the response of `step()`.
+
+    Raises:
+        ConfigError: a key is missing, or its value has the wrong type. The message names the key.
+    """
     missing = [key for key in STEP_KEYS if key not in response] if isinstance(response, Mapping) else STEP_KEYS
     if missing:
         raise ConfigError(f"step() in {path} returned no {', '.join(missing)}")
@@ -151,7 +183,11 @@ class MakeFile(EnvironmentFile):
     """An environment file with a function `make(**env_options)`."""
 
     def load(self) -> Any:
-        """Return the function. Raises: ConfigError if there is none."""
+        """Return the function `make`.
+
+        Raises:
+            ConfigError: the file has no function `make`.
+        """
         make = getattr(super().load(), "make", None)
         if not callable(make):
             raise ConfigError(f"rollout.env_path={self.path!r}: expected `def make(**env_options)` in it")
@@ -165,18 +201,24 @@ class MakeFile(EnvironmentFile):
 class GymFunction:
     """A factory of Gym-like environments. The memory is the environment.
 
-    Many environments draw from the random numbers of the whole process. The state of these travels with them, so that
-    an episode depends on its seed alone.
+    Many environments use the random number generators of the whole process. The state of the generators is stored with
+    the environment. An episode therefore depends only on its seed.
 
     Args:
-        make: returns a new environment; its keyword arguments are the row's `env_options`.
+        make: returns a new environment. Its keyword arguments are the row's `env_options`.
     """
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self.make = make
 
     def __call__(self, method: str, memory: bytes = b"", **arguments: Any) -> tuple[bytes, Turn]:
-        """Run `check`, `reset`, of seed and options, or `step`, of an action."""
+        """Return the next memory and the turn of `check`, `reset` or `step`.
+
+        Args:
+            method: "check", "reset" or "step".
+            memory: pickled environment, for `step`.
+            **arguments: `seed` and `options` for `reset`, `action` for `step`.
+        """
         if method == "check":
             return b"", Turn("")
         if method == "reset":
@@ -194,10 +236,10 @@ class GymFunction:
 
 
 class TextArenaGame:
-    """A game of one player by TextArena, with the methods of Gymnasium.
+    """A TextArena game of one player, with the methods of Gymnasium.
 
-    The reward comes with the end. In games whose id ends with "-raw", what the player itself has said is not repeated
-    to it. The texts of other games repeat the whole game: what was seen before is taken away.
+    The reward comes with the end. In games whose id ends with "-raw", the player's own messages are left out of its
+    observations. The texts of other games repeat the whole game, so the text already seen is removed.
     """
 
     def __init__(self, game: Any) -> None:
@@ -205,10 +247,12 @@ class TextArenaGame:
         self._seen = ""
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Return the first observation and an empty info."""
         self._game.reset(num_players=1, seed=seed)
         return self._observation(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Return (observation, reward, terminated, truncated, info) after an action."""
         is_done, info = self._game.step(action)
         if not is_done:
             return self._observation(), 0.0, False, False, info
@@ -230,11 +274,11 @@ def start(make: Callable[..., Any], seed: int, options: Mapping[str, Any]) -> tu
 
     Args:
         make: the factory.
-        seed: for the environment's `reset`.
+        seed: seed for the environment's `reset`.
         options: keyword arguments of the factory.
 
     Raises:
-        ConfigError: the factory returns no environment, or the first observation is no text.
+        ConfigError: the factory returns no environment, or the first observation is not text.
     """
     environment = make(**options)
     if hasattr(environment, "get_observation"):  # TextArena's
@@ -248,7 +292,15 @@ def start(make: Callable[..., Any], seed: int, options: Mapping[str, Any]) -> tu
 
 
 def advance(environment: Any, action: str) -> Turn:
-    """Make one step. Raises: ConfigError that says what is wrong with what it returned."""
+    """Return the turn after one step.
+
+    Args:
+        environment: the environment, with the methods of Gymnasium.
+        action: text that the model has written.
+
+    Raises:
+        ConfigError: `step` returned a value of the wrong form. The message says which.
+    """
     answer = environment.step(action)
     if not isinstance(answer, tuple) or len(answer) != 5:
         raise ConfigError(
@@ -273,7 +325,7 @@ def advance(environment: Any, action: str) -> Turn:
 
 
 def close(environment: Any) -> None:
-    """Let an environment give back what it holds, if it knows how."""
+    """Close an environment if it has a method `close`."""
     if callable(getattr(environment, "close", None)):
         environment.close()
 

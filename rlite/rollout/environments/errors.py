@@ -1,4 +1,4 @@
-"""Errors of environments."""
+"""Define errors of environments."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from rlite.sandbox import errors as sandbox
 
 
 class EnvironmentFailure(sandbox.SandboxError):
-    """A call of an environment that has no result. `outcome` names the kind of failure in one word."""
+    """Failure of a call of an environment. `outcome` names the kind of failure in one word."""
 
 
 class EnvironmentTimeout(EnvironmentFailure, sandbox.SandboxTimeout):
-    """The call ran for longer than its time-out. Its process was killed."""
+    """Time-out of the call. Its process was killed."""
 
 
 class EnvironmentCrash(EnvironmentFailure, sandbox.SandboxCrash):
-    """The process ended during the call. The message has the exit code or the signal."""
+    """End of the process during the call. The message has the exit code or the signal."""
 
 
 class EnvironmentMemory(EnvironmentFailure, sandbox.SandboxMemory):
-    """The process took more memory than its limit, or than the machine has."""
+    """Use of more memory than the process's limit, or than the machine has."""
 
 
 class EnvironmentRaised(EnvironmentFailure, sandbox.SandboxRaised):
-    """The environment raised an exception, or returned something of the wrong form."""
+    """Exception raised by the environment, or a return value of the wrong form."""
 
 
 class EnvironmentInvalid(EnvironmentFailure, sandbox.SandboxInvalid):
-    """The process answered something else than a turn."""
+    """Answer of the process that is not a turn."""
 
 
 ENVIRONMENT_ERRORS = sandbox.error_kinds(

@@ -1,4 +1,4 @@
-"""From the file at `rollout.env_path` to workflows in its environment."""
+"""Create workflows from the environment file at `rollout.env_path`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def environment_workflow(
 ) -> Callable[..., RolloutWorkflow]:
     """Return a function of (gconfig, tokenizer, max_turns, max_length) that makes workflows in a file's environment.
 
-    The file is a GymEnvironment if it has a function `make` and no `step`, else an Environment. It is loaded once where
-    it will run; do not call this from within an event loop.
+    The file is a GymEnvironment if it has a function `make` and no `step`. Otherwise it is an Environment. The file is
+    loaded once in its sandbox process. Do not call this function from within an event loop.
 
     Args:
-        path: of the file.
+        path: path of the file.
         timeout: seconds for one call.
-        num_processes: calls that run at the same time. Default: the cores, at most 8.
-        memory_limit_gib: resident memory that its process may have, in GiB.
-        env_vars: names of environment variables that its process gets as well.
+        num_processes: number of calls that run at the same time. Default: the cores, at most 8.
+        memory_limit_gib: resident memory that a process may have, in GiB. None sets no limit.
+        env_vars: names of environment variables that the process also receives.
 
     Raises:
-        ConfigError: there is no such file, or it is no Python.
+        ConfigError: there is no such file, or it is not a Python file.
         EnvironmentFailure: the file cannot be loaded, or has neither function.
     """
     environment: GymEnvironment | Environment
@@ -49,7 +49,14 @@ def environment_workflow(
 
 
 def is_gym_file(path: str | Path) -> bool:
-    """Return whether a file names a `make` and no `step`. It is read, not run. Raises: ConfigError."""
+    """Return whether a file defines `make` and no `step`. The file is parsed, not run.
+
+    Args:
+        path: path of the file.
+
+    Raises:
+        ConfigError: there is no such file, or it is not a Python file.
+    """
     file = EnvironmentFile(path)
     try:
         symbols = symtable.symtable(Path(file.path).read_text(), str(path), "exec").get_symbols()

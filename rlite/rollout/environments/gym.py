@@ -1,4 +1,4 @@
-"""Gym-like environments: an object with `reset(seed=...)` and `step(action)` that speaks in texts."""
+"""Run Gym-like environments: objects with `reset(seed=...)` and `step(action)` that communicate by texts."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ class GymEpisode:
 
 
 class GymEnvironment:
-    """Environments of one kind, made by a factory for each episode and run in processes that can be killed.
+    """Environments of one kind, created by a factory for each episode and run in processes that can be killed.
 
         reset(seed=...) -> (observation, info)
         step(action) -> (observation, reward, terminated, truncated, info)
 
-    as Gymnasium has them; observations and actions are texts. GEM's (`gem.make`) and TextArena's games of one player
-    (`textarena.make`) are such environments. Between two steps an environment is pickled, with the state of the random
-    numbers of `random` and NumPy. An episode depends on its seed alone, because the seed decides that state. An
-    environment that holds what cannot be pickled (a connection, a process) runs `in_process`.
+    The methods are Gymnasium's. Observations and actions are texts. GEM's environments (`gem.make`) and TextArena's
+    games of one player (`textarena.make`) fit. Between two steps an environment is pickled, together with the random
+    states of `random` and NumPy. The seed decides these states, so an episode depends only on its seed. An environment
+    with contents that cannot be pickled (a connection, a process) runs `in_process`.
 
     Args:
         make: a function that returns a new environment, or the path of a Python file with such a function `make`. Its
             keyword arguments are the row's `env_options`.
-        timeout: seconds for one call: for making and resetting it, and for each step.
-        num_processes: calls that run at the same time. Default: the cores, at most 8.
-        in_process: run environments in threads of this process instead. A call that is late ends its episode, but its
-            thread goes on; and the random numbers of `random` and NumPy are those of the program.
-        memory_limit_gib: resident memory that its process may have, in GiB. None leaves the limit to the machine.
-        env_vars: names of environment variables that its process gets as well (see RewardFunction).
+        timeout: seconds for one call. Making and resetting is one call, and each step is one call.
+        num_processes: number of calls that run at the same time. Default: the cores, at most 8.
+        in_process: run environments in threads of this process instead. A late call ends its episode, but its thread
+            continues. The random numbers of `random` and NumPy are the program's.
+        memory_limit_gib: resident memory that a process may have, in GiB. None sets no limit.
+        env_vars: names of environment variables that the process also receives (see RewardFunction).
 
     Raises:
-        ConfigError: the file is not there, `make` cannot be pickled, or an option is out of range.
+        ConfigError: the file does not exist, `make` cannot be pickled, or an option is out of range.
     """
 
     def __init__(
@@ -79,13 +79,28 @@ class GymEnvironment:
             )
 
     def check(self) -> None:
-        """Load the factory where it will run; not from within an event loop. Raises: EnvironmentFailure."""
+        """Load the factory in its sandbox process. Do not call this method from within an event loop.
+
+        Raises:
+            EnvironmentFailure: the factory cannot be loaded.
+        """
         if self._function is not None:
             asyncio.run(self._function.ask(read_turn, method="check"))
 
     @contextlib.asynccontextmanager
     async def episode(self, seed: int, options: Mapping[str, Any] | None = None) -> AsyncIterator[GymEpisode]:
-        """Begin an episode in a new environment. Its calls raise EnvironmentFailure."""
+        """Begin an episode in a new environment.
+
+        Args:
+            seed: seed for the environment's `reset`.
+            options: keyword arguments of the factory.
+
+        Yields:
+            The episode.
+
+        Raises:
+            EnvironmentFailure: a call failed. The class depends on the outcome.
+        """
         arguments = {"seed": seed, "options": dict(options or {})}
         if self._function is not None:
             ask = partial(self._function.ask, read_turn)
@@ -118,24 +133,25 @@ class GymEnvironment:
 
 
 class GymWorkflow(ConversationWorkflow):
-    """Turns of the model and of a Gym-like environment, until the environment has ended or `max_turns` are over.
+    """A workflow that alternates turns of the model and of a Gym-like environment.
 
-    The item has a `seed`, a whole number from 0, which the siblings of a group share, and perhaps `env_options`, the
-    factory's keyword arguments. Observations are messages of a user by the chat template, or raw texts; actions are
-    the model's turns as texts. What the model has written is never tokenised again.
+    An episode ends when the environment has ended or after `max_turns` turns. The item has a `seed`, a whole number
+    from 0, which all samples of a group share, and optionally `env_options`, the factory's keyword arguments.
+    Observations are user messages rendered by the chat template, or raw texts. Actions are the texts of the model's
+    turns. Tokens written by the model are never tokenised again.
 
-    A trajectory has the keys of `trajectory()`, all turns in one sequence (see `Conversation` for history="template"),
-    `token_rewards` [k, L], the reward of each turn on its last token, `rewards` [k], their sum, and `sequence_index`
-    and `num_turns` [k].
+    A trajectory has the keys of `trajectory()`, all turns in one sequence (see `Conversation` for history="template").
+    It also has `token_rewards` [k, L], the reward of each turn on its last token, `rewards` [k], their sum, and
+    `sequence_index` and `num_turns` [k].
 
     Args:
         environment: answers each turn of the model.
-        gconfig: how to sample; `max_new_tokens` of each turn.
-        tokenizer: of the model.
-        max_turns: turns of the model in one episode.
-        max_length: tokens of one sequence at which generation stops; None is as many as the engine takes.
+        gconfig: sampling parameters. `max_new_tokens` applies to each turn.
+        tokenizer: the model's tokenizer.
+        max_turns: maximum number of the model's turns in one episode.
+        max_length: number of tokens of one sequence at which generation stops. None is the engine's maximum.
         system_prompt: a message before the first observation; before raw texts, a text.
-        is_chat: whether observations are messages; default: if the tokenizer has a chat template.
+        is_chat: whether observations are messages. Default: whether the tokenizer has a chat template.
         chat_template_options: further keyword arguments for `apply_chat_template`.
         history: "tokens" or "template". See `Conversation`.
 
@@ -173,9 +189,15 @@ class GymWorkflow(ConversationWorkflow):
         self.is_chat = has_template if is_chat is None else is_chat
 
     def opening(self, data: Mapping[str, Any]) -> None:
-        """Return None: the environment decides the prompt."""
+        """Return None, because the environment decides the prompt."""
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
+        """Return the trajectory of one episode.
+
+        Args:
+            engine: generates the model's turns.
+            data: the item, with `seed` and optionally `env_options`.
+        """
         async with self.environment.episode(_seed(data), data.get("env_options")) as episode:
             conversation = self.begin(self._prompt(episode.observation))
             while await conversation.ask(engine, self.gconfig) is not None:

@@ -1,4 +1,4 @@
-"""Environments: a Python file with `async step(state, action, extra_info)`, and rollouts of several turns in them."""
+"""Run rollouts of several turns in environments: Python files with `async step(state, action, extra_info)`."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class Environment:
         async def step(state, action, extra_info):
             return {"next_state": ..., "reward": ..., "score": ..., "done": ..., "extra_info": extra_info}
 
-    `state` and `action` are what the model has read and written in the last turn, `next_state` what it reads in the
-    next turn. The episode ends with `done`, or without a next state. Optionally `async reset(extra_info)` returns the
-    first state, instead of the row's prompt. Each call may run in another process: put what an episode has to remember
-    into `extra_info`.
+    `state` is the text that the model has read in the last turn, `action` the text that it has written. `next_state` is
+    the text that it reads in the next turn. The episode ends with `done`, or without a next state. Optionally `async
+    reset(extra_info)` returns the first state, instead of the row's prompt. Each call may run in another process, so
+    put the state of an episode into `extra_info`.
 
     Args:
-        path: of the file.
+        path: path of the file.
         timeout: seconds for one call.
-        num_processes: calls that run at the same time. Default: the cores, at most 8.
-        memory_limit_gib: resident memory that its process may have, in GiB. None leaves the limit to the machine.
-        env_vars: names of environment variables that its process gets as well (see RewardFunction).
+        num_processes: number of calls that run at the same time. Default: the cores, at most 8.
+        memory_limit_gib: resident memory that a process may have, in GiB. None sets no limit.
+        env_vars: names of environment variables that the process also receives (see RewardFunction).
 
     Raises:
-        ConfigError: the file is not there, or an option is out of range.
+        ConfigError: the file does not exist, or an option is out of range.
     """
 
     def __init__(
@@ -66,14 +66,27 @@ class Environment:
         return self._has_reset is False
 
     def check(self) -> None:
-        """Import the file where it will run; not from within an event loop. Raises: EnvironmentFailure."""
+        """Import the file in its sandbox process. Do not call this method from within an event loop.
+
+        Raises:
+            EnvironmentFailure: the file cannot be loaded, or has no `step`.
+        """
         _, turn = asyncio.run(self._ask(read_turn, method="check"))
         self._has_reset = turn.observation is not None
 
     async def reset(self, extra_info: bytes) -> tuple[bytes, Turn]:
-        """Begin an episode; return the pickled extra_info, and a turn whose observation is the first state.
+        """Begin an episode.
 
-        The observation is None if the first state is the row's prompt. Raises: EnvironmentFailure.
+        Args:
+            extra_info: pickled `extra_info`.
+
+        Returns:
+            The next pickled `extra_info`, and a turn whose observation is the first state. The observation is None if
+                the
+                first state is the row's prompt.
+
+        Raises:
+            EnvironmentFailure: the call failed. The class depends on the outcome.
         """
         if self._has_reset is False:
             return extra_info, Turn(None)
@@ -85,36 +98,37 @@ class Environment:
         """Make one step.
 
         Args:
-            state: what the model has read.
-            action: what the model has written.
-            extra_info: pickled.
+            state: text that the model has read.
+            action: text that the model has written.
+            extra_info: pickled `extra_info`.
 
         Returns:
-            The next extra_info, pickled, and the turn.
+            The next pickled `extra_info`, and the turn.
 
         Raises:
-            EnvironmentFailure: the step has no result, by the outcome.
+            EnvironmentFailure: the call failed. The class depends on the outcome.
         """
         return await self._ask(read_turn, method="step", memory=extra_info, state=state, action=action)
 
 
 class EnvironmentWorkflow(PromptWorkflow):
-    """Turns of the model and of an environment, until the environment is done or `max_turns` are over.
+    """A workflow that alternates turns of the model and of an environment.
 
-    If the next state begins with state + action, the rest of it is tokenised and appended to the same sequence. Else a
-    new sequence begins in the same trajectory. The item is as `SingleTurnWorkflow` takes it. The environment's first
-    `extra_info` is the item's `extra_info` with the item's other columns, but for the prompt.
+    An episode ends when the environment is done or after `max_turns` turns. If the next state begins with state +
+    action, the rest of it is tokenised and appended to the same sequence. Otherwise a new sequence begins in the same
+    trajectory. The item has the form that `SingleTurnWorkflow` takes. The environment's first `extra_info` is the
+    item's `extra_info` with the item's other columns, except for the prompt.
 
     A trajectory has one row for each sequence, with the keys of `trajectory()` and `token_rewards` [k, L], the reward
-    of each turn on its last token. Per row there are `sequence_index` [k], from 0, and of the whole trajectory
-    `rewards` and `scores`, both summed over turns, and `num_turns` [k].
+    of each turn on its last token. Each row has `sequence_index` [k], from 0. The whole trajectory has `rewards` and
+    `scores`, both summed over turns, and `num_turns` [k].
 
     Args:
         environment: answers each turn of the model.
-        gconfig: how to sample; `max_new_tokens` of each turn.
-        tokenizer: of the model.
-        max_turns: turns of the model in one episode.
-        max_length: tokens of one sequence at which generation stops; None is as many as the engine takes.
+        gconfig: sampling parameters. `max_new_tokens` applies to each turn.
+        tokenizer: the model's tokenizer.
+        max_turns: maximum number of the model's turns in one episode.
+        max_length: number of tokens of one sequence at which generation stops. None is the engine's maximum.
         chat_template_options: further keyword arguments for `apply_chat_template`.
     """
 
@@ -131,12 +145,27 @@ class EnvironmentWorkflow(PromptWorkflow):
         self.environment = environment
 
     def opening(self, data: Mapping[str, Any]) -> list[int] | None:
+        """Return the tokens of the row's prompt if episodes begin with it, else None."""
         return super().opening(data) if self.environment.begins_with_prompt else None
 
     def longest_sequence(self, opening: int) -> int | None:
+        """Return the maximum length of a sequence in tokens if it is known, else None.
+
+        Args:
+            opening: number of tokens of the prompt.
+        """
         return opening + self.gconfig.max_new_tokens if self.max_turns == 1 else None
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
+        """Return the trajectory of one episode.
+
+        Args:
+            engine: generates the model's turns.
+            data: the item.
+
+        Raises:
+            TooManyTokens: a state exceeds the engine's context, and no `max_length` is set.
+        """
         limit = context_length(engine, self.max_length)
         state, tokens, info = await self._start(data, limit)
         transcript, score = Transcript(tokens, self.max_length), 0.0
@@ -160,7 +189,7 @@ class EnvironmentWorkflow(PromptWorkflow):
     async def _read(
         self, transcript: Transcript, said: str, next_state: str, response: LLMResponse, limit: int | None
     ) -> None:
-        """Append what the next state adds to what was said, or begin another sequence with all of it."""
+        """Append the new part of the next state, or begin another sequence with the whole next state."""
         if next_state.startswith(said):
             rest = next_state[len(said) :]
             transcript.read(await beside_loop(len(rest), continuation, self.tokenizer, rest, response, limit))
@@ -181,7 +210,7 @@ class EnvironmentWorkflow(PromptWorkflow):
 
 
 def _extra_info(data: Mapping[str, Any]) -> Any:
-    """Return a row's `extra_info`, with the row's other columns, but for its prompt, where it has no such key."""
+    """Return a row's `extra_info`, completed by the row's other columns except the prompt."""
     info = data.get("extra_info") or {}
     if not isinstance(info, Mapping):
         return info

@@ -1,4 +1,4 @@
-"""Reward functions that run in processes of their own, adapters to other libraries' signatures, and ready rewards."""
+"""Compute rewards: functions in processes of their own, adapters to other libraries' signatures, and ready rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward functions with the signatures of other libraries. Sandbox processes load this module: it imports no torch."""
+"""Adapt reward functions with other libraries' signatures. Sandbox processes load this module: it imports no torch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ def from_trl(
     is_conversational: bool = False,
     weights: Sequence[float] | None = None,
 ) -> TrlReward:
-    """Adapt functions with TRL's signature, `f(prompts, completions, completion_ids, **columns) -> list`.
+    """Return a reward function made of functions with TRL's signature.
 
-    RewardFunction calls them with lists of one; with `batch_size` or in `RewardFunction.batch`, with longer lists.
-    Functions that accept TRL's `trainer_state`, `log_extra` and `log_metric` get None and two empty functions.
+    The signature is `f(prompts, completions, completion_ids, **columns) -> list`. RewardFunction calls the functions
+    with lists of one entry. With `batch_size` or in `RewardFunction.batch`, the lists are longer. Functions that accept
+    TRL's `trainer_state`, `log_extra` and `log_metric` receive None and two empty functions.
 
     Args:
-        fn: one function or several, synchronous or async. The reward is the sum of their rewards, and the rewards of
-            several functions are reported one by one, as `reward/NAME`. An entry that is None does not count, as in
-            TRL; if all are None there is no reward, and the call ends as invalid.
-        is_conversational: prompts are lists of messages (the row's `messages`) and completions lists of one assistant
-            message, as TRL gives them for conversational data.
+        fn: one function or several, synchronous or async. The reward is the weighted sum of their rewards. The rewards
+            of
+            several functions are reported separately, as `reward/NAME`. As in TRL, an entry None does not count. If all
+            entries are None, there is no reward, and the call ends as invalid.
+        is_conversational: pass prompts as lists of messages (the row's `messages`) and completions as lists of one
+            assistant message, as TRL does for conversational data.
         weights: a weight for each function, TRL's `reward_weights`. Default: 1 each.
 
     Returns:
@@ -45,7 +47,7 @@ def from_trl(
 
 @dataclass(frozen=True)
 class TrlReward:
-    """Functions with TRL's signature as one reward function."""
+    """One reward function made of functions with TRL's signature."""
 
     fns: tuple[Callable[..., Any], ...]
     weights: tuple[float, ...]
@@ -53,11 +55,20 @@ class TrlReward:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the functions, if there are several. A name that occurs again gets a number."""
+        """Names of the functions if there are several, else empty. A repeated name gets a number."""
         names = [getattr(fn, "__name__", type(fn).__name__) for fn in self.fns] if len(self.fns) > 1 else []
         return tuple(f"{name}_{i}" if name in names[:i] else name for i, name in enumerate(names))
 
     def __call__(self, prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, **data: Any) -> Any:
+        """Return the weighted sum of the functions' results, for one completion or for lists; an awaitable if one is async.
+
+        Args:
+            prompt: text of the prompt.
+            completions: text of the completion.
+            prompt_ids: not read.
+            completion_ids: tokens of the completion.
+            **data: the row's other columns.
+        """
         is_batch = not isinstance(completions, str)
         columns = {"prompts": prompt, "completions": completions, "completion_ids": completion_ids, **data}
         if not is_batch:
@@ -109,10 +120,10 @@ def _ignore(*args: Any, **options: Any) -> None:
 
 
 def from_verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt a function with verl's signature for RewardFunction.
+    """Return a reward function made of a function with verl's signature.
 
-    The row holds `data_source`, `reward_model: {ground_truth}` (or `ground_truth`) and perhaps `extra_info`, as verl's
-    files do. A row without a ground truth raises.
+    The row holds `data_source`, `reward_model: {ground_truth}` (or `ground_truth`) and optionally `extra_info`, as in
+    verl's files. A row without a ground truth raises KeyError.
 
     Args:
         compute_score: `f(data_source, solution_str, ground_truth, extra_info)`, sync or async. If it returns a dict,

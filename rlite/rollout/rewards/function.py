@@ -1,4 +1,4 @@
-"""Reward functions: ordinary Python functions, run where they can neither block, hang nor crash the program."""
+"""Run ordinary Python functions as reward functions, in processes that cannot block, hang or crash the program."""
 
 from __future__ import annotations
 
@@ -23,42 +23,48 @@ _Rows = dict["asyncio.Future[float | str]", dict[str, Any]]
 
 
 class Retrying(Protocol):
-    """A `tenacity.AsyncRetrying`."""
+    """Policy for repeated attempts: a `tenacity.AsyncRetrying`."""
 
-    def copy(self, *, reraise: bool) -> Retrying: ...
+    def copy(self, *, reraise: bool) -> Retrying:
+        """Return a copy with its own state."""
 
-    def __call__(self, fn: Callable[..., Awaitable[Any]], *args: Any) -> Awaitable[Any]: ...
+    def __call__(self, fn: Callable[..., Awaitable[Any]], *args: Any) -> Awaitable[Any]:
+        """Call a function until it succeeds or the policy gives up."""
 
 
 class RewardFunction:
-    """Awaits `fn(prompt, completions, prompt_ids, completion_ids, **data)`, run in a process that can be killed.
+    """A reward function, run in a process that can be killed.
+
+    The signature is `fn(prompt, completions, prompt_ids, completion_ids, **data)`.
 
         reward = RewardFunction(fn, timeout=10)
         score = await reward(prompt=..., completions=..., prompt_ids=..., completion_ids=..., answer=...)
 
-    `fn` may be a lambda, a function of `__main__`, or `async`. It travels by cloudpickle, and its process imports only
-    what it needs. Every call ends with a finite float or with a RewardError that says why there is none: RewardTimeout,
-    RewardCrash, RewardMemory, RewardRaised or RewardInvalid. A hung or crashed function costs its own process alone.
+    `fn` may be a lambda, a function of `__main__`, or `async`. It is pickled by cloudpickle, and its process imports
+    only what `fn` needs. Every call ends with a finite float or with a RewardError that names the cause: RewardTimeout,
+    RewardCrash, RewardMemory, RewardRaised or RewardInvalid. A hung or crashed function costs only its own process.
     `outcomes` counts the attempts by their end: ok, timeout, crash, memory, raised, invalid.
 
     Args:
-        fn: the function. `from_trl` and `from_verl` turn functions for those libraries into one.
+        fn: the function. `from_trl` and `from_verl` adapt functions written for those libraries.
         timeout: seconds from the function's own start.
-        retries: further attempts after anything but an invalid result, at once; or a `tenacity.AsyncRetrying`, which
-            sees the RewardErrors and decides what is attempted again, how often, and after which waits.
-        num_processes: processes that the program's pool has at least room for. Default: the cores, at most 8.
-        in_process: use no process. A synchronous `fn` runs in the event loop of its caller, at no cost: for cheap
-            functions that cannot hang, because the time-out does not reach them. The awaitable of an `async` one runs
-            in a thread with an event loop of this function's own: for functions that only wait, such as for a judge.
-        memory_limit_gib: resident memory that its process may have, in GiB. None leaves the limit to the machine.
-        max_concurrent: calls that run at once. Waiting for a turn is not part of the time-out.
-        batch_size: `fn` takes batches: a list in place of each argument, and it returns a list of rewards. Calls that
-            come together form batches of at most this size. The calls of a batch that fails are done again one by one,
-            so that each completion has the outcome that it would have alone.
+        retries: number of immediate further attempts after a failure; an invalid result is not attempted again. Or a
+            `tenacity.AsyncRetrying`, which sees the RewardErrors and decides on attempts and waits.
+        num_processes: number of processes that the program's pool has room for, at least. Default: the cores, at most
+            8.
+        in_process: use no process. A synchronous `fn` runs in its caller's event loop, without overhead. Use it for
+            cheap
+            functions that cannot hang, because the time-out does not cover them. The awaitable of an `async` `fn` runs
+            in a thread with an event loop of its own. Use it for functions that only wait, such as for a judge.
+        memory_limit_gib: resident memory that the process may have, in GiB. None sets no limit.
+        max_concurrent: maximum number of calls that run at once. Waiting for a turn is not part of the time-out.
+        batch_size: maximum number of calls in a batch. `fn` then takes a list in place of each argument and returns a
+            list of rewards. If a batch fails, its calls are repeated one by one. Each completion therefore has the
+            outcome that it would have alone.
         batch_wait: seconds that the first call of a batch waits for others.
-        what: its name in error messages.
-        env_vars: names of environment variables that its process gets as well, such as the key of an API. Without them
-            it gets those that Python, the machine and its numerics need, and no secrets of the run.
+        what: name of the function in error messages.
+        env_vars: names of environment variables that the process also receives, such as an API key. Without them it
+            receives the variables that Python, the machine and its numerics need, and no secrets of the run.
 
     Raises:
         ConfigError: an option is out of range, or the function cannot be pickled.
@@ -117,14 +123,14 @@ class RewardFunction:
         """Return the reward of one completion.
 
         Args:
-            prompt: the text of the prompt.
-            completions: the text of the completion.
+            prompt: text of the prompt.
+            completions: text of the completion.
             prompt_ids: tokens of the prompt.
             completion_ids: tokens of the completion.
-            data: the row's other columns.
+            **data: the row's other columns.
 
         Raises:
-            RewardError: there is no reward, by the outcome.
+            RewardError: there is no reward. The class depends on the outcome.
             DataError: `data` cannot be pickled.
         """
         return await self.run(
@@ -132,15 +138,28 @@ class RewardFunction:
         )
 
     async def run(self, /, **keywords: Any) -> float:
-        """Call the function with just these arguments. Raises: RewardError."""
+        """Return the reward of a call with exactly these arguments.
+
+        Args:
+            **keywords: arguments of the function.
+
+        Raises:
+            RewardError: there is no reward. The class depends on the outcome.
+        """
         with trace.task(self.what.removeprefix("the ")):
             return await self._attempt(self._compute, keywords)
 
     async def batch(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
-        """Return the rewards of completions that belong together, by one call with lists, whatever `batch_size` is.
+        """Return the rewards of completions that belong together, by one call with lists.
 
-        For functions that compare the completions of a group. Each row holds the arguments of one completion. The call
-        fails as a whole: `outcomes` then counts each row with the same end. Raises: RewardError.
+        This method suits functions that compare the completions of a group. It does not depend on `batch_size`. The
+        call fails as a whole, and `outcomes` then counts every row with the same failure.
+
+        Args:
+            rows: arguments of each completion.
+
+        Raises:
+            RewardError: there are no rewards. The class depends on the outcome.
         """
         return await self._attempt(self._compute_batch, rows)
 
@@ -177,7 +196,11 @@ class RewardFunction:
         self.outcomes["ok"] += count
 
     def _reward(self, result: Any, answer: Any = None) -> Any:
-        """Return a result unless it says why there is none. Raises: RewardInvalid."""
+        """Return a valid result.
+
+        Raises:
+            RewardInvalid: the result is None, or a text that describes an unusable result.
+        """
         if result is None:
             raise RewardInvalid(f"{self.what} answered {answer!r:.200}, which is not what was asked for")
         if isinstance(result, str):

@@ -1,4 +1,4 @@
-"""Async reward functions that run in this process, and a limit on concurrent calls."""
+"""Run async reward functions in this process, and limit concurrent calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCKED_AFTER = 5.0
 class JudgeLoop:
     """An event loop in a thread, for the calls of one function. A call that blocks delays no other function's calls.
 
-    A thread cannot be killed: a loop that is blocked is left alone, and the next call starts another.
+    A thread cannot be killed. A blocked loop is abandoned, and the next call starts another loop.
     """
 
     def __init__(self, what: str, timeout: float) -> None:
@@ -30,7 +30,16 @@ class JudgeLoop:
         self._thread: LoopThread | None = None
 
     async def run(self, value: Awaitable[Any]) -> Any:
-        """Return what the function's awaitable returns. Raises: RewardRaised; RewardTimeout."""
+        """Return the result of the function's awaitable.
+
+        Args:
+            value: the awaitable.
+
+        Raises:
+            RewardRaised: the awaitable raised an exception.
+            RewardTimeout: the call ran for longer than its time-out, or blocks its event loop.
+            TimeoutError: the call itself timed out. RewardTimeout is such a TimeoutError.
+        """
 
         async def awaited() -> Any:
             async with limited(self._what, self._timeout, REWARD_ERRORS):
@@ -55,7 +64,7 @@ class JudgeLoop:
 
 
 class Slots:
-    """At most `limit` calls at once, over all event loops and threads; first come, first served."""
+    """A limit on concurrent calls over all event loops and threads. Calls are served in order of arrival."""
 
     def __init__(self, limit: int) -> None:
         self._num_free = limit
@@ -64,7 +73,11 @@ class Slots:
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[None]:
-        """Hold a slot."""
+        """Hold a slot inside the `with` block.
+
+        Yields:
+            None.
+        """
         turn: Future[None] = Future()
         self._waiting.append(turn)
         self._advance()

@@ -1,4 +1,4 @@
-"""Rewards for mathematical answers, which math-verify compares by their meaning."""
+"""Reward mathematical answers, which math-verify compares by their meaning."""
 
 from __future__ import annotations
 

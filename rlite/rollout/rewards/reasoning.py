@@ -1,4 +1,4 @@
-"""Rewards for answers to reasoning-gym's problems, by the task's own verifier."""
+"""Reward answers to reasoning-gym's problems, by the task's own verifier."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ MAX_CHARACTERS = 20_000
 def reasoning_gym_reward(
     prompt: Any, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
 ) -> float:
-    """Return the task's `score_answer`, in [0, 1], of the last <answer>...</answer>, or of all the text without one.
+    """Return the task's `score_answer`, in [0, 1], for the last <answer>...</answer>.
+
+    Without this tag, the whole completion is the answer.
 
     Args:
         prompt: passed to the verifier.
-        completions: the text of the completion.
+        completions: text of the completion.
         prompt_ids: not read.
         completion_ids: not read.
-        data: the row's other columns, as `rlite.data.reasoning.build_problems` makes them.
+        **data: the row's other columns, as made by `rlite.data.reasoning.build_problems`.
 
     Raises:
         ConfigError: reasoning-gym is missing.

@@ -1,7 +1,7 @@
-"""Results of reward functions as numbers. Sandbox processes load this module: it imports no torch.
+"""Convert results of reward functions to numbers. Sandbox processes load this module: it imports no torch.
 
-A score is the answer of a reward process: a finite number; a list [total, parts], for a sum of several rewards; or a
-text that says why the result is no reward.
+A score is the answer of a reward process: a finite number, a list [total, parts] for a sum of several rewards, or a
+text. The text says why the result is not a reward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Score = float | str | list[Any]
 
 
 class Unusable(NamedTuple):
-    """A result that is no reward, with the reason."""
+    """A result that is not a reward, with the reason."""
 
     why: str
 
@@ -48,7 +48,7 @@ def score(value: Any) -> Score:
 
 
 def score_batch(values: Any) -> str | list[Score]:
-    """Return the scores of the result of a function of a batch."""
+    """Return the scores of a batch function's result."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)):
         return f"{_text(values)} for a batch, where a list of numbers was expected"
@@ -59,8 +59,8 @@ def read_score(answer: Any, names: Sequence[str] = ()) -> float | str | None:
     """Return the reward in an answer, or the text that says why there is none; None for any other answer.
 
     Args:
-        answer: from a process that is not trusted.
-        names: of the parts of a `Reward`, if the function is a sum.
+        answer: answer of an untrusted process.
+        names: names of the parts of a `Reward`, if the function is a sum.
     """
     match answer:
         case str():
@@ -76,15 +76,15 @@ def read_score(answer: Any, names: Sequence[str] = ()) -> float | str | None:
 
 
 def read_batch(answer: Any, count: int, names: Sequence[str] = ()) -> list[float | str] | str | None:
-    """Return what `read_score` makes of each of `count` answers, or the text that says why there are none.
+    """Return the rewards in the answer of a batch, each as by `read_score`.
 
     Args:
-        answer: from a process that is not trusted.
-        count: completions of the batch.
-        names: as for `read_score`.
+        answer: answer of an untrusted process.
+        count: number of completions in the batch.
+        names: names of the parts of a `Reward`, if the function is a sum.
 
     Returns:
-        None if the answer has another form.
+        The rewards, or the text that says why there are none. None if the answer has another form.
     """
     if isinstance(answer, str):
         return printable(answer)

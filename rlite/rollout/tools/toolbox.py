@@ -1,4 +1,4 @@
-"""Tools: Python functions that a model may call, with a time-out. Failures become texts."""
+"""Run tools: Python functions that a model may call, with a time-out. Failures become texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlite.sandbox.function import SandboxFunction, limited
 
 @dataclass(frozen=True)
 class Tool:
-    """A function with its JSON schema, as a chat template shows it.
+    """A function with its JSON schema for the chat template.
 
     A synchronous function runs in a process that can be killed, as rewards do, and keeps nothing between two calls. An
     asynchronous function runs in the event loop.
@@ -33,7 +33,11 @@ class Tool:
     def of(cls, tool: Any) -> Tool:
         """Return the tool for a Tool, a function, or {"schema": ..., "call": function}.
 
-        A function's schema comes from its type hints and its docstring in Google's style. Raises: ConfigError.
+        Args:
+            tool: the tool. A function's schema comes from its type hints and its docstring in Google style.
+
+        Raises:
+            ConfigError: the argument is not a tool, or no schema can be derived from the function.
         """
         if isinstance(tool, Tool):
             return tool
@@ -57,13 +61,13 @@ class Tool:
 
     @property
     def name(self) -> str:
-        """The name by which a call refers to it."""
+        """Name by which a call refers to the tool."""
         return self.schema["function"]["name"]
 
 
 @dataclass(frozen=True)
 class ToolResult:
-    """The result of a call, as the model reads it."""
+    """The result of a call, in the form that the model reads."""
 
     text: str
     is_error: bool = False
@@ -73,12 +77,12 @@ class Toolbox:
     """The tools of one workflow, called by name.
 
     Args:
-        tools: as `Tool.of` takes them.
+        tools: tools in any form that `Tool.of` accepts.
         timeout: seconds for one call.
-        env_vars: names of environment variables that their processes get as well (see RewardFunction).
+        env_vars: names of environment variables that the tools' processes also receive (see RewardFunction).
 
     Raises:
-        ConfigError: an entry is no tool, or a name occurs twice.
+        ConfigError: an entry is not a tool, or a name occurs twice.
     """
 
     def __init__(self, tools: Iterable[Any], timeout: float = 30.0, env_vars: Sequence[str] = ()) -> None:
@@ -100,7 +104,11 @@ class Toolbox:
         return [tool.schema for tool in self._tools]
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Call a tool. A failure is a result, too: the model may try again."""
+        """Return the result of a tool call. A failure is also a result, so the model may try again.
+
+        Args:
+            call: name and arguments.
+        """
         if call.name not in self._call:
             return ToolResult(f"Error: there is no tool {call.name}; there are: {', '.join(self._call)}", is_error=True)
         try:
@@ -123,7 +131,7 @@ async def _in_sandbox(function: SandboxFunction, arguments: Mapping[str, Any]) -
 
 
 def _runner(tool: Tool, timeout: float, env_vars: Sequence[str]) -> Callable[[Mapping[str, Any]], Awaitable[str]]:
-    """Return the tool as a function of its arguments that returns a text, and raises ToolError."""
+    """Return a function of the tool's arguments that returns a text, and raises ToolError on failure."""
     if inspect.iscoroutinefunction(tool.function):
         return partial(_in_loop, tool, timeout)
     what = f"the tool {tool.name}"

@@ -1,4 +1,4 @@
-"""A trainer's run around its loop: the folder, metrics, checkpoints, resume."""
+"""Manage a trainer's run around its loop: the folder, metrics, checkpoints, resume."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingRun:
-    """The folder of a run: checkpoints, metrics, and the step that a resumed run continues from.
+    """The folder of a run: checkpoints, metrics, and the step from which a resumed run continues.
 
     `step` counts finished steps.
 
@@ -39,8 +39,8 @@ class TrainingRun:
         options: the run's options.
         resolved: the trainer's whole config, which is saved.
         shown: metrics for the console.
-        total_steps: steps of the whole run.
-        has_absolute_loss: whether the loss's size says that training diverges.
+        total_steps: number of steps of the whole run.
+        has_absolute_loss: whether the size of the loss indicates divergence.
     """
 
     def __init__(
@@ -70,11 +70,16 @@ class TrainingRun:
     def restore(self, engine: RliteTrainEngine, others: Mapping[str, RliteTrainEngine] = NO_ENGINES) -> dict[str, Any]:
         """Load the checkpoint to resume from into the engine, and into other engines by name.
 
+        Args:
+            engine: the engine of the main model.
+            others: further engines by name.
+
         Returns:
             The facts that were saved; {} for a new run.
 
         Raises:
-            CheckpointError: It cannot be loaded, another trainer saved it, or its weights are not finite.
+            CheckpointError: the checkpoint cannot be loaded, belongs to another trainer, or holds weights that are not
+                finite.
         """
         self._engines = {"model": engine, **others}
         facts = self._checkpoints.restore(engine, others)
@@ -90,12 +95,13 @@ class TrainingRun:
         return facts
 
     def open(self) -> None:
-        """Write the resolved config, and open the metric sinks without the lines that a resumed run writes again.
+        """Write the resolved config, and open the metric sinks.
 
-        From here to `close`, Ctrl-C and SIGTERM wait for the end of the step.
+        The sinks drop the lines that a resumed run writes again. From here to `close`, Ctrl-C and SIGTERM wait for the
+        end of the step.
 
         Raises:
-            ConfigError: The folder cannot be written to, or another process has a run there.
+            ConfigError: the folder cannot be written to, or another process has a run there.
         """
         stats_tracker.export()  # a run that was stopped in a step may have left what belongs to no step of this one
         try:
@@ -142,7 +148,7 @@ class TrainingRun:
         """Keep runs of other processes out of the folder, until this run or its process ends.
 
         Raises:
-            ConfigError: Another run is under way there.
+            ConfigError: another run is using the folder.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._locked = (self.folder / ".lock").open("a")
@@ -167,7 +173,7 @@ class TrainingRun:
         trace.flush()
 
     def _drop_later_rollouts(self) -> None:
-        """Delete the samples of steps that a resumed run repeats, and those of an earlier run in this folder."""
+        """Delete the samples of steps that a resumed run repeats, and samples of an earlier run in this folder."""
         path = self.folder / "rollouts.jsonl"
         if path.exists():
             drop_later_lines(path, self.step)
@@ -175,9 +181,12 @@ class TrainingRun:
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of the step that has just ended.
 
+        Args:
+            metrics: values by name.
+
         Raises:
-            CheckpointError: The last checkpoint, which is written in the background, could not be written.
-            DivergedError: Too many steps were bad.
+            CheckpointError: the last checkpoint could not be written in the background.
+            DivergedError: too many steps were bad.
         """
         self._sinks.log(self.step, metrics)
         self.console.log(self.step, metrics)
@@ -189,7 +198,11 @@ class TrainingRun:
             self._alarm(metrics)
 
     def _alarm(self, metrics: Mapping[str, float]) -> None:
-        """Report the first bad step of several; end the run with DivergedError if there were too many."""
+        """Report the first of several bad steps.
+
+        Raises:
+            DivergedError: there were too many bad steps, or the weights are not finite.
+        """
         damage = self._nonfinite_weights()
         cause = damage or self._watch.cause
         if damage or self._watch.has_diverged:
@@ -207,9 +220,16 @@ class TrainingRun:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Raise DivergedError if generation fails inside because the trained weights are not finite, or their logits.
+        """Explain failures of generation inside the `with` block by weights or logits that are not finite.
 
         Before the first step, and for any other cause, the failure itself is raised.
+
+        Yields:
+            None.
+
+        Raises:
+            DivergedError: generation failed because the trained weights, or their logits, are not finite.
+            RolloutError: generation failed for another cause.
         """
         try:
             yield
@@ -222,7 +242,7 @@ class TrainingRun:
             raise self._diverged(cause) from error
 
     def _diverged(self, cause: str) -> DivergedError:
-        """Return the error that ends the run. `latest` ignores checkpoints after which no step was good from now on."""
+        """Return the error that ends the run. `latest` now ignores checkpoints that no good step followed."""
         aside, good = self._checkpoints.set_aside()
         bad = "an earlier one, if the metrics were bad before"
         way = f"Resume with trainer.load_ckpt_from={good} (or {bad}), and" if good else "Start anew"
@@ -242,7 +262,7 @@ class TrainingRun:
         )
 
     def is_due(self, every: int) -> bool:
-        """Return whether something is due that happens every so many steps, and at the end."""
+        """Return whether an action is due that happens every `every` steps, and at the end."""
         return self.step % every == 0 or self.step == self.total_steps
 
     def is_save_due(self) -> bool:
@@ -258,16 +278,17 @@ class TrainingRun:
     ) -> None:
         """Write latest/ for other programs, and state/step-N to resume from. An interrupted run ends here.
 
-        After a skipped update nothing is written, except for the state at the very end, which replaces no other.
+        After a skipped update nothing is written, except for the state at the very end. This state replaces no other
+        state.
 
         Args:
-            engine: goes into latest/.
-            others: go into NAME_latest/, by name.
+            engine: engine whose weights go into latest/.
+            others: engines whose weights go into NAME_latest/, by name.
             kept: plain values and tensors that `restore` returns.
-            facts: values that `restore` returns, too; JSON must be able to hold them.
+            **facts: further values that `restore` returns. They must be representable in JSON.
 
         Raises:
-            DivergedError: the weights are not finite; nothing is written.
+            DivergedError: the weights are not finite. Nothing is written.
             KeyboardInterrupt: the run was interrupted, and its checkpoint is written.
         """
         is_suspect = self._watch.num_bad > 0
@@ -299,7 +320,7 @@ class TrainingRun:
             self._checkpoints.save(self.step, engine, others, facts, kept)
 
     def save_best(self, engine: RliteTrainEngine, metrics: Mapping[str, float]) -> None:
-        """Write best/ if this evaluation is the best so far. A missing best_metric costs a warning, not the run."""
+        """Write best/ if this evaluation is the best so far. A missing best_metric only logs a warning."""
         name = self._options.best_metric
         if name is None:
             return
@@ -326,8 +347,8 @@ class TrainingRun:
         """Wait for the last checkpoint, then close the sinks and the progress bar.
 
         Raises:
-            CheckpointError: The last checkpoint could not be written.
-            DivergedError: The last steps were bad.
+            CheckpointError: the last checkpoint could not be written.
+            DivergedError: the last steps were bad.
         """
         try:
             self._checkpoints.finish()
@@ -352,7 +373,7 @@ def check_best_metric(options: RunOptions, has_test_data: bool, evaluated: Seque
         evaluated: metrics of an evaluation.
 
     Raises:
-        ConfigError: There are no evaluations, or they have no such metric.
+        ConfigError: there are no evaluations, or the evaluations have no such metric.
     """
     name = options.best_metric
     if name is None:
@@ -364,13 +385,13 @@ def check_best_metric(options: RunOptions, has_test_data: bool, evaluated: Seque
 
 
 def step_metrics(engine: RliteTrainEngine, lengths: Sequence[int], is_trained: bool = True) -> dict[str, float]:
-    """Return what `stats_tracker` has gathered in this step, tokens per second, peak memory and MFU.
+    """Return the metrics that `stats_tracker` gathered in this step, tokens per second, peak memory and MFU.
 
     Timings are called "seconds_PHASE", and "seconds" for the whole step.
 
     Args:
-        engine: is trained.
-        lengths: tokens of each sequence of the step.
+        engine: the engine that is trained.
+        lengths: number of tokens of each sequence of the step.
         is_trained: whether the step has updated the weights.
     """
     renamed = {key.replace("timeperf/", "seconds_"): value for key, value in stats_tracker.export().items()}
