@@ -60,7 +60,7 @@ class TrlReward:
         return tuple(f"{name}_{i}" if name in names[:i] else name for i, name in enumerate(names))
 
     def __call__(self, prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, **data: Any) -> Any:
-        """Return the weighted sum of the functions' results, for one completion or for lists; an awaitable if one is async.
+        """Return the weighted sum of the results for one completion or for lists; an awaitable if a function is async.
 
         Args:
             prompt: text of the prompt.
