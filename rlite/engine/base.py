@@ -1,14 +1,14 @@
 """The programming model: an Engine has Executors (data-parallel replicas), an Executor has Workers (one per device).
 
-Engines and executors live in the driver. Workers live where the launcher puts them. An engine's life:
+Engines and executors live in the driver. Workers live in the processes that the launcher starts. An engine's life:
 
     Engine(...) ── build() ──> on the device ── cpu() ──> offloaded ── cuda() ──> on the device
                                     └────────── meta() ─> released: memory is free, weights are gone;
-                                                          cuda("weights") makes room, a sync or load() fills it
-    release() ends the workers and gives the devices back, from any state.
+                                                          cuda("weights") allocates, a sync or load() fills
+    release() ends the workers and frees the devices, from any state.
 
-`workers.py` declares what residency and weight sync need of a worker, `replica.py` what an inference engine needs of
-its executor, `train_executor.py` what a train engine needs.
+`workers.py` declares the worker methods for residency and weight sync. `replica.py` declares the executor of an
+inference engine, and `train_executor.py` the executor of a train engine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rlite.parallel.usage import give_back_cached_memory
 
 
 class Weights(Enum):
-    """Where an engine's weights are."""
+    """Location of an engine's weights."""
 
     DEVICE = "on the device"
     HOST = "offloaded by cpu()"
@@ -50,7 +50,7 @@ class Engine:
     kind: ClassVar[Kind]
     backend_type: ClassVar[type[Backend]] = Backend
     has_independent_replicas: ClassVar[bool] = False
-    """no collective joins two replicas: one lives on when another dies"""
+    """no collective joins two replicas, so a replica survives the death of another"""
 
     def __init__(self, executor: str) -> None:
         self._backend = find_backend(self.kind, executor, self.backend_type)
@@ -78,20 +78,22 @@ class Engine:
     ) -> None:
         """Place the engine and start its workers, with the weights on the device.
 
+        If it raises, no process of this engine is left running.
+
         Args:
-            tensor_parallel_size: workers that hold one copy of the model.
-            data_parallel_size: copies; None is as many as the placement allows.
+            tensor_parallel_size: number of workers that hold one copy of the model.
+            data_parallel_size: number of copies; None is as many as the placement allows.
             colocate_with: share the devices of these engines. Without it an engine takes free devices only.
             not_colocate_with: never share a device with these engines.
             acceptable_node_ips: use only these nodes.
-            exclusive: let nobody share this engine's devices.
+            exclusive: let no other engine share this engine's devices.
             **executor_options: fields of the executor's options.
 
         Raises:
             UnknownOptionError: the executor does not know an option. No process was started.
             ConfigError: an option's value, or the checkpoint, cannot be used. No process was started.
-            PlacementError: the devices are not there. No process was started.
-            Exception: what a worker raised when it was made. Nothing is left running.
+            PlacementError: the devices are not available. No process was started.
+            Exception: a worker's constructor raised it.
         """
         if self._group is not None and self._group.failure is not None:
             self.release()  # its workers are gone; building again is the remedy that the failure names
@@ -142,7 +144,7 @@ class Engine:
             raise
 
     def release(self) -> None:
-        """End the workers and give the devices back. The engine can be built again."""
+        """End the workers and free the devices. The engine can be built again."""
         if self._group is None or self._session is None:
             return
         self._session.release(self.name)
@@ -160,25 +162,28 @@ class Engine:
         return self._backend.options(**given)
 
     def _validate(self, executor_size: int) -> None:
-        """Refuse what cannot work, before anything is placed."""
+        """Refuse a configuration that cannot work, before anything is placed."""
 
     def _source(self) -> Any:
-        """Return the model as the worker's constructor takes it. It travels to every worker."""
+        """Return the model as the worker's constructor takes it. It is sent to every worker."""
         raise NotImplementedError
 
     def _num_peers(self) -> int:
-        """Return how many neighbouring workers do the same work on the same data."""
+        """Return the number of neighbouring workers that do the same work on the same data."""
         return self.executors[0].size
 
     def _built(self) -> None:
-        """Finish building when the workers stand."""
+        """Finish building after the workers are ready."""
 
     def _residents(self) -> Sequence[Resident]:
-        """Return what moves, and takes weights into use, each at once on its own: here all workers together."""
+        """Return groups of workers that move and take weights into use together; by default one group of all."""
         return [Executor(0, self.group, len(self.group))]
 
     def _each(self, act: Callable[[Any], T]) -> list[T]:
-        """Act on all residents at once. Nothing is done if one of them serves no more: its failure is raised."""
+        """Return the results of an action on all residents, run in parallel.
+
+        If a resident has failed, its failure is raised.
+        """
         self.group.check()
         for resident in self._residents():
             resident.check()
@@ -187,11 +192,11 @@ class Engine:
     # -- residency -----------------------------------------------------------------------------------------------
 
     def cuda(self, *parts: Part | Sequence[Part], **options: Any) -> None:
-        """Move to the device: everything, or only the parts that are named. On a CPU slot the device is CPU.
+        """Move everything, or only the named parts, to the device. On a CPU slot the device is CPU.
 
         Args:
             *parts: "weights", "kv_cache" or both, as arguments or in a list; without any, or with "all", everything.
-            **options: none is known. `build` says where the engine's devices are.
+            **options: refused; `build` places the engine on its devices.
 
         Raises:
             ConfigError: a part or an option is unknown.
@@ -224,7 +229,7 @@ class Engine:
             self._moved(what, resident=True)
 
     def cpu(self) -> None:
-        """Offload everything to host memory, optimizer state too; a KV cache is dropped."""
+        """Offload everything to host memory, including optimizer state. A KV cache is dropped."""
         if self.weights in (Weights.EMPTY, Weights.RELEASED):
             return self.meta()  # there is nothing to keep
         with self._moving():
@@ -233,14 +238,18 @@ class Engine:
             self._moved("all", resident=False)
 
     def meta(self) -> None:
-        """Give all memory back, on the device and on the host. The weights are gone."""
+        """Free all memory, on the device and on the host. The weights are gone."""
         with self._moving():
             self._each(lambda resident: resident.to_meta())
             self.weights = Weights.RELEASED
             self._moved("all", resident=False)
 
     def to(self, device: str | torch.device) -> None:
-        """Move everything, as in PyTorch: `to("cuda")`, `to("cpu")`, `to("meta")`."""
+        """Move everything, as in PyTorch: `to("cuda")`, `to("cpu")`, `to("meta")`.
+
+        Raises:
+            ConfigError: the device is unknown.
+        """
         moves: dict[str, Callable[[], None]] = {"cuda": self.cuda, "cpu": self.cpu, "meta": self.meta}
         if str(device) not in moves:
             raise ConfigError(f"to({device!r}): expected one of {', '.join(map(repr, moves))}")
@@ -252,7 +261,7 @@ class Engine:
         yield
 
     def _moved(self, what: Part, resident: bool) -> None:
-        """Note that a part has moved to the device or away from it."""
+        """Record that a part has moved to the device or away from it."""
 
     def memory_bytes(self) -> list[dict[str, int]]:
         """Return the bytes that each worker holds, by part: weights, kv_cache, optimizer."""
@@ -273,19 +282,20 @@ class Engine:
 
     @property
     def is_built(self) -> bool:
+        """True while the engine has workers."""
         return self._group is not None
 
     def get_version(self) -> int:
-        """Return the policy version of the weights here: the number of updates since the start."""
+        """Return the policy version of the engine's weights: the number of updates since the start."""
         return self._version
 
     def set_version(self, version: int) -> None:
-        """Set the policy version of the weights here, for example after a resume."""
+        """Set the policy version of the engine's weights, for example after a resume."""
         self._version = version
 
     @contextmanager
     def receiving_weights(self, on_inflight: str) -> Iterator[None]:
-        """Wrap the writing of weights from outside: the engine is unusable until all have arrived.
+        """Wrap a write of weights from outside. The engine is unusable until all weights have arrived.
 
         Args:
             on_inflight: "continue" or "abort" generation in flight.
@@ -298,7 +308,11 @@ class Engine:
         self._version = version
 
     def _need_weights(self, what: str) -> None:
-        """Raise unless the engine is built and its weights are on the device and written."""
+        """Check that the engine is built and its weights are written and on the device.
+
+        Raises:
+            ResidencyError: the weights are elsewhere or not written; the message names the remedy.
+        """
         self.group.check()
         remedy = {
             Weights.HOST: "call cuda() first",
@@ -312,22 +326,22 @@ class Engine:
 def make_worker(
     worker: Callable[..., Worker], source: Any, options: Any, size: int, device_kind: str, context: WorkerContext
 ) -> Worker:
-    """Set up this worker process, then make the backend's worker in it.
+    """Return the backend's worker, after setting up this worker process.
 
     Args:
         worker: `Backend.worker`.
-        source: the model, as `Engine._source` returned it.
-        options: the executor's options.
-        size: workers that hold one copy of the model.
+        source: the model, as returned by `Engine._source`.
+        options: options of the executor.
+        size: number of workers that hold one copy of the model.
         device_kind: "cpu" or "cuda".
-        context: this worker's place.
+        context: the place of this worker.
     """
     set_up_device(context.torch_device, context.num_threads)
     return worker(context, source, options, size)
 
 
 def make_room(session: Session | None, owner: str) -> None:
-    """Let the processes on this owner's GPUs give back what they only cache: the owner is about to allocate there."""
+    """Ask all processes on this owner's GPUs to free cached memory, because the owner is about to allocate there."""
     if session is None or session.device != "cuda":
         return
     processes = {group.handles[rank].process: (group, rank) for group, rank in session.neighbours(owner)}
@@ -339,7 +353,16 @@ def make_room(session: Session | None, owner: str) -> None:
 
 
 def check_neighbours(session: Session, owner: str, group: WorkerGroup) -> None:
-    """Raise ConfigError if weights cannot go between this owner's processes and others on the same GPUs."""
+    """Check that this owner's processes can exchange weights with other processes on the same GPUs.
+
+    Args:
+        session: the session that placed the owner.
+        owner: name of the engine.
+        group: workers of the engine.
+
+    Raises:
+        ConfigError: the processes cannot share GPU memory.
+    """
     if session.device != "cuda":
         return
     ranks = {device: rank for rank, device in enumerate(group.devices)}

@@ -1,4 +1,4 @@
-"""Deal a padded batch to data ranks and cut each share into microbatches; put rows together again."""
+"""Division of a padded batch into data ranks' shares and microbatches, and the reverse."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class BatchShare:
     rows: list[int]
     """row numbers in the whole batch"""
     batch: dict[str, Tensor]
-    """these rows, as wide as the longest of them"""
+    """tensors of these rows, cut to the longest of them"""
     microbatches: list[list[int]]
-    """row numbers in this part, for each microbatch; the same number of microbatches on every rank"""
+    """row numbers in this share, for each microbatch; every rank has the same number of microbatches"""
 
 
 def split_batch(
@@ -33,17 +33,22 @@ def split_batch(
     costs: Callable[[Sequence[int]], list[float] | None],
     method: PackingMethod = "first_fit_decreasing",
 ) -> list[BatchShare]:
-    """Deal the rows so that all data ranks have like work.
+    """Divide the rows so that all data ranks have similar work.
 
     Args:
-        what: the operation, for messages.
-        batch: right-padded; see `check_batch`. Rows of equal `pair_ids` [N] stay in one microbatch.
-        num_data_ranks: number of shares. One without rows of its own gets some for their shape, in no microbatch.
-        capacity: tokens in a microbatch.
-        costs: maps the lengths of the rows to what ranks are balanced by; None is the lengths.
-        method: see `plan_microbatches`.
+        what: name of the operation, for messages.
+        batch: right-padded batch; see `check_batch`. Rows of equal `pair_ids` [N] stay in one microbatch.
+        num_data_ranks: number of shares. A share without rows of its own gets some rows for their shape, in no
+            microbatch.
+        capacity: maximum tokens in a microbatch.
+        costs: maps the lengths of the rows to the costs that ranks share evenly; None is the lengths.
+        method: packing method; see `plan_microbatches`.
 
-    Raises: DataError for a batch of another form, without rows, or with a row longer than `capacity`.
+    Returns:
+        One share for each data rank.
+
+    Raises:
+        DataError: the batch has another form, has no rows, or has a row longer than `capacity`.
     """
     check_batch(batch)
     if len(batch["input_ids"]) == 0:
@@ -70,8 +75,8 @@ def join_rows(shares: Sequence[BatchShare], results: Sequence[Mapping[int, Tenso
     """Return values [N, L, ...] in the order of the whole batch, padded with 0.
 
     Args:
-        shares: as dealt.
-        results: for each share, its row number -> values, as wide as the share.
+        shares: shares of the batch.
+        results: for each share, row number in the share -> values, as wide as the share.
         shape: [N, L] of the whole batch.
     """
     first = next(value for part in results for value in part.values())

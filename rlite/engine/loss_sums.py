@@ -1,4 +1,4 @@
-"""Call a loss on a pack, and add the means of packs up to those of a batch, on any number of ranks."""
+"""Loss calls on packs, and the sums that combine packs' means into the batch's means over any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def call_loss(loss_fn: Loss, outputs: Any, data: Any) -> tuple[Tensor, Mapping[s
         outputs: logits [T, V], or a TokenLogprobs of [T].
         data: the pack.
 
-    Raises: ConfigError if loss_fn returns something else.
+    Raises:
+        ConfigError: loss_fn returned another type.
     """
     result = loss_fn(outputs, data)
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
@@ -42,7 +43,14 @@ class LossSums:
         """total and count of each mean"""
 
     def add(self, means: Mapping[str, Any], weight: float) -> None:
-        """Add a pack's means: a `Mean` counts its elements, a number `weight`. Without weight it may be NaN."""
+        """Add the means of a pack.
+
+        A `Mean` counts its own elements; a number counts `weight`. If `weight` is 0 the means may be NaN.
+
+        Args:
+            means: means of the pack, by name.
+            weight: weight of the pack.
+        """
         for key, mean in means.items():
             total, count = self._sums.get(key, (0.0, 0.0))
             if weight:
@@ -51,13 +59,14 @@ class LossSums:
             self._sums[key] = total, count
 
     def means(self, sum_over: Callable[[list[float]], list[float]], num_data_ranks: int) -> dict[str, float]:
-        """Return the batch's means by name.
+        """Return the batch's means, by name.
 
         Args:
             sum_over: returns the sums over all data ranks; a collective.
-            num_data_ranks: how many these are.
+            num_data_ranks: number of data ranks.
 
-        Raises: ConfigError on every rank if the ranks have different names.
+        Raises:
+            ConfigError: the ranks have different names. Every rank raises it.
         """
         names = sorted(self._sums)
         own = float(zlib.crc32("\n".join(names).encode()))
@@ -74,5 +83,5 @@ class LossSums:
 
 
 def _number(value: Any) -> Tensor | float:
-    """Return it in float64 where it is: a GPU goes on with its work until `means` asks for the batch's means."""
+    """Return the value in float64 on its device. A GPU continues to work until `means` reads the batch's means."""
     return value.detach().double().reshape(()) if isinstance(value, Tensor) else float(value)

@@ -1,4 +1,4 @@
-"""The methods of a user's module that become methods of the engine, and the modules that an engine refuses."""
+"""Methods of a user's module that become methods of the engine, and checks of the module."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from rlite.nn.base import BaseTrainModule, is_on_meta
 
 
 def check_train_module(module: nn.Module, own_names: Collection[str]) -> BaseTrainModule:
-    """Return the module unless an engine could not carry it to its workers, or would hide its methods.
+    """Return the module if an engine can serve it.
 
     Args:
-        module: what the user gave to the engine.
+        module: the user's module.
         own_names: names of the engine's methods that a module must not define.
 
-    Raises: ConfigError
+    Raises:
+        ConfigError: the module has the wrong class, hides engine methods, takes `timeout`, or holds real weights.
     """
     name = type(module).__name__
     if not isinstance(module, BaseTrainModule):
@@ -49,7 +50,8 @@ def check_train_module(module: nn.Module, own_names: Collection[str]) -> BaseTra
 def user_methods(module: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """Return the public methods that the user's own classes define.
 
-    The methods that every module has (`forward`, `train`, `state_dict`) may be overridden: workers and torch call them.
+    Methods of every module (`forward`, `train`, `state_dict`) are left out: users may override them, and workers and
+    torch call them.
     """
     own = [cls for cls in module.__mro__ if cls.__module__.partition(".")[0] not in ("torch", "transformers", "rlite")]
     defined = {name: value for cls in reversed(own) for name, value in vars(cls).items() if callable(value)}

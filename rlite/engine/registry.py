@@ -16,17 +16,17 @@ Kind = Literal["train", "inference"]
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """An executor's name is registered with one of these: its options and its workers.
+    """The options and workers of an executor.
 
-    `InferenceBackend` and `TrainBackend` add what their engines need.
+    `InferenceBackend` and `TrainBackend` add the fields that their engines need.
     """
 
     options: type
     """a frozen dataclass; its fields are the keywords that `build` accepts beside its own"""
     worker: Callable[[WorkerContext, Any, Any, int], Worker]
-    """worker(context, source, options, executor_size); runs in the worker process"""
+    """worker(context, source, options, executor_size) returns the worker; runs in the worker process"""
     ranks: RankChoice = EVERY_RANK
-    """among the workers that share one part of the data"""
+    """ranks that receive arguments and return results, among the workers that share one part of the data"""
 
 
 B = TypeVar("B", bound=Backend)
@@ -37,18 +37,18 @@ _backends: dict[tuple[str, str], Backend | str] = {
 
 
 def register_executor(kind: Kind, name: str, backend: Backend | str) -> None:
-    """Make `executor=name` known.
+    """Register an executor, so that `executor=name` finds it.
 
     Args:
-        kind: the kind of engine that may use it.
-        name: the executor's name.
-        backend: an `InferenceBackend` or `TrainBackend`, or "module:attribute", imported when it is first used.
+        kind: kind of engine that may use the executor.
+        name: name of the executor.
+        backend: an `InferenceBackend` or `TrainBackend`, or "module:attribute", imported on first use.
     """
     _backends[kind, name] = backend
 
 
 def registered_executors(kind: Kind) -> list[str]:
-    """Return the names of the executors of a kind, in the order in which they were registered."""
+    """Return the names of the executors of a kind, in the order of their registration."""
     return [name for of, name in _backends if of == kind]
 
 
@@ -58,10 +58,10 @@ def find_backend(kind: str, name: str, expected: type[B]) -> B:
     Args:
         kind: "train" or "inference".
         name: the executor's name.
-        expected: the class that a backend of this kind has.
+        expected: class of this kind's backends.
 
     Raises:
-        ConfigError: nobody registered the name, or what was registered is not a backend of this kind.
+        ConfigError: the name is not registered, or its backend has another class.
     """
     if (kind, name) not in _backends:
         known = [n for k, n in _backends if k == kind]

@@ -1,4 +1,4 @@
-"""Which replica serves which request. The policy is a function of the replicas' loads; the rest keeps its state."""
+"""Routing of requests to replicas. The policy is a pure function of the replicas' loads; the router keeps the state."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from rlite.observability import trace
 logger = logging.getLogger(__name__)
 
 Policy = Callable[[Mapping[int, int], int | None], int]
-"""policy(outstanding tokens of each replica that serves, replica of earlier requests of this affinity) -> replica"""
+"""policy(outstanding tokens by serving replica, replica of earlier requests of this affinity) -> replica"""
 MAX_SESSIONS = 65536
-"""affinity keys whose replica is remembered after a second request"""
+"""capacity for affinity keys that were used at least twice"""
 MAX_FIRST = 8192
-"""affinity keys that were used once; most are never used again"""
+"""capacity for affinity keys that were used once; most are never used again"""
 
 
 def least_outstanding(loads: Mapping[int, int], home: int | None) -> int:
-    """Return the replica of earlier requests if it serves, else the one with the fewest outstanding tokens.
+    """Return the replica of earlier requests if it serves, else the replica with the fewest outstanding tokens.
 
     Args:
         loads: outstanding tokens of each replica that serves, by its index; not empty.
-        home: index of the replica that served this affinity before, if one did. It may be lost.
+        home: index of the replica that served this affinity before, or None. It may be lost.
     """
     return home if home is not None and home in loads else min(loads, key=loads.__getitem__)
 
 
 class Affinities:
-    """Replica of each affinity key. Keys that were used once are kept apart, so that they push out no session."""
+    """Replica of each affinity key. Keys that were used once are kept apart, so that they evict no session."""
 
     def __init__(self, max_sessions: int = MAX_SESSIONS, max_first: int = MAX_FIRST) -> None:
         self._sessions: OrderedDict[str, int] = OrderedDict()
@@ -41,11 +41,11 @@ class Affinities:
         self._limits = max_sessions, max_first
 
     def get(self, key: str) -> int | None:
-        """Return the replica that served this key last, None if it is new or forgotten."""
+        """Return the replica that served this key last, None if the key is new or evicted."""
         return self._sessions.get(key, self._first.get(key))
 
     def set(self, key: str, replica: int) -> None:
-        """Remember a request's replica; the keys that were not used for longest are forgotten."""
+        """Record a request's replica. The least recently used keys are evicted."""
         is_session = key in self._sessions or self._first.pop(key, None) is not None
         table, limit = (self._sessions, self._limits[0]) if is_session else (self._first, self._limits[1])
         table[key] = replica
@@ -56,21 +56,21 @@ class Affinities:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaLost:
-    """The loss of one replica. The others go on."""
+    """The loss of one replica. The others continue to serve."""
 
     replica: int
     workers: tuple[str, ...]
     """workers that died"""
     num_moved: int
-    """requests in flight that go on elsewhere, from the tokens that they had"""
+    """number of requests in flight that continue elsewhere, from the tokens generated so far"""
     reason: str
 
 
 class Router:
-    """Sends requests to replicas, and those of a lost replica to the others.
+    """Routes requests to replicas, and moves requests of a lost replica to the others.
 
     Args:
-        name: of the engine, for messages.
+        name: name of the engine, for messages.
         policy: chooses a replica.
     """
 
@@ -78,14 +78,14 @@ class Router:
         self.name = name
         self.replicas: list[Replica] = []
         self.lost: list[ReplicaLost] = []
-        """in the order of their loss"""
+        """lost replicas, in the order of their loss"""
         self._policy = policy
         self._affinities = Affinities()
         self._outstanding: dict[int, OutstandingTokens] = {}
         self._lock = threading.Lock()
 
     def add(self, replica: Replica) -> None:
-        """Route to this replica too from now on."""
+        """Route requests to this replica too from now on."""
         self._outstanding[replica.executor.index] = OutstandingTokens()
         self.replicas.append(replica)
 
@@ -93,7 +93,7 @@ class Router:
         """Submit requests to the replicas that the policy chooses.
 
         Args:
-            groups: siblings, which share a prompt, go to one replica.
+            groups: groups of siblings, which share a prompt. Each group goes to one replica.
             affinity: key of requests that should share a replica.
 
         Raises:
@@ -129,19 +129,19 @@ class Router:
         raise type(failure)(*failure.args)
 
     def cancel(self, requests: Sequence[InFlightRequest]) -> None:
-        """Ask for requests to end, wherever they are."""
+        """Cancel requests on every replica."""
         for request in requests:
             request.is_cancelled = True  # before replicas are asked: it may be on its way from one to another
         for replica in self.replicas:
             replica.cancel([request.request.request_id for request in requests])
 
     def replica_failed(self, replica: Replica, requests: list[InFlightRequest], error: Exception) -> None:
-        """Let a lost replica's requests go on elsewhere; called in a thread of that replica.
+        """Move a lost replica's requests to other replicas; called in a thread of the lost replica.
 
         Args:
-            replica: the lost one.
+            replica: the lost replica.
             requests: its requests that have not ended.
-            error: a WorkerError if its workers are gone; anything else ends the requests.
+            error: a WorkerError if its workers are gone; any other error ends the requests.
         """
         if not isinstance(error, WorkerError) or all(other.failure is not None for other in self.replicas):
             for request in requests:

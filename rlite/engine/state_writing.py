@@ -1,4 +1,4 @@
-"""The driver's side of a checkpoint to resume from: its own part of the state, and waiting for the workers' part."""
+"""The driver's side of a checkpoint to resume from: it writes the driver's state and waits for the workers."""
 
 from __future__ import annotations
 
@@ -17,27 +17,40 @@ from rlite.engine.workers import Executor
 from rlite.errors import CheckpointError, why_not_written
 
 DRIVER_STATE = "driver.pt"
-"""the driver's random numbers and what the program keeps, in a checkpoint"""
+"""file in a checkpoint that holds the driver's random state and the values that the program keeps"""
 
 
 class StateWriting:
-    """A checkpoint that workers write while training goes on."""
+    """A checkpoint that workers write while training continues.
+
+    Args:
+        path: final path of the checkpoint.
+        workers: the workers that write it.
+    """
 
     def __init__(self, path: Path, workers: Executor) -> None:
         self.path = path
         self._workers = workers
         self._error: CheckpointError | None = None
         self.is_known = False
-        """whether somebody has heard what became of it"""
+        """whether the outcome has been reported to the caller"""
 
     def done(self) -> bool:
-        """Return whether it is written, or could not be, without waiting for that."""
+        """Return whether the checkpoint is written or has failed, without waiting."""
         return self.is_known or all(self._workers.call(TrainExecutor.has_saved))
 
     def result(self, timeout: float | None = None) -> Path:
-        """Wait until it is written and return where it is. The engine's other calls wait, too.
+        """Wait until the checkpoint is written. The engine's other calls wait, too.
 
-        Raises: CheckpointError if it could not be written; what a worker raises; CallTimeout.
+        Args:
+            timeout: seconds; None is the session's `call_timeout`.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written.
+            CallTimeout: the checkpoint was not written in time.
         """
         if not self.is_known:
             try:
@@ -51,9 +64,17 @@ class StateWriting:
 
 
 def stage_driver_state(final: Path, kept: Mapping[str, Any]) -> Path:
-    """Make the folder that becomes the checkpoint `final`, with the driver's part in it, and return it.
+    """Make the folder that becomes the checkpoint `final`, and write the driver's state into it.
 
-    Raises: CheckpointError if it could not be written.
+    Args:
+        final: path of the finished checkpoint.
+        kept: plain values and tensors that the program keeps.
+
+    Returns:
+        The folder, under a temporary name.
+
+    Raises:
+        CheckpointError: the state could not be written.
     """
     try:
         folder = staging(final)
@@ -65,9 +86,15 @@ def stage_driver_state(final: Path, kept: Mapping[str, Any]) -> Path:
 
 
 def read_driver_state(folder: Path, module: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the facts of a checkpoint and the driver's part of it: `random` and `kept`.
+    """Return the facts of a checkpoint, and the driver's state: `random` and `kept`.
 
-    Raises: DamagedCheckpointError; CheckpointError if it is not of a module of this name.
+    Args:
+        folder: folder of the checkpoint.
+        module: class name of the engine's module.
+
+    Raises:
+        DamagedCheckpointError: a file is missing or damaged.
+        CheckpointError: the checkpoint was saved from another module.
     """
     facts = verify(folder)
     if facts.get("module") != module:

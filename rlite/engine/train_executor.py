@@ -1,9 +1,9 @@
-"""The seam of training backends: what a `RliteTrainEngine` asks of the workers behind it.
+"""The seam of training backends: the workers behind a `RliteTrainEngine`.
 
 A backend is a `TrainBackend` that is registered under a name. Each of its workers is a `TrainExecutor`: one rank that
-holds a part of the user's module. All ranks get the same calls in the same order. `TrainBackend.layout` says how the
-ranks divide a batch, and `Backend.ranks` which of the ranks that share the work on the same rows receive arguments, and
-whose result counts. A rank that receives nothing is called too, with None for each argument.
+holds a part of the user's module. All ranks get the same calls in the same order. `TrainBackend.layout` divides a batch
+over the ranks. `Backend.ranks` names, among the ranks that share the same rows, the ranks that receive arguments and
+the rank that returns the result. A rank that receives nothing is called too, with None for each argument.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Loss = Callable[[Any, dict[str, Any]], Any]
 """loss_fn(logits [T, V], data) -> mean loss, or (mean loss, dict of means to report, numbers or `Mean`); an OnLogprobs
 gets log-probabilities and entropies [T] instead of logits"""
 Weight = Callable[[dict[str, Any]], Any]
-"""loss_weight_fn(data) -> what the mean of this pack counts, e.g. its number of action tokens"""
+"""loss_weight_fn(data) -> weight of the pack's mean, e.g. its number of action tokens"""
 
 
 class WorkLayout(Protocol):
@@ -56,12 +56,12 @@ class TrainOptions(Protocol):
 
     @property
     def max_tokens_per_microbatch(self) -> int:
-        """Most tokens in one forward, for each rank that shares the activations."""
+        """Maximum tokens in one forward, for each rank that shares the activations."""
         ...
 
     @property
     def balance_by(self) -> str:
-        """What data ranks share evenly: "tokens", or "flops" (`sequence_flops`)."""
+        """Quantity that data ranks share evenly: "tokens", or "flops" (`sequence_flops`)."""
         ...
 
 
@@ -87,36 +87,41 @@ class TrainExecutor(SourceWorker, Protocol):
         """Accumulate the gradients of a batch, without a step.
 
         After any number of calls the gradients are those of the weighted mean over all microbatches since the last
-        step. A batch without weight changes nothing. If `loss_fn` raises, all that was accumulated is dropped.
+        step. A batch without weight changes nothing. If `loss_fn` raises, all accumulated gradients are dropped.
 
         Args:
-            share: this data rank's rows and microbatches. An empty microbatch is filled up at weight zero, because
-                every rank takes part in every collective.
-            loss_fn: the loss of a pack, a mean.
-            loss_weight_fn: what the mean of a pack counts.
+            share: this data rank's rows and microbatches. An empty microbatch is computed on padding rows with weight
+                zero, because every rank takes part in every collective.
+            loss_fn: the mean loss of a pack.
+            loss_weight_fn: weight of a pack's mean.
 
-        Returns: over all ranks: the weighted means of the loss and of what loss_fn reports, and `weight`.
+        Returns:
+            Over all ranks: the weighted means of the loss and of the values that loss_fn reports, and `weight`.
         """
         ...
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip the accumulated gradients, make one optimizer step, and forget the gradients.
+        """Clip the accumulated gradients, make one optimizer step, and drop the gradients.
 
-        Returns: `grad_norm`, `lr`, `weight` (of all that was accumulated) and `is_skipped`: 1 if there was no step,
-            because there is no gradient, or a loss or a gradient is not finite.
-        Raises: ConfigError if the module has no optimizer.
+        Returns:
+            `grad_norm`, `lr`, `weight` of all accumulated batches, and `is_skipped`. `is_skipped` is 1 if there was no
+                step, because there is no gradient, or a loss or a gradient is not finite.
+
+        Raises:
+            ConfigError: the module has no optimizer.
         """
         ...
 
     def train_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
-        """Drop what was accumulated, then `forward_backward` and `optimizer_step`.
+        """Drop accumulated gradients, then call `forward_backward` and `optimizer_step`.
 
         Args:
             share: as for `forward_backward`.
             loss_fn: as for `forward_backward`.
             loss_weight_fn: as for `forward_backward`.
 
-        Returns: what the two return.
+        Returns:
+            The results of both calls.
         """
         ...
 
@@ -135,20 +140,21 @@ class TrainExecutor(SourceWorker, Protocol):
 
         Args:
             share: as for `forward_backward`.
-            post_hook: what is computed of each pack.
+            post_hook: function of each pack.
             without_adapters: switch the module's adapters off meanwhile.
 
-        Returns: the values of each row of the share on CPU, padded with 0 to its width.
+        Returns:
+            The values of each row on CPU, padded with 0 to the width of the share, by row number in the share.
         """
         ...
 
     def invoke(self, args: tuple, kwargs: dict, method: str) -> Any:
-        """Call a method of the user's module.
+        """Return the result of a method of the user's module.
 
         Args:
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            method: its name.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            method: name of the method.
         """
         ...
 
@@ -157,7 +163,11 @@ class TrainExecutor(SourceWorker, Protocol):
         ...
 
     def step_lr_scheduler(self) -> float:
-        """Advance the module's `lr_scheduler` and return the new learning rate. Raises: ConfigError without one."""
+        """Advance the module's `lr_scheduler` and return the new learning rate.
+
+        Raises:
+            ConfigError: the module has no lr_scheduler.
+        """
         ...
 
     # -- weights and state ---------------------------------------------------------------------------------------
@@ -169,7 +179,8 @@ class TrainExecutor(SourceWorker, Protocol):
     def save(self, path: str) -> None:
         """Write a Hugging Face checkpoint, whole or not at all.
 
-        Raises: CheckpointError on a rank that could not write it.
+        Raises:
+            CheckpointError: this rank could not write it.
         """
         ...
 
@@ -178,30 +189,36 @@ class TrainExecutor(SourceWorker, Protocol):
         ...
 
     def save_state(self, folder: str, path: str, facts: dict[str, Any], is_asynchronous: bool) -> None:
-        """Write all that resume needs: weights, optimizer, scheduler, accumulated gradients, random numbers.
+        """Write the state to resume from: weights, optimizer, scheduler, accumulated gradients, random numbers.
 
         Args:
-            folder: where every rank writes; the driver has made it, with a file of its own in it.
-            path: what the folder is renamed to when it is whole and sealed (`rlite.checkpoint.atomic`).
-            facts: what JSON can hold; sealed with it.
-            is_asynchronous: copy the state and return; write while training goes on.
+            folder: folder in which every rank writes. The driver has made it and put its own file into it.
+            path: final name of the folder, after it is whole and sealed (`rlite.checkpoint.atomic`).
+            facts: JSON-serialisable facts, sealed with the checkpoint.
+            is_asynchronous: copy the state and return; write while training continues.
 
-        Raises: CheckpointError, unless it is asynchronous.
+        Raises:
+            CheckpointError: the state could not be written. An asynchronous save raises in `finish_saving`.
         """
         ...
 
     def has_saved(self) -> bool:
-        """Return whether `finish_saving` would not have to wait."""
+        """Return whether `finish_saving` would return at once."""
         ...
 
     def finish_saving(self) -> None:
-        """Wait until the last `save_state` is written. Raises: CheckpointError if it could not be."""
+        """Wait until the last `save_state` is written.
+
+        Raises:
+            CheckpointError: the state could not be written.
+        """
         ...
 
     def load_state(self, path: str) -> None:
-        """Resume from what `save_state` wrote, with any number of ranks that the backend allows.
+        """Resume from the state that `save_state` wrote, with any number of ranks that the backend allows.
 
-        Raises: CheckpointError if it does not fit; then nothing was changed.
+        Raises:
+            CheckpointError: the checkpoint does not fit. Nothing was changed.
         """
         ...
 
@@ -212,5 +229,5 @@ class TrainExecutor(SourceWorker, Protocol):
         ...
 
     def device_usage(self) -> DeviceUsage:
-        """Return this rank's device and the most memory that its process held there since the last call."""
+        """Return this rank's device and the peak memory of its process there since the last call."""
         ...

@@ -1,4 +1,4 @@
-"""Workers as engines see them: what each one offers, and the driver's handle of those that hold one model."""
+"""Worker protocols, and the driver's handles of workers that hold one model."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ R = TypeVar("R", bound="Resident")
 
 
 class Worker(Protocol):
-    """One process's part of a model: what residency and weight sync need of it, whatever it computes."""
+    """One process's part of a model: the methods that residency and weight sync need."""
 
     def to_device(self, what: Part) -> None:
-        """Bring a part to the device. Weights that were released come back as unwritten memory."""
+        """Move a part to the device. Weights that were released come back as unwritten memory."""
 
     def to_cpu(self) -> None:
         """Keep the weights and the optimizer state in host memory alone. Drop the KV cache."""
 
     def to_meta(self) -> None:
-        """Give all memory back, on the device and on the host. The weights are gone."""
+        """Free all memory, on the device and on the host. The weights are gone."""
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
         """Return this worker's boxes of the parameters, by Hugging Face name. Tied parameters appear once.
 
-        Weight sync writes into these tensors. A worker whose kernels hold weights in another layout offers staging
-        tensors, and converts them in `weights_changed`.
+        Weight sync writes into these tensors. A worker whose kernels need another layout returns staging tensors, and
+        converts them in `weights_changed`.
         """
 
     def weights_changed(self, version: int) -> None:
-        """Take the weights that were written into `parameter_shards()` into use. They are this policy version now."""
+        """Serve the weights that were written into `parameter_shards()`. They have this policy version."""
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that this worker holds, by part: weights, kv_cache, optimizer."""
 
 
 class SourceWorker(Worker, Protocol):
-    """A worker that weights can be synced from."""
+    """A worker that can be the source of a weight sync."""
 
     arena: SharedArena | None
     """memory of the parameters on CPU, for other processes to read"""
@@ -70,13 +70,13 @@ class SourceWorker(Worker, Protocol):
 
 @dataclass(frozen=True)
 class RankChoice:
-    """The workers, among those that compute one thing together, that get its arguments and that return its result.
+    """Ranks, among the workers that compute one thing together, that receive its arguments and return its result.
 
     Ranks count within these workers. Negative ranks count from the end: a pipeline says `RankChoice((0,), -1)`.
     """
 
     receives: tuple[int, ...] | None = None
-    """ranks that receive the arguments; None is all. The others are called too, with None for each argument."""
+    """ranks that receive the arguments; None is all. The others are called too, with None for each argument"""
     returns: int = 0
     """rank whose result counts"""
 
@@ -91,22 +91,22 @@ EVERY_RANK = RankChoice()
 
 
 class Resident(Protocol):
-    """An engine's handle of workers that move, and take weights into use, together."""
+    """An engine's handle of workers that move together and take weights into use together."""
 
     def check(self) -> None:
-        """Raise the failure of workers that serve no more."""
+        """Raise the failure of workers that no longer serve."""
 
     def to_device(self, what: Part) -> None:
-        """Bring a part to the device; see `Worker.to_device`."""
+        """Move a part to the device; see `Worker.to_device`."""
 
     def to_cpu(self) -> None:
         """Offload to host memory; see `Worker.to_cpu`."""
 
     def to_meta(self) -> None:
-        """Give all memory back; see `Worker.to_meta`."""
+        """Free all memory; see `Worker.to_meta`."""
 
     def weights_changed(self, version: int) -> None:
-        """Take written weights into use; see `Worker.weights_changed`."""
+        """Serve newly written weights; see `Worker.weights_changed`."""
 
     def memory_bytes(self) -> list[dict[str, int]]:
         """Return the bytes that each worker holds, by part."""
@@ -128,50 +128,65 @@ class Executor:
 
     @property
     def ranks(self) -> range:
+        """Ranks of the workers in the group."""
         return range(self.index * self.size, (self.index + 1) * self.size)
 
     def call(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
-        """Call a declared method on all workers with the same arguments; return their results in rank order."""
+        """Call a declared method on all workers with the same arguments.
+
+        Returns:
+            The workers' results, in rank order.
+        """
         calls: list[tuple[tuple, dict]] = [(args, kwargs)] * self.size
         return self.group.call(method.__name__, calls, ranks=self.ranks, timeout=self.timeout)
 
     def ask(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a declared method once: `choice` says who gets the arguments and whose result is returned."""
+        """Call a declared method once, with the arguments on the ranks that `choice` names.
+
+        Returns:
+            The result of rank `choice.returns`.
+        """
         assert not kwargs, "a rank that receives nothing gets None for each positional argument"
         calls: list[tuple[tuple, dict]] = [(each, {}) for each in self.choice.deal(args, self.size)]
         return self.group.call(method.__name__, calls, ranks=self.ranks, timeout=self.timeout)[self.choice.returns]
 
     def check(self) -> None:
+        """Raise the failure of workers that no longer serve."""
         self.group.check(self.ranks)
 
     def to_device(self, what: Part) -> None:
+        """Move a part to the device on all workers; see `Worker.to_device`."""
         self.call(Worker.to_device, what)
 
     def to_cpu(self) -> None:
+        """Offload all workers to host memory; see `Worker.to_cpu`."""
         self.call(Worker.to_cpu)
 
     def to_meta(self) -> None:
+        """Free the memory of all workers; see `Worker.to_meta`."""
         self.call(Worker.to_meta)
 
     def weights_changed(self, version: int) -> None:
+        """Serve newly written weights on all workers; see `Worker.weights_changed`."""
         self.call(Worker.weights_changed, version)
 
     def memory_bytes(self) -> list[dict[str, int]]:
+        """Return the bytes that each worker holds, by part."""
         return self.call(Worker.memory_bytes)
 
 
 def together(residents: Iterable[R], act: Callable[[R], T]) -> list[T]:
-    """Act on several residents at once and wait for all.
+    """Run an action on several residents in parallel and wait for all.
 
     Args:
         residents: usually the replicas of an engine.
-        act: runs in a thread of its own for each.
+        act: action; runs in a separate thread for each resident.
 
     Returns:
         The results, in order.
 
     Raises:
-        Exception: what the first failed one raised, when all have ended.
+        Exception: the first failure in order, raised after all have ended.
     """
     residents = list(residents)
     if len(residents) == 1:

@@ -165,7 +165,7 @@ class ForwardPasses:
     def _steps_of(
         self, cache: SlotCache, lengths: list[int], positions: torch.Tensor
     ) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """Return a burst's steps, to be called in order: (step, tokens `[rows]`) -> logits `[rows, vocabulary]`."""
+        """Return the steps of a burst, called in order: (step, tokens `[rows]`) -> logits `[rows, vocabulary]`."""
         if self.graphs is not None:
             graphs, longest, addresses = self.graphs, max(lengths), self.graphs.addresses(cache)
             return lambda step, tokens: graphs.logits(cache, addresses, tokens, positions[step], longest + step)
