@@ -36,7 +36,7 @@ from typing import Any
 from rlite.errors import RliteError
 from rlite.sandbox import child, wire
 from rlite.sandbox.call import Call, Code, ending, take_chunk
-from rlite.sandbox.worker import LOAD_TIMEOUT, Worker
+from rlite.sandbox.process import LOAD_TIMEOUT, Worker
 
 MEMORY_INTERVAL = 0.02
 """seconds between looks at the memory of a process that has a limit"""

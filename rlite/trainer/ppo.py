@@ -38,7 +38,7 @@ from rlite.trainer.rl.evaluation import ErrorLimit, evaluation_metrics
 from rlite.trainer.rl.generated import mean_reward
 from rlite.trainer.rl.kl import KlCoefficient
 from rlite.trainer.rl.lengths import check_lengths, context_limit
-from rlite.trainer.rl.off_policy import report_off_policy
+from rlite.trainer.rl.off_policy_metrics import report_off_policy
 from rlite.trainer.rl.reference import make_reference
 from rlite.trainer.rl.report import append_samples, batch_plan
 from rlite.trainer.rl.rollouts import make_rollouts
