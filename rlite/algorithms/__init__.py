@@ -1,8 +1,9 @@
-"""Pure functions on tensors: log-probabilities, advantages, KL, losses, preferences and their reduction.
+"""Compute log-probabilities, advantages, KL, losses and preferences, and their reduction, by pure functions on tensors.
 
-They know no config, logger or rank. Per-token tensors come in two layouts: packed `[T]` with `cu_seqlens [N + 1]`, in
-which sequence i is `x[cu_seqlens[i]:cu_seqlens[i + 1]]`, or padded `[B, L]` without. Losses are per token; `aggregate`
-makes the scalar, with the counts of the whole batch if the batch is split.
+The functions know no config, logger or rank. Per-token tensors come in two layouts. Packed is `[T]` with
+`cu_seqlens [N + 1]`, in which sequence i is `x[cu_seqlens[i]:cu_seqlens[i + 1]]`. Padded is `[B, L]` without
+`cu_seqlens`. Losses are per token; `aggregate` makes the scalar. If the batch is split, it uses the counts of the whole
+batch.
 """
 
 from rlite.algorithms.advantages import (

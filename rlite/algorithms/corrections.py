@@ -1,8 +1,8 @@
-"""Corrections for tokens that another policy sampled: importance weights, rejection masks and metrics of the distance.
+"""Correct for tokens sampled by another policy: importance weights, rejection masks and metrics of the distance.
 
-The sampler differs from the policy that is trained because the inference engine rounds differently, and, in
-asynchronous training, because its weights are older. Weights and masks are constants: no gradient flows through them.
-Weights are 0 where the mask is 0.
+The sampler differs from the policy that is trained, because the inference engine rounds differently. In asynchronous
+training its weights are also older. Weights and masks are constants without a gradient. Weights are 0 outside of the
+mask.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_LOG_RATIO = 20.0
 
 
 class BehaviourWeights(NamedTuple):
-    """Per-token weights, and what the bounds did. Losses are still averaged over the original mask."""
+    """Per-token weights and the effect of the bounds. Losses are still averaged over the original mask."""
 
     weights: Tokens
     kept: Flags
@@ -64,10 +64,10 @@ def importance_weights(
 
     Args:
         logprobs: log-probabilities under the trainer's policy, `[T]` or `[B, L]`.
-        sampler_logprobs: under the policy that the inference engine sampled from.
+        sampler_logprobs: log-probabilities under the policy that the inference engine sampled from.
         mask: tokens that count.
         upper: upper bound of w.
-        lower: lower bound of w; None is none.
+        lower: lower bound of w; None sets no bound.
         scope: "token", or "sequence" for the product over the sequence.
         mode: "truncate" clamps w to the bounds (Ionides 2008; TIS for the engine mismatch, Yao et al. 2025); "mask"
             makes w 0 outside of them (IcePop, Ling team 2025).
@@ -113,22 +113,23 @@ def behaviour_weights(
 
     Args:
         proximal_logprobs: log-probabilities under the proximal (old) policy, `[T]` or `[B, L]`.
-        behaviour_logprobs: under the policy that sampled.
+        behaviour_logprobs: log-probabilities under the policy that sampled.
         mask: tokens that count.
         upper: upper bound of the statistic.
-        lower: lower bound of the statistic; None is none.
+        lower: lower bound of the statistic; None sets no bound.
         metric: the statistic: "ratio" is b; "k1" is log b, "k2" (log b)^2 / 2, "k3" exp(-log b) - 1 + log b; "tv" and
             "binary_kl" are the divergence of the sampled token against all others, of behaviour from proximal.
-        scope: "token" takes the statistic of each token. "sequence" takes one of each sequence; with "ratio" b itself
-            then becomes the sequence's geometric mean, unless `token_weights`.
+        scope: "token" computes one statistic per token, "sequence" one per sequence. With "sequence" and "ratio", b
+            itself becomes the sequence's geometric mean, unless `token_weights`.
         action: "mask" makes b 0 for tokens out of bounds and leaves the others uncapped. "clamp" clamps b to
-            [lower or 0, upper], in a sequence scope only if the sequence is out of bounds.
-        over: mean, sum or max over the sequence's tokens (with "ratio": the exponential of that of log b).
+            [lower or 0, upper], with scope "sequence" only if the sequence is out of bounds.
+        over: mean, sum or max over the sequence's tokens. With "ratio" it applies to log b, followed by the
+            exponential.
         token_weights: with scope "sequence", keep each token's own b.
         cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
 
     Raises:
-        ConfigError: "clamp" with a metric other than "ratio", whose bounds are not bounds of b.
+        ConfigError: "clamp" is combined with a metric other than "ratio", whose bounds are not bounds of b.
     """
     if action == "clamp" and metric != "ratio":
         raise ConfigError(f"metric {metric!r} decides what is kept: action 'mask'; 'clamp' bounds the weight, 'ratio'")
@@ -162,25 +163,22 @@ def rejection_mask(
     over: Over = "mean",
     cu_seqlens: CuSeqlens | None = None,
 ) -> Flags:
-    """Keep the tokens with lower <= KL(sampler || trained) <= upper.
+    """Return the mask with only the tokens with lower <= KL(sampler || trained) <= upper.
 
-    As a loss mask it takes the rejected tokens out of the average. As weights of the loss it leaves them in the
-    divisor. Several criteria are the conjunction of their masks. Rejection by sequence is Trust Region Masking (Li et
-    al., ICML 2026).
+    Used as a loss mask, the result removes rejected tokens from the average. Used as weights of the loss, it leaves
+    them in the divisor. Combine several criteria by the conjunction of their masks. Rejection by sequence is Trust
+    Region Masking (Li et al., ICML 2026).
 
     Args:
         logprobs: log-probabilities under the policy that is trained, `[T]` or `[B, L]`.
-        sampler_logprobs: under the policy that sampled.
+        sampler_logprobs: log-probabilities under the policy that sampled.
         mask: tokens that count.
         upper: upper bound of the KL.
-        lower: lower bound. k1 = log(sampler / trained) has a sign, so it usually needs one.
-        estimator: of the KL at a token.
+        lower: lower bound. k1 = log(sampler / trained) has a sign, so it usually needs a lower bound.
+        estimator: estimator of the KL at a token.
         scope: "token", or "sequence", which keeps or rejects each sequence as a whole.
         over: mean, sum or max over the sequence's tokens in the mask.
         cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
-
-    Returns:
-        The mask without the rejected tokens.
     """
     # the samples are the sampler's, so the divergence that they estimate is the divergence from the sampler
     return behaviour_weights(
@@ -198,11 +196,11 @@ def rejection_mask(
 
 
 def check_rejection(options: Mapping[str, Any]) -> None:
-    """Check the keyword arguments of `rejection_mask` that a config gives; {} rejects nothing.
+    """Check the keyword arguments of `rejection_mask` that a config gives; {} rejects no token.
 
     Raises:
-        UnknownOptionError: an option that `rejection_mask` does not have.
-        ConfigError: a value of the wrong kind, or no upper bound.
+        UnknownOptionError: `rejection_mask` has no such option.
+        ConfigError: a value has the wrong kind, or the upper bound is missing.
     """
     if options:
         given = ("logprobs", "sampler_logprobs", "mask")
@@ -219,9 +217,9 @@ def off_policy_sequence_mask(
     threshold: float,
     cu_seqlens: CuSeqlens | None = None,
 ) -> Flags:
-    """Drop the tokens with A < 0 of sequences with mean(log mu - log pi) > threshold. DeepSeek-V3.2, arXiv:2512.02556.
+    """Return the mask without tokens that have A < 0 in sequences with mean(log mu - log pi) > threshold.
 
-    The loss is still averaged over the whole mask: multiply it by the result.
+    DeepSeek-V3.2, arXiv:2512.02556. The loss is still averaged over the whole mask: multiply the loss by the result.
 
     Args:
         logprobs: log pi under the policy that is trained, `[T]` or `[B, L]`.
@@ -230,9 +228,6 @@ def off_policy_sequence_mask(
         mask: tokens that count.
         threshold: bound of the sequence's mean.
         cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
-
-    Returns:
-        The mask without the dropped tokens.
     """
     distance = sequence_log_ratio(sampler_logprobs - logprobs, mask, cu_seqlens)
     return mask.bool() & ~((advantages < 0) & (distance > threshold))
@@ -247,17 +242,18 @@ def interpolated_proximal(
     *,
     space: Literal["log", "linear"] = "log",
 ) -> Tokens:
-    """Estimate the proximal policy's log-probabilities without a forward pass. A-3PO, arXiv:2512.06547.
+    """Return estimates of the proximal policy's log-probabilities without a forward pass. A-3PO, arXiv:2512.06547.
 
-    The estimate lies between the behaviour policy and the policy that is trained, at the share of the way to the last
-    update: alpha = (current - 1 - version) / (current - version).
+    The estimate lies between the behaviour policy and the policy that is trained, at the fraction
+    alpha = (current - 1 - version) / (current - version).
 
     Args:
-        logprobs: under the policy that is trained, `[T]` or `[B, L]`.
-        behaviour_logprobs: under the policy that sampled.
-        versions: policy version of each token. A token without a version (below 0), or that is not older than
-            `current_version`, keeps the behaviour policy's log-probability.
-        current_version: of the policy that is trained.
+        logprobs: log-probabilities under the policy that is trained, `[T]` or `[B, L]`.
+        behaviour_logprobs: log-probabilities under the policy that sampled.
+        versions: policy version of each token. A token without a version (below 0), or not older than
+            `current_version`,
+            keeps the behaviour policy's log-probability.
+        current_version: version of the policy that is trained.
         space: "log" interpolates log-probabilities, "linear" probabilities.
     """
     age = current_version - versions
@@ -272,21 +268,21 @@ def interpolated_proximal(
 def off_policy_metrics(
     logprobs: Tokens, sampler_logprobs: Tokens, mask: Mask, *, cu_seqlens: CuSeqlens | None = None
 ) -> dict[str, Scalar]:
-    """Measure the distance of the policy that is trained from the one that sampled.
+    """Measure the distance of the policy that is trained from the policy that sampled.
 
     Args:
         logprobs: log-probabilities under the policy that is trained, `[T]` or `[B, L]`.
-        sampler_logprobs: under the policy that sampled.
+        sampler_logprobs: log-probabilities under the policy that sampled.
         mask: tokens that count.
         cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
 
     Returns:
-        Means over the tokens in the mask, or over the sequences that have such tokens. `kl`, `k3_kl`: KL(sampler ||
-        trained) per token, by k1 and k3. `perplexity`, `sampler_perplexity`: exp(-mean logprob) of a sequence;
-        `log_perplexity`, `sampler_log_perplexity` their logarithms. `log_perplexity_gap`: the trained policy's less the
-        sampler's, with `_abs`, `_max` and `_min`; `perplexity_ratio` its exponential. `chi2_token`, `chi2_sequence`:
-        E[w^2] - 1 for the importance weight w of a token or a sequence (|log w| at most 20), an estimate of the
-        chi-squared divergence, which says how many samples the weights are worth.
+        Means over the tokens in the mask, or over the sequences with such tokens. `kl`, `k3_kl`: KL(sampler || trained)
+        per token, by k1 and k3. `perplexity`, `sampler_perplexity`: exp(-mean logprob) of a sequence. `log_perplexity`,
+        `sampler_log_perplexity`: their logarithms. `log_perplexity_gap`: the trained policy's less the sampler's, with
+        `_abs`, `_max` and `_min`. `perplexity_ratio`: exponential of the gap. `chi2_token`, `chi2_sequence`: E[w^2] - 1
+        for the importance weight w of a token or a sequence (|log w| at most 20). They estimate the chi-squared
+        divergence, which says how many samples the weights are worth.
     """
     mask = mask.bool()
     is_occupied = _is_occupied(mask, cu_seqlens)
@@ -316,8 +312,12 @@ def off_policy_metrics(
 def weight_metrics(weights: Tokens, mask: Mask) -> dict[str, Scalar]:
     """Return `mean`, `std`, `max` and `min` of importance weights over the mask, and `effective_fraction`.
 
-    `effective_fraction` is the share of unweighted samples that estimates as well, E[w]^2 / E[w^2] (Kish 1965). All are
-    0 for an empty mask.
+    `effective_fraction` is E[w]^2 / E[w^2] (Kish 1965). An unweighted sample of this fraction of the tokens would
+    estimate as well. All metrics are 0 for an empty mask.
+
+    Args:
+        weights: importance weights, `[T]` or `[B, L]`.
+        mask: tokens that count.
     """
     mean = masked_mean(weights, mask)
     highest, lowest = _bounds(weights, mask.bool())

@@ -1,8 +1,8 @@
-"""KL to a reference policy: estimates from sampled tokens, rewards shaped by them, and the adaptive coefficient.
+"""Estimate the KL to a reference policy from sampled tokens, shape rewards by it, and adapt its coefficient.
 
 D = logprobs - ref_logprobs (John Schulman, "Approximating KL Divergence", 2020, joschu.net/blog/kl-approx.html):
 k1 = D (unbiased), k2 = D^2 / 2 (biased, low variance), k3 = exp(-D) - 1 + D (unbiased, low variance, >= 0).
-As a loss, only k2 has the gradient of the KL in expectation: `straight_through` gives any estimator that gradient.
+As a loss, only k2 has the gradient of the KL in expectation. `straight_through` gives any estimator this gradient.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ def kl_penalty(
     max_log_ratio: float | None = 20.0,
     max_value: float | None = 10.0,
 ) -> Tokens:
-    """Estimate KL(policy || reference) at each token, differentiable in both arguments.
+    """Return an estimate of KL(policy || reference) at each token, differentiable in both arguments.
 
     Args:
         logprobs: log-probabilities under the policy, `[T]` or `[B, L]`.
-        ref_logprobs: under the reference.
-        estimator: "k1", "abs" (|k1|), "k2" or "k3". As a loss k1 needs `straight_through`: its own gradient, that of
-            log pi, is 0 in expectation.
+        ref_logprobs: log-probabilities under the reference.
+        estimator: "k1", "abs" (|k1|), "k2" or "k3". As a loss k1 needs `straight_through`: its own gradient, the
+            gradient
+            of log pi, is 0 in expectation.
         straight_through: give the estimate the gradient of k2.
-        weights: importance weights of the policy over the one that sampled. They multiply the straight-through
-            gradient but not the value: tokens of an older policy then give the gradient of this policy's KL. To weigh
-            both, as DeepSeek-V3.2 (arXiv:2512.02556) does with a ratio that carries its gradient, multiply the result.
-        max_log_ratio: bound of |D| in the exponential of k3, beyond which there is no gradient; None is none.
-        max_value: bound of k3, likewise.
+        weights: importance weights of the policy over the policy that sampled. They multiply the straight-through
+            gradient but not the value, so tokens of an older policy give the gradient of this policy's KL.
+            DeepSeek-V3.2 (arXiv:2512.02556) weights both, by a ratio that carries its gradient. For this form, multiply
+            the result.
+        max_log_ratio: bound of |D| in the exponential of k3, beyond which there is no gradient; None sets no bound.
+        max_value: bound of k3, beyond which there is no gradient; None sets no bound.
 
     Raises:
         ConfigError: the estimator is unknown.
@@ -87,10 +89,10 @@ def kl_shaped_rewards(
     Args:
         rewards: reward of each token, `[T]` or `[B, L]`.
         logprobs: log-probabilities under the policy.
-        ref_logprobs: under the reference.
+        ref_logprobs: log-probabilities under the reference.
         mask: tokens that count.
         coef: weight of the KL.
-        estimator: of the KL at a token.
+        estimator: estimator of the KL at a token.
     """
     return torch.where(mask.bool(), rewards - coef * kl_penalty(logprobs, ref_logprobs, estimator), 0.0)
 
@@ -98,15 +100,15 @@ def kl_shaped_rewards(
 def adaptive_kl_coef(coef: float, kl: float, *, target: float, horizon: float, num_steps: float) -> float:
     """Return the next coefficient, coef (1 + clip(kl / target - 1, -0.2, 0.2) num_steps / horizon).
 
-    Proportional control in log space, which closes in on the target within about 5 horizons. arXiv:1909.08593, section
-    2.2.
+    This is proportional control in log space (arXiv:1909.08593, section 2.2). It approaches the target within about 5
+    horizons.
 
     Args:
-        coef: the coefficient so far.
-        kl: mean KL that was measured with it.
-        target: mean KL that is wanted, in the same unit.
+        coef: the current coefficient.
+        kl: mean KL measured with this coefficient.
+        target: desired mean KL, in the same unit.
         horizon: inverse gain, in steps.
-        num_steps: steps since the last update, in any unit (say, sequences).
+        num_steps: steps since the last update, in any unit (for example, sequences).
 
     Raises:
         ConfigError: target or horizon is not positive.

@@ -7,5 +7,8 @@ from rlite.algorithms.shapes import Tokens
 
 
 def cross_entropy(logprobs: Tokens) -> TokenLoss:
-    """L = -log p(token), from the log-probabilities that `gather_logprobs` gives."""
+    """Return the cross entropy of every token.
+
+    L = -log p(token), from the log-probabilities that `gather_logprobs` gives.
+    """
     return TokenLoss(-logprobs, {})

@@ -11,7 +11,9 @@ from rlite.algorithms.shapes import Tokens
 def value_loss(
     values: Tokens, returns: Tokens, old_values: Tokens | None = None, *, clip: float | None = None
 ) -> TokenLoss:
-    """L = max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2; without `clip`, (v - R)^2 / 2.
+    """Return the critic's loss of every token.
+
+    L = max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2; without `clip`, (v - R)^2 / 2.
 
     The clipped value loss of the PPO implementation in OpenAI baselines (ppo2).
 

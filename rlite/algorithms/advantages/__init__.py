@@ -1,7 +1,7 @@
-"""Advantages: of outcomes (`group`) and of tokens (`token`), and the table of the estimators of outcomes.
+"""Compute advantages of outcomes (`group`) and of tokens (`token`), with a table of the estimators of outcomes.
 
-An estimator is a function `(rewards, group_ids, *, ...) -> advantages` of one number per sequence; its keyword
-parameters are its options. An estimator of your own:
+An estimator is a function `(rewards, group_ids, *, ...) -> advantages` of one number per sequence. Its keyword
+parameters are its options. To add an estimator:
 
     @register_advantage("best_of_batch")
     def best_of_batch(rewards, group_ids, *, margin: float = 0.0):
@@ -75,7 +75,7 @@ def outcome_advantages(
     """Return the advantage of every sequence.
 
     Args:
-        estimator: a name of `ADVANTAGES`, or a function like them.
+        estimator: a name of `ADVANTAGES`, or a function with the same signature.
         rewards: one per sequence, `[N]`; for "gdpo" one row per kind of reward, `[K, N]`.
         group_ids: equal for the responses to one prompt, `[N]`.
         lengths: action tokens of each sequence, `[N]`, for estimators that need them.
@@ -83,7 +83,7 @@ def outcome_advantages(
         options: keyword arguments of the estimator.
 
     Raises:
-        ConfigError: the name is unknown, the estimator needs a tensor that is not given, or an option has a value of
+        ConfigError: the name is unknown, a tensor that the estimator needs is missing, or an option has a value of
             the wrong kind.
         UnknownOptionError: the estimator has no such option.
     """
@@ -110,12 +110,12 @@ def check_advantage(estimator: str | AdvantageFunction, options: Mapping[str, An
 
 
 def is_of_group_alone(estimator: str | AdvantageFunction, options: Mapping[str, Any], group_size: int) -> bool:
-    """Return whether a group's advantages depend on this group alone, and are 0 if its rewards are equal.
+    """Return whether a group's advantages depend only on this group, and are 0 if its rewards are equal.
 
-    The estimator is tried out, so that the answer also holds for functions of your own.
+    The estimator is run on examples, so the answer also holds for user-defined functions.
 
     Args:
-        estimator: a name of `ADVANTAGES`, or a function like them.
+        estimator: a name of `ADVANTAGES`, or a function with the same signature.
         options: keyword arguments of the estimator.
         group_size: sequences in a group, at least 2.
     """
@@ -134,7 +134,7 @@ def is_of_group_alone(estimator: str | AdvantageFunction, options: Mapping[str, 
 
 
 def register_advantage(name: str, *, needs: tuple[str, ...] = ()) -> Callable[[AdvantageFunction], AdvantageFunction]:
-    """Make a function the advantage estimator of this name.
+    """Register a function as the advantage estimator of this name.
 
     Args:
         name: the value of `adv.estimator`.

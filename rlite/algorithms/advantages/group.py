@@ -1,7 +1,7 @@
-"""Advantages of outcomes: one reward per sequence, and the group to which each sequence belongs.
+"""Compute advantages of outcomes: one reward per sequence, and the group to which each sequence belongs.
 
-Statistics are computed in float64: in float32 the mean of eight rewards of 0.7 is not 0.7, and the rounding error
-divided by itself looks like an advantage. Equal rewards give exactly 0. Nothing here carries a gradient.
+Statistics are computed in float64. In float32 the mean of eight rewards of 0.7 is not 0.7, and the rounding error
+divided by itself looks like an advantage. Equal rewards give exactly 0. No function here carries a gradient.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ def group_advantages(
     unbiased: bool = True,
     singleton: Singleton = "zero",
 ) -> Sequences:
-    """A = R - mean(group), with `norm_std` divided by (std(group) + eps).
+    """Return the advantage of every sequence over the mean of its group.
 
-    The first is the baseline of Dr. GRPO (arXiv:2503.20783), the second GRPO (arXiv:2402.03300).
+    A = R - mean(group), with `norm_std` divided by (std(group) + eps). Without `norm_std` it is the baseline of Dr.
+    GRPO (arXiv:2503.20783), with `norm_std` the advantage of GRPO (arXiv:2402.03300).
 
-    With one response per prompt, give all sequences one id: the batch mean is then the baseline.
+    With one response per prompt, give all sequences one id. The baseline is then the batch mean.
 
     Args:
         rewards: one per sequence, `[N]`.
@@ -48,7 +49,9 @@ def group_advantages(
 
 
 def rloo_advantages(rewards: Sequences, group_ids: GroupIds, *, singleton: Singleton = "zero") -> Sequences:
-    """A = R - mean of the others of the group = n / (n - 1) (R - mean(group)). RLOO, arXiv:2402.14740.
+    """Return RLOO's advantage of every sequence.
+
+    A = R - mean of the others of the group = n / (n - 1) (R - mean(group)). RLOO, arXiv:2402.14740.
 
     Args:
         rewards: one per sequence, `[N]`.
@@ -59,7 +62,10 @@ def rloo_advantages(rewards: Sequences, group_ids: GroupIds, *, singleton: Singl
 
 
 def remax_advantages(rewards: Sequences, greedy_rewards: Sequences) -> Sequences:
-    """A = R - R(greedy response to the same prompt). ReMax, arXiv:2310.10505."""
+    """Return ReMax's advantage of every sequence.
+
+    A = R - R(greedy response to the same prompt). ReMax, arXiv:2310.10505.
+    """
     return rewards - greedy_rewards
 
 
@@ -76,19 +82,21 @@ def normalize_rewards(
     eps: float = 1e-6,
     singleton: Singleton = "zero",
 ) -> Sequences:
-    """A = (R - mean) / (std + eps), the family to which GRPO, Dr. GRPO and RLOO belong.
+    """Return normalised rewards as the advantage of every sequence.
+
+    A = (R - mean) / (std + eps), the family to which GRPO, Dr. GRPO and RLOO belong.
 
     Args:
         rewards: one per sequence, `[N]`.
         group_ids: equal for the responses to one prompt, `[N]`.
-        mean: "group" or "batch"; None subtracts nothing.
-        std: "group" or "batch"; None divides by nothing.
-        leave_one_out: the mean leaves the sequence itself out.
+        mean: "group" or "batch"; None subtracts no mean.
+        std: "group" or "batch"; None does not divide.
+        leave_one_out: leave the sequence itself out of the mean.
         unbiased: divide the variance by n - 1 instead of n.
         std_about: point from which the deviation is measured: the baseline that was subtracted, or the mean of the
             level that `std` names.
         eps: added to the deviation.
-        singleton: "raw" gives a group of one its reward as it is; "zero" what the formula says, 0 with mean "group".
+        singleton: "raw" gives a group of one its reward unchanged. "zero" applies the formula, 0 with mean "group".
 
     Raises:
         ConfigError: rewards and group_ids are not both `[N]`.
@@ -112,9 +120,11 @@ def normalize_rewards(
 
 
 def gpg_advantages(rewards: Sequences, group_ids: GroupIds, *, singleton: Singleton = "zero") -> Sequences:
-    """A = alpha (R - mean(group)), alpha = N / number of sequences whose reward is not 0. GPG, arXiv:2504.02546.
+    """Return GPG's advantage of every sequence.
 
-    alpha makes up for groups in which nobody succeeds, which count in the batch's mean and have no gradient.
+    A = alpha (R - mean(group)), alpha = N / number of sequences whose reward is not 0. GPG, arXiv:2504.02546.
+
+    alpha compensates for groups without success, which count in the batch's mean and have no gradient.
 
     Args:
         rewards: one per sequence, `[N]`.
@@ -133,7 +143,9 @@ def opo_advantages(
     lengths: Shaped[Tensor, " sequences"],
     singleton: Singleton = "zero",
 ) -> Sequences:
-    """A = R - sum(l R) / sum(l) over the group, l the number of action tokens. OPO, arXiv:2505.23585.
+    """Return OPO's advantage of every sequence.
+
+    A = R - sum(l R) / sum(l) over the group, l the number of action tokens. OPO, arXiv:2505.23585.
 
     The baseline has the least variance if the squared norm of a response's gradient grows with its length.
 
@@ -157,9 +169,10 @@ def opo_advantages(
 def pass_at_k_advantages(
     rewards: Sequences, group_ids: GroupIds, *, norm_std: bool = False, eps: float = 1e-6
 ) -> Sequences:
-    """A = R - second best of the group for the single best response, 0 for all others and if two share the best.
+    """Return pass@k's leave-one-out advantage of every sequence.
 
-    The leave-one-out advantage of the objective max(group), pass@k with k the group's size (arXiv:2503.19595).
+    A = R - second best of the group for the single best response, 0 for all others. If two share the best reward, A = 0
+    for both. The objective is max(group), pass@k with k the group's size (arXiv:2503.19595).
 
     Args:
         rewards: one per sequence, `[N]`.
@@ -190,11 +203,13 @@ def gdpo_advantages(
     eps: float = 1e-6,
     batch_norm: bool = True,
 ) -> Sequences:
-    """A = sum over kinds of reward k of weights[k] (R_k - mean(group)) / (std(group) + eps).
+    """Return GDPO's advantage of every sequence.
+
+    A = sum over kinds of reward k of weights[k] (R_k - mean(group)) / (std(group) + eps).
 
     The sum is then normalised over the batch, (A - mean) / (std + eps). GDPO, arXiv:2601.05242.
 
-    Each kind is normalised by itself, so that a kind with a large spread does not drown the others.
+    Each kind is normalised separately, so a kind with a large spread does not dominate the others.
 
     Args:
         rewards: one row per kind of reward, `[K, N]`.
@@ -205,7 +220,7 @@ def gdpo_advantages(
             `masked_whiten(to_tokens(A, mask), mask)`.
 
     Raises:
-        ConfigError: there are not as many weights as kinds.
+        ConfigError: the number of weights differs from the number of kinds.
     """
     weights = [1.0] * len(rewards) if weights is None else weights
     if len(weights) != len(rewards):
@@ -219,7 +234,15 @@ def gdpo_advantages(
 
 
 def group_indices(rewards: Shaped[Tensor, " sequences"], group_ids: GroupIds) -> Int[Tensor, " sequences"]:
-    """Number the groups from 0. Raises ConfigError unless both shapes are `[N]`."""
+    """Return the number of each sequence's group, counted from 0, `[N]`.
+
+    Args:
+        rewards: one per sequence, `[N]`.
+        group_ids: equal for the responses to one prompt, `[N]`.
+
+    Raises:
+        ConfigError: rewards and group_ids are not both `[N]`.
+    """
     if rewards.dim() != 1 or rewards.shape != group_ids.shape:
         raise ConfigError(
             f"expected rewards [N] and group_ids [N], found {list(rewards.shape)}, {list(group_ids.shape)}"
@@ -228,12 +251,12 @@ def group_indices(rewards: Shaped[Tensor, " sequences"], group_ids: GroupIds) ->
 
 
 def sum_over_set(x: Float[Tensor, "sequences *any"], ids: Int[Tensor, " sequences"]) -> Float[Tensor, "sequences *any"]:
-    """Return for each member the sum over its set; `ids` number the sets from 0."""
+    """Return for each member the sum over its set. `ids` number the sets from 0."""
     return torch.zeros_like(x).index_add(0, ids, x)[ids]
 
 
 def as_advantages(wide: Float[Tensor, "*any"], rewards: Shaped[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """Convert from float64 to the rewards' dtype, or to float32 for whole numbers."""
+    """Return float64 values in the rewards' dtype, or in float32 for whole-number rewards."""
     return wide.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 

@@ -1,7 +1,7 @@
-"""Advantages, returns and rewards of tokens: packed `[T]` + `cu_seqlens`, or padded `[B, L]`.
+"""Compute advantages, returns and rewards of tokens: packed `[T]` + `cu_seqlens`, or padded `[B, L]`.
 
-Estimators step over action tokens only: holes in the mask, such as an environment's tokens, are skipped. Statistics are
-computed in float64. Nothing here carries a gradient.
+Estimators step over action tokens only. They skip holes in the mask, such as an environment's tokens. Statistics are
+computed in float64. No function here carries a gradient.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ Table = Float[Tensor, "rows columns"]
 
 
 class ActionTokens(NamedTuple):
-    """The places of the action tokens, flat and in a dense table `[sequences, most actions of a sequence]`.
+    """The positions of the action tokens, flat and in a dense table `[sequences, most actions of a sequence]`.
 
-    An estimator that steps over a sequence's actions steps over the table's columns, whatever lies between the actions.
+    An estimator that steps over a sequence's actions steps over the table's columns, regardless of gaps between
+    actions.
     """
 
     tokens_at: Int[Tensor, " actions"]
@@ -34,7 +35,12 @@ class ActionTokens(NamedTuple):
 
     @classmethod
     def of(cls, mask: Mask, cu_seqlens: CuSeqlens | None) -> ActionTokens:
-        """Find the tokens with mask 1."""
+        """Return the positions of the tokens with mask 1.
+
+        Args:
+            mask: action tokens, `[T]` or `[B, L]`.
+            cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+        """
         index = sequence_index(mask, cu_seqlens).flatten()
         num_rows = mask.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         tokens_at = mask.flatten().bool().nonzero().squeeze(-1)
@@ -51,14 +57,21 @@ class ActionTokens(NamedTuple):
         return dense
 
     def tokens(self, table: Table) -> Tokens:
-        """Put a table's values back on their tokens; other tokens get 0."""
+        """Return a table's values at the positions of their tokens; 0 at other tokens."""
         flat = table.new_zeros(self.shape.numel())
         flat[self.tokens_at] = table[self.rows, self.columns]
         return flat.view(self.shape)
 
 
 def discounted_suffix_sums(x: Table, factor: float) -> Table:
-    """Return S_t = x_t + factor S_{t+1}, by doubling: S^{2n}_t = S^n_t + factor^n S^n_{t+n}, in log2(columns) steps."""
+    """Return S_t = x_t + factor S_{t+1} along the columns, in log2(columns) steps.
+
+    The sums are computed by doubling: S^{2n}_t = S^n_t + factor^n S^n_{t+n}.
+
+    Args:
+        x: values, `[rows, columns]`.
+        factor: discount per column.
+    """
     step = 1
     while step < x.shape[1]:
         x = x + torch.nn.functional.pad(x[:, step:], (0, step)) * factor**step
@@ -79,15 +92,15 @@ def gae(
     """Return advantages and returns by generalised advantage estimation, both 0 outside of the mask.
 
     delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1},  return_t = A_t + V_t
-    (arXiv:1506.02438, eq. 16). t + 1 is the next action token: environment tokens in between are skipped, and their
-    rewards and values dropped. After the last action token V and A are 0; nothing is bootstrapped.
+    (arXiv:1506.02438, eq. 16). t + 1 is the next action token. Environment tokens in between are skipped, and their
+    rewards and values are dropped. After the last action token V and A are 0, without bootstrapping.
 
     Args:
         rewards: reward of each token, `[T]` or `[B, L]`.
         values: V of the state in which each token was chosen.
         mask: action tokens.
         gamma: discount per action token.
-        lam: lambda; 1 relies on rewards alone, 0 on values.
+        lam: lambda; 1 relies only on rewards, 0 on values.
         cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
     """
     actions = ActionTokens.of(mask, cu_seqlens)
@@ -130,9 +143,10 @@ def reinforce_pp_advantages(
         rewards: reward of each token, `[T]` or `[B, L]`.
         mask: action tokens.
         gamma: discount per action token; without effect with `group_ids`.
-        group_ids: choose the variant with a baseline: each sequence's total reward less its group's mean, on each of
-            its action tokens, whitened in the same way. `[N]`.
-        singleton: advantage of a group of one before it is whitened: "zero", or its reward, "raw".
+        group_ids: choose the variant with a baseline, `[N]`. Each action token then has its sequence's total reward
+            less
+            the group's mean, whitened in the same way.
+        singleton: advantage of a group of one before whitening: "zero", or its reward, "raw".
         cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
     """
     if group_ids is None:
@@ -166,7 +180,7 @@ def masked_whiten(
 
 @torch.no_grad()
 def last_action_rewards(scores: Sequences, mask: Mask, *, cu_seqlens: CuSeqlens | None = None) -> Tokens:
-    """Put each sequence's score on its last token in the mask; other tokens get 0.
+    """Return rewards of tokens: each sequence's score on its last token in the mask, and 0 on other tokens.
 
     Args:
         scores: one per sequence, `[N]`. A sequence without a token in the mask loses its score.
@@ -194,13 +208,12 @@ def optimal_token_advantages(
     eps: float = 1e-8,
     cu_seqlens: CuSeqlens | None = None,
 ) -> Tokens:
-    """A_t = G_t - B_t, with the baseline of least variance at each position t of a group.
+    """Return the advantage of every token over the Optimal Token Baseline (Li et al., ICML 2026).
 
-    The Optimal Token Baseline (Li et al., ICML 2026).
-
-    G_t is the reward still to come. w_t = 1 - 2 pi(token) + sum over the vocabulary of pi^2 is the squared norm of the
-    logits' gradient, W_t = w_1 + ... + w_t, and B_t = sum(G_t W_t) / (sum(W_t) + eps) over the members of the group
-    that act at t; t counts action tokens.
+    A_t = G_t - B_t, with the baseline of least variance at each position t of a group. G_t is the reward still to come.
+    w_t = 1 - 2 pi(token) + sum over the vocabulary of pi^2 is the squared norm of the logits' gradient.
+    W_t = w_1 + ... + w_t. B_t = sum(G_t W_t) / (sum(W_t) + eps) over the members of the group that act at t. t counts
+    action tokens.
 
     Args:
         rewards: reward of each token, `[T]` or `[B, L]`.
@@ -209,8 +222,8 @@ def optimal_token_advantages(
         mask: action tokens.
         group_ids: equal for the responses to one prompt, `[N]`. A group of one has no baseline.
         importance_weights: their squares multiply w_t.
-        zero_tail: the longest sequence has no baseline after the second longest has ended; its baseline there would be
-            its own return.
+        zero_tail: use no baseline for the longest sequence after the second longest has ended. The baseline there would
+            be the sequence's own return.
         eps: added to sums of W_t.
         cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
     """

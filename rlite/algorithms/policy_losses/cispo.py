@@ -8,7 +8,9 @@ from rlite.algorithms.reduce import TokenLoss
 
 @register_policy_loss("cispo")
 def cispo(inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLoss:
-    """L = -sg(clip(rho, 1 - low, 1 + high)) A log pi. CISPO, MiniMax-M1, arXiv:2506.13585.
+    """Return CISPO's loss of every token.
+
+    L = -sg(clip(rho, 1 - low, 1 + high)) A log pi. CISPO, MiniMax-M1, arXiv:2506.13585.
 
     Args:
         inputs: per-token tensors, `[T]` or `[B, L]`.

@@ -47,7 +47,9 @@ def clip_cov(
     cov_high: float = 5.0,
     seed: int = 0,
 ) -> TokenLoss:
-    """L = PPO's clipped loss, but 0 for a few tokens with a large covariance (A - mean A)(log pi - mean log pi).
+    """Return Clip-Cov's loss of every token.
+
+    L = PPO's clipped loss, but 0 for a few tokens with a large covariance (A - mean A)(log pi - mean log pi).
 
     Clip-Cov, arXiv:2505.22617.
 

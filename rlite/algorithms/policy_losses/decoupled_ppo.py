@@ -25,7 +25,9 @@ def decoupled_ppo(
     over: Over = "mean",
     token_weights: bool = False,
 ) -> TokenLoss:
-    """L = b L_clip(rho), rho = pi / pi_old, b = pi_old / pi_behaviour without a gradient.
+    """Return decoupled PPO's loss of every token.
+
+    L = b L_clip(rho), rho = pi / pi_old, b = pi_old / pi_behaviour without a gradient.
 
     Sources: arXiv:2110.00641; AReaL, arXiv:2505.24298.
 

@@ -18,7 +18,9 @@ def dppo(
     clip_high: float = 0.15,
     ratio_cap: float = 20.0,
 ) -> TokenLoss:
-    """L = -M sg(min(rho, cap)) A log pi. DPPO, arXiv:2602.04879.
+    """Return DPPO's loss of every token.
+
+    L = -M sg(min(rho, cap)) A log pi. DPPO, arXiv:2602.04879.
 
     M = 0 for a token whose probability has moved in the direction in which A pushes it by a divergence above
     `clip_high` (A > 0) or `clip_low` (A <= 0).

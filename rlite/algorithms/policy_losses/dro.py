@@ -8,7 +8,9 @@ from rlite.algorithms.reduce import TokenLoss
 
 @register_policy_loss("dro")
 def dro(inputs: LossInputs, *, beta: float = 0.1) -> TokenLoss:
-    """L = -A log pi + beta / 2 (log pi - log pi_old)^2. DRO, arXiv:2405.19107, per token and with A for R - V.
+    """Return DRO's loss of every token.
+
+    L = -A log pi + beta / 2 (log pi - log pi_old)^2. DRO, arXiv:2405.19107, per token and with A for R - V.
 
     Args:
         inputs: per-token tensors, `[T]` or `[B, L]`.

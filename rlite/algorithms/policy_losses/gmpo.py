@@ -10,7 +10,9 @@ from rlite.algorithms.reduce import TokenLoss
 
 @register_policy_loss("gmpo")
 def gmpo(inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
-    """L = -mean(A) prod_t |min(rho_t A, clip(rho_t, e^-low, e^high) A)|^(1 / |y|) with the sign of A.
+    """Return GMPO's loss of every token.
+
+    L = -mean(A) prod_t |min(rho_t A, clip(rho_t, e^-low, e^high) A)|^(1 / |y|) with the sign of A.
 
     GMPO, arXiv:2507.20673. The paper averages by sequence. `inputs.weights` enter by their geometric mean.
 

@@ -11,7 +11,9 @@ from rlite.algorithms.reduce import TokenLoss
 def gspo(
     inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4, dual_clip: float | None = None
 ) -> TokenLoss:
-    """L_t = -min(s A_t, clip(s, 1 - low, 1 + high) A_t), s = (pi(y) / pi_old(y))^(1 / |y|).
+    """Return GSPO-token's loss of every token.
+
+    L_t = -min(s A_t, clip(s, 1 - low, 1 + high) A_t), s = (pi(y) / pi_old(y))^(1 / |y|).
 
     GSPO-token, arXiv:2507.18071. Each token carries its own share of the gradient, s_t = sg(s) pi_t / sg(pi_t). With
     one advantage per sequence it is GSPO, value and gradient. The paper averages by sequence. Averaged by "constant"

@@ -20,7 +20,9 @@ def largest_covariances(inputs: LossInputs, *, share: float = 2e-4, **_: Any) ->
 
 @register_policy_loss("kl_cov", select=largest_covariances)
 def kl_cov(inputs: LossInputs, *, share: float = 2e-4, kl_coef: float = 1.0) -> TokenLoss:
-    """L = -rho A, plus kl_coef |log rho| for a few tokens with the largest covariance of A and log pi.
+    """Return KL-Cov's loss of every token.
+
+    L = -rho A, plus kl_coef |log rho| for a few tokens with the largest covariance of A and log pi.
 
     The covariance of a token is (A - mean A)(log pi - mean log pi). KL-Cov, arXiv:2505.22617.
 

@@ -16,7 +16,9 @@ def near_behaviour(inputs: LossInputs, *, threshold: float = 0.04) -> Flags:
 
 @register_policy_loss("m2po", select=near_behaviour)
 def m2po(inputs: LossInputs, *, threshold: float = 0.04) -> TokenLoss:
-    """L = -M rho A, with M = 0 for the tokens that `second_moment_mask` drops. M2PO, arXiv:2510.01161.
+    """Return M2PO's loss of every token.
+
+    L = -M rho A, with M = 0 for the tokens that `second_moment_mask` drops. M2PO, arXiv:2510.01161.
 
     Dropped tokens still count in the average.
 

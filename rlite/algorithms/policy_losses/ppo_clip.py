@@ -18,7 +18,9 @@ def ppo_clip(
     dual_clip: float | None = None,
     max_log_ratio: float = MAX_LOG_RATIO,
 ) -> TokenLoss:
-    """L = -min(rho A, clip(rho, 1 - low, 1 + high) A), rho = pi / pi_old. PPO, arXiv:1707.06347, eq. 7.
+    """Return PPO's clipped loss of every token.
+
+    L = -min(rho A, clip(rho, 1 - low, 1 + high) A), rho = pi / pi_old. PPO, arXiv:1707.06347, eq. 7.
 
     Args:
         inputs: per-token tensors, `[T]` or `[B, L]`.

@@ -10,7 +10,9 @@ from rlite.algorithms.reduce import TokenLoss
 
 @register_policy_loss("sapo")
 def sapo(inputs: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
-    """L = -(4 / tau) sigmoid(tau (rho - 1)) A. SAPO, arXiv:2511.20347.
+    """Return SAPO's loss of every token.
+
+    L = -(4 / tau) sigmoid(tau (rho - 1)) A. SAPO, arXiv:2511.20347.
 
     At rho = 1 the gradient is PPO's; away from it the gradient fades smoothly. The paper averages by sequence.
 

@@ -28,7 +28,9 @@ def vespo(
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
 ) -> TokenLoss:
-    """L = -sg(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)), W the ratio of the whole sequence.
+    """Return VESPO's loss of every token.
+
+    L = -sg(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)), W the ratio of the whole sequence.
 
     VESPO, arXiv:2602.10693. `inputs.weights` are factors of W.
 

@@ -111,7 +111,9 @@ def dpo_sigmoid(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> PairLoss:
-    """L = -log sigmoid(beta [(logp_c - ref_c) - (logp_r - ref_r)]); `preference_loss` with "sigmoid".
+    """Return DPO's loss of every pair, by `preference_loss` with "sigmoid".
+
+    L = -log sigmoid(beta [(logp_c - ref_c) - (logp_r - ref_r)]).
 
     DPO, arXiv:2305.18290, eq. 7.
 

@@ -21,7 +21,9 @@ from rlite.errors import ConfigError
 
 @register_preference_loss("sigmoid")
 def dpo(chosen: Pairs, rejected: Pairs, *, beta: float, label_smoothing: float = 0.0, margin: float = 0.0) -> Pairs:
-    """L = -log sigmoid(b d - margin). DPO, arXiv:2305.18290, eq. 7.
+    """Return DPO's loss of every pair.
+
+    L = -log sigmoid(b d - margin). DPO, arXiv:2305.18290, eq. 7.
 
     Args:
         chosen: log ratio of the chosen response, `[P]`.
@@ -37,7 +39,9 @@ def dpo(chosen: Pairs, rejected: Pairs, *, beta: float, label_smoothing: float =
 
 @register_preference_loss("robust")
 def robust_dpo(chosen: Pairs, rejected: Pairs, *, beta: float, label_smoothing: float = 0.1) -> Pairs:
-    """L = [-(1 - e) log sigmoid(b d) + e log sigmoid(-b d)] / (1 - 2 e). Robust DPO, arXiv:2403.00409.
+    """Return robust DPO's loss of every pair.
+
+    L = [-(1 - e) log sigmoid(b d) + e log sigmoid(-b d)] / (1 - 2 e). Robust DPO, arXiv:2403.00409.
 
     Args:
         chosen: log ratio of the chosen response, `[P]`.
@@ -57,7 +61,9 @@ def robust_dpo(chosen: Pairs, rejected: Pairs, *, beta: float, label_smoothing: 
 
 @register_preference_loss("hinge")
 def hinge(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
-    """L = max(0, 1 - b d). SLiC, arXiv:2305.10425; RSO, arXiv:2309.06657.
+    """Return the hinge loss of every pair.
+
+    L = max(0, 1 - b d). SLiC, arXiv:2305.10425; RSO, arXiv:2309.06657.
 
     Args:
         chosen: log ratio of the chosen response, `[P]`.
@@ -69,7 +75,9 @@ def hinge(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
 
 @register_preference_loss("ipo")
 def ipo(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
-    """L = (d - 1 / (2 b))^2. IPO, arXiv:2310.12036, eq. 17; implementations differ in dividing by the lengths.
+    """Return IPO's loss of every pair.
+
+    L = (d - 1 / (2 b))^2. IPO, arXiv:2310.12036, eq. 17; implementations differ in dividing by the lengths.
 
     Args:
         chosen: log ratio of the chosen response, `[P]`.
@@ -81,7 +89,9 @@ def ipo(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
 
 @register_preference_loss("exo")
 def exo(chosen: Pairs, rejected: Pairs, *, beta: float, label_smoothing: float = 1e-3) -> Pairs:
-    """L = KL(sigmoid(b d) || 1 - e): the reverse KL of the policy's preference from the labels'.
+    """Return EXO's loss of every pair.
+
+    L = KL(sigmoid(b d) || 1 - e): the reverse KL of the policy's preference from the labels'.
 
     EXO, arXiv:2402.00856.
 
@@ -103,7 +113,9 @@ def exo(chosen: Pairs, rejected: Pairs, *, beta: float, label_smoothing: float =
 
 @register_preference_loss("nca")
 def nca(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
-    """L = -log sigmoid(b c) - [log sigmoid(-b c) + log sigmoid(-b r)] / 2. NCA, arXiv:2402.05369.
+    """Return NCA's loss of every pair.
+
+    L = -log sigmoid(b c) - [log sigmoid(-b c) + log sigmoid(-b r)] / 2. NCA, arXiv:2402.05369.
 
     Args:
         chosen: log ratio of the chosen response, `[P]`.
@@ -115,7 +127,9 @@ def nca(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
 
 @register_preference_loss("bco")
 def bco(chosen: Pairs, rejected: Pairs, *, beta: float, shift: float = 0.0) -> Pairs:
-    """L = -log sigmoid(b c - shift) - log sigmoid(shift - b r). BCO, arXiv:2404.04656.
+    """Return BCO's loss of every pair.
+
+    L = -log sigmoid(b c - shift) - log sigmoid(shift - b r). BCO, arXiv:2404.04656.
 
     Args:
         chosen: log ratio of the chosen response, `[P]`.
@@ -128,7 +142,9 @@ def bco(chosen: Pairs, rejected: Pairs, *, beta: float, shift: float = 0.0) -> P
 
 @register_preference_loss("sppo")
 def sppo(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
-    """L = (c - 1 / (2 b))^2 + (r + 1 / (2 b))^2. SPPO with hard labels, arXiv:2405.00675.
+    """Return SPPO's loss of every pair.
+
+    L = (c - 1 / (2 b))^2 + (r + 1 / (2 b))^2. SPPO with hard labels, arXiv:2405.00675.
 
     Args:
         chosen: log ratio of the chosen response, `[P]`.
@@ -140,7 +156,9 @@ def sppo(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
 
 @register_preference_loss("apo_zero")
 def apo_zero(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
-    """L = 1 - sigmoid(b c) + sigmoid(b r): chosen up, rejected down. APO-zero, arXiv:2408.06266.
+    """Return APO-zero's loss of every pair.
+
+    L = 1 - sigmoid(b c) + sigmoid(b r): chosen up, rejected down. APO-zero, arXiv:2408.06266.
 
     Args:
         chosen: log ratio of the chosen response, `[P]`.
@@ -152,7 +170,9 @@ def apo_zero(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
 
 @register_preference_loss("apo_down")
 def apo_down(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
-    """L = sigmoid(b c) + 1 - sigmoid(b d): both down, rejected further.
+    """Return APO-down's loss of every pair.
+
+    L = sigmoid(b c) + 1 - sigmoid(b d): both down, rejected further.
 
     APO-down, arXiv:2408.06266, for a policy that is better than the chosen responses.
 
@@ -166,7 +186,9 @@ def apo_down(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
 
 @register_preference_loss("discopop")
 def discopop(chosen: Pairs, rejected: Pairs, *, beta: float, tau: float = 0.05) -> Pairs:
-    """L = -(1 - m) log sigmoid(l) + m exp(-l), l = b d, m = sigmoid(l / tau). DiscoPOP, arXiv:2406.08414.
+    """Return DiscoPOP's loss of every pair.
+
+    L = -(1 - m) log sigmoid(l) + m exp(-l), l = b d, m = sigmoid(l / tau). DiscoPOP, arXiv:2406.08414.
 
     Args:
         chosen: log ratio of the chosen response, `[P]`.

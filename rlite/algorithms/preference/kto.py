@@ -22,7 +22,9 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> ResponseLoss:
-    """L = w (1 - sigmoid(+-beta [logp - ref - kl])), + for a desirable response, - for the others.
+    """Return KTO's loss of every response.
+
+    L = w (1 - sigmoid(+-beta [logp - ref - kl])), + for a desirable response, - for the others.
 
     KTO, arXiv:2402.01306.
 

@@ -11,7 +11,9 @@ from rlite.algorithms.shapes import Pairs
 def reward_model_loss(
     chosen_scores: Pairs, rejected_scores: Pairs, *, margin: Pairs | None = None, center_coefficient: float = 0.0
 ) -> PairLoss:
-    """L = -log sigmoid(r_c - r_r - margin) + k (r_c + r_r)^2. Bradley-Terry, arXiv:2203.02155, eq. 1.
+    """Return the reward model's loss of every pair.
+
+    L = -log sigmoid(r_c - r_r - margin) + k (r_c + r_r)^2. Bradley-Terry, arXiv:2203.02155, eq. 1.
 
     Args:
         chosen_scores: r_c, `[P]`.

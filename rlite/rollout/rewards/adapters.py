@@ -60,14 +60,14 @@ class TrlReward:
         return tuple(f"{name}_{i}" if name in names[:i] else name for i, name in enumerate(names))
 
     def __call__(self, prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, **data: Any) -> Any:
-        """Return the weighted sum of the results for one completion or for lists; an awaitable if a function is async.
+        """Return the weighted sum of the functions' results, or an awaitable of it if a function is async.
 
         Args:
-            prompt: text of the prompt.
-            completions: text of the completion.
+            prompt: text of the prompt, or a list of texts.
+            completions: text of the completion, or a list of texts.
             prompt_ids: not read.
-            completion_ids: tokens of the completion.
-            **data: the row's other columns.
+            completion_ids: tokens of the completion, or a list of them.
+            **data: the row's other columns, or lists of them.
         """
         is_batch = not isinstance(completions, str)
         columns = {"prompts": prompt, "completions": completions, "completion_ids": completion_ids, **data}
