@@ -244,8 +244,8 @@ def interpolated_proximal(
 ) -> Tokens:
     """Return estimates of the proximal policy's log-probabilities without a forward pass. A-3PO, arXiv:2512.06547.
 
-    The estimate lies between the behaviour policy and the policy that is trained, at the fraction
-    alpha = (current - 1 - version) / (current - version).
+    The estimate lies between the behaviour policy and the policy that is trained. The policy that is trained has the
+    weight alpha = (current - 1 - version) / (current - version).
 
     Args:
         logprobs: log-probabilities under the policy that is trained, `[T]` or `[B, L]`.

@@ -1,10 +1,11 @@
-"""Log-probabilities and entropies of tokens, without a second copy of the logits.
+"""Compute log-probabilities and entropies of tokens, without a second copy of the logits.
 
-A softmax over T x V in float32 is the largest tensor of a training step. Here the forward and the backward pass walk
-over the rows in chunks: the forward keeps a number or two per row, the backward computes each chunk's softmax again.
+A softmax over T x V in float32 is the largest tensor of a training step. Here the forward and the backward pass process
+the rows in chunks. The forward pass keeps one or two numbers per row, and the backward pass computes each chunk's
+softmax again.
 
 The columns of the vocabulary may also come in blocks, one after the other or one per rank. With x = logits /
-temperature, four numbers per row are enough, and the numbers of two blocks give the numbers of both together:
+temperature, four numbers per row are enough. The numbers of two blocks determine the numbers of both together:
 
     greatest m = max_v x_v    total s = sum_v exp(x_v - m)    moment t = sum_v exp(x_v - m) (x_v - m)    label x_l
     log p_l = x_l - m - log s         d/dx_v = [v = l] - p_v
@@ -44,13 +45,13 @@ def gather_logprobs(
     """Return log p(label) under softmax(logits / temperature), in float32 (float64 for float64 logits).
 
     Args:
-        logits: `[T, V]` or `[B, L, V]`.
+        logits: logits, `[T, V]` or `[B, L, V]`.
         labels: token ids, `[T]` or `[B, L]`, aligned with the logits that predict them (see `next_token`). Give masked
-            positions any id in [0, V); an id outside has log-probability -inf.
+            positions any id in [0, V). An id outside has log-probability -inf.
         temperature: divisor of the logits.
-        chunk_size: rows per chunk; default: what the device's cache holds.
-        group: ranks that share the vocabulary. Each rank gives its own columns of the same rows, and the same labels;
-            it gets the whole result, and the gradient of its own columns.
+        chunk_size: rows per chunk; default: as many as the device's cache holds.
+        group: ranks that share the vocabulary. Each rank gives its own columns of the same rows, and the same labels.
+            It receives the whole result, and the gradient of its own columns.
         start: token id of this rank's first column.
 
     Raises:
@@ -71,8 +72,8 @@ def gather_logprobs_entropy(
     """Return `gather_logprobs` and `entropy` in one pass over the logits.
 
     Args:
-        logits: `[T, V]` or `[B, L, V]`.
-        labels: token ids, `[T]` or `[B, L]`; see `gather_logprobs` for these and the following arguments.
+        logits: logits, `[T, V]` or `[B, L, V]`.
+        labels: token ids, `[T]` or `[B, L]`; see `gather_logprobs` for this and the following arguments.
         temperature: divisor of the logits.
         chunk_size: rows per chunk.
         group: ranks that share the vocabulary.
@@ -90,7 +91,7 @@ def entropy(
     """Return H = -sum_v p_v log p_v of softmax(logits / temperature), in nats.
 
     Args:
-        logits: `[T, V]` or `[B, L, V]`.
+        logits: logits, `[T, V]` or `[B, L, V]`.
         temperature: divisor of the logits.
         chunk_size: rows per chunk.
     """
@@ -105,7 +106,7 @@ def sum_pi_squared(
     """Return sum_v p_v^2 of softmax(logits / temperature), for `optimal_token_advantages`; without a gradient.
 
     Args:
-        logits: `[T, V]` or `[B, L, V]`.
+        logits: logits, `[T, V]` or `[B, L, V]`.
         temperature: divisor of the logits.
         chunk_size: rows per chunk.
     """
@@ -123,9 +124,9 @@ def sum_pi_squared(
 def next_token(
     x: Shaped[Tensor, "tokens *rest"], cu_seqlens: CuSeqlens | None = None, fill: float = 0
 ) -> Shaped[Tensor, "tokens *rest"]:
-    """Shift values by one position to the left inside each sequence.
+    """Return values shifted by one position to the left inside each sequence.
 
-    It aligns what belongs to a token (ids, masks, rewards, log-probabilities of the sampler) with the position whose
+    The shift aligns a token's values (ids, masks, rewards, the sampler's log-probabilities) with the position whose
     logits predict the token.
 
     Args:
@@ -147,9 +148,10 @@ def next_token(
 def previous_token(
     x: Shaped[Tensor, "tokens *rest"], cu_seqlens: CuSeqlens | None = None, fill: float = 0
 ) -> Shaped[Tensor, "tokens *rest"]:
-    """Shift values by one position to the right inside each sequence, the inverse of `next_token`.
+    """Return values shifted by one position to the right inside each sequence, the inverse of `next_token`.
 
-    It puts what was computed where a token is predicted, such as its log-probability, on the token itself.
+    The shift moves values computed at the position that predicts a token, such as its log-probability, to the token
+    itself.
 
     Args:
         x: values, packed `[T, ...]` with `cu_seqlens`, or padded `[B, L]` without.
@@ -169,7 +171,11 @@ def previous_token(
 
 
 def check_temperature(temperature: float) -> float:
-    """Return the temperature. Raises ConfigError unless it is positive."""
+    """Return the temperature.
+
+    Raises:
+        ConfigError: the temperature is not positive.
+    """
     if not temperature > 0:
         raise ConfigError(f"temperature={temperature}: expected a positive number (greedy sampling has temperature 1)")
     return float(temperature)
@@ -202,7 +208,10 @@ def _rows_at_once(logits: Tensor, chunk_size: int | None) -> int:
 
 
 class _GatherLogprobs(torch.autograd.Function):
-    """Log-probabilities and entropies by chunks of rows; labels count from the first column of `logits`."""
+    """An autograd function for log-probabilities and entropies, by chunks of rows.
+
+    Labels count from the first column of `logits`.
+    """
 
     @staticmethod
     def forward(
@@ -214,6 +223,17 @@ class _GatherLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
+        """Return the labels' log-probabilities, and the entropies.
+
+        Args:
+            ctx: context of the backward pass.
+            logits: logits, `[T, V]` or `[B, L, V]`.
+            labels: token ids, counted from the first column of `logits`, `[T]` or `[B, L]`.
+            temperature: divisor of the logits.
+            chunk_size: rows per chunk.
+            group: ranks that share the vocabulary.
+            with_entropy: make the entropies differentiable.
+        """
         flat_labels = labels.reshape(-1)
         statistics = no_statistics(flat_labels, torch.promote_types(logits.dtype, torch.float32))
         for rows, chunk in _row_chunks(logits, chunk_size):
@@ -230,6 +250,13 @@ class _GatherLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient with respect to the logits, and None for the other arguments.
+
+        Args:
+            ctx: context of the forward pass.
+            grad_logprobs: gradient with respect to the log-probabilities.
+            grad_entropies: gradient with respect to the entropies.
+        """
         logits, labels, log_sums, entropies = ctx.saved_tensors
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         flat_grad = grad.view(len(labels), logits.shape[-1])
@@ -250,7 +277,7 @@ class _GatherLogprobs(torch.autograd.Function):
 def _row_chunks(logits: Tensor, chunk_size: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield views of at most `chunk_size` rows `[rows, V]`, with their place among all rows.
 
-    `logits[:, :-1]` cannot be flattened without a copy of everything, so it is taken one batch row at a time.
+    `logits[:, :-1]` cannot be flattened without a full copy, so it is processed one batch row at a time.
     """
     flattens = logits.dim() != 3 or logits.is_contiguous()
     pieces = (logits.reshape(logits.shape[:-1].numel(), logits.shape[-1]),) if flattens else logits.unbind(0)
@@ -354,7 +381,7 @@ def block_gradient(
 
 
 def _moved(statistics: Tensor, greatest: Tensor) -> Tensor:
-    """Return s and t `[2, rows]` for another m, which is not less than their own."""
+    """Return s and t `[2, rows]` for another m, which must not be less than the present m."""
     shift = (statistics[0] - greatest).clamp_(min=_LEAST)
     return torch.stack([statistics[1], statistics[2] + statistics[1] * shift]) * shift.exp()
 

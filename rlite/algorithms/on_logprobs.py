@@ -1,4 +1,4 @@
-"""Losses that declare that they read log-probabilities and entropies, so that no rank has to hold the logits."""
+"""Declare losses that read log-probabilities and entropies, so that no rank has to hold the logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TokenLogprobs(NamedTuple):
 class OnLogprobs(ABC):
     """A loss_fn or post_hook whose first argument is a `TokenLogprobs` instead of logits `[T, V]`.
 
-    The engine then never holds the logits of a whole pack: it computes log-probabilities in blocks of the vocabulary,
+    The engine never holds the logits of a whole pack. It computes log-probabilities in blocks of the vocabulary,
     forward and backward. Subclass it, or decorate a function with `on_logprobs`.
     """
 
@@ -34,10 +34,21 @@ class OnLogprobs(ABC):
 
     @abstractmethod
     def __call__(self, tokens: TokenLogprobs, data: dict[str, Any]) -> Any:
-        """Return what a loss_fn or post_hook returns."""
+        """Return the result of a loss_fn or post_hook.
+
+        Args:
+            tokens: log-probabilities and entropies, `[T]`.
+            data: the pack's keys.
+        """
 
     def positions(self, data: Mapping[str, Any]) -> Bool[Tensor, " tokens"] | None:
-        """Return the positions that the loss reads; elsewhere values may be 0, which saves work. None is all."""
+        """Return the positions that the loss reads; None for all positions.
+
+        At other positions values may be 0, which saves work.
+
+        Args:
+            data: the pack's keys.
+        """
         return None
 
 
@@ -56,7 +67,7 @@ def on_logprobs(function: Callable[..., Any], *, temperature: float = 1.0) -> On
 @overload
 def on_logprobs(*, temperature: float = 1.0) -> Callable[[Callable[..., Any]], OnLogprobs]: ...
 def on_logprobs(function: Callable[..., Any] | None = None, *, temperature: float = 1.0) -> Any:
-    """Mark `function(tokens: TokenLogprobs, data)` as a loss_fn or post_hook that needs no logits, as a decorator.
+    """Return a loss_fn or post_hook that needs no logits, made of `function(tokens: TokenLogprobs, data)`.
 
         @on_logprobs
         def surprise(tokens, data):
@@ -64,7 +75,11 @@ def on_logprobs(function: Callable[..., Any] | None = None, *, temperature: floa
 
         engine.train_batch(batch, surprise, num_tokens)
 
-    Also `@on_logprobs(temperature=0.7)`, and `on_logprobs(partial(function, ...), temperature=t)`.
+    Other forms are `@on_logprobs(temperature=0.7)` and `on_logprobs(partial(function, ...), temperature=t)`.
+
+    Args:
+        function: the function; None returns a decorator.
+        temperature: divisor of the logits.
     """
     if function is None:
         return functools.partial(on_logprobs, temperature=temperature)

@@ -16,7 +16,7 @@ Aggregation = Literal["token", "sequence", "constant"]
 
 
 class TokenLoss(NamedTuple):
-    """The loss of every token; `aggregate` makes the scalar, so that averaging is decided in one place."""
+    """The loss of every token. `aggregate` makes the scalar, so averaging is decided in one place."""
 
     loss: Tokens
     """carries the gradient"""
@@ -29,7 +29,7 @@ class Mean:
     """A mean over elements, as their sum and their number.
 
     An engine adds up the sums and the numbers of all microbatches and ranks. A metric that a loss reports as a `Mean`
-    is therefore the mean over the whole batch, however the batch is split and whatever the loss is averaged over.
+    is therefore the mean over the whole batch. It depends neither on the split of the batch nor on the loss's average.
     """
 
     total: Scalar
@@ -55,7 +55,7 @@ def aggregate(
     num_sequences: Tensor | float | None = None,
     length: float | None = None,
 ) -> Scalar:
-    """Reduce per-token losses to the scalar loss.
+    """Return the scalar loss of per-token losses.
 
     token:    sum of all tokens / num_tokens            (DAPO, arXiv:2503.14476)
     sequence: sum of the sequences' means / num_sequences      (GRPO, arXiv:2402.03300)
@@ -127,7 +127,7 @@ def masked_variance(x: Tokens, mask: Mask, *, unbiased: bool = True) -> Scalar:
 
 
 def sequence_sums(x: Tokens, mask: Mask, cu_seqlens: CuSeqlens | None = None) -> Sequences:
-    """Sum each sequence's tokens in the mask.
+    """Return the sum of each sequence's tokens in the mask.
 
     Args:
         x: values, packed `[T]` or padded `[B, L]`.
@@ -175,7 +175,7 @@ def sequence_log_ratio(log_ratio: Tokens, mask: Mask, cu_seqlens: CuSeqlens | No
 
 
 def to_tokens(values: Sequences, mask: Mask, cu_seqlens: CuSeqlens | None = None) -> Tokens:
-    """Put each sequence's value on each of its tokens in the mask; other tokens get 0.
+    """Return each sequence's value at each of its tokens in the mask; 0 at other tokens.
 
     Args:
         values: one value per sequence, `[N]`.
@@ -191,7 +191,7 @@ def to_tokens(values: Sequences, mask: Mask, cu_seqlens: CuSeqlens | None = None
 
 
 def sequence_index(x: Shaped[Tensor, "*tokens"], cu_seqlens: CuSeqlens | None) -> Int[Tensor, "*tokens"]:
-    """Return the number of each token's sequence; tokens after `cu_seqlens[-1]` get the number of sequences."""
+    """Return the number of each token's sequence. Tokens after `cu_seqlens[-1]` get the number of sequences."""
     check_layout(x, cu_seqlens)
     if cu_seqlens is None:
         return torch.arange(x.shape[0], device=x.device)[:, None].expand(x.shape)
@@ -200,7 +200,11 @@ def sequence_index(x: Shaped[Tensor, "*tokens"], cu_seqlens: CuSeqlens | None) -
 
 
 def check_layout(x: Shaped[Tensor, "*tokens"], cu_seqlens: CuSeqlens | None) -> None:
-    """Raise ConfigError unless `x` is packed `[T]` with `cu_seqlens`, or padded `[B, L]` without."""
+    """Check that `x` is packed `[T]` with `cu_seqlens`, or padded `[B, L]` without `cu_seqlens`.
+
+    Raises:
+        ConfigError: `x` has another number of dimensions.
+    """
     if x.dim() != (2 if cu_seqlens is None else 1):
         layout = "padded [B, L] without cu_seqlens" if cu_seqlens is None else "packed [T] with cu_seqlens"
         raise ConfigError(f"expected {layout}, found a tensor of shape {list(x.shape)}")

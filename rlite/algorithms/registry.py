@@ -1,7 +1,7 @@
-"""Algorithms by name: a table is a plain dict, and these functions add to it and look into it.
+"""Look up algorithms by name: a table is a plain dict, and these functions add to it and look into it.
 
-An algorithm is a function. Its keyword-only parameters are its options. An option that the function does not have, or
-whose value does not fit the annotation, is an error before anything is computed.
+An algorithm is a function. Its keyword-only parameters are its options. An unknown option, or a value that does not fit
+the annotation, is an error before anything is computed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 
 
 def register(table: dict[str, Algorithm], name: str, function: Algorithm) -> Algorithm:
-    """Enter a function into `table`. Raises ConfigError if another function has the name."""
+    """Return a function after adding it to a table.
+
+    Args:
+        table: functions by name.
+        name: name of the function.
+        function: the function.
+
+    Raises:
+        ConfigError: another function has the name.
+    """
     if table.setdefault(name, function) is not function:
         raise ConfigError(f"{name!r} is taken by {table[name].__module__}.{table[name].__qualname__}: choose another")
     return function
@@ -30,10 +39,10 @@ def find(table: Mapping[str, Algorithm], name: str | Algorithm, what: str) -> Al
     Args:
         table: functions by name.
         name: a name, or a function.
-        what: the kind of algorithm, for messages.
+        what: kind of the algorithm, for error messages.
 
     Raises:
-        ConfigError: the name is unknown; the message has the nearest known name.
+        ConfigError: the name is unknown. The message has the nearest known name.
     """
     if callable(name):
         return name
@@ -66,12 +75,12 @@ def check_options(
     Args:
         function: the algorithm.
         options: keyword arguments from a config.
-        what: the kind and the name of the algorithm, for messages.
+        what: kind and name of the algorithm, for error messages.
         given: names of the positional arguments that the library gives.
         reserved: names of the keyword arguments that the library gives.
 
     Raises:
-        UnknownOptionError: an option is reserved, or no keyword-only parameter of the function.
+        UnknownOptionError: an option is reserved, or not a keyword-only parameter of the function.
         ConfigError: an option's value is not of the annotated kind, or the function takes other arguments.
     """
     known = {name: kind for name, kind in options_of(function).items() if name not in reserved}
@@ -108,7 +117,7 @@ _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a value fits an annotation; every value fits an annotation that is none of the simple kinds."""
+    """Return whether a value fits an annotation. Every value fits an annotation that is not one of the simple kinds."""
     if get_origin(kind) is Literal:
         return isinstance(value, Hashable) and value in get_args(kind)
     if get_origin(kind) in (Union, types.UnionType):

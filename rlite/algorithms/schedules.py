@@ -1,4 +1,4 @@
-"""Learning-rate schedules, as pure functions of the optimizer step."""
+"""Compute learning-rate schedules, as pure functions of the optimizer step."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def lr_factor(
 
     Args:
         step: optimizer step, counted from 0.
-        schedule: how the factor falls: "constant" not at all, "linear" along a line, "cosine" along half a cosine
+        schedule: shape of the decay: "constant" none, "linear" along a line, "cosine" along half a cosine
             (arXiv:1608.03983), "polynomial" as the share of steps left to the power of `power`.
-        total_steps: this step and all after it have the factor `min_factor`.
+        total_steps: this step and all later steps have the factor `min_factor`, except with "constant".
         warmup_steps: steps of the warm-up. Step `warmup_steps` - 1 has the factor 1.
         decay_steps: steps in which the factor falls; default: all after the warm-up. With fewer it is
             warmup-stable-decay (arXiv:2404.06395).
-        warmup_from: where the warm-up starts; the first step is already above it.
-        min_factor: where the factor ends.
-        power: of "polynomial".
+        warmup_from: factor at which the warm-up starts; the first step is already above it.
+        min_factor: factor at which the decay ends.
+        power: exponent of "polynomial".
 
     Raises:
         ConfigError: the schedule is unknown.

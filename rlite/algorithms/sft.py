@@ -1,4 +1,4 @@
-"""The loss of supervised fine-tuning."""
+"""Compute the loss of supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from rlite.algorithms.shapes import Tokens
 def cross_entropy(logprobs: Tokens) -> TokenLoss:
     """Return the cross entropy of every token.
 
-    L = -log p(token), from the log-probabilities that `gather_logprobs` gives.
+    L = -log p(token), from the log-probabilities of `gather_logprobs`.
     """
     return TokenLoss(-logprobs, {})

@@ -1,7 +1,7 @@
-"""Shapes of the tensors that algorithms take and return, as annotations.
+"""Define shapes of the tensors that algorithms take and return, as annotations.
 
-Per-token tensors come in two layouts: packed `[T]` with `cu_seqlens [N + 1]`, in which sequence i is
-`x[cu_seqlens[i]:cu_seqlens[i + 1]]`, or padded `[B, L]` without `cu_seqlens`.
+Per-token tensors come in two layouts. Packed is `[T]` with `cu_seqlens [N + 1]`, in which sequence i is
+`x[cu_seqlens[i]:cu_seqlens[i + 1]]`. Padded is `[B, L]` without `cu_seqlens`.
 """
 
 from __future__ import annotations

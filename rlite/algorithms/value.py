@@ -1,4 +1,4 @@
-"""The critic's loss."""
+"""Compute the critic's loss."""
 
 from __future__ import annotations
 

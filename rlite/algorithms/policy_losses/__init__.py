@@ -1,6 +1,6 @@
-"""Policy losses: one file per loss, named after it, and the one function that calls any of them.
+"""Compute policy losses: one file per loss, named after it, and one function that calls any of them.
 
-A policy loss is a function of one `LossInputs`; its keyword parameters are its options. A loss of your own:
+A policy loss is a function of one `LossInputs`. Its keyword parameters are its options. To add a loss:
 
     @register_policy_loss("squared")
     def squared(inputs: LossInputs, *, strength: float = 1.0) -> TokenLoss:

@@ -1,4 +1,4 @@
-"""The inputs of a policy loss, and the table in which every loss registers itself."""
+"""Define the inputs of a policy loss, and the table in which every loss registers itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WeightedTokenLoss(TokenLoss):
 class LossInputs:
     """The tensors that a policy loss reads, one value per token: packed `[T]` with `cu_seqlens`, or padded `[B, L]`.
 
-    Only `logprobs` carries a gradient; the other tensors are constants and are detached here.
+    Only `logprobs` carries a gradient. The other tensors are constants and are detached here.
     """
 
     logprobs: Tokens
@@ -52,7 +52,7 @@ class LossInputs:
             object.__setattr__(self, name, None if value is None else value.detach())
 
     def log_ratio(self, limit: float = MAX_LOG_RATIO) -> Tokens:
-        """Return log(pi / pi_old) with its gradient, held between -limit and limit."""
+        """Return log(pi / pi_old) with its gradient, clamped to [-limit, limit]."""
         return (self.logprobs - self.old_logprobs).clamp(-limit, limit)
 
     def sequence_mean(self, x: Tokens) -> Tokens:
@@ -62,15 +62,23 @@ class LossInputs:
     def behaviour(self, loss: str) -> Tokens:
         """Return `behaviour_logprobs`.
 
+        Args:
+            loss: name of the loss that needs them, for the error message.
+
         Raises:
-            ConfigError: they are missing; the message names the loss that needs them.
+            ConfigError: they are missing.
         """
         if self.behaviour_logprobs is None:
             raise ConfigError(f"policy loss {loss} needs behaviour_logprobs, which LossInputs does not have here")
         return self.behaviour_logprobs
 
     def weighted(self, loss: Tokens, metrics: dict[str, Tokens]) -> WeightedTokenLoss:
-        """Return the loss multiplied by the importance weights, if there are any."""
+        """Return the loss multiplied by the importance weights, if there are any.
+
+        Args:
+            loss: loss of each token, `[T]` or `[B, L]`.
+            metrics: metrics of each token, by name.
+        """
         return WeightedTokenLoss(loss if self.weights is None else loss * self.weights, metrics)
 
 
@@ -86,15 +94,16 @@ SELECTIONS: dict[str, Selection] = {}
 def register_policy_loss(
     name: str, *, select: Selection | None = None
 ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
-    """Make a function the policy loss of this name.
+    """Register a function as the policy loss of this name.
 
-    A policy loss is a function `(inputs: LossInputs, *, ...) -> TokenLoss`. Its keyword parameters are its options; a
+    A policy loss is a function `(inputs: LossInputs, *, ...) -> TokenLoss`. Its keyword parameters are its options. A
     value is checked against the parameter's annotation.
 
     Args:
         name: the value of `actor.policy_loss.name`.
-        select: for a loss that treats a few tokens of the whole batch apart: `(inputs, **options) -> Bool`, called
-            with the whole batch and the loss's options. Each part of the batch then has its answer as
+        select: for a loss that treats a few tokens of the whole batch apart: `(inputs, **options) -> Bool`. It is
+            called
+            with the whole batch and the loss's options. Each part of the batch then has its share of the result as
             `LossInputs.selected`.
 
     Returns:
@@ -114,11 +123,18 @@ def register_policy_loss(
 
 
 def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
-    """Return `approx_kl`, k1 of the old policy against the new one, and `ratio`, of each token."""
+    """Return `approx_kl`, k1 of the old policy against the new policy, and `ratio`, of each token."""
     log_ratio = log_ratio.detach()
     return {"approx_kl": -log_ratio, "ratio": log_ratio.exp()}
 
 
 def choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
-    """Return `yes` or `no` for each token, in the dtype of `like`; torch.where alone would make float32."""
+    """Return `yes` or `no` for each token, in the dtype of `like`. torch.where alone would give float32.
+
+    Args:
+        condition: choice of each token, of any shape.
+        yes: value for true.
+        no: value for false.
+        like: tensor whose dtype the result has, of the same shape.
+    """
     return torch.where(condition, torch.full_like(like.detach(), yes), no)

@@ -1,4 +1,4 @@
-"""CISPO: the clipped ratio as a constant weight of log pi."""
+"""Compute CISPO: the clipped ratio as a constant weight of log pi."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clip-Cov: PPO without the gradient of a few tokens that make the entropy collapse."""
+"""Compute Clip-Cov: PPO without the gradient of a few tokens that make the entropy collapse."""
 
 from __future__ import annotations
 
@@ -22,10 +22,19 @@ def draw_covariant(
     cov_high: float = 5.0,
     seed: int = 0,
 ) -> Flags:
-    """Return the tokens that `clip_cov` drops; the options are those of `clip_cov`.
+    """Return the tokens that `clip_cov` drops.
 
-    Every token has a random number of its own, by `seed` and its place among the tokens in the mask. Whether one token
-    is a candidate therefore changes no other token's draw.
+    Every token has a random number of its own, determined by `seed` and its place among the tokens in the mask. One
+    token's candidacy therefore changes no other token's draw.
+
+    Args:
+        inputs: per-token tensors, `[T]` or `[B, L]`.
+        clip_low: distance of PPO's clip range below 1.
+        clip_high: distance of PPO's clip range above 1.
+        share: share of the tokens that is dropped, at least one token.
+        cov_low: lower bound of a candidate's covariance.
+        cov_high: upper bound of a candidate's covariance.
+        seed: seed of the draw.
     """
     mask, covariance = inputs.mask.bool(), covariances(inputs)
     is_clipped = clipped_surrogate(inputs.log_ratio(), inputs.advantages, clip_low, clip_high).metrics["clip_fraction"]
@@ -47,11 +56,9 @@ def clip_cov(
     cov_high: float = 5.0,
     seed: int = 0,
 ) -> TokenLoss:
-    """Return Clip-Cov's loss of every token.
+    """Return Clip-Cov's loss of every token (arXiv:2505.22617).
 
     L = PPO's clipped loss, but 0 for a few tokens with a large covariance (A - mean A)(log pi - mean log pi).
-
-    Clip-Cov, arXiv:2505.22617.
 
     Args:
         inputs: per-token tensors, `[T]` or `[B, L]`. Without `selected`, tokens are drawn from these tensors alone.
@@ -60,10 +67,10 @@ def clip_cov(
         share: share of the tokens that is dropped, at least one token. They are drawn at random from the candidates.
         cov_low: lower bound of a candidate's covariance.
         cov_high: upper bound of a candidate's covariance.
-        seed: of the draw.
+        seed: seed of the draw.
 
     Returns:
-        The loss and the metrics of `clipped_surrogate`, and `cov_clip_fraction`, the tokens that were drawn.
+        The loss and the metrics of `clipped_surrogate`, and `cov_clip_fraction`, the share of dropped tokens.
     """
     loss, metrics = clipped_surrogate(inputs.log_ratio(), inputs.advantages, clip_low, clip_high)
     selected = inputs.selected

@@ -1,4 +1,4 @@
-"""The covariance of advantage and log-probability, by which `clip_cov` and `kl_cov` choose tokens."""
+"""Compute the covariance of advantage and log-probability, by which `clip_cov` and `kl_cov` choose tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ def covariances(inputs: LossInputs) -> Tokens:
 
 
 def lowest(x: Tensor, share: float, mask: Mask) -> Flags:
-    """Return whether a token is among the `share` of the mask's tokens, but at least one, with the lowest `x`."""
+    """Return whether a token is among the tokens with the lowest `x`.
+
+    Args:
+        x: values, of any shape.
+        share: share of the mask's tokens to choose, at least one token.
+        mask: tokens that count.
+    """
     flat = x.flatten()
     count = max(int(share * int(mask.bool().count_nonzero())), 1)
     chosen = flat.topk(min(count, len(flat)), largest=False).indices

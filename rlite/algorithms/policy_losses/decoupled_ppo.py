@@ -1,4 +1,4 @@
-"""PPO with a behaviour policy apart from the trust region's centre, the proximal policy."""
+"""Compute PPO with a behaviour policy apart from the trust region's centre, the proximal policy."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ def decoupled_ppo(
 ) -> TokenLoss:
     """Return decoupled PPO's loss of every token.
 
-    L = b L_clip(rho), rho = pi / pi_old, b = pi_old / pi_behaviour without a gradient.
+    L = b L_clip(rho), rho = pi / pi_old, b = pi_old / pi_behaviour without a gradient. Sources: arXiv:2110.00641;
+    AReaL, arXiv:2505.24298.
 
-    Sources: arXiv:2110.00641; AReaL, arXiv:2505.24298.
-
-    It makes its own weights b, so that `inputs.weights` have no part in it.
+    The loss makes its own weights b and ignores `inputs.weights`.
 
     Args:
         inputs: per-token tensors, `[T]` or `[B, L]`; needs `behaviour_logprobs`.
@@ -39,11 +38,11 @@ def decoupled_ppo(
         clip_high: distance of the clip range above 1.
         dual_clip: as in `ppo_clip`.
         upper: upper bound of the statistic of b; see `behaviour_weights` for this and the following options.
-        lower: lower bound.
+        lower: lower bound of the statistic.
         metric: the statistic.
         scope: "token" or "sequence".
         action: "clamp" bounds b; "mask" drops tokens out of bounds.
-        over: how a sequence's statistic is made of its tokens'.
+        over: mean, sum or max over the sequence's tokens.
         token_weights: with scope "sequence", keep each token's own b.
 
     Returns:

@@ -1,4 +1,4 @@
-"""DPPO: a trust region by a divergence of probabilities instead of a range of ratios."""
+"""Compute DPPO: a trust region by a divergence of probabilities instead of a range of ratios."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ def dppo(
     clip_high: float = 0.15,
     ratio_cap: float = 20.0,
 ) -> TokenLoss:
-    """Return DPPO's loss of every token.
+    """Return DPPO's loss of every token (arXiv:2602.04879).
 
-    L = -M sg(min(rho, cap)) A log pi. DPPO, arXiv:2602.04879.
-
-    M = 0 for a token whose probability has moved in the direction in which A pushes it by a divergence above
-    `clip_high` (A > 0) or `clip_low` (A <= 0).
+    L = -M sg(min(rho, cap)) A log pi. M = 0 for a token whose probability has moved too far in the direction of A. Too
+    far is a divergence above `clip_high` (A > 0) or `clip_low` (A <= 0).
 
     Args:
         inputs: per-token tensors, `[T]` or `[B, L]`.
-        divergence: of the sampled token against all others: "tv" is |p - p_old|; "kl" is the KL of (p_old, 1 - p_old)
-            from (p, 1 - p), for which 0.05 is a bound of the same order as 0.15 for "tv".
+        divergence: divergence of the sampled token against all others. "tv" is |p - p_old|. "kl" is the KL of
+            (p_old, 1 - p_old) from (p, 1 - p). A bound of 0.05 for "kl" is of the same order as 0.15 for "tv".
         clip_low: bound of the divergence for A <= 0.
         clip_high: bound of the divergence for A > 0.
         ratio_cap: upper bound of the weight rho.

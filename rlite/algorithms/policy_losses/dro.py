@@ -1,4 +1,4 @@
-"""DRO: a quadratic penalty in place of the clip."""
+"""Compute DRO: a quadratic penalty in place of the clip."""
 
 from __future__ import annotations
 

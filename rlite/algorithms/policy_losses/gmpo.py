@@ -1,4 +1,4 @@
-"""GMPO: the geometric mean of a sequence's clipped ratios."""
+"""Compute GMPO: the geometric mean of a sequence's clipped ratios."""
 
 from __future__ import annotations
 

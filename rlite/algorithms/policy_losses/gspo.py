@@ -1,4 +1,4 @@
-"""GSPO: PPO's clip on the ratio of a whole sequence."""
+"""Compute GSPO: PPO's clip on the ratio of a whole sequence."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from rlite.algorithms.reduce import TokenLoss
 def gspo(
     inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4, dual_clip: float | None = None
 ) -> TokenLoss:
-    """Return GSPO-token's loss of every token.
+    """Return GSPO-token's loss of every token (arXiv:2507.18071).
 
     L_t = -min(s A_t, clip(s, 1 - low, 1 + high) A_t), s = (pi(y) / pi_old(y))^(1 / |y|).
 
-    GSPO-token, arXiv:2507.18071. Each token carries its own share of the gradient, s_t = sg(s) pi_t / sg(pi_t). With
-    one advantage per sequence it is GSPO, value and gradient. The paper averages by sequence. Averaged by "constant"
-    with length 1 it is LUSPO, without
+    Each token carries its own share of the gradient, s_t = sg(s) pi_t / sg(pi_t). With one advantage per sequence it is
+    GSPO, value and gradient. The paper averages by sequence. Averaged by "constant" with length 1 it is LUSPO, without
     the bias to short answers.
 
     Args:

@@ -1,4 +1,4 @@
-"""KL-Cov: a KL penalty on a few tokens that make the entropy collapse."""
+"""Compute KL-Cov: a KL penalty on a few tokens that make the entropy collapse."""
 
 from __future__ import annotations
 

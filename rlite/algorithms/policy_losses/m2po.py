@@ -1,4 +1,4 @@
-"""M2PO: no clip, but without the tokens that the old policy has taken too far from the behaviour policy."""
+"""Compute M2PO: no clip, but without tokens that are too far from the behaviour policy."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def m2po(inputs: LossInputs, *, threshold: float = 0.04) -> TokenLoss:
 
 @torch.no_grad()
 def second_moment_mask(log_ratio: Tokens, mask: Mask, *, threshold: float) -> Flags:
-    """Drop the fewest tokens, with the largest (log ratio)^2, that bring the mean of the others under a bound.
+    """Return the mask without the fewest tokens that bring the mean of the others' (log ratio)^2 under a bound.
 
-    M2PO, arXiv:2510.01161.
+    The dropped tokens have the largest (log ratio)^2. M2PO, arXiv:2510.01161.
 
     Args:
         log_ratio: log probability ratio of each token, `[T]` or `[B, L]`.

@@ -1,4 +1,4 @@
-"""PPO's clipped surrogate."""
+"""Compute PPO's clipped surrogate."""
 
 from __future__ import annotations
 

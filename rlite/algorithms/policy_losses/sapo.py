@@ -1,4 +1,4 @@
-"""SAPO: a smooth gate in place of the clip."""
+"""Compute SAPO: a smooth gate in place of the clip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""VESPO: a soft gate on the importance weight of a whole sequence."""
+"""Compute VESPO: a soft gate on the importance weight of a whole sequence."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Losses over pairs of a chosen and a rejected response (`dpo`, `reward_model`), and over single responses (`kto`).
+"""Compute losses over pairs of a chosen and a rejected response, and over single responses.
 
-`preference_loss` calls any loss of the DPO family. A loss of your own:
+Pairs: `dpo` and `reward_model`; single responses: `kto`. `preference_loss` calls any loss of the DPO family. To add a
+loss:
 
     @register_preference_loss("squared_margin")
     def squared_margin(chosen, rejected, *, beta, target: float = 1.0):
@@ -53,13 +54,14 @@ def preference_loss(
 
     Args:
         chosen_logps: sum of log-probabilities over the chosen response, `[P]`.
-        rejected_logps: over the rejected response.
-        ref_chosen_logps: over the chosen response under the reference.
-        ref_rejected_logps: over the rejected response under the reference.
-        loss: a name of `PREFERENCE_LOSSES`, a function like them, or a weighted sum of several, `{"sigmoid": 0.8,
-            "bco": 0.2}` as in mixed preference optimisation (arXiv:2411.10442).
+        rejected_logps: sum over the rejected response, `[P]`.
+        ref_chosen_logps: sum over the chosen response under the reference, `[P]`.
+        ref_rejected_logps: sum over the rejected response under the reference, `[P]`.
+        loss: a name of `PREFERENCE_LOSSES`, a function with the same signature, or a weighted sum of several,
+            `{"sigmoid": 0.8, "bco": 0.2}` as in mixed preference optimisation (arXiv:2411.10442).
         beta: strength of the tie to the reference.
-        divergence: from the reference. The implicit reward is its derivative: log u for the reverse KL, which is DPO's,
+        divergence: divergence from the reference. The implicit reward is its derivative: log u for the reverse KL
+            (DPO's),
             1 - 1/u for the forward KL, log 2u / (1 + u) for Jensen-Shannon (f-DPO, arXiv:2309.16240).
         chosen_lengths: tokens of the chosen response, `[P]`. With `rejected_lengths`, log ratios are divided by them.
         rejected_lengths: tokens of the rejected response, `[P]`.
@@ -67,10 +69,10 @@ def preference_loss(
 
     Returns:
         The loss, and the metrics `chosen_rewards` and `rejected_rewards` (the implicit rewards beta (logp - ref)),
-        `accuracy` and `margin`, whatever the loss.
+        `accuracy` and `margin`. The metrics do not depend on the loss.
 
     Raises:
-        ConfigError: an unknown loss or divergence, or only one of the two lengths.
+        ConfigError: the loss or the divergence is unknown, or only one of the two lengths is given.
         UnknownOptionError: the loss has no such option.
     """
     chosen = chosen_logps - ref_chosen_logps.detach()
@@ -111,26 +113,28 @@ def dpo_sigmoid(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> PairLoss:
-    """Return DPO's loss of every pair, by `preference_loss` with "sigmoid".
+    """Return DPO's loss of every pair, by `preference_loss` with "sigmoid". DPO, arXiv:2305.18290, eq. 7.
 
     L = -log sigmoid(beta [(logp_c - ref_c) - (logp_r - ref_r)]).
 
-    DPO, arXiv:2305.18290, eq. 7.
-
     Args:
         chosen_logps: sum of log-probabilities over the chosen response, `[P]`.
-        rejected_logps: over the rejected response.
-        ref_chosen_logps: over the chosen response under the reference.
-        ref_rejected_logps: over the rejected response under the reference.
+        rejected_logps: sum over the rejected response, `[P]`.
+        ref_chosen_logps: sum over the chosen response under the reference, `[P]`.
+        ref_rejected_logps: sum over the rejected response under the reference, `[P]`.
         beta: strength of the tie to the reference.
-        label_smoothing: of conservative DPO.
+        label_smoothing: label smoothing of conservative DPO.
     """
     sums = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
     return preference_loss(*sums, beta=beta, options={"label_smoothing": label_smoothing})
 
 
 def _implicit_reward(log_ratio: Tensor, divergence: Divergence) -> Tensor:
-    """Return f'(u) up to a constant, u = exp(log ratio), for the f of the divergence."""
+    """Return f'(u) up to a constant, u = exp(log ratio), for the f of the divergence.
+
+    Raises:
+        ConfigError: the divergence is unknown.
+    """
     if divergence == "forward_kl":
         return 1 - torch.exp(-log_ratio)
     if divergence == "js":

@@ -1,4 +1,4 @@
-"""The results of preference losses, and the table of the DPO family."""
+"""Define the results of preference losses, and the table of the DPO family."""
 
 from __future__ import annotations
 
@@ -37,16 +37,23 @@ PREFERENCE_LOSSES: dict[str, PreferenceLossFunction] = {}
 
 
 def register_preference_loss(name: str) -> Callable[[PreferenceLossFunction], PreferenceLossFunction]:
-    """Make a function the preference loss of this name. Raises ConfigError if the name is taken.
+    """Return a decorator that registers a function as the preference loss of this name.
 
     A preference loss is a function `(chosen, rejected, *, beta, ...) -> loss` of the two log ratios to the reference
-    `[P]`; its other keyword parameters are its options.
+    `[P]`. Its other keyword parameters are its options. If the name is taken, the decorator raises ConfigError.
     """
     return partial(register, PREFERENCE_LOSSES, name)
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """Return both rewards of each pair, whether the chosen one is larger (`accuracy`), and by how much (`margin`)."""
+    """Return `chosen_rewards`, `rejected_rewards`, `accuracy` and `margin` of each pair.
+
+    `accuracy` is 1 if the chosen reward is larger, and `margin` is the difference.
+
+    Args:
+        chosen: reward of the chosen response, `[P]`.
+        rejected: reward of the rejected response, `[P]`.
+    """
     chosen, rejected = chosen.detach(), rejected.detach()
     return {
         "chosen_rewards": chosen,

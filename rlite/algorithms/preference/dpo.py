@@ -1,7 +1,7 @@
-"""The DPO family: losses of the log ratios of a chosen and a rejected response, log pi - log ref, one value per pair.
+"""Compute losses of the DPO family from the log ratios of a chosen and a rejected response, one value per pair.
 
-`preference_loss` makes the log ratios, and applies another divergence or length normalisation to them. Below, c and r
-are the two log ratios, d = c - r and b = beta.
+A log ratio is log pi - log ref. `preference_loss` makes the log ratios, and applies another divergence or length
+normalisation to them. Below, c and r are the two log ratios, d = c - r and b = beta.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def dpo(chosen: Pairs, rejected: Pairs, *, beta: float, label_smoothing: float =
         beta: strength of the tie to the reference.
         label_smoothing: e of conservative DPO, (1 - e) L(d) + e L(-d) (Mitchell 2023, "A note on DPO with noisy
             preferences").
-        margin: with lengths, a margin and a reference of 0 it is SimPO (arXiv:2405.14734).
+        margin: subtracted from b d. With lengths, a margin and a reference of 0 it is SimPO (arXiv:2405.14734).
     """
     logits = beta * (chosen - rejected) - margin
     return -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)
@@ -50,7 +50,7 @@ def robust_dpo(chosen: Pairs, rejected: Pairs, *, beta: float, label_smoothing: 
         label_smoothing: e, the share of flipped labels for which the loss is unbiased.
 
     Raises:
-        ConfigError: unless 0 <= e < 1/2.
+        ConfigError: `label_smoothing` is not in [0, 1/2).
     """
     if not 0 <= label_smoothing < 0.5:
         raise ConfigError(f"label_smoothing={label_smoothing}: expected a share of flipped labels under one half")
@@ -91,18 +91,16 @@ def ipo(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
 def exo(chosen: Pairs, rejected: Pairs, *, beta: float, label_smoothing: float = 1e-3) -> Pairs:
     """Return EXO's loss of every pair.
 
-    L = KL(sigmoid(b d) || 1 - e): the reverse KL of the policy's preference from the labels'.
-
-    EXO, arXiv:2402.00856.
+    L = KL(sigmoid(b d) || 1 - e): the reverse KL of the policy's preference from the labels'. EXO, arXiv:2402.00856.
 
     Args:
         chosen: log ratio of the chosen response, `[P]`.
         rejected: log ratio of the rejected response, `[P]`.
         beta: strength of the tie to the reference.
-        label_smoothing: e.
+        label_smoothing: e, the share of flipped labels.
 
     Raises:
-        ConfigError: unless 0 < e < 1.
+        ConfigError: `label_smoothing` is not in (0, 1).
     """
     if not 0 < label_smoothing < 1:
         raise ConfigError(f"label_smoothing={label_smoothing}: EXO compares with labels between 0 and 1")
@@ -135,7 +133,7 @@ def bco(chosen: Pairs, rejected: Pairs, *, beta: float, shift: float = 0.0) -> P
         chosen: log ratio of the chosen response, `[P]`.
         rejected: log ratio of the rejected response, `[P]`.
         beta: strength of the tie to the reference.
-        shift: in the paper the running mean of the rewards.
+        shift: offset of the rewards; in the paper their running mean.
     """
     return -logsigmoid(beta * chosen - shift) - logsigmoid(shift - beta * rejected)
 
@@ -215,17 +213,18 @@ def aot_loss(
 ) -> PairLoss:
     """Return DPO's loss on sorted values, so that one distribution comes to dominate another. AOT, arXiv:2406.05882.
 
-    It compares quantiles over the pairs that it is given. A batch split into microbatches would have another loss, so
-    AOT is not in `PREFERENCE_LOSSES`. The metrics are the pairs' own.
+    The loss compares quantiles over the pairs of one call. A batch split into microbatches would have another loss, so
+    AOT is not in `PREFERENCE_LOSSES`. The metrics are computed per pair, without sorting.
 
     Args:
         chosen_logps: sum of log-probabilities over the chosen response, `[P]`.
-        rejected_logps: over the rejected response.
-        ref_chosen_logps: over the chosen response under the reference.
-        ref_rejected_logps: over the rejected response under the reference.
+        rejected_logps: sum over the rejected response, `[P]`.
+        ref_chosen_logps: sum over the chosen response under the reference, `[P]`.
+        ref_rejected_logps: sum over the rejected response under the reference, `[P]`.
         beta: strength of the tie to the reference.
         label_smoothing: as in `dpo`.
-        paired: compare the policy's margins with the reference's; otherwise the chosen log ratios with the rejected.
+        paired: compare the policy's margins with the reference's. Otherwise compare the chosen log ratios with the
+            rejected log ratios.
     """
     chosen, rejected = chosen_logps - ref_chosen_logps.detach(), rejected_logps - ref_rejected_logps.detach()
     if paired:
@@ -244,7 +243,7 @@ def desensitised_sums(
     tail_weight: float,
     cu_seqlens: CuSeqlens | None = None,
 ) -> Sequences:
-    """Sum each sequence's log-probabilities, with another weight for its tail. LD-DPO, arXiv:2409.06411.
+    """Return each sequence's sum of log-probabilities, with another weight for its tail. LD-DPO, arXiv:2409.06411.
 
     Args:
         logprobs: log-probability of each token, `[T]` or `[B, L]`.

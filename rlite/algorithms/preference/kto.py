@@ -1,4 +1,4 @@
-"""KTO: preferences on responses without pairs."""
+"""Compute KTO: preferences on responses without pairs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> ResponseLoss:
-    """Return KTO's loss of every response.
+    """Return KTO's loss of every response (arXiv:2402.01306).
 
     L = w (1 - sigmoid(+-beta [logp - ref - kl])), + for a desirable response, - for the others.
 
-    KTO, arXiv:2402.01306.
-
     Args:
         logps: sum of log-probabilities over each response, `[R]`.
-        ref_logps: the same under the reference.
+        ref_logps: sum of log-probabilities over each response under the reference, `[R]`.
         is_desirable: 1 for a desirable response, `[R]`.
         kl: `kto_reference_point`; 0 is the unpaired form of APO-zero (arXiv:2408.06266).
         beta: strength of the tie to the reference.

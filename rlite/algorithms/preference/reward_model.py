@@ -1,4 +1,4 @@
-"""The loss of reward models."""
+"""Compute the loss of reward models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def reward_model_loss(
     Args:
         chosen_scores: r_c, `[P]`.
         rejected_scores: r_r, `[P]`.
-        margin: of Llama 2 (arXiv:2307.09288, eq. 2), `[P]`.
+        margin: margin of Llama 2 (arXiv:2307.09288, eq. 2), `[P]`.
         center_coefficient: k, which keeps scores near 0 (arXiv:2312.09244).
     """
     difference = chosen_scores - rejected_scores
