@@ -33,7 +33,7 @@ Metric = Literal["ratio", "k1", "k2", "k3", "tv", "binary_kl"]
 Over = Literal["mean", "sum", "max"]
 
 _MAX_LOG_RATIO = 20.0
-"""its exponential, squared, is finite in float32"""
+"""bound of a log ratio; the square of its exponential is finite in float32"""
 
 
 class BehaviourWeights(NamedTuple):

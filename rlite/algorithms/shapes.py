@@ -16,7 +16,7 @@ Mask = Shaped[Tensor, "*tokens"]
 Flags = Bool[Tensor, "*tokens"]
 """True or False per token"""
 CuSeqlens = Int[Tensor, " sequences+1"]
-"""where each sequence of a pack begins, and where the last one ends"""
+"""boundaries of the sequences of a pack: the start of each, and the end of the last"""
 Sequences = Float[Tensor, " sequences"]
 """one number per sequence, `[N]`"""
 GroupIds = Int[Tensor, " sequences"]

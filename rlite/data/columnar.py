@@ -21,7 +21,7 @@ from rlite.sandbox.errors import SandboxError
 from rlite.sandbox.function import stream
 
 ROWS = 1024
-"""of a batch"""
+"""rows of a batch"""
 PIECE = 1 << 20
 """bytes that the reader sends at a time"""
 

@@ -32,14 +32,14 @@ class Code:
     key: bytes
     blob: bytes
     what: str = "the function"
-    """its name in error messages"""
+    """name of the function in error messages"""
     errors: ErrorKinds = field(default_factory=lambda: SANDBOX_ERRORS)
     max_answer: int = MAX_ANSWER
     """raw bytes that an answer may have"""
     seconds: float = float("inf")
     """running mean of the duration of a call; unknown at first"""
     is_alone: bool = False
-    """its calls change state that they share with others"""
+    """set if the function's calls change state that they share with other calls"""
     num_forks: int = 0
     """next calls that run in forks"""
     num_timeouts: int = 0

@@ -32,7 +32,7 @@ LOAD_TIMEOUT = 120.0
 SEND_TIMEOUT = 10.0
 """seconds in which an idle process must take a message, and judge its state after its last answer"""
 EXIT_CODES = range(1 - signal.NSIG, 256)
-"""of processes; a negative one is that of a signal"""
+"""exit codes of processes; a negative code is a signal's number"""
 KILL_TIMEOUT = 5.0
 """seconds in which a killed process must be gone; one that is not is left to the kernel"""
 

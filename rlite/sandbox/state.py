@@ -31,7 +31,7 @@ def _set_environment(saved: dict[str, str]) -> None:
 
 
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""how to read and to write a setting"""
+"""functions that read and write a setting"""
 
 
 def _of_each(numbers: Sequence[int], get: Callable[[int], Any], put: Callable[[int, Any], Any]) -> Setting:

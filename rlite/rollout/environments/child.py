@@ -37,11 +37,11 @@ class Turn(NamedTuple):
     """The answer of an environment to one action of the model."""
 
     observation: str | None
-    """what the model reads next; None: the row's prompt after a reset, nothing after a step"""
+    """text that the model reads next; None: the row's prompt after a reset, nothing after a step"""
     reward: float = 0.0
-    """of the model's turn: what is learnt from"""
+    """reward of the model's turn, used for training"""
     score: float = 0.0
-    """of the model's turn: what is logged"""
+    """score of the model's turn, used for logging"""
     is_done: bool = False
 
 

@@ -28,7 +28,7 @@ class GymEpisode:
     """An environment that has been reset."""
 
     observation: str | None
-    """what it said first"""
+    """first observation"""
     step: Callable[[str], Awaitable[Turn]]
     """takes an action"""
 

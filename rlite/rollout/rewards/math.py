@@ -14,7 +14,7 @@ except ImportError:
     math_verify = None
 
 MAX_CHARACTERS = 2000
-"""of a completion that are read, from its end: the search for an answer takes quadratic time"""
+"""characters read at the end of a completion, because the search for an answer takes quadratic time"""
 
 
 def math_verify_reward(

@@ -8,7 +8,7 @@ from typing import Any
 from rlite.data.reasoning import verify
 
 MAX_CHARACTERS = 20_000
-"""of an answer that are read; those of the tasks are far shorter"""
+"""characters of an answer that are read; the tasks' answers are far shorter"""
 
 
 def reasoning_gym_reward(
