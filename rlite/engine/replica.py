@@ -55,11 +55,11 @@ class OutstandingTokens:
 
 @dataclass(eq=False)
 class InFlightRequest:
-    """A request on its way: the tokens that have arrived, and who waits for the end."""
+    """A request in flight: the tokens that have arrived, and the future of its caller."""
 
     request: SequenceRequest
     on_chunk: Callable[[TokenChunk], object] | None = None
-    """called with every chunk in the thread that delivers it; what it raises ends this request"""
+    """called with every chunk in the thread that delivers it; an exception ends this request"""
     done: Future[InFlightRequest] = field(default_factory=lambda: _running_future())
     started: float = field(default_factory=time.perf_counter)
     first_token: float = 0.0
@@ -72,20 +72,20 @@ class InFlightRequest:
     """columns with an entry for each token"""
     finish_reason: StopReason = "abort"
     is_cancelled: bool = False
-    """nobody waits for more"""
+    """the caller waits for no more tokens"""
     _outstanding: OutstandingTokens | None = None
 
     def remaining_request(self) -> SequenceRequest:
-        """Return the request as a replica gets it: with the tokens that a lost replica has made, if there are any."""
+        """Return the request for a replica, with the tokens that a lost replica has generated, if there are any."""
         return replace(self.request, output_ids=list(self.token_ids)) if self.token_ids else self.request
 
     @property
     def cost(self) -> int:
-        """Tokens that this request may still need."""
+        """Number of tokens that this request may still need."""
         return len(self.request.input_ids) + self.request.gconfig.max_new_tokens - len(self.token_ids)
 
     def count_at(self, outstanding: OutstandingTokens | None) -> None:
-        """Count the cost at this replica's counter, and no longer at the one before."""
+        """Add the cost to this replica's counter, and remove it from the previous replica's counter."""
         if self._outstanding is not None:
             self._outstanding.add(-self.cost)
         self._outstanding = outstanding
@@ -93,7 +93,11 @@ class InFlightRequest:
             outstanding.add(self.cost)
 
     def take(self, chunk: TokenChunk) -> bool:
-        """Append a chunk; return whether the request has ended."""
+        """Append a chunk.
+
+        Returns:
+            Whether the request has ended.
+        """
         num = len(chunk.token_ids)
         if num and not self.token_ids:
             self.first_token = time.perf_counter()
@@ -120,7 +124,7 @@ class InFlightRequest:
         return self.done.done()
 
     def abort(self) -> None:
-        """Answer with the tokens that have arrived, without asking the replica."""
+        """End the request with the tokens that have arrived, without asking the replica."""
         self.take(
             TokenChunk(
                 request_id=self.request.request_id,
@@ -133,7 +137,7 @@ class InFlightRequest:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Answer with an error, unless the request has ended."""
+        """End the request with an error, unless it has ended."""
         if not self.done.done():
             self._end()
             self.done.set_exception(error)
@@ -151,11 +155,11 @@ def _running_future() -> Future[InFlightRequest]:
 
 
 class InFlightTable:
-    """The requests of one replica that have not ended, by number. Any thread may call its methods."""
+    """The requests of one replica that have not ended, by number. Its methods are thread-safe."""
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
-        """why no request is taken in any more"""
+        """the reason why no request is accepted any more"""
         self._requests: dict[int, InFlightRequest] = {}
         self._lock = threading.Lock()
 
@@ -163,14 +167,22 @@ class InFlightTable:
         return len(self._requests)
 
     def add(self, requests: Sequence[InFlightRequest]) -> bool:
-        """Take requests in; return False, and take none, if the replica has failed."""
+        """Add requests.
+
+        Returns:
+            False, with nothing added, if the replica has failed.
+        """
         with self._lock:
             if self.failure is None:
                 self._requests.update({request.request.request_id: request for request in requests})
             return self.failure is None
 
     def take(self, chunks: Sequence[TokenChunk]) -> list[int]:
-        """Hand chunks to their requests; return the numbers of requests that ended here, but not at their maker's."""
+        """Pass chunks to their requests.
+
+        Returns:
+            Numbers of requests that ended here while the worker still runs them.
+        """
         left = []
         for chunk in chunks:
             is_last = chunk.finish_reason is not None or chunk.error is not None
@@ -186,7 +198,11 @@ class InFlightTable:
             return self._requests.pop(number, None)
 
     def cancel(self, request_ids: Collection[int] | None) -> list[int]:
-        """Mark requests as cancelled, all of them for None; return the numbers of those that are here."""
+        """Mark requests as cancelled; None marks all.
+
+        Returns:
+            The numbers of marked requests.
+        """
         with self._lock:
             here = [n for n in (self._requests if request_ids is None else request_ids) if n in self._requests]
             for number in here:
@@ -194,14 +210,22 @@ class InFlightTable:
             return here
 
     def clear(self, failure: Exception | None = None) -> list[InFlightRequest]:
-        """Give up all requests and return them; with a failure, take in nothing more."""
+        """Remove all requests. With a failure, accept no more requests.
+
+        Returns:
+            The removed requests.
+        """
         with self._lock:
             self.failure = self.failure or failure
             requests, self._requests = list(self._requests.values()), {}
             return requests
 
     def fail(self, error: Exception) -> list[InFlightRequest]:
-        """Take in nothing more; end cancelled requests with their tokens, and return the others."""
+        """Accept no more requests and end cancelled requests with their tokens.
+
+        Returns:
+            The other requests, which have not ended.
+        """
         requests = self.clear(error)
         for request in requests:
             if request.is_cancelled:
@@ -212,8 +236,8 @@ class InFlightTable:
 class Replica(Resident, Protocol):
     """One served copy of the model, as the engine sees it.
 
-    The engine calls `pause` before it moves the replica, writes its weights or drops its requests. Calls that may take
-    long return when they are done; the engine runs those of several replicas at once.
+    The engine calls `pause` before it moves the replica, writes its weights or drops its requests. Slow calls return
+    when they are done. The engine calls several replicas in parallel.
     """
 
     executor: Executor
@@ -228,9 +252,9 @@ class Replica(Resident, Protocol):
         """Number of requests that have not ended."""
 
     def submit(self, requests: Sequence[InFlightRequest]) -> bool:
-        """Begin requests, each after its `output_ids`; return at once, False if the replica has failed.
+        """Start requests, each after its `output_ids`, and return at once; return False if the replica has failed.
 
-        Every chunk of tokens goes to `InFlightRequest.take`, the last one with a finish_reason or an error. Requests
+        Every chunk of tokens goes to `InFlightRequest.take`. The last chunk has a finish_reason or an error. Requests
         that are submitted while the replica is paused wait.
         """
 
@@ -238,17 +262,17 @@ class Replica(Resident, Protocol):
         """Ask for requests to end with their tokens so far and the reason "abort"; return at once.
 
         Args:
-            request_ids: numbers, some of which may not be here; None is all requests.
+            request_ids: request numbers. Unknown numbers are ignored; None is all requests.
         """
 
     def pause(self) -> None:
-        """Rest at a token boundary; return when no token is being made and cancelled requests have ended."""
+        """Rest at a token boundary. Return when no token is being generated and cancelled requests have ended."""
 
     def resume(self) -> None:
-        """Go on after `pause`. Requests continue from their tokens; new weights mean that their cache is recomputed."""
+        """Continue after `pause`. Requests continue from their tokens. After new weights their cache is recomputed."""
 
     def drop(self, error: BaseException) -> None:
-        """End every request with this error. The replica is paused and goes on to serve."""
+        """End every request with this error. The replica is paused and stays usable."""
 
     def load_weights(self, path: str | None) -> None:
         """Read weights from a checkpoint of the same model; None is the engine's own."""
@@ -257,10 +281,10 @@ class Replica(Resident, Protocol):
         """Stamp tokens with this policy version from now on."""
 
     def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
-        """Return log_softmax(logits) of every token but the first of each prompt; `has_prompt_logprobs` promises it."""
+        """Return log_softmax(logits) of every token but the first of each prompt; requires `has_prompt_logprobs`."""
 
     def close(self) -> None:
-        """Make no more tokens; end requests in flight with an error. The workers end afterwards."""
+        """Stop generating and end requests in flight with an error. The workers end afterwards."""
 
 
 OnFailure = Callable[[Replica, list[InFlightRequest], Exception], None]
@@ -284,11 +308,11 @@ class WorkerReplica:
         self.executor = executor
 
     def check(self) -> None:
-        """Raise why the workers serve no more."""
+        """Raise the failure of workers that no longer serve."""
         self.executor.check()
 
     def to_device(self, what: Part) -> None:
-        """Bring a part to the device."""
+        """Move a part to the device."""
         self.executor.to_device(what)
 
     def to_cpu(self) -> None:
@@ -296,7 +320,7 @@ class WorkerReplica:
         self.executor.to_cpu()
 
     def to_meta(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self.executor.to_meta()
 
     def memory_bytes(self) -> list[dict[str, int]]:
@@ -304,7 +328,7 @@ class WorkerReplica:
         return self.executor.memory_bytes()
 
     def weights_changed(self, version: int) -> None:
-        """Take written weights into use."""
+        """Serve newly written weights."""
         self.executor.weights_changed(version)
 
     def load_weights(self, path: str | None) -> None:
@@ -316,7 +340,11 @@ class WorkerReplica:
         self.executor.call(ServingWorker.set_version, version)
 
     def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
-        """Raise: a replica that has prompt log-probabilities overrides this."""
+        """Refuse: replicas with prompt log-probabilities override this method.
+
+        Raises:
+            NotImplementedError: always.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no prompt log-probabilities")
 
 
@@ -324,12 +352,12 @@ class WorkerReplica:
 class InferenceBackend(Backend):
     """An inference executor, as `register_executor("inference", NAME, ...)` takes it.
 
-    `options` has at least the fields of `COMMON_OPTIONS`. `worker` makes a process's part from the checkpoint's path;
-    what the worker offers beside the methods of `Worker` is between it and its replica.
+    `options` has at least the fields of `COMMON_OPTIONS`. `worker` makes a process's part from the checkpoint's path.
+    Its methods beyond `Worker` are private to the worker and its replica.
     """
 
     replica: Callable[[Executor, Any, OnFailure], Replica]
-    """replica(executor, options, on_failure) in the driver, when the workers stand"""
+    """replica(executor, options, on_failure) in the driver, after the workers are ready"""
     check: Callable[[str, int], None] | None = None
     """check(path, tensor_parallel_size) in the driver, before any process starts; raises ConfigError for a checkpoint
     that the executor cannot serve"""

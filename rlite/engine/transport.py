@@ -1,4 +1,4 @@
-"""The worker side of weight sync: say what lies where, and bring boxes of tensors from one process to another.
+"""The worker side of weight sync: describe layouts, and move boxes of tensors from one process to another.
 
 These functions run in worker processes, on a source worker, a target worker, or both when one process hosts both.
 """
@@ -42,19 +42,20 @@ class Place:
 
     @property
     def end(self) -> tuple[int, ...]:
+        """Index after the last element of the box, per dimension."""
         return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What one worker holds: its places by tensor name, and where that memory is."""
+    """Tensors that one worker holds: its places by tensor name, and the host and process of their memory."""
 
     places: dict[str, Place]
     host: str
     aliases: dict[str, str] = field(default_factory=dict)
     """other names of tied tensors, to the name in `places`"""
     handles: dict[str, Any] | None = field(default=None, compare=False)
-    """how a process on `host` reads each place where it lies, if it was asked for"""
+    """handles by which a process on `host` reads each place, if requested"""
     process: str = field(default="", compare=False)
     """`process_identity` of the worker's process"""
 
@@ -72,7 +73,13 @@ class Piece:
 
 @torch.no_grad()
 def describe(worker: SourceWorker | Worker, is_source: bool, is_shared: bool) -> Layout:
-    """The places that a source offers or a target wants written; a source's with handles if `is_shared`."""
+    """Return the places that a source offers or a target receives.
+
+    Args:
+        worker: the worker to describe.
+        is_source: whether the worker is a source.
+        is_shared: add handles to a source's places.
+    """
     if not is_source:
         places = {name: _place(shard) for name, shard in worker.parameter_shards().items()}
         return Layout(places, host_identity(), process=process_identity())
@@ -112,14 +119,15 @@ _numbers = itertools.count()
 def share(
     worker: SourceWorker, names: Sequence[str] | None, is_gathered: bool, readers: Collection[str]
 ) -> dict[str, Any]:
-    """Return handles by which the readers, processes of this machine, read this worker's tensors where they lie.
+    """Return handles by which processes of this machine read this worker's tensors in place.
 
     Args:
+        worker: the source worker.
         names: tensors to share; None is all.
-        is_gathered: first gather each whole tensor from all ranks of the source (a collective): CUDA workers see only
-            their own device, so a target there cannot read another one's shard.
-        readers: `process_identity` of each process that reads some of the tensors. Without any, nothing is shared. On
-            a GPU there is at most one: a CUDA IPC handle that nobody opens, or that is opened twice, is never freed.
+        is_gathered: first gather each whole tensor from all ranks of the source (a collective). CUDA workers see only
+            their own device, so a target there cannot read another device's shard.
+        readers: `process_identity` of each process that reads some of the tensors. Without any, nothing is shared. On a
+            GPU there is at most one: a CUDA IPC handle that nobody opens, or that is opened twice, is never freed.
     """
     shards = worker.served_shards(has_values=not is_gathered)
     wanted = shards if names is None else names
@@ -131,7 +139,10 @@ def share(
 
 
 def unshare(worker: SourceWorker) -> None:
-    """Forget what `share` offered: every reader is done. On CPU, staging memory stays for the next sync."""
+    """Drop the tensors that `share` offered, after every reader is done.
+
+    On CPU, staging memory stays for the next sync.
+    """
     if not isinstance(worker.staged, SharedArena):
         worker.staged = None
     if torch.cuda.is_initialized():
@@ -177,7 +188,16 @@ _reader = ArenaReader()
 
 @torch.no_grad()
 def read(worker: Worker, pieces: Sequence[Piece], handles: Sequence[dict[str, Any]]) -> int:
-    """Copy pieces into the target's tensors from where they lie; returns bytes written."""
+    """Copy pieces from shared memory into the target's tensors.
+
+    Args:
+        worker: the target worker.
+        pieces: pieces to copy.
+        handles: handles of each source, by tensor name.
+
+    Returns:
+        The number of bytes written.
+    """
     shards = worker.parameter_shards()
     written = 0
     devices = DeviceReader()
@@ -191,7 +211,11 @@ def read(worker: Worker, pieces: Sequence[Piece], handles: Sequence[dict[str, An
 
 
 def open_handle(handle: Any, devices: DeviceReader) -> Tensor:
-    """Return the tensor that a handle of `share` leads to, to be read only."""
+    """Return the read-only tensor of a handle of `share`.
+
+    Raises:
+        RuntimeError: the handle is valid only in another process.
+    """
     if isinstance(handle, SharedBlock):
         return _reader.view(handle)
     if not isinstance(handle, OwnTensor):
@@ -206,7 +230,7 @@ def open_handle(handle: Any, devices: DeviceReader) -> Tensor:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some boxes of one source that travel in one broadcast."""
+    """Boxes of one source that travel in one broadcast."""
 
     source: int
     names: tuple[str, ...]
@@ -214,12 +238,13 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
+        """Size of the buffer in bytes."""
         return sum(aligned_bytes(place.shape, place.dtype) for place in self.places)
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the processes of two engines meet, once for all syncs between them."""
+    """Rendezvous of the processes of two engines, used by all syncs between them."""
 
     ip: str
     port: int
@@ -229,7 +254,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """What every process of a broadcast sync knows: its process group, and which bucket comes when, from whom."""
+    """The plan of a broadcast sync: its process group, and the order and sources of its buckets."""
 
     meeting: Meeting
     buckets: tuple[Bucket, ...]
@@ -238,7 +263,7 @@ class Broadcast:
 
 
 _groups: dict[Meeting, Any] = {}
-"""process groups that this process is in; making one anew for every sync would cost more than the sync"""
+"""process groups of this process; making a new group costs more than a sync"""
 
 
 @torch.no_grad()
@@ -250,7 +275,19 @@ def take_part(
     source_index: int | None,
     pieces: Sequence[Piece],
 ) -> int:
-    """Send this process's buckets, receive the others', and copy what the target needs; returns bytes written."""
+    """Send this process's buckets, receive the other buckets, and copy pieces into the target.
+
+    Args:
+        source: the source worker in this process, if any.
+        target: the target worker in this process, if any.
+        plan: plan of the sync, equal in all processes.
+        rank: rank of this process in the process group.
+        source_index: index of the source worker in its copy of the model, None without one.
+        pieces: pieces that the target needs.
+
+    Returns:
+        The number of bytes written.
+    """
     device = next(iter((source or target).parameter_shards().values())).tensor.device  # type: ignore[union-attr]
     try:
         if plan.meeting not in _groups:
@@ -276,7 +313,7 @@ def _meet(meeting: Meeting, rank: int, device: torch.device) -> Any:
 
 
 def leave_meeting(meeting: Meeting) -> None:
-    """End this process's part in the process group, whatever state its peers are in."""
+    """Leave the process group, whatever state its other processes are in."""
     group = _groups.pop(meeting, None)
     if group is not None and group.name() == "nccl":
         group.abort()
@@ -327,7 +364,13 @@ def _views(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
 
 @torch.no_grad()
 def source_checksums(worker: SourceWorker, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype]) -> list[int]:
-    """One number for each piece as it should arrive: converted to the target's dtype."""
+    """Return one checksum for each piece after conversion to the target's dtype.
+
+    Args:
+        worker: the source worker.
+        pieces: pieces that were sent.
+        dtypes: the target's dtype of each piece.
+    """
     shards = worker.served_shards()
     return [
         _checksum(shards[piece.source_name].tensor[piece.source_box].to(dtype))
@@ -337,7 +380,7 @@ def source_checksums(worker: SourceWorker, pieces: Sequence[Piece], dtypes: Sequ
 
 @torch.no_grad()
 def target_checksums(worker: Worker, pieces: Sequence[Piece]) -> list[int]:
-    """One number for each piece as it has arrived."""
+    """Return one checksum for each piece as it arrived."""
     shards = worker.parameter_shards()
     return [_checksum(shards[piece.name].tensor[piece.target_box]) for piece in pieces]
 
@@ -346,7 +389,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Of the bits, weighted by position, so that exchanged rows are seen."""
+    """Return a checksum of the bits, weighted by position so that swapped rows are detected."""
     bits = tensor.contiguous().view(_BITS[tensor.element_size()]).flatten().to(torch.int64)
     weights = torch.arange(1, bits.numel() + 1, device=bits.device) % 65521 + 1
     return int((bits * weights).sum())

@@ -1,9 +1,9 @@
 """Weight sync: any sharding to any sharding, strict, in place, versioned.
 
-    layouts     what box of which tensor each worker holds, at both ends (names and shapes only)
+    layouts     the box of each tensor that each worker holds, at both ends (names and shapes only)
     plan        for each box of the target, the source boxes that cover it, each element exactly once; else an error
-    move        the target reads each piece where it lies (shared memory, CUDA IPC), or receives it in buckets
-    version     raised by one, only when everything has arrived
+    move        the target reads each piece in place (shared memory, CUDA IPC), or receives it in buckets
+    version     raised by one, only after all weights have arrived
 
 A target that could not be written whole refuses to serve until a sync succeeds.
 """
@@ -52,16 +52,16 @@ Plans = list[list[Piece]]
 """[target rank][piece]"""
 BUCKET_BYTES = 256 * 2**20
 PART_S = 10.0
-"""how long a process may take to leave a process group"""
+"""time limit in seconds for a process to leave a process group"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
-    """What one sync did."""
+    """Result of one sync."""
 
     version: int
     num_bytes: int
-    """written, over all workers of the target"""
+    """bytes written, over all workers of the target"""
     seconds: float
     transport: str
     num_tensors: int
@@ -77,7 +77,23 @@ class SyncReport:
 def sync_weights(
     source: Engine, target: Engine, on_inflight: OnInflight, verify_checksums: bool, transport: Transport = "auto"
 ) -> SyncReport:
-    """Write the source's weights into the target; see `RliteTrainEngine.p2p_weight_sync`."""
+    """Write the source's weights into the target; see `RliteTrainEngine.p2p_weight_sync`.
+
+    Args:
+        source: a train engine.
+        target: an engine with memory for weights on its device.
+        on_inflight: "continue" or "abort" generation in flight.
+        verify_checksums: compare every tensor at both ends afterwards, and look for non-finite weights.
+        transport: "auto" chooses by the processes and devices of both engines.
+
+    Returns:
+        The report of the sync.
+
+    Raises:
+        ConfigError: `on_inflight` is unknown, or source and target are the same engine.
+        ResidencyError: the target has no memory for weights.
+        WeightSyncError: a tensor does not match, or arrived weights are not finite.
+    """
     if on_inflight not in ("continue", "abort"):
         raise ConfigError(f"on_inflight={on_inflight!r}: expected 'continue' or 'abort'")
     if target is source:
@@ -118,13 +134,14 @@ def sync_weights(
 
 
 def make_plan(sources: Sequence[Layout], target: Layout, target_name: str, peers: Sequence[Layout] = ()) -> list[Piece]:
-    """Return the pieces that write one target worker's every element exactly once.
+    """Return the pieces that write every element of one target worker exactly once.
 
     Args:
-        sources: the workers of one copy of the source.
-        target: one worker of the target.
-        target_name: for messages.
-        peers: workers that hold one copy of the target together. Each may lack tensors that another one holds.
+        sources: layouts of the workers of one copy of the source.
+        target: layout of one worker of the target.
+        target_name: name of the target, for messages.
+        peers: layouts of workers that hold one copy of the target together. A worker may lack tensors that another
+            holds.
 
     Raises:
         WeightSyncError: a tensor is missing on one side, differs in shape, or is not covered.
@@ -169,7 +186,7 @@ def _plans(sources: Sequence[Layout], target: Engine, targets: Sequence[Layout])
 
 
 def _overlap(source: Place, target: Place) -> tuple[Box, Box] | None:
-    """The boxes that both places share, relative to each; None if there is nothing."""
+    """Return the boxes that both places share, relative to each place; None if they share nothing."""
     low = [max(a, b) for a, b in zip(source.offset, target.offset, strict=True)]
     high = [min(a, b) for a, b in zip(source.end, target.end, strict=True)]
     if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -182,7 +199,10 @@ def _overlap(source: Place, target: Place) -> tuple[Box, Box] | None:
 
 
 def make_buckets(layouts: Sequence[Layout], most_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
-    """Every box of every source once, in broadcasts of at most `most_bytes` (a larger box travels alone)."""
+    """Return every box of every source once, in broadcasts of at most `most_bytes` bytes.
+
+    A larger box travels alone.
+    """
     buckets = []
     for index, layout in enumerate(layouts):
         bucket = Bucket(index, (), ())
@@ -198,7 +218,7 @@ def make_buckets(layouts: Sequence[Layout], most_bytes: int = BUCKET_BYTES) -> t
 
 
 def _nearest_copy(source: Engine, sources: Sequence[Layout], targets: Sequence[Layout]) -> Executor:
-    """The source's replica on the target's machine if there is one."""
+    """Return the source's replica on the target's machine if there is one, else the first."""
     hosts = {layout.host for layout in targets}
     near = [copy for copy in source.executors if {sources[rank].host for rank in copy.ranks} == hosts]
     return near[0] if near else source.executors[0]
@@ -220,7 +240,11 @@ def _transport(
 
 
 def _check_apart(source: Engine, target: Engine, copy: Executor) -> None:
-    """Raise WeightSyncError if two processes that would broadcast share a GPU."""
+    """Check that no two processes that would broadcast share a GPU.
+
+    Raises:
+        WeightSyncError: two processes share a GPU.
+    """
     senders = {source.group.devices[rank]: source.group.handles[rank].process for rank in copy.ranks}
     for device, handle in zip(target.group.devices, target.group.handles, strict=True):
         if senders.get(device, handle.process) != handle.process:
@@ -250,7 +274,11 @@ def _read_shared(
 def _read_gathered(
     source: Engine, target: Engine, copy: Executor, offered: list[Layout], targets: list[Layout], plan: Plans
 ) -> int:
-    """Bucket by bucket: the source gathers whole tensors on every device, the target reads them on its own."""
+    """Gather whole tensors on every device, bucket by bucket; each target worker reads them on its own device.
+
+    Returns:
+        The number of bytes written.
+    """
     ranks = {source.group.devices[rank]: rank for rank in range(len(source.group))}
     local = [ranks[device] for device in target.group.devices]
     whole: dict[str, Place] = {
@@ -276,7 +304,11 @@ def _read_gathered(
 def _broadcast(
     source: Engine, target: Engine, copy: Executor, offered: list[Layout], targets: list[Layout], plan: Plans
 ) -> int:
-    """One process group over the processes of both; every source rank broadcasts its own boxes."""
+    """Broadcast every source rank's boxes in one process group of both engines' processes.
+
+    Returns:
+        The number of bytes written.
+    """
     senders = {source.group.handles[rank].process: rank for rank in copy.ranks}
     receivers = {handle.process: rank for rank, handle in enumerate(target.group.handles) if plan[rank]}
     processes = list(dict.fromkeys([*senders, *receivers]))
@@ -311,7 +343,7 @@ def _broadcast(
 
 
 _meetings: dict[tuple[WorkerGroup, WorkerGroup, int], Meeting] = {}
-"""the process group between two engines, by the source's copy; it lives until one of them is released"""
+"""the process group between two engines, by the source's copy; it lives until either engine is released"""
 
 
 def _meet(source: Engine, target: Engine, copy: Executor, size: int) -> Meeting:
@@ -361,9 +393,9 @@ def _verify(source: Engine, target: Engine, copy: Executor, targets: Sequence[La
 
 
 def _describe(source: Engine, target: Engine, may_share: bool) -> tuple[list[Layout], list[Layout]]:
-    """The layouts of all workers of both, asked for at once; a source on CPU says at once where its memory is.
+    """Return the layouts of all workers of both engines, from one round of calls. A source on CPU adds handles.
 
-    If one process holds all of them, its tensors need no handles that another process can open.
+    If one process holds all workers, its tensors need no handles that another process can open.
     """
     processes = {handle.process for engine in (source, target) for handle in engine.group.handles}
     is_shared = may_share and len(processes) > 1 and can_share_memory() and source.group.devices[0].kind == "cpu"
@@ -380,7 +412,7 @@ def _describe(source: Engine, target: Engine, may_share: bool) -> tuple[list[Lay
 def _apply(
     group: WorkerGroup, function: Any, what: str, ranks: Sequence[int] | None = None, args_of: Any = lambda rank: ()
 ) -> list[Any]:
-    """Run `function(worker, *args_of(rank))` on workers of one group."""
+    """Return the results of `function(worker, *args_of(rank))` on workers of one group."""
     chosen = range(len(group)) if ranks is None else ranks
     calls = [(group, rank, (group.key(rank),), args_of(rank)) for rank in chosen]
     return apply_on_processes(calls, function, [group], what, group.call_timeout)
