@@ -45,15 +45,17 @@ logger = logging.getLogger(__name__)
 class RliteInferenceEngine(ServingEngine):
     """Serves a causal language model.
 
+    `tensor_parallel_size` in `build` is the number of workers in one replica, `data_parallel_size` the number of
+    replicas.
+
+    When a worker dies its replica is lost; `lost_replicas` reports it. Its requests continue on the other replicas from
+    their tokens so far, and callers notice nothing. Calls that need every replica (a weight sync, `cpu()`, `cuda()`,
+    `load()`) raise WorkerDied until the engine is released and built again. When the last replica is lost, every call
+    does.
+
     Args:
         path: folder (or hub name) of a Hugging Face checkpoint.
-        executor: what computes: "torch" (built in), or a registered one.
-
-    `tensor_parallel_size` in `build` counts the workers of one replica, `data_parallel_size` the replicas.
-
-    When a worker dies its replica is lost; `lost_replicas` says so. Its requests go on at the others from the tokens
-    that they had, and who waits for them notices nothing. What needs every replica (a weight sync, `cpu()`, `cuda()`,
-    `load()`) raises WorkerDied until the engine is released and built again; so does everything when the last is lost.
+        executor: name of the executor: "torch" (built in), or a registered executor.
     """
 
     def __init__(self, path: str | Path, executor: str = "torch") -> None:
@@ -72,19 +74,23 @@ class RliteInferenceEngine(ServingEngine):
         sampling_params: Mapping[str, Any] | GenerationHyperparameters | None = None,
         timeout: float | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt; results come in the order of the prompts.
+        """Complete every prompt.
 
         Args:
             prompts: texts, token ids (lists, arrays or tensors), or mappings with `prompt_token_ids` or `input_ids`, as
-                `apply_chat_template(tokenize=True)` returns; or one text or mapping. A text begins, once, with what the
-                tokenizer puts before every text.
-            sampling_params: in AReaL's or vLLM's names; one for all prompts. Without `max_new_tokens` a completion may
-                take 16,384 tokens, or what `max_model_len` leaves, whatever the executor's own default is.
+                `apply_chat_template(tokenize=True)` returns; or one text or mapping. Special tokens that the tokenizer
+                puts before every text are added once.
+            sampling_params: parameters in AReaL's or vLLM's names, the same for all prompts. Without `max_new_tokens` a
+                completion may take 16,384 tokens, or as many as `max_model_len` leaves, whatever the executor's own
+                default is.
             timeout: seconds for the whole call.
 
+        Returns:
+            One output per prompt, in the order of the prompts.
+
         Raises:
-            DataError: a prompt cannot be used. A prompt that is longer than `max_model_len`, or too much for the
-                model's dtype, is found by the worker, and the other prompts are then cancelled.
+            DataError: a prompt cannot be used. The worker refuses a prompt that is longer than `max_model_len` or
+                overflows the model's dtype; the other prompts are then cancelled.
             ConfigError: a sampling parameter is out of range.
             UnknownOptionError: a sampling parameter is unknown.
             ResidencyError: weights or KV cache are not on the device, or the engine is paused.
@@ -115,14 +121,19 @@ class RliteInferenceEngine(ServingEngine):
         ]
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
-        """Complete one request, while others run; every token carries its log-probability and policy version.
-
-        Cancelling the task ends the request.
+        """Complete one request, while others run. Cancelling the task ends the request.
 
         Args:
             request: a prompt for one completion.
-            on_chunk: called in a thread of the replica as tokens arrive. It must not call the engine. What it raises
-                ends this request.
+            on_chunk: called in a thread of the replica as tokens arrive. It must not call the engine. An exception ends
+                this request.
+
+        Returns:
+            The completion; every token has its log-probability and policy version.
+
+        Raises:
+            ConfigError: the request asks for several completions, or for extras that the executor lacks.
+            CancelledError: the task was cancelled.
         """
         if request.gconfig.n_samples != 1:
             raise ConfigError(
@@ -156,7 +167,7 @@ class RliteInferenceEngine(ServingEngine):
         )
 
     async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
-        """Yield the tokens of one request as they are made; the last chunk has a finish_reason."""
+        """Yield the tokens of one request as they are generated; the last chunk has a finish_reason."""
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
         task = asyncio.ensure_future(
@@ -175,7 +186,7 @@ class RliteInferenceEngine(ServingEngine):
         """Return log_softmax(logits) of every token but the first of each prompt, in the order of the prompts.
 
         Raises:
-            ConfigError: the executor cannot compute them.
+            ConfigError: the executor cannot compute prompt log-probabilities.
         """
         self._need(self.capabilities.has_prompt_logprobs, "prompt_logprobs", "a train engine's `forward` computes them")
         self._check_ready("prompt_logprobs")
@@ -222,7 +233,11 @@ class RliteInferenceEngine(ServingEngine):
         return InFlightRequest(request, on_chunk)
 
     def _wait(self, requests: Sequence[InFlightRequest], timeout: float) -> None:
-        """Return when all have ended; raise the first error or CallTimeout, and cancel the others."""
+        """Wait until all requests have ended. On an error or a time-out, cancel the requests that have not.
+
+        Raises:
+            CallTimeout: a request did not end within `timeout` seconds.
+        """
         done, late = wait([request.done for request in requests], timeout=timeout, return_when=FIRST_EXCEPTION)
         if late:
             self._router.cancel([request for request in requests if request.done in late])
@@ -253,7 +268,7 @@ class RliteInferenceEngine(ServingEngine):
         )
 
     def _note_truncation(self, flying: InFlightRequest) -> None:
-        """Warn once if a completion ended at a context length that nobody chose."""
+        """Warn once if a completion ended at the default context length."""
         asked, made = flying.request.gconfig.max_new_tokens, len(flying.token_ids)
         is_known = self._has_noted_truncation or vars(self.options).get("max_model_len") is not None
         if is_known or flying.finish_reason != "length" or made >= asked:
@@ -269,10 +284,10 @@ class RliteInferenceEngine(ServingEngine):
 
     @property
     def rollout_options(self) -> CollectorOptions:
-        """How rollouts are collected; to be set before the first rollout begins.
+        """Options of rollout collection. Set them before the first rollout begins.
 
         Raises:
-            ConfigError: they are set afterwards.
+            ConfigError: the first rollout has begun.
         """
         return self._rollout_options
 
@@ -284,7 +299,7 @@ class RliteInferenceEngine(ServingEngine):
 
     @property
     def collector(self) -> RolloutCollector:
-        """The collector of this engine's rollouts; made when it is first used, closed with the engine."""
+        """The collector of this engine's rollouts, made on first use and closed with the engine."""
         self.group.check()
         if self._collector is None:
             self._collector = RolloutCollector(self, self.rollout_options)
@@ -298,15 +313,32 @@ class RliteInferenceEngine(ServingEngine):
         timeout: float | None = None,
         first_place: int = 0,
     ) -> TensorDict:
-        """Run a workflow on every item now; see `RolloutCollector.rollout_batch`."""
+        """Return one padded batch of a workflow's episodes on every item; see `RolloutCollector.rollout_batch`.
+
+        Args:
+            data: at least one item.
+            workflow: runs the episodes.
+            group_size: number of episodes per item.
+            timeout: seconds; None waits for ever.
+            first_place: position of the first item among the items of this policy version. Seeds depend on positions.
+        """
         return self.collector.rollout_batch(data, workflow, group_size, timeout, first_place)
 
     def submit(self, data: Mapping[str, Any], workflow: RolloutWorkflow, group_size: int = 1) -> int:
-        """Let one item run when capacity allows; see `RolloutCollector.submit`."""
+        """Submit one item, to run when capacity allows; see `RolloutCollector.submit`.
+
+        Args:
+            data: the item.
+            workflow: runs the episodes.
+            group_size: number of episodes of the item.
+
+        Returns:
+            The id of the group.
+        """
         return self.collector.submit(data, workflow, group_size)
 
     def wait(self, count: int, timeout: float | None = None) -> TensorDict:
-        """Return the oldest `count` groups that were submitted; see `RolloutCollector.wait`."""
+        """Return the `count` oldest ready groups as one padded batch; see `RolloutCollector.wait`."""
         return self.collector.wait(count, timeout)
 
     def prepare_batch(
@@ -317,7 +349,16 @@ class RliteInferenceEngine(ServingEngine):
         group_size: int = 1,
         timeout: float | None = None,
     ) -> TensorDict:
-        """Return the next batch, while further items run ahead; see `RolloutCollector.prepare_batch`."""
+        """Return the next batch, while further items run ahead; see `RolloutCollector.prepare_batch`.
+
+        Args:
+            loader: yields items or lists of items, and is iterated again at its end.
+            workflow: runs the episodes.
+            should_accept: called with a group's padded TensorDict. Refused groups are replaced; None accepts all
+                groups.
+            group_size: number of episodes per item.
+            timeout: seconds; None waits for ever.
+        """
         return self.collector.prepare_batch(loader, workflow, should_accept, group_size, timeout)
 
     def _stop_serving(self) -> None:

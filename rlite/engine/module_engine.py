@@ -1,4 +1,4 @@
-"""An engine around a user's module: how its workers divide the work, its weights, and the state to resume from."""
+"""An engine around a user's module: its layout over workers, its weights, and the state to resume from."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class ModuleEngine(Engine):
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks over which batches are split."""
+        """Number of ranks over which batches are split."""
         return self.dims.num_data_ranks
 
     @property
     def num_parameters(self) -> int:
-        """Number of the module's parameters; tied ones count once."""
+        """Number of the module's parameters; tied parameters count once."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     @property
@@ -79,7 +79,7 @@ class ModuleEngine(Engine):
         self._session.before_release(self.name, self._before_release)
 
     def _before_release(self) -> None:
-        """Let a checkpoint be written to its end; the workers end then, whatever becomes of it."""
+        """Wait until a checkpoint is written. The workers end afterwards, even if it could not be written."""
         try:
             self._finish_saving()
         except (RliteError, OSError) as error:
@@ -100,11 +100,16 @@ class ModuleEngine(Engine):
 
         Args:
             target: an inference engine, or a train engine, with its weights on the device.
-            on_inflight: what becomes of generation in flight: "continue" goes on from the tokens so far, with the cache
-                computed again; "abort" ends it with stop_reason "abort".
+            on_inflight: "continue" resumes generation in flight from its tokens, with a recomputed cache; "abort" ends
+                it with stop_reason "abort".
             verify_checksums: compare every tensor at both ends afterwards.
 
-        Raises: ResidencyError; WeightSyncError if a tensor does not match; the target then refuses to serve.
+        Returns:
+            The report of the sync.
+
+        Raises:
+            ResidencyError: weights are not on the device.
+            WeightSyncError: a tensor does not match. The target then refuses to serve.
         """
         self._need_weights("p2p_weight_sync")
         return sync_weights(self, target, on_inflight, verify_checksums)
@@ -124,8 +129,8 @@ class ModuleEngine(Engine):
     def save(self, path: str | Path) -> None:
         """Write a Hugging Face checkpoint that transformers opens, with the tokenizer of the original beside it.
 
-        Weights are written in the `dtype` of the model's config, whatever the master weights have: `save_state` keeps
-        those.
+        Weights are written in the `dtype` of the model's config, whatever the dtype of the master weights. `save_state`
+        keeps the master weights.
         """
         self._need_weights("save")
         self._workers.call(TrainExecutor.save, str(path))
@@ -133,8 +138,10 @@ class ModuleEngine(Engine):
     def load(self, path: str | Path | None = None) -> None:
         """Read weights from a Hugging Face checkpoint; without a path, from the module's own source.
 
-        Raises: ConfigError for a folder that is not there; CheckpointError for one that does not fit: the engine then
-            refuses to serve until a load or a sync succeeds, because a part of its weights may be written.
+        Raises:
+            ConfigError: the folder does not exist.
+            CheckpointError: the checkpoint does not fit. A part of the weights may be written, so the engine refuses to
+                serve until a load or a sync succeeds.
         """
         folder = None if path is None else str(local_checkpoint(path))
         if self.weights is Weights.HOST:
@@ -148,16 +155,19 @@ class ModuleEngine(Engine):
     ) -> StateWriting:
         """Write a checkpoint to resume from: weights, optimizer, scheduler, gradients, random numbers of every rank.
 
-        Whole or not at all: `path` is as it was until everything is written.
+        The checkpoint is written whole or not at all: `path` is unchanged until everything is written.
 
         Args:
             path: a folder on a file system that all workers and this process share.
-            asynchronous: copy the state to host memory and write it while training goes on.
-            kept: what the program keeps besides: plain values and tensors; load_state returns it among the facts.
-            facts: what JSON can hold; load_state returns it.
+            asynchronous: copy the state to host memory and write it while training continues.
+            kept: further state of the program: plain values and tensors. `load_state` returns it among the facts.
+            **facts: JSON-serialisable facts; `load_state` returns them.
 
-        Returns: what to wait for; there is nothing to wait for unless it is asynchronous.
-        Raises: CheckpointError, of this save or of the asynchronous one before.
+        Returns:
+            A handle to wait for an asynchronous save. A synchronous save is already written.
+
+        Raises:
+            CheckpointError: this save, or the asynchronous save before it, failed.
         """
         self._need_weights("save_state")
         self._finish_saving()
@@ -174,9 +184,14 @@ class ModuleEngine(Engine):
             writing.result()
 
     def load_state(self, path: str | Path) -> dict[str, Any]:
-        """Resume from what save_state wrote, with any number of workers in any layout; returns its facts.
+        """Resume from a checkpoint of `save_state`, with any number of workers in any layout.
 
-        Raises: DamagedCheckpointError; CheckpointError if it is of another module. Then nothing was changed.
+        Returns:
+            The checkpoint's facts and kept values.
+
+        Raises:
+            DamagedCheckpointError: a file is missing or damaged. Nothing was changed.
+            CheckpointError: the checkpoint was saved from another module. Nothing was changed.
         """
         if self.weights is not Weights.EMPTY:
             self._need_weights("load_state")

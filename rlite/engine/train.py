@@ -1,4 +1,4 @@
-"""The train engine: a user's module, sharded over workers, called as if it were here."""
+"""The train engine: a user's module, sharded over workers, called as if it were local."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from rlite.errors import ConfigError
 from rlite.parallel.usage import DeviceUsage
 
 YIELDING = ("forward_backward", "optimizer_step")
-"""methods of the engine that give way to the module's, if it defines methods of these names"""
+"""methods of the engine that the module's methods of the same names replace"""
 
 
 class RliteTrainEngine(ModuleEngine):
-    """Trains a module that you define; its methods are the engine's methods.
+    """Trains a user-defined module; the module's methods are the engine's methods.
 
-    Args:
-        module: a `BaseTrainModule` on the meta device.
-        executor: how it is parallelised; "fsdp2".
-
-    A method's arguments are copied to every rank with data of its own, those in `NeedParallel` are split; the result
-    is a list with one entry per rank, unless the method says `@gathered(...)`. Of the sizes that `build` takes,
+    A method's arguments are copied to every data-parallel rank, and arguments in `NeedParallel` are split. The result
+    is a list with one entry per rank, unless the method is marked with `@gathered(...)`. `build` takes these sizes:
 
         data_parallel_size                   copies of the model
         tensor_parallel_size                 workers that hold one copy: fsdp x sp_size x tp_size
-        tp_size, sp_size (1 if not given)    of those, workers that share every matrix, and the tokens of every pack
+        tp_size, sp_size (default 1)         workers of one copy that share every matrix, and the tokens of every pack
 
     Gradients are averaged over the copies and fsdp, the ranks with data of their own. On 16 devices,
     `build(tensor_parallel_size=8, data_parallel_size=2, tp_size=4)` is 2 copies x 2 fsdp x 4 tensor, and without
     `tp_size` 2 copies x 8 fsdp.
+
+    Args:
+        module: a `BaseTrainModule` on the meta device.
+        executor: name of the parallel backend; "fsdp2".
     """
 
     def __init__(self, module: nn.Module, executor: str = "fsdp2") -> None:
@@ -46,7 +46,11 @@ class RliteTrainEngine(ModuleEngine):
             vars(self)[name] = self._module_method(name)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a public method of the module, which is called on every data-parallel rank."""
+        """Return a public method of the module, which is called on every data-parallel rank.
+
+        Raises:
+            AttributeError: neither the engine nor the module has the method.
+        """
         module = self.__dict__.get("module")
         if module is None or name.startswith("_") or not callable(getattr(type(module), name, None)):
             raise AttributeError(
@@ -77,7 +81,10 @@ class RliteTrainEngine(ModuleEngine):
     # -- atomic operations ---------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Put the module into training mode, in which it is built; `forward` and `eval_batch` leave it for a while."""
+        """Put the module into training mode, its initial mode.
+
+        `forward` and `eval_batch` leave the mode temporarily.
+        """
         self._workers.call(TrainExecutor.set_mode, True)
 
     def eval(self) -> None:
@@ -87,25 +94,28 @@ class RliteTrainEngine(ModuleEngine):
     def train_batch(
         self, batch: Mapping[str, Tensor], loss_fn: Callable[..., Any], loss_weight_fn: Callable[..., Any]
     ) -> dict[str, float]:
-        """One optimizer step over a batch.
+        """Make one optimizer step on a batch.
 
         The batch is balanced by tokens over ranks and packed into microbatches of at most `max_tokens_per_microbatch`.
+        Previously accumulated gradients of the module are dropped.
 
         Args:
             batch: right-padded TensorDict or dict: `input_ids`, `attention_mask` [N, L]; other keys [N, L, ...] or [N].
-                Rows of equal `pair_ids` [N], if it has them, come into one microbatch, in the batch's order.
-            loss_fn: (logits [T, V], data) -> a mean, or (mean, dict of means to report). A reported number counts as
-                much as the loss does, an `rlite.algorithms.Mean` its own elements. `data` holds the batch's keys packed
-                ([T, ...] and [n]) and `cu_seqlens` [n + 1], `position_ids` [T], `max_seqlen`. One marked with
-                `rlite.algorithms.on_logprobs` gets log-probabilities and entropies [T], and no logits are kept.
-            loss_weight_fn: data -> what the microbatch's mean counts, e.g. its number of action tokens.
+                Rows of equal `pair_ids` [N], if present, share one microbatch, in the batch's order.
+            loss_fn: (logits [T, V], data) -> a mean, or (mean, dict of means to report). A reported number has the
+                weight of the loss, an `rlite.algorithms.Mean` the number of its own elements. `data` holds the batch's
+                keys packed ([T, ...] and [n]) and `cu_seqlens` [n + 1], `position_ids` [T], `max_seqlen`. A loss_fn
+                marked with `rlite.algorithms.on_logprobs` gets log-probabilities and entropies [T], and no logits are
+                kept.
+            loss_weight_fn: data -> weight of the microbatch's mean, e.g. its number of action tokens.
 
-        Gradients of the module that were accumulated before are dropped.
+        Returns:
+            The batch's `loss`, the means that loss_fn reports, `grad_norm`, `lr`, `weight`, `num_tokens`,
+                `num_microbatches` per rank, and `is_skipped`. `is_skipped` is 1 if no step was made, because the weight
+                is 0, or the loss or a gradient is not finite.
 
-        Returns: the batch's `loss`, what loss_fn reports, `grad_norm`, `lr`, `weight`, `num_tokens`,
-            `num_microbatches` per rank; `is_skipped` is 1 if no step was made, because the weight is 0, or the loss
-            or a gradient is not finite.
-        Raises: DataError for a batch of another form, or a sequence longer than a microbatch.
+        Raises:
+            DataError: the batch has another form, or a sequence is longer than a microbatch.
         """
         return self._atomic(TrainExecutor.train_batch, batch, loss_fn, loss_weight_fn)
 
@@ -115,29 +125,36 @@ class RliteTrainEngine(ModuleEngine):
         """Accumulate the gradients of a batch, for `optimizer_step`.
 
         After any number of calls the gradients are those of the weighted mean over all microbatches since the last
-        step: several calls give what one call with all rows gives. The first call after a step drops gradients that
-        methods of the module left. If `loss_fn` raises, everything accumulated is dropped. A module that defines a
-        method of this name is called instead.
+        step. Several calls give the same gradients as one call with all rows. The first call after a step drops
+        gradients that methods of the module left. If `loss_fn` raises, all accumulated gradients are dropped. If the
+        module defines a method of this name, the module's method is called instead.
 
         Args:
             batch: as for `train_batch`.
             loss_fn: as for `train_batch`.
-            loss_weight_fn: as for `train_batch`. Weights of several calls must count the same thing.
+            loss_weight_fn: as for `train_batch`. Weights of several calls must count the same quantity.
 
-        Returns: this batch's `loss`, what loss_fn reports, `weight`, `num_tokens`, `num_microbatches` per rank.
-        Raises: DataError for a batch of another form, or a sequence longer than a microbatch.
+        Returns:
+            This batch's `loss`, the means that loss_fn reports, `weight`, `num_tokens`, `num_microbatches` per rank.
+
+        Raises:
+            DataError: the batch has another form, or a sequence is longer than a microbatch.
         """
         return self._atomic(TrainExecutor.forward_backward, batch, loss_fn, loss_weight_fn)
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip the accumulated gradients, make one optimizer step, and drop the gradients.
 
-        The gradients may also come from methods of the module. A module that defines a method of this name is called
-        instead.
+        The gradients may also come from methods of the module. If the module defines a method of this name, the
+        module's method is called instead.
 
-        Returns: `grad_norm`, `lr`, `weight` of all calls of `forward_backward` since the last step, and `is_skipped`:
-            1 if no step was made, because there is no gradient, or a loss or a gradient is not finite.
-        Raises: ConfigError if the module has no optimizer.
+        Returns:
+            `grad_norm`, `lr`, `weight` of all calls of `forward_backward` since the last step, and `is_skipped`.
+                `is_skipped` is 1 if no step was made, because there is no gradient, or a loss or a gradient is not
+                finite.
+
+        Raises:
+            ConfigError: the module has no optimizer.
         """
         self._need_weights("optimizer_step")
         return self._on_data_ranks(TrainExecutor.optimizer_step, [()] * self.num_data_ranks)[0]
@@ -145,7 +162,7 @@ class RliteTrainEngine(ModuleEngine):
     def eval_batch(
         self, batch: Mapping[str, Tensor], loss_fn: Callable[..., Any], loss_weight_fn: Callable[..., Any]
     ) -> dict[str, float]:
-        """Return the loss of a batch, as train_batch does, without a step. The module is in evaluation mode meanwhile.
+        """Return the statistics of a batch as `train_batch` does, without a step, with the module in evaluation mode.
 
         Args:
             batch: as for `train_batch`.
@@ -163,16 +180,16 @@ class RliteTrainEngine(ModuleEngine):
     ) -> Tensor:
         """Apply `post_hook(logits [T, V], data) -> [T, ...]` to a batch, without gradients.
 
-        The module is in evaluation mode meanwhile, so that dropout is off.
+        The module is in evaluation mode meanwhile, so dropout is off.
 
         Args:
             batch: as for `train_batch`.
-            post_hook: what is computed; it may be marked with `on_logprobs`, as a loss_fn may.
-            max_tokens_per_microbatch: another size of microbatches than the engine was built with: without gradients
-                to keep they may be larger.
-            without_adapters: switch the adapters of a LoRA module off: what is left is the model that it began as.
+            post_hook: function of each pack; it may be marked with `on_logprobs`, as a loss_fn may.
+            max_tokens_per_microbatch: size of microbatches; None is the engine's. Without gradients they may be larger.
+            without_adapters: switch the adapters of a LoRA module off, so that the initial model computes.
 
-        Returns: values [N, L, ...], padded with 0.
+        Returns:
+            Values [N, L, ...], padded with 0.
         """
         shares = self._split("forward", batch, max_tokens_per_microbatch)
         calls = [(share, post_hook, without_adapters) for share in shares]
@@ -184,11 +201,15 @@ class RliteTrainEngine(ModuleEngine):
         return sorted({name for names in self._workers.call(TrainExecutor.nonfinite_parameters) for name in names})
 
     def device_usage(self) -> list[DeviceUsage]:
-        """Return each worker's device and the most memory that its process held there since the last call."""
+        """Return each worker's device and the peak memory of its process there since the last call."""
         return self._workers.call(TrainExecutor.device_usage)
 
     def step_lr_scheduler(self) -> float:
-        """Advance the module's learning-rate schedule and return the new rate."""
+        """Advance the module's learning-rate schedule by one step.
+
+        Returns:
+            The new learning rate.
+        """
         return self._on_data_ranks(TrainExecutor.step_lr_scheduler, [()] * self.num_data_ranks)[0]
 
     def _atomic(
@@ -213,14 +234,17 @@ class RliteTrainEngine(ModuleEngine):
         timeout: float | None = None,
         differs_in_seq: bool = False,
     ) -> list[Any]:
-        """Call a `TrainExecutor` method on every worker, and return one result for each data rank.
+        """Call a `TrainExecutor` method on every worker.
 
         Args:
             method: a method that the protocol declares.
             calls: arguments for each data rank, or for each piece of sequences of each data rank.
-            what: names the call in messages.
+            what: name of the call in messages.
             timeout: seconds; None is the session's `call_timeout`.
-            differs_in_seq: whether those who share sequences see other tokens, and so record other statistics.
+            differs_in_seq: whether ranks that share sequences see different tokens, and so record different statistics.
+
+        Returns:
+            One result for each data rank.
         """
         num_workers, choice = len(self.group), self._backend.ranks
         size = num_workers // len(calls)
@@ -231,7 +255,11 @@ class RliteTrainEngine(ModuleEngine):
         return results[range(num_peers)[choice.returns] :: num_peers]
 
     def _row_costs(self, lengths: Sequence[int]) -> list[float] | None:
-        """Return what data ranks are balanced by; None is the lengths of the rows."""
+        """Return the costs of rows that data ranks share evenly; None is the lengths of the rows.
+
+        Raises:
+            ConfigError: `balance_by` is "flops" and the module has no config.
+        """
         if self.options.balance_by == "tokens":
             return None
         config = getattr(self.module, "config", None)

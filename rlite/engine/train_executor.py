@@ -163,7 +163,10 @@ class TrainExecutor(SourceWorker, Protocol):
         ...
 
     def step_lr_scheduler(self) -> float:
-        """Advance the module's `lr_scheduler` and return the new learning rate.
+        """Advance the module's `lr_scheduler` by one step.
+
+        Returns:
+            The new learning rate.
 
         Raises:
             ConfigError: the module has no lr_scheduler.
