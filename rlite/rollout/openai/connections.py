@@ -1,4 +1,4 @@
-"""Connections to the endpoint: as many as there are file descriptors for, and none for those who send nothing.
+"""Connections to the endpoint, limited by file descriptors. Clients that send nothing lose their connection.
 
             listening socket ──accept──> silent ──a request with a token──> busy <──> idle
     (full: further ones wait there)        │                                           │
@@ -39,7 +39,7 @@ _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Connection(asyncio.Protocol):
-    """One client's connection, of which `inner` speaks HTTP."""
+    """One client's connection; `inner` speaks HTTP on it."""
 
     def __init__(self, owner: Listener, inner: asyncio.Protocol) -> None:
         self._owner, self._inner = owner, inner
@@ -58,6 +58,7 @@ class Connection(asyncio.Protocol):
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Start the connection's timer."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         transport.set_write_buffer_limits(high=0)  # what was not handed to the system yet holds writers
@@ -68,6 +69,7 @@ class Connection(asyncio.Protocol):
         self._inner.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
         assert self._timer is not None
         self._timer.cancel()
         self._is_flushed.set()
@@ -75,6 +77,7 @@ class Connection(asyncio.Protocol):
         self._inner.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Pass data on, and note whether the head of a request has arrived."""
         self.has_asked |= b"\r\n\r\n" in self._tail + data
         self._tail = data[-3:]
         self._inner.data_received(data)
@@ -86,45 +89,57 @@ class Connection(asyncio.Protocol):
 
     @property
     def useless_at(self) -> float:
-        """When it has done nothing for so long that another one may take its place."""
+        """Time, by the loop's clock, from which another connection may take the place of this one."""
         if self.num_busy or self.has_asked:
             return math.inf
         return self.since + IDLE_SECONDS
 
     def eof_received(self) -> bool | None:
+        """Return what the inner protocol answers to the end of the client's data."""
         return self._inner.eof_received()
 
     def pause_writing(self) -> None:
+        """Make writers wait."""
         self._is_flushed.clear()
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
+        """Let writers continue."""
         self._is_flushed.set()
         self._inner.resume_writing()
 
     async def flush(self) -> None:
-        """Wait until everything that was written has been handed to the system. Raises: ConnectionResetError."""
+        """Wait until everything written has been handed to the system.
+
+        Raises:
+            ConnectionResetError: the client has left.
+        """
         await self._is_flushed.wait()
         if self.transport is None or self.transport.is_closing():
             raise ConnectionResetError("the client has left before the end of its answer")
 
     def check_open(self) -> None:
-        """Raise ConnectionResetError if the client has left, though the event loop may not have noticed it so far."""
+        """Check that the client is still connected, even if the event loop has not noticed its end yet.
+
+        Raises:
+            ConnectionResetError: the client has left.
+        """
         assert self.transport is not None
         if self.transport.is_closing() or _has_ended(self.transport.get_extra_info("socket").fileno()):
             raise ConnectionResetError("the client has left before the end of its answer")
 
 
 class Listener:
-    """A listening socket on a free port of 127.0.0.1 in the running event loop.
+    """Listening socket on a free port of 127.0.0.1 in the running event loop.
 
     Args:
-        make_protocol: speaks HTTP on one connection.
-        dropped: counts the connections that were dropped, by reason.
-        capacity: connections at the same time; further ones wait in the socket's queue.
-        header_seconds: what a client is given until a request with a session's token has arrived.
+        make_protocol: makes the HTTP protocol of one connection.
+        dropped: counts dropped connections by reason.
+        capacity: simultaneous connections; further ones wait in the socket's queue. None: as file descriptors allow.
+        header_seconds: time for a client to send a request with a session's token.
 
-    Raises: ConfigError if there are not file descriptors enough.
+    Raises:
+        ConfigError: there are too few file descriptors.
     """
 
     def __init__(
@@ -146,19 +161,26 @@ class Listener:
         self._task = asyncio.create_task(self._accept())
 
     async def close(self) -> None:
-        """Take no further connections; open ones stay."""
+        """Accept no further connections; open ones stay."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._socket.close()
 
     def trust(self, transport: asyncio.BaseTransport | None) -> None:
-        """Keep a connection on which a session's token has arrived; None is one that was lost."""
+        """Keep a connection on which a session's token has arrived; None is a lost connection."""
         if transport is not None and (connection := self._open.get(transport)) is not None:
             connection.is_trusted = True
 
     @contextlib.contextmanager
     def busy(self, transport: asyncio.BaseTransport | None) -> Iterator[Connection]:
-        """Answer a request on a connection inside. Raises: ConnectionResetError if it was lost."""
+        """Mark a connection as busy while its request is answered inside the block.
+
+        Yields:
+            The connection.
+
+        Raises:
+            ConnectionResetError: the connection was lost.
+        """
         connection = None if transport is None else self._open.get(transport)
         if connection is None:
             raise ConnectionResetError("the client has left")
@@ -172,7 +194,7 @@ class Listener:
 
     @property
     def is_full(self) -> bool:
-        """Whether further connections wait, or soon will."""
+        """True if further connections wait, or soon will."""
         return len(self._open) >= self.capacity
 
     def began(self, connection: Connection, transport: asyncio.Transport) -> None:
@@ -209,7 +231,7 @@ class Listener:
                 raise
 
     async def _make_room(self, capacity: int) -> None:
-        """Wait until fewer than `capacity` connections are open; drop whichever does nothing for too long."""
+        """Wait until fewer than `capacity` connections are open, and drop connections that do nothing for too long."""
         loop = asyncio.get_running_loop()
         while len(self._open) >= max(capacity, 1):
             oldest = min(self._open.values(), key=lambda connection: connection.useless_at)
@@ -237,7 +259,7 @@ class Listener:
 
 
 def _has_ended(descriptor: int) -> bool:
-    """Whether the other side of a socket has closed or reset it."""
+    """Return True if the other side of a socket has closed or reset it."""
     probe = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
     try:
         return probe.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
@@ -250,11 +272,12 @@ def _has_ended(descriptor: int) -> bool:
 
 
 def find_capacity() -> int:
-    """Return how many connections there are file descriptors for, after raising the soft limit as far as is allowed.
+    """Return the number of connections that file descriptors allow, after raising the soft limit as far as possible.
 
-    Half of the free descriptors stay free: clients in this process need one for each connection, too.
+    Half of the free descriptors stay free, because clients in this process need one per connection, too.
 
-    Raises: ConfigError for too few.
+    Raises:
+        ConfigError: there are too few.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)

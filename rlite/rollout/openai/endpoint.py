@@ -1,4 +1,4 @@
-"""Sessions over HTTP on loopback, for agents in any language, process or framework: a token selects the session."""
+"""HTTP endpoint of sessions on loopback, for agents in any language or process; a token selects the session."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class Access:
-    """What an agent needs to use its session, as OpenAI's clients call it."""
+    """Parameters with which an agent uses its session, named as in OpenAI's clients."""
 
     base_url: str
     api_key: str = field(repr=False)
@@ -50,7 +50,7 @@ class Access:
 
 @dataclass(eq=False)
 class _Guest:
-    """A session with its token, and its requests under way."""
+    """A session with its token and its requests under way."""
 
     session: AgentSession
     token: str
@@ -58,14 +58,14 @@ class _Guest:
 
 
 class AgentEndpoint:
-    """An HTTP server for sessions, on a free port of 127.0.0.1, in the running event loop.
+    """HTTP server for sessions on a free port of 127.0.0.1, in the running event loop.
 
         async with AgentEndpoint() as endpoint, endpoint.serving(session) as access:
             client = AsyncOpenAI(base_url=access.base_url, api_key=access.api_key)
 
-    It is open while anyone is inside `async with`, in each event loop that uses it. POST /v1/chat/completions,
-    POST /v1/completions, GET /v1/models. A client that leaves ends its generation. Connections beyond what file
-    descriptors allow wait; those that send no key of a session are dropped.
+    It is open while any user is inside `async with`, in each event loop that uses it. It serves POST
+    /v1/chat/completions, POST /v1/completions and GET /v1/models. A client that leaves ends its generation. Connections
+    beyond the file descriptors wait; connections without a session's key are dropped.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,11 @@ class AgentEndpoint:
 
     @contextlib.asynccontextmanager
     async def serving(self, session: AgentSession) -> AsyncIterator[Access]:
-        """The session can be used inside; its requests under way end with it."""
+        """Serve a session inside the block; its requests under way end with the block.
+
+        Yields:
+            The agent's access.
+        """
         server = self._servers[asyncio.get_running_loop()]
         guest = _Guest(session, secrets.token_urlsafe(32))
         server.guests[_digest(guest.token)] = guest
@@ -97,11 +101,11 @@ class AgentEndpoint:
 
 
 class _RefusalLog(logging.LoggerAdapter[logging.Logger]):
-    """aiohttp's log, in which anyone who reaches the port could write: one line for each kind of unreadable request.
+    """Log of aiohttp with one line for each kind of unreadable request: anyone who reaches the port can send them.
 
     Args:
-        logger: gets the first request of each kind, and all else.
-        dropped: counts the requests, whose connections aiohttp closes, by kind.
+        logger: gets the first request of each kind, and everything else.
+        dropped: counts unreadable requests by kind; aiohttp closes their connections.
     """
 
     def __init__(self, logger: logging.Logger, dropped: Counter[str]) -> None:
@@ -120,7 +124,7 @@ class _RefusalLog(logging.LoggerAdapter[logging.Logger]):
 
 
 class _Server:
-    """The server of one event loop."""
+    """Server of one event loop."""
 
     def __init__(self, dropped: Counter[str]) -> None:
         self.guests: dict[bytes, _Guest] = {}
@@ -132,12 +136,14 @@ class _Server:
         self._runner: web.AppRunner | None = None
 
     async def enter(self) -> None:
+        """Start the server for its first user."""
         async with self._turn:
             if self._runner is None:
                 await self._start()
             self._num_users += 1
 
     async def leave(self) -> None:
+        """Stop the server after its last user."""
         async with self._turn:
             self._num_users -= 1
             if not self._num_users and self._runner is not None:
@@ -201,7 +207,11 @@ class _Server:
         return web.json_response(description(model))
 
     def _guest(self, request: web.Request) -> _Guest:
-        """Raises: ApiError if the token is not one of a session's."""
+        """Return the session of a request's token.
+
+        Raises:
+            ApiError: the token is of no session.
+        """
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         # looked up by its digest, so that the time it takes tells nothing of other tokens
         guest = self.guests.get(_digest(token))
@@ -213,7 +223,11 @@ class _Server:
 
 
 async def _body(request: web.Request, max_bytes: int) -> bytes:
-    """Read what the client sends. Raises: ApiError for more than `max_bytes`; if the length is told, before reading."""
+    """Return the body of a request.
+
+    Raises:
+        ApiError: it is longer than `max_bytes` (before reading, if the length is announced), unreadable or late.
+    """
     if (request.content_length or 0) > max_bytes:
         raise too_large(max_bytes)
     try:
@@ -228,15 +242,20 @@ async def _body(request: web.Request, max_bytes: int) -> bytes:
 
 
 async def _send(request: web.Request, reply: Reply, connection: Connection, is_last: bool) -> web.StreamResponse:
-    """Send a reply; read it to its end only when all of it was flushed while the client was there.
+    """Send a reply. The reply is read to its end only after all of it was flushed to a connected client.
 
     Args:
-        request: to answer.
+        request: the request.
         reply: the answer.
-        connection: of the client.
+        connection: the client's connection.
         is_last: close the connection afterwards.
 
-    Raises: ConnectionResetError if the client has left; ApiError before anything was sent.
+    Returns:
+        The response.
+
+    Raises:
+        ConnectionResetError: the client has left.
+        ApiError: the request is refused before anything was sent.
     """
     response = web.StreamResponse()
     if is_last:
@@ -268,7 +287,11 @@ async def _send(request: web.Request, reply: Reply, connection: Connection, is_l
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors in the form that OpenAI's clients read."""
+    """Return errors in the form that OpenAI's clients read.
+
+    Raises:
+        ConnectionError: the client has left, and its turn counts as aborted.
+    """
     try:
         return await handler(request)
     except ApiError as error:

@@ -328,6 +328,9 @@ def read_chat(body: Any, model: str, defaults: GenerationHyperparameters) -> Mod
         model: the name of the session's model.
         defaults: sampling parameters that the body does not set.
 
+    Returns:
+        The request.
+
     Raises:
         ApiError: the body cannot be honoured. The error names the parameter.
     """
@@ -379,7 +382,7 @@ def _validated(kind: type[AnyBody], body: Any, model: str) -> AnyBody:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    """Return the first error with the path of its parameter."""
+    """Return the error for the first invalid parameter, with its path."""
     first = error.errors(include_url=False, include_context=False)[0]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
     words = {"list_type": "a list", "model_type": "an object", "too_short": "a list that is not empty"}

@@ -39,7 +39,7 @@ BODY_BYTES_PER_TOKEN = 64
 
 @dataclass(frozen=True)
 class Reply:
-    """What a request is answered with: one object, or with `is_stream` one after the other.
+    """Answer to a request: one object, or with `is_stream` one after the other.
 
     Read `messages` to its end once the client has everything. Leaving it earlier ends the generation, and its turns
     count as aborted.
@@ -50,18 +50,18 @@ class Reply:
 
 
 class AgentSession:
-    """Serves one agent and records what the model reads and writes.
+    """Server of one agent, and recorder of everything that the model reads and writes.
 
     Args:
         engine: generates.
-        tokenizer: of the model.
-        gconfig: how to sample where a request does not say.
-        model: the name that requests must give.
-        tool_format: a name in `rlite.rollout.tools.formats.FORMATS`, or a ToolCallFormat; default: the format that
-            the chat template teaches.
+        tokenizer: the model's tokenizer.
+        gconfig: sampling parameters that a request does not set.
+        model: name that requests must give.
+        tool_format: a name in `rlite.rollout.tools.formats.FORMATS`, or a ToolCallFormat; default: the format that the
+            chat template teaches.
         chat_template_options: further keyword arguments for `apply_chat_template`.
-        max_length: tokens of prompt and answer together; None is as many as the engine takes.
-        is_sampling_fixed: temperature, top_p and top_k are those of `gconfig`, whatever a request says.
+        max_length: tokens of prompt and answer together; None is the engine's limit.
+        is_sampling_fixed: temperature, top_p and top_k are those of `gconfig`, whatever a request sets.
     """
 
     def __init__(
@@ -100,26 +100,26 @@ class AgentSession:
     # -- rewards -------------------------------------------------------------------------------------------------
 
     def set_reward(self, interaction_id: str, reward: float) -> None:
-        """Say what the answer with this id was worth. See `Recording.set_reward`.
+        """Set the reward of the answer with this id; see `Recording.set_reward`.
 
-        The id is the response's; of a response with several choices, `ID:INDEX`.
+        The id is the response's. In a response with several choices it is `ID:INDEX`.
         """
         self.recording.set_reward(interaction_id, reward)
 
     def set_last_reward(self, reward: float) -> None:
-        """Say what the latest answer was worth."""
+        """Set the reward of the latest answer."""
         self.recording.set_last_reward(reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Let earlier answers share in what later ones are worth. See `Recording.apply_reward_discount`."""
+        """Share the rewards of later answers with earlier ones; see `Recording.apply_reward_discount`."""
         self.recording.apply_reward_discount(turn_discount)
 
     def export(self, style: Style = "concat", include_aborted: bool = False) -> TensorDict:
-        """What can be trained on. See `rlite.rollout.openai.recording.export`."""
+        """Return the trainable data; see `rlite.rollout.openai.recording.export`."""
         return export(self.recording, style, include_aborted)
 
     async def close(self) -> None:
-        """End what is being generated, as aborted turns; further requests are refused."""
+        """End running generations as aborted turns, and refuse further requests."""
         self._is_closed = True
         tasks = list(self._tasks)
         for task in tasks:
@@ -129,13 +129,17 @@ class AgentSession:
     # -- serving -------------------------------------------------------------------------------------------------
 
     async def answer(self, path: str, body: bytes) -> Reply:
-        """Answer a request as it travels; a long one is read and tokenised beside the event loop.
+        """Answer a request in wire form. A long request is read and tokenised beside the event loop.
 
         Args:
             path: "/chat/completions" or "/completions".
             body: JSON.
 
-        Raises: as `chat`.
+        Returns:
+            The reply.
+
+        Raises:
+            ApiError: as `chat`; or the body is too long.
         """
         if len(body) > self.max_body_bytes:
             raise too_large(self.max_body_bytes)
@@ -143,9 +147,13 @@ class AgentSession:
         return await beside_loop(len(body), lambda: ask(parse_json(body)))
 
     def chat(self, body: Any) -> Reply:
-        """Answer a body of /chat/completions. It is tokenised here: see `answer`.
+        """Answer a body of /chat/completions. It is tokenised in this call; see `answer`.
 
-        Raises: ApiError, here or before the first message.
+        Returns:
+            The reply.
+
+        Raises:
+            ApiError: the request is refused, here or before the first message.
         """
         with _refused():
             request = read_chat(body, self.model, self._gconfig)
@@ -156,7 +164,11 @@ class AgentSession:
         return Reply(request.is_stream, self._messages(request, prompt, envelope))
 
     def completion(self, body: Any) -> Reply:
-        """Answer a body of /completions. Raises: as `chat`."""
+        """Answer a body of /completions. Errors are those of `chat`.
+
+        Returns:
+            The reply.
+        """
         with _refused():
             request = read_completion(body, self.model, self._gconfig)
             assert request.prompt is not None
@@ -165,7 +177,11 @@ class AgentSession:
         return Reply(request.is_stream, self._messages(request, prompt, envelope))
 
     def _check_format(self, request: ModelRequest) -> None:
-        """Know how calls are written before the first is asked for. Raises: ApiError; the failure is the run's."""
+        """Determine the format of tool calls before the first call is requested.
+
+        Raises:
+            ApiError: the format is unknown; the failure is the run's.
+        """
         if not request.may_call or self._tool_format is not None:
             return
         try:
@@ -195,7 +211,14 @@ class AgentSession:
     async def _events(
         self, request: ModelRequest, prompt: Prompt, envelope: Envelope, turns: list[Turn]
     ) -> AsyncGenerator[Delta | Choice, None]:
-        """What the choices say, as it comes; `turns` gets their turns."""
+        """Generate all choices, and add their turns to `turns`.
+
+        Yields:
+            Deltas and choices, as they arrive.
+
+        Raises:
+            ApiError: the session has ended.
+        """
         gconfig = self._fitting(request.gconfig, len(prompt.token_ids))
         events: asyncio.Queue[Delta | Choice | Exception] = asyncio.Queue()
 
@@ -239,7 +262,20 @@ class AgentSession:
         turns: list[Turn],
         say: Callable[[Delta], None],
     ) -> Choice:
-        """One choice, from its first token to its last."""
+        """Return one choice, generated from its first token to its last.
+
+        Args:
+            index: number of the choice.
+            request: the request.
+            prompt: its prompt.
+            gconfig: sampling parameters.
+            envelope: id and form of the response.
+            turns: gets the choice's turn.
+            say: called with each delta.
+
+        Raises:
+            ApiError: the engine aborted the answer.
+        """
         if gconfig.seed is not None and index:
             gconfig = gconfig.new(seed=mix(gconfig.seed, index))
         form = self._tool_format if request.may_call else None
@@ -282,7 +318,11 @@ class AgentSession:
         return Choice(index, turn, content, rest)
 
     def _fitting(self, gconfig: GenerationHyperparameters, num_prompt: int) -> GenerationHyperparameters:
-        """How to sample, with what is fixed. Raises: ApiError if there is no room for an answer."""
+        """Return the sampling parameters with fixed ones and the limit of tokens applied.
+
+        Raises:
+            ApiError: there is no room for an answer.
+        """
         if self._is_sampling_fixed:
             fixed = ("greedy", "temperature", "top_p", "top_k")
             gconfig = gconfig.new(**{name: getattr(self._gconfig, name) for name in fixed})
@@ -296,7 +336,7 @@ class AgentSession:
         )
 
     def _error(self, error: Exception) -> Exception:
-        """What the agent gets to see of an engine's error."""
+        """Return an engine's error as the agent sees it."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, DataError | ConfigError):
@@ -313,7 +353,7 @@ def _closed() -> ApiError:
 
 
 def too_large(num_bytes: int) -> ApiError:
-    """For a request with a longer body than the session reads."""
+    """Return the error for a request whose body is longer than the session reads."""
     message = f"the body is longer than {num_bytes} bytes, which is far more than the model's context holds"
     return ApiError(message, 413, code="context_length_exceeded")
 
@@ -324,7 +364,14 @@ def _too_long(message: str) -> ApiError:
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """What is wrong with a conversation is the client's to read."""
+    """Convert errors of a conversation inside the block to errors for the client.
+
+    Yields:
+        None.
+
+    Raises:
+        ApiError: the conversation is refused.
+    """
     try:
         yield
     except TooManyTokens as error:
@@ -337,7 +384,7 @@ def _refused() -> Iterator[None]:
 
 
 async def _closing(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """The same stream, which is closed with the loop over it."""
+    """Yield the values of a stream, and close it with the loop over it."""
     try:
         async for value in stream:
             yield value
