@@ -28,7 +28,7 @@ from rlite.data.tables import read_rows
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
-from rlite.rollout.environments.file import environment_workflow
+from rlite.rollout.environments.workflow import environment_workflow
 from rlite.trainer.losses import OwnLogprobs, PolicyLoss
 from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.config import ALIASES, PpoConfig, SamplingOptions

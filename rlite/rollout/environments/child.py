@@ -8,22 +8,18 @@ only they know its classes, and one of them has written it.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import inspect
 import math
 import pickle
 import random
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import cloudpickle
 
 from rlite.errors import ConfigError
+from rlite.rollout.environments.file import EnvironmentFile
 from rlite.rollout.rewards.score import as_number
 
 STEP_KEYS = ("next_state", "reward", "score", "done", "extra_info")
@@ -52,53 +48,6 @@ def read_turn(answer: Any) -> tuple[bytes, Turn] | None:
             if math.isfinite(reward) and math.isfinite(score) and len(text or "") <= MAX_OBSERVATION:
                 return memory, Turn(text, reward, score, is_done)
     return None
-
-
-class EnvironmentFile:
-    """A user's Python file, imported when this object is unpickled, because imports may take longer than a step.
-
-    Args:
-        path: path of the file.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        absolute = Path(path).absolute()
-        if not absolute.is_file():
-            raise ConfigError(f"rollout.env_path={str(path)!r}: no such file")
-        self.path = str(absolute)
-        self.digest = hashlib.blake2b(absolute.read_bytes(), digest_size=8).hexdigest()  # an edited file is another one
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.load()
-
-    def load(self) -> Any:
-        """Return the part of the file's module that the environment needs."""
-        return import_file(self.path, self.digest)
-
-
-@cache
-def import_file(path: str, digest: str) -> ModuleType:
-    """Return the module of a user's file, which is imported once.
-
-    Args:
-        path: path of the file.
-        digest: hash of the file's content.
-
-    Raises:
-        ConfigError: the file is not a Python file.
-    """
-    name = f"rlite_environment_{digest}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"rollout.env_path={path!r}: expected a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclasses and what it pickles look it up there
-    spec.loader.exec_module(module)
-    return module
 
 
 # -- files with `async step(state, action, extra_info)` ----------------------------------------------------------------

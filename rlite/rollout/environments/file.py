@@ -1,51 +1,64 @@
-"""Create workflows from the environment file at `rollout.env_path`."""
+"""A user's environment file: its kind and its import. This module imports no torch."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import symtable
-from collections.abc import Callable, Sequence
-from functools import partial
+import sys
+from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from rlite.errors import ConfigError
-from rlite.rollout.environments.child import EnvironmentFile
-from rlite.rollout.environments.gym import GymEnvironment, GymWorkflow
-from rlite.rollout.environments.step import Environment, EnvironmentWorkflow
-from rlite.rollout.workflow import RolloutWorkflow
 
 
-def environment_workflow(
-    path: str | Path,
-    timeout: float = 60.0,
-    num_processes: int | None = None,
-    memory_limit_gib: float | None = None,
-    env_vars: Sequence[str] = (),
-) -> Callable[..., RolloutWorkflow]:
-    """Return a function of (gconfig, tokenizer, max_turns, max_length) that makes workflows in a file's environment.
-
-    The file is a GymEnvironment if it has a function `make` and no `step`. Otherwise it is an Environment. The file is
-    loaded once in its sandbox process. Do not call this function from within an event loop.
+class EnvironmentFile:
+    """A user's Python file, imported when this object is unpickled, because imports may take longer than a step.
 
     Args:
         path: path of the file.
-        timeout: seconds for one call.
-        num_processes: number of calls that run at the same time. Default: the cores, at most 8.
-        memory_limit_gib: resident memory that a process may have, in GiB. None sets no limit.
-        env_vars: names of environment variables that the process also receives.
 
     Raises:
-        ConfigError: there is no such file, or it is not a Python file.
-        EnvironmentFailure: the file cannot be loaded, or has neither function.
+        ConfigError: there is no such file.
     """
-    environment: GymEnvironment | Environment
-    if is_gym_file(path):
-        environment = GymEnvironment(path, timeout, num_processes, memory_limit_gib=memory_limit_gib, env_vars=env_vars)
-        workflow: Callable[..., RolloutWorkflow] = partial(GymWorkflow, environment)
-    else:
-        environment = Environment(path, timeout, num_processes, memory_limit_gib, env_vars)
-        workflow = partial(EnvironmentWorkflow, environment)
-    environment.check()
-    return workflow
+
+    def __init__(self, path: str | Path) -> None:
+        absolute = Path(path).absolute()
+        if not absolute.is_file():
+            raise ConfigError(f"rollout.env_path={str(path)!r}: no such file")
+        self.path = str(absolute)
+        self.digest = hashlib.blake2b(absolute.read_bytes(), digest_size=8).hexdigest()  # an edited file is another one
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.load()
+
+    def load(self) -> Any:
+        """Return the part of the file's module that the environment needs."""
+        return import_file(self.path, self.digest)
+
+
+@cache
+def import_file(path: str, digest: str) -> ModuleType:
+    """Return the module of a user's file, which is imported once.
+
+    Args:
+        path: path of the file.
+        digest: hash of the file's content.
+
+    Raises:
+        ConfigError: the file is not a Python file.
+    """
+    name = f"rlite_environment_{digest}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"rollout.env_path={path!r}: expected a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # its dataclasses and what it pickles look it up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def is_gym_file(path: str | Path) -> bool:

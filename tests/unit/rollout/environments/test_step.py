@@ -21,7 +21,8 @@ from rlite.rollout import (
     RolloutCollector,
     ScriptedEngine,
 )
-from rlite.rollout.environments.file import environment_workflow, is_gym_file
+from rlite.rollout.environments.file import is_gym_file
+from rlite.rollout.environments.workflow import environment_workflow
 from rlite.rollout.trajectories import first_rows, join_batches, pad_trajectories, trajectory_index
 from rlite.sandbox.pool import close_shared_pool
 from tests.tiny import tokenizer_with_bos
