@@ -26,7 +26,7 @@ from rlite.checkpoint.safe import load_values
 from rlite.cluster.host import WorkerContext
 from rlite.data.packs import companions, pack, unpack
 from rlite.engine.batch_shares import BatchShare
-from rlite.engine.loss_sums import LossSums, call_loss
+from rlite.engine.loss_reports import LossSums, call_loss
 from rlite.engine.registry import register_executor
 from rlite.engine.train_executor import Loss, TrainBackend, Weight
 from rlite.engine.workers import Part, RankChoice

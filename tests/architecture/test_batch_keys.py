@@ -22,7 +22,7 @@ PACKS = {"data"}
 """name of a pack in losses and modules; elsewhere it is an item"""
 OTHERS = {
     "rlite/data/preferences.py": {"messages", "prompt", "tools"},
-    "rlite/engine/fsdp2/batches.py": {"params"},
+    "rlite/engine/fsdp2/batch_runner.py": {"params"},
     "rlite/trainer/rl/rollouts.py": {"data"},
 }
 """keys of rows of data, of saved groups and of optimizers, which have such names too"""

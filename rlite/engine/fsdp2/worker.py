@@ -14,7 +14,7 @@ from torch import Tensor
 from rlite.checkpoint import sharded
 from rlite.cluster.host import WorkerContext
 from rlite.engine.batch_shares import BatchShare
-from rlite.engine.fsdp2.batches import BatchRunner
+from rlite.engine.fsdp2.batch_runner import BatchRunner
 from rlite.engine.fsdp2.export import export
 from rlite.engine.fsdp2.materialize import make_module, read_weights
 from rlite.engine.fsdp2.options import Fsdp2Options

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlite.algorithms.on_logprobs import OnLogprobs, TokenLogprobs
 from rlite.data.packs import Pack, companions, lazy_pack, unpack
 from rlite.engine.batch_shares import BatchShare
-from rlite.engine.loss_sums import LossSums, call_loss
+from rlite.engine.loss_reports import LossSums, call_loss
 from rlite.engine.train_executor import Loss, Weight
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
