@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import io
 import sys
+import textwrap
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ class Shape:
     """Sizes of one checkout of the library."""
 
     lines: Counter[str] = field(default_factory=Counter)
+    """source lines, here by package"""
     files: Counter[str] = field(default_factory=Counter)
+    modules: dict[str, int] = field(default_factory=dict)
     num_raises: int = 0
     classes: dict[str, int] = field(default_factory=dict)
     functions: dict[str, int] = field(default_factory=dict)
@@ -51,14 +54,15 @@ def shape_of(root: Path) -> Shape:
     for path in sorted((root / "rlite").rglob("*.py")):
         text, relative = path.read_text(encoding="utf-8"), path.relative_to(root / "rlite")
         package = str(relative.parent)
-        shape.lines[package] += source_lines(text)
+        shape.modules[str(relative)] = source_lines(text)
+        shape.lines[package] += shape.modules[str(relative)]
         shape.files[package] += 1
         for node in ast.walk(ast.parse(text)):
             shape.num_raises += isinstance(node, ast.Raise)
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                length = (node.end_lineno or node.lineno) - node.lineno + 1
                 sizes = shape.classes if isinstance(node, ast.ClassDef) else shape.functions
-                sizes[f"{relative}:{node.name}"] = length
+                lines = text.splitlines()[node.lineno - 1 : node.end_lineno]
+                sizes[f"{relative}:{node.name}"] = source_lines(textwrap.dedent("\n".join(lines)))
     return shape
 
 

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sloc import source_lines
+from benchmarks.sloc import shape_of
 
 ROOT = Path(__file__).parents[2]
-MAX_SOURCE_LINES = 450
-"""without blank lines, comments and docstrings"""
+MAX_FILE, MAX_CLASS, MAX_FUNCTION = 450, 250, 70
+"""source lines: without blank lines, comments and docstrings"""
 DRAWERS = {"utils", "util", "helpers", "helper", "misc", "common"}
 
 
-def test_no_source_file_is_too_long_to_read() -> None:
-    lengths = {path.relative_to(ROOT): source_lines(path.read_text()) for path in (ROOT / "rlite").rglob("*.py")}
-    assert {path: lines for path, lines in lengths.items() if lines > MAX_SOURCE_LINES} == {}
+def test_no_file_class_or_function_is_too_long_to_read() -> None:
+    shape = shape_of(ROOT)
+    limits = ((shape.modules, MAX_FILE), (shape.classes, MAX_CLASS), (shape.functions, MAX_FUNCTION))
+    assert {name: size for sizes, limit in limits for name, size in sizes.items() if size > limit} == {}
 
 
 def test_no_module_is_a_drawer() -> None:
