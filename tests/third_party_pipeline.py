@@ -24,6 +24,7 @@ from rlite.checkpoint.huggingface import Writer
 from rlite.checkpoint.randomness import random_state, set_random_state
 from rlite.checkpoint.safe import load_values
 from rlite.cluster.host import WorkerContext
+from rlite.data.packing import PackingMethod
 from rlite.data.packs import companions, pack, unpack
 from rlite.engine.batch_shares import BatchShare
 from rlite.engine.loss_reports import LossSums, call_loss
@@ -44,6 +45,7 @@ CPU = torch.device("cpu")
 class PipelineOptions:
     max_tokens_per_microbatch: int = 16384
     balance_by: str = "tokens"
+    packing_method: PackingMethod = "first_fit_decreasing"
     param_dtype: str = "float32"
     max_grad_norm: float = 1.0
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from rlite.data.packing import PackingMethod
 from rlite.engine.batch_shares import BatchShare
 from rlite.engine.registry import Backend
 from rlite.engine.workers import SourceWorker
@@ -62,6 +63,11 @@ class TrainOptions(Protocol):
     @property
     def balance_by(self) -> str:
         """Quantity that data ranks share evenly: "tokens", or "flops" (`sequence_flops`)."""
+        ...
+
+    @property
+    def packing_method(self) -> PackingMethod:
+        """Method by which a rank's rows become microbatches; see `plan_microbatches`."""
         ...
 
 

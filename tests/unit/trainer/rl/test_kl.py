@@ -38,5 +38,5 @@ def test_a_resumed_run_goes_on_from_the_adapted_coefficient_and_obeys_a_new_cons
 
 @pytest.mark.parametrize("name", ["adaptive_target", "adaptive_horizon"])
 def test_a_target_or_horizon_that_is_not_positive_is_refused(name):
-    with pytest.raises(ConfigError, match=f"kl.{name}=0"):
+    with pytest.raises(ConfigError, match=f"{name}=0"):
         KlOptions(**{name: 0.0})
