@@ -100,10 +100,10 @@ class Call:
 
     def is_refused(self) -> bool:
         """Return whether the function hangs. If it does, the call fails at once."""
-        code, now = self.code, time.monotonic()
+        code = self.code
         if code.num_timeouts < MAX_TIMEOUTS:
             return False
-        if now >= code.next_try:
+        if (now := time.monotonic()) >= code.next_try:
             code.next_try = now + 2 * self.timeout
             return False
         self.fail("timeout", f"{code.what} was not called: its last {code.num_timeouts} calls have all timed out")

@@ -216,6 +216,8 @@ class SandboxPool:
     def _take(self, worker: Worker, message: Any) -> None:
         """Handle one frame. A frame that is not due raises WireError."""
         kind = worker.take(message)
+        if kind is None:
+            return
         if kind == child.READY:
             self._num_failed_starts = 0
         elif kind == child.JUDGED:
@@ -227,7 +229,7 @@ class SandboxPool:
             self._requeue(worker)
         elif kind == child.MEMORY:
             self._too_large(worker, worker.calls[0].result)
-        elif kind is not None:
+        else:
             call = worker.calls[0]
             if kind == child.ENDED:
                 call.failure = self._describe_crash(call, call.result)

@@ -153,14 +153,20 @@ class Worker:
                 self.is_computing, self.since = True, time.monotonic()
                 if not self.answered:
                     self.began = self.since
+            case ["value", int() as number, value] if call and number == due:
+                call.result = value
+                return child.VALUE
+            case ["judged", 0, bool() as has_changed] if self.answered and call is None:
+                if has_changed:
+                    self.answered[0].code.is_alone |= len(self.answered) == 1
+                    for one in self.answered:
+                        one.is_alone = True
+                return child.JUDGED
             case ["piece", int() as number, piece] if call and call.on_piece and number == due and self.is_computing:
                 self.since = time.monotonic()
                 call.on_piece(piece)
             case ["tainted", int() as number, None] if call and number == due and not self.is_tainted:
                 self.is_tainted, call.code.num_forks = True, NUM_FORKS
-            case ["value", int() as number, value] if call and number == due:
-                call.result = value
-                return child.VALUE
             case ["raised", int() as number, str() as text] if call and number == due:
                 call.failure = "raised", f"{call.code.what} raised {child.printable(text)}"
                 return child.VALUE
@@ -170,11 +176,6 @@ class Worker:
             case ["memory", int() as number, str() as text] if call and number == due:
                 call.result = child.printable(text)
                 return child.MEMORY
-            case ["judged", 0, bool() as has_changed] if self.answered and call is None:
-                for one in self.answered:
-                    one.is_alone = has_changed
-                    one.code.is_alone |= has_changed and len(self.answered) == 1
-                return child.JUDGED
             case ["ready", 0, None] if not self.is_ready:
                 self.is_ready = True
                 return child.READY

@@ -6,8 +6,7 @@ import asyncio
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rlite.errors import ConfigError, DataError
@@ -176,24 +175,26 @@ class RewardFunction:
                     raise
 
     async def _compute(self, keywords: dict[str, Any]) -> float:
-        with self._counted(1):
+        try:
             if self.batch_size is not None:
-                return self._reward(await self._join_batch(keywords))
-            answer = await self._call(score, keywords)
-            return self._reward(read_score(answer, self._names), answer)
+                reward = self._reward(await self._join_batch(keywords))
+            else:
+                answer = await self._call(score, keywords)
+                reward = self._reward(read_score(answer, self._names), answer)
+        except RewardError as error:
+            self.outcomes[error.outcome] += 1
+            raise
+        self.outcomes["ok"] += 1
+        return reward
 
     async def _compute_batch(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
-        with self._counted(len(rows)):
-            return [self._reward(result) for result in await self._call_batch(rows)]
-
-    @contextmanager
-    def _counted(self, count: int) -> Iterator[None]:
         try:
-            yield
+            rewards = [self._reward(result) for result in await self._call_batch(rows)]
         except RewardError as error:
-            self.outcomes[error.outcome] += count
+            self.outcomes[error.outcome] += len(rows)
             raise
-        self.outcomes["ok"] += count
+        self.outcomes["ok"] += len(rows)
+        return rewards
 
     def _reward(self, result: Any, answer: Any = None) -> Any:
         """Return a valid result.
@@ -210,12 +211,17 @@ class RewardFunction:
     # -- one call ------------------------------------------------------------------------------------------------
 
     async def _call(self, finish: Callable[[Any], Any], keywords: dict[str, Any]) -> Any:
-        async with self._slots.one() if self._slots is not None else nullcontext():
-            if not self.in_process:
-                return await self._functions[finish].call(**keywords)
-            async with limited(self.what, None, REWARD_ERRORS):
-                value = self.fn(**keywords)
-            return finish(await self._loop.run(value) if inspect.isawaitable(value) else value)
+        if self._slots is None:
+            return await self._call_at_once(finish, keywords)
+        async with self._slots.one():
+            return await self._call_at_once(finish, keywords)
+
+    async def _call_at_once(self, finish: Callable[[Any], Any], keywords: dict[str, Any]) -> Any:
+        if not self.in_process:
+            return await self._functions[finish].call(**keywords)
+        async with limited(self.what, None, REWARD_ERRORS):
+            value = self.fn(**keywords)
+        return finish(await self._loop.run(value) if inspect.isawaitable(value) else value)
 
     # -- batches -------------------------------------------------------------------------------------------------
 
