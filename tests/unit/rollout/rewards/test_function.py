@@ -175,10 +175,17 @@ def test_an_answer_that_is_read_together_with_garbage_counts() -> None:
 
 
 def test_every_call_ends_if_the_pool_fails() -> None:
-    pool, code = SandboxPool(1), Code.of(lambda: time.sleep(2))
-    call = pool.submit(code, cloudpickle.dumps({}), timeout="soon")  # type: ignore[arg-type]
-    with pytest.raises(RliteError, match="unsupported operand"):
-        call.result(timeout=60)
+    def start_and_hang() -> Iterator[None]:
+        yield
+        time.sleep(3600)
+
+    pool, code, has_started = SandboxPool(2), Code.of(start_and_hang), threading.Event()
+    sent = pool.submit(code, cloudpickle.dumps({}), timeout=3600, on_piece=lambda _: has_started.set())
+    assert has_started.wait(timeout=60)
+    failing = pool.submit(Code.of(lambda: time.sleep(3600)), cloudpickle.dumps({}), timeout="soon")  # type: ignore[arg-type]
+    for call in (failing, sent):
+        with pytest.raises(RliteError, match="unsupported operand"):
+            call.result(timeout=60)
     pool.close()  # waits for its thread
     assert not pool._workers
     with pytest.raises(RliteError, match="has stopped"):
