@@ -209,10 +209,14 @@ class Checkpoints:
         unconfirmed = {step for step in steps if self._good < step <= self._newest}
         for step in steps.keys() - set(good[-self._keep :]) - unconfirmed:
             self._delete(steps[step])
+        self.clear_leftovers()
+
+    def clear_leftovers(self) -> None:
+        """Delete what a killed run left half written or half deleted. No write may be under way."""
         for path in self._folder.glob("step-*-*"):
             if not path.with_name(path.name.rpartition("-")[0]).exists():
                 _remove(path)
-        for left in self._folder.glob(".step-*"):  # by a run that was killed while it wrote or deleted
+        for left in self._folder.glob(".step-*"):
             discard(left)
 
     def _delete(self, path: Path) -> None:

@@ -108,6 +108,8 @@ class TrainingRun:
             self._lock()
             if self._options.overwrite and begins_anew(self.folder, self._options.load_ckpt_from):
                 clear(self.folder)
+            if self._checkpoints.found is not None:
+                self._checkpoints.clear_leftovers()  # a resumed run that is finished already saves nothing itself
             config.save(self._config, self.folder / "config.yaml")
         except OSError as error:
             raise ConfigError(

@@ -3,8 +3,11 @@ from pathlib import Path
 import pytest
 
 from rlite.checkpoint.atomic import MANIFEST
+from rlite.config import load
 from rlite.errors import CheckpointError
 from rlite.trainer.run.checkpoints import Checkpoints
+from rlite.trainer.run.run import TrainingRun
+from rlite.trainer.sft import SftConfig
 
 
 @pytest.mark.parametrize("given", [".", "state", "latest"])
@@ -23,3 +26,15 @@ def test_a_checkpoint_is_taken_by_its_path_and_a_broken_one_is_left_to_say_what_
     for step in (1, 2):
         wanted = tmp_path / f"state/step-{step}"
         assert Checkpoints(tmp_path / "state", 2, str(wanted), is_asynchronous=False).found == wanted
+
+
+def test_resumed_run_that_saves_nothing_deletes_leftovers_of_a_killed_one(tmp_path: Path):
+    state = tmp_path / "state"
+    for folder in (".step-8.deleted", "step-8-critic", ".step-10.writing", "step-9", "step-9-critic"):
+        (state / folder).mkdir(parents=True)
+    settings = ["actor.model_name=x", "data.path=x", f"trainer.save_dir={tmp_path}", "trainer.load_ckpt_from=latest"]
+    options = load(SftConfig, settings)
+    run = TrainingRun(options.trainer, options, (), total_steps=9)
+    run.open()
+    run.close()
+    assert sorted(path.name for path in state.iterdir()) == ["step-9", "step-9-critic"]
