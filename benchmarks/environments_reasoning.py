@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlite.data.reasoning import verify_exactly
+from rlite.rollout.rewards.reasoning import verify_exactly
 
 
 async def step(state: str, action: str, extra_info: dict[str, Any]) -> dict[str, Any]:

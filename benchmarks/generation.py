@@ -3,6 +3,7 @@
     make bench-vllm-env                                                             # once, for vLLM
     python -m benchmarks.generation --threads 1 --vllm-python .venv-vllm/bin/python
     python -m benchmarks.generation --threads 1 --vocab-size 32768 --vllm-python .venv-vllm/bin/python
+    .venv-vllm/bin/python -m benchmarks.generation --executor vllm --vllm-python .venv-vllm/bin/python
 
 Every side serves the same checkpoint (`benchmarks.model`) and the same prompts in float32, samples at temperature 1 and
 ignores the end token. Two cases: `uniform`, the same number of new tokens for every prompt; `ragged`, one drawn for
@@ -13,6 +14,9 @@ counts.
     worker         the worker behind it, without engine and driver
     transformers   generate in this process
     vllm           LLM.generate in a process of its own, from `benchmarks/peers/vllm_generate.py`
+
+With `--executor vllm`, rlite serves with vLLM, and the sides worker and transformers are left out: the cost of rlite's
+executor beside the same vLLM that is called directly.
 
 Each is warmed up, then measured in turns; figures are medians. A busy machine disturbs CPU time less than wall time,
 but only at one thread: waiting OpenMP threads spin. rlite returns the log-probability of every token; vLLM does not
@@ -84,11 +88,15 @@ def gconfig_of(num_new: int) -> GenerationHyperparameters:
 class Engine:
     """The inference engine with the in-process launcher."""
 
-    def __init__(self, model: Path, prompts: list[list[int]], max_model_len: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, executor: str, model: Path, prompts: list[list[int]], max_model_len: int, max_num_seqs: int
+    ) -> None:
         self.prompts = prompts
-        self.engine = rlite.RliteInferenceEngine(model)
-        self.engine.build(max_model_len=max_model_len, max_num_seqs=max_num_seqs, dtype="float32")
-        self.settings = {"version": rlite.__version__, "torch": torch.__version__, "launcher": "inprocess"}
+        self.engine = rlite.RliteInferenceEngine(model, executor=executor)
+        # the repeats send the same prompts
+        options = {"enable_prefix_caching": False} if executor == "vllm" else {}
+        self.engine.build(max_model_len=max_model_len, max_num_seqs=max_num_seqs, dtype="float32", **options)
+        self.settings = {"version": rlite.__version__, "torch": torch.__version__, "executor": executor}
 
     def generate(self, num_new: list[int]) -> Run:
         if len(set(num_new)) == 1:
@@ -260,6 +268,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--executor", default="torch", choices=["torch", "vllm"], help="rlite's executor")
     parser.add_argument("--vllm-python", type=Path, help="python of an environment with vLLM; default: leave it out")
     parser.add_argument("--vllm-logprobs", action="store_true", help="let vLLM return log-probabilities too")
     parser.add_argument("--vllm-compile", action="store_true", help="let vLLM compile the model: a C++ compiler")
@@ -286,11 +295,10 @@ def main() -> None:
         max_model_len = max(map(len, prompts)) + longest
         rlite.init(num_devices=1, num_threads=args.threads, device="cpu")
         torch.set_num_threads(args.threads)
-        sides: dict[str, Side] = {
-            OURS: Engine(model, prompts, max_model_len, args.max_num_seqs),
-            "worker": Worker(model, prompts, max_model_len, args.max_num_seqs),
-            "transformers": Transformers(model, prompts, args.max_num_seqs),
-        }
+        sides: dict[str, Side] = {OURS: Engine(args.executor, model, prompts, max_model_len, args.max_num_seqs)}
+        if args.executor == "torch":
+            sides["worker"] = Worker(model, prompts, max_model_len, args.max_num_seqs)
+            sides["transformers"] = Transformers(model, prompts, args.max_num_seqs)
         if args.vllm_python is None or not args.vllm_python.exists():
             found = "--vllm-python was not given" if args.vllm_python is None else f"{args.vllm_python} is not there"
             print(f"vllm is left out: {found} (make bench-vllm-env makes an environment)")

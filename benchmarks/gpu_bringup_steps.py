@@ -42,9 +42,9 @@ from rlite.engine.embedded.worker import EmbeddedWorker
 from rlite.engine.transport import Layout, Place, read, share, unshare
 from rlite.engine.weight_sync import make_plan
 from rlite.nn.attention import PackedLayout, packed_attention
+from rlite.parallel.memory_usage import device_usage
 from rlite.parallel.processes import process_identity
 from rlite.parallel.shards import ParameterShard
-from rlite.parallel.usage import device_usage
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.modules import policy_module
 from rlite.trainer.options import OptimizerOptions

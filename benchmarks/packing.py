@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlite.data.packing import PackingMethod, Plan, plan_microbatches, sequence_flops
+from rlite.data.microbatch_plan import PackingMethod, Plan, plan_microbatches, sequence_flops
 
 MIN_FILL = 0.97
 MAX_SECONDS = 1.0

@@ -83,15 +83,14 @@ def ours(model: Path, rows: list[list[int]], scratch: Path, args: argparse.Names
     )
     num_rows = (args.steps + 2) * ROWS_PER_STEP  # the first step warms up, the last one saves
     trainer = SftTrainer(options, token_rows(rows[:num_rows]))
-    run = trainer.run
-    run.start("rlite sft")
+    trainer.start()
     marks, steps = [(time.perf_counter(), time.process_time())], []
-    for batch in run.batches():
+    for batch in trainer.loader:
         with stats_tracker.record_timing("step"):
-            stats = run.train_batch(batch)
-        steps.append(run.finish_step(stats))
+            stats = trainer.update(trainer.prepare(batch))
+        steps.append(trainer.finish_step(batch, stats))
         marks.append((time.perf_counter(), time.process_time()))
-    run.run.close()
+    trainer.run.close()
     rlite.shutdown()
     seconds, cpu_seconds = (end - start for start, end in zip(marks[1], marks[-2], strict=True))
     num_tokens = sum(step["num_tokens"] for step in steps[1:-1])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import io
 import sys
-import textwrap
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
@@ -39,13 +38,13 @@ def docstring_lines(tree: ast.Module) -> Iterator[int]:
             yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
-def source_lines(text: str) -> int:
-    """Count the lines of a module that hold code."""
+def source_lines(text: str) -> set[int]:
+    """Return the numbers of the lines of a module that hold code."""
     covered: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in SKIPPED:
             covered.update(range(token.start[0], token.end[0] + 1))
-    return len(covered - set(docstring_lines(ast.parse(text))))
+    return covered - set(docstring_lines(ast.parse(text)))
 
 
 def shape_of(root: Path) -> Shape:
@@ -54,15 +53,16 @@ def shape_of(root: Path) -> Shape:
     for path in sorted((root / "rlite").rglob("*.py")):
         text, relative = path.read_text(encoding="utf-8"), path.relative_to(root / "rlite")
         package = str(relative.parent)
-        shape.modules[str(relative)] = source_lines(text)
+        code = source_lines(text)
+        shape.modules[str(relative)] = len(code)
         shape.lines[package] += shape.modules[str(relative)]
         shape.files[package] += 1
         for node in ast.walk(ast.parse(text)):
             shape.num_raises += isinstance(node, ast.Raise)
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 sizes = shape.classes if isinstance(node, ast.ClassDef) else shape.functions
-                lines = text.splitlines()[node.lineno - 1 : node.end_lineno]
-                sizes[f"{relative}:{node.name}"] = source_lines(textwrap.dedent("\n".join(lines)))
+                lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                sizes[f"{relative}:{node.name}"] = len(code.intersection(lines))
     return shape
 
 

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.model import build_model
 from benchmarks.sft import ROWS_PER_STEP, build_rows, token_rows
-from rlite.data.packing import plan_microbatches
+from rlite.data.microbatch_plan import plan_microbatches
 from rlite.data.packs import pack
 from rlite.engine.train import RliteTrainEngine
 from rlite.nn.attention import PACKED, PackedLayout

@@ -1,15 +1,17 @@
-"""Speed of this tree beside another revision of it, in one run: generation, a GRPO step, rewards.
+"""Speed of this tree beside another revision of it, in one run.
 
-    python -m benchmarks.versions REVISION [--rounds 3]
+    python -m benchmarks.versions REVISION [--rounds 3] [--only sft sync]
 
 The revision is checked out beside this tree. Rounds alternate; every figure is the median of its rounds, and the ratio
-is this tree / revision. CPU seconds are of this process alone, so that a busy machine disturbs them less.
+is this tree / revision: below 1, this tree is faster. Each section runs in a process of its own. CPU seconds are of
+that process alone, so that a busy machine disturbs them less.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import statistics
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import rlite
-from benchmarks.grpo import MAX_NEW_TOKENS, ours
+from benchmarks import grpo, sft
 from benchmarks.model import build_model
 from rlite import RliteInferenceEngine
 from rlite.rollout import RewardFunction
@@ -31,6 +33,7 @@ from rlite.rollout import RewardFunction
 ROOT = Path(__file__).parents[1]
 NUM_REWARDS = 4_000
 NUM_EXEC_REWARDS = 200
+NUM_CALLS = 5
 CALL = {"prompt": "2+2=", "completions": "4", "prompt_ids": [1, 2], "completion_ids": [3]}
 
 
@@ -44,86 +47,146 @@ def executed(completions: str, answer: str, **row: Any) -> float:
     return float(str(names["solve"]()) == answer)
 
 
+Figures = dict[str, float]
+"""seconds by name"""
+
+
 @contextmanager
-def timed(found: dict[str, float], name: str, per: float) -> Iterator[None]:
-    """Note the wall and the CPU seconds of the block, divided by `per`."""
+def timed(figures: Figures, name: str, per: float) -> Iterator[None]:
+    """Note the wall and the CPU seconds of the block, divided by `per`, without a full garbage collection in it."""
+    gc.collect()
     wall, cpu = time.perf_counter(), time.process_time()
     yield
-    found[f"{name}, wall"] = (time.perf_counter() - wall) / per
-    found[f"{name}, CPU"] = (time.process_time() - cpu) / per
+    figures[f"{name}, wall"] = (time.perf_counter() - wall) / per
+    figures[f"{name}, CPU"] = (time.process_time() - cpu) / per
 
 
-def generate(model: Path, found: dict[str, float]) -> None:
+def medians(found: list[Figures]) -> Figures:
+    return {name: statistics.median(figures[name] for figures in found) for name in found[0]}
+
+
+def generation(model: Path, scratch: Path) -> Figures:
     rlite.init(num_devices=1, num_threads=1)
     engine = RliteInferenceEngine(model)
     engine.build(max_model_len=256, max_num_seqs=64)
     prompts = json.loads((model / "prompts.json").read_text())
     prompts = [prompts[index % len(prompts)] for index in range(64)]
-    sampling = {"temperature": 1.0, "max_tokens": MAX_NEW_TOKENS, "ignore_eos": True}
-    engine.generate(prompts[:8], sampling)
-    with timed(found, "generation, seconds per 1,000 tokens", len(prompts) * MAX_NEW_TOKENS / 1000):
-        engine.generate(prompts, sampling)
+    sampling = {"temperature": 1.0, "max_tokens": grpo.MAX_NEW_TOKENS, "ignore_eos": True}
+    engine.generate(prompts, sampling)
+    found: list[Figures] = []
+    for _ in range(NUM_CALLS):
+        found.append({})
+        with timed(found[-1], "generation, per 1,000 tokens", len(prompts) * grpo.MAX_NEW_TOKENS / 1000):
+            engine.generate(prompts, sampling)
     rlite.shutdown()
+    return medians(found)
 
 
-def reward(fn: Callable[..., float], count: int, name: str, found: dict[str, float]) -> None:
+def grpo_step(model: Path, scratch: Path) -> Figures:
+    step = grpo.ours(model, scratch / "run", steps=6, threads=1)
+    return {"GRPO step, wall": step["seconds_per_step"], "GRPO step, CPU": step["cpu_seconds_per_step"]}
+
+
+def sft_tokens(model: Path, scratch: Path) -> Figures:
+    args = argparse.Namespace(threads=1, steps=6, max_length_per_device=2048)
+    rates = sft.ours(model, sft.build_rows((args.steps + 4) * sft.ROWS_PER_STEP), scratch / "run", args)
+    return {
+        "SFT, per 1,000 tokens, wall": 1000 / rates["tokens_per_second"],
+        "SFT, per 1,000 tokens, CPU": 1000 / rates["tokens_per_cpu_second"],
+    }
+
+
+def program(name: str, *arguments: str) -> Any:
+    """Run a benchmark of the tree that is on the path. Its exit code tells only about its own limits."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", *arguments]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+
+
+def sync(model: Path, scratch: Path) -> Figures:
+    results = program("weight_sync")["results"]
+    return {f"weight sync, {one['workers']} to {one['workers']}, per GiB": 1 / one["sync_gib_s"] for one in results}
+
+
+def rollout_scale(model: Path, scratch: Path) -> Figures:
+    return {"rollout_scale, per episode, CPU": program("rollout_scale")["milliseconds"] / 1000}
+
+
+def async_rollouts(model: Path, scratch: Path) -> Figures:
+    rows = program("async_rollouts", "--steps", "40")["rows"]
+    return {f"async_rollouts, {name}": row["seconds"] for name, row in rows.items()}
+
+
+def rewards(model: Path, scratch: Path) -> Figures:
+    return {
+        **reward(equal, NUM_REWARDS, "reward"),
+        **reward(executed, NUM_EXEC_REWARDS, "reward that calls exec"),
+    }
+
+
+def reward(fn: Callable[..., float], count: int, name: str) -> Figures:
     async def all_of_them(function: RewardFunction, number: int) -> None:
-        rewards = await asyncio.gather(*(function(**CALL, answer="4") for _ in range(number)))
-        assert set(rewards) == {1.0}
+        values = await asyncio.gather(*(function(**CALL, answer="4") for _ in range(number)))
+        assert set(values) == {1.0}
 
     function = RewardFunction(fn)
     asyncio.run(all_of_them(function, count))  # processes start, and calls learn to travel together
-    with timed(found, f"{name}, milliseconds each", count / 1000):
-        asyncio.run(all_of_them(function, count))
+    found: list[Figures] = []
+    for _ in range(NUM_CALLS):
+        found.append({})
+        with timed(found[-1], f"{name}, per 1,000", count / 1000):
+            asyncio.run(all_of_them(function, count))
+    return medians(found)
 
 
-def measure(model: Path) -> dict[str, float]:
-    """One round, in the tree that this process has on its path."""
-    found: dict[str, float] = {}
-    generate(model, found)
-    with tempfile.TemporaryDirectory() as scratch:
-        step = ours(model, Path(scratch) / "run", steps=4, threads=1)
-    found["GRPO step, seconds, wall"], found["GRPO step, seconds, CPU"] = (
-        step["seconds_per_step"],
-        step["cpu_seconds_per_step"],
-    )
-    reward(equal, NUM_REWARDS, "reward", found)
-    reward(executed, NUM_EXEC_REWARDS, "reward that calls exec", found)
-    return found
+SECTIONS: dict[str, Callable[[Path, Path], Figures]] = {
+    "generation": generation,
+    "grpo": grpo_step,
+    "sft": sft_tokens,
+    "sync": sync,
+    "rollout_scale": rollout_scale,
+    "async_rollouts": async_rollouts,
+    "rewards": rewards,
+}
 
 
-def measure_in(tree: Path, model: Path) -> dict[str, float]:
+def measure_in(tree: Path, section: str, model: Path) -> Figures:
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     # this file measures both, whatever the revision has in its place
-    command = [sys.executable, str(Path(__file__)), "--measure", str(model)]
+    command = [sys.executable, str(Path(__file__)), "--measure", section, str(model)]
     done = subprocess.run(command, env=environment, cwd=tree, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    found: Figures = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision", nargs="?", default="HEAD~1")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.measure:
-        print(json.dumps(measure(args.measure)))
-        return
     with tempfile.TemporaryDirectory() as scratch:
-        other, model = Path(scratch) / "tree", Path(scratch) / "model"
+        if args.measure:
+            section, model = args.measure
+            print(json.dumps(SECTIONS[section](Path(model), Path(scratch))))
+            return
+        other, built = Path(scratch) / "tree", Path(scratch) / "model"
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", other, args.revision], cwd=ROOT, check=True)
         try:
-            build_model(model, stop_probability=0.0235)
-            rounds = []
-            for number in range(args.rounds):
-                rounds.append((measure_in(ROOT, model), measure_in(other, model)))
-                print(f"round {number + 1} of {args.rounds}", flush=True)
+            build_model(built, stop_probability=0.0235)
+            print(f"{'seconds':<42}{'this tree':>12}{args.revision[:12]:>14}{'ratio':>8}", flush=True)
+            for section in args.only:
+                compare(section, other, built, args.rounds)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", other], cwd=ROOT, check=True)
-    print(f"{'':<48}{'this tree':>12}{args.revision[:12]:>14}{'ratio':>8}")
-    for name in rounds[0][0]:
-        mine, theirs = (statistics.median(side[name] for side in sides) for sides in zip(*rounds, strict=True))
-        print(f"{name:<48}{mine:>12.4f}{theirs:>14.4f}{mine / theirs:>8.2f}")
+
+
+def compare(section: str, other: Path, model: Path, rounds: int) -> None:
+    """Measure one section in both trees in turns, and print a line for each of its figures."""
+    sides = [(measure_in(ROOT, section, model), measure_in(other, section, model)) for _ in range(rounds)]
+    mine, theirs = (medians(list(found)) for found in zip(*sides, strict=True))
+    for name, seconds in mine.items():
+        print(f"{name:<42}{seconds:>12.4f}{theirs[name]:>14.4f}{seconds / theirs[name]:>8.2f}", flush=True)
 
 
 if __name__ == "__main__":

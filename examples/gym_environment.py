@@ -11,9 +11,10 @@ import sys
 import tempfile
 
 import rlite
-from rlite.data.reasoning import build_problems, question_of, verify_exactly
+from rlite.data.reasoning import build_problems, question_of
 from rlite.quickstart.tiny import build_tiny_qwen3, byte_tokenizer
 from rlite.rollout import GymEnvironment, GymWorkflow
+from rlite.rollout.rewards.reasoning import verify_exactly
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions, SamplingOptions

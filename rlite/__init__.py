@@ -28,24 +28,13 @@ if TYPE_CHECKING:
     from rlite.cluster.session import current_session, init, shutdown
     from rlite.dispatch import NeedParallel, gathered
     from rlite.engine.inference import RliteInferenceEngine
+    from rlite.engine.inference import RliteInferenceEngine as RLiteInferenceEngine
     from rlite.engine.registry import register_executor
     from rlite.engine.train import RliteTrainEngine
+    from rlite.engine.train import RliteTrainEngine as RLiteTrainEngine
     from rlite.observability import stats_tracker
 
-    RLiteTrainEngine = RliteTrainEngine
-    RLiteInferenceEngine = RliteInferenceEngine
-
 __all__, __getattr__, __dir__ = lazy.exports(
-    __name__,
-    {
-        "rlite.cluster.session": "current_session init shutdown",
-        "rlite.dispatch": "NeedParallel gathered",
-        "rlite.engine.inference": "RliteInferenceEngine",
-        "rlite.engine.registry": "register_executor",
-        "rlite.engine.train": "RliteTrainEngine",
-        "rlite.observability": "stats_tracker",
-    },
-    aliases={"RLiteInferenceEngine": "RliteInferenceEngine", "RLiteTrainEngine": "RliteTrainEngine"},
-    submodules=("algorithms", "data", "engine", "errors", "nn", "rollout", "types"),
+    submodules=("algorithms", "data", "engine", "errors", "nn", "rollout", "types")
 )
 __all__ += ["__version__"]

@@ -2,8 +2,9 @@
 
 A batch is a TensorDict whose first dimension is N rows, one per sequence. Keys per token are [N, L], right-padded to
 the longest row. Losses read packs: `rlite.data.packs.pack` lays n rows end to end, so that [N, L] becomes [T], all
-tokens of the pack, and [N] becomes [n]. Workflows and programs may add keys of their own, which are padded, split over
-ranks and packed like the keys of this table.
+tokens of the pack, and [N] becomes [n]. A ragged key [N, M] holds several values per token, end to end, and another key
+counts them; in a pack it is [K], without padding. Workflows and programs may add keys of their own, which are padded,
+split over ranks and packed like the keys of this table.
 
 A batch passes through the phases of a trainer, each of which returns a new batch with more keys (`with_keys`).
 """
@@ -25,13 +26,15 @@ class Key:
 
     name: str
     shape: str
-    """[N, L] per token, [N] per row, [T] per packed token"""
+    """[N, L] per token, [N] per row, [T] per packed token, [N, M] several per token"""
     dtype: str
     writer: str
     readers: str
     meaning: str
     padding: int = 0
     """value of the positions beyond a row's end"""
+    counts: str = ""
+    """of a ragged key: the key [N, L] that counts its values for each token"""
 
 
 _TABLE = (
@@ -40,6 +43,8 @@ _TABLE = (
     Key("loss_mask", "[N, L]", "bool", "workflow, data", "losses, advantages", "Tokens to train on: the model's own."),
     Key("logprobs", "[N, L]", "float32", "workflow", "policy losses", "Log-probability at sampling; 0 on the prompt."),
     Key("versions", "[N, L]", "int64", "workflow", "collector", "Policy version of the token; -1 on the prompt.", -1),
+    Key("kept_counts", "[N, L]", "int32", "workflow", "heads", "Number of the token's `kept_ids`; 0 is all ids."),
+    Key("kept_ids", "[N, M]", "int32", "workflow", "heads", "Ids among which tokens were sampled.", -1, "kept_counts"),
     Key("truncated", "[N]", "bool", "workflow", "metrics", "Whether a length limit ended the row."),
     Key("rewards", "[N] or [N, L]", "float32", "workflow", "advantages, metrics", "Reward of the row's trajectory."),
     Key("token_rewards", "[N, L]", "float32", "workflow", "advantages", "Rewards of single turns; replaces `rewards`."),
@@ -53,6 +58,7 @@ _TABLE = (
     Key("ref_logprobs", "[N, L]", "float32", "reference", "losses, advantages", "Log-probability by the reference."),
     Key("values", "[N, L]", "float32", "critic", "advantages, value loss", "Value of the state before the token."),
     Key("old_logprobs", "[N, L]", "float32", "trainer", "losses, advantages", "Log-probability before the update."),
+    Key("full_old_logprobs", "[N, L]", "float32", "trainer", "advantages", "`old_logprobs` over the vocabulary."),
     Key("advantages", "[N, L]", "float32", "advantages", "policy losses", "Advantage of the token; 0 off `loss_mask`."),
     Key("returns", "[N, L]", "float32", "advantages", "value loss", "Value that the critic should have predicted."),
     Key("selected", "[N, L]", "bool", "selection", "policy losses", "Tokens that the policy loss treats differently."),
@@ -69,8 +75,10 @@ NAMED_REWARD = "reward/"
 """prefix of the keys that hold parts of a reward"""
 PER_TOKEN = frozenset(key.name for key in _TABLE if key.shape == "[N, L]" and "workflow" in key.writer)
 """keys of trajectories that have one entry per token"""
-INTEGER = frozenset(key.name for key in _TABLE if key.name in PER_TOKEN and key.dtype == "int64")
+INTEGER = frozenset(key.name for key in _TABLE if key.name in PER_TOKEN and key.dtype.startswith("int"))
 """keys of trajectories that hold integers per token"""
+RAGGED: Mapping[str, str] = {key.name: key.counts for key in _TABLE if key.counts}
+"""ragged keys, with the keys that count their values. A trajectory without them has no value for any token"""
 PACK_LAYOUT = frozenset(key.name for key in _TABLE if key.writer == "packing")
 """keys that describe a pack"""
 
@@ -98,3 +106,17 @@ def check_has(batch: Any, *names: str) -> None:
                 f"the batch has no {name!r}, which the {key.writer} must return: {key.meaning} Expected {key.dtype} "
                 f"{key.shape}; it has {', '.join(sorted(map(str, batch.keys())))}"
             )
+
+
+def check_one_per_row(batch: Any, name: str) -> None:
+    """Check that a key of a batch has one value for each row, not one for each token.
+
+    Raises:
+        DataError: The key is missing, or has another shape.
+    """
+    check_has(batch, name)
+    if batch[name].dim() != 1:
+        raise DataError(
+            f"{name} has shape {list(batch[name].shape)}; expected [{len(batch)}], one for each row: rewards of single "
+            "tokens are the key token_rewards, beside rewards with their sum"
+        )

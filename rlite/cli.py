@@ -3,6 +3,8 @@
 rlite quickstart [key=value ...]            a small model learns a task by reinforcement learning, in a few minutes
 rlite sft | rm | dpo | ppo key=value ...    the trainers; also python -m rlite.trainer.ppo ...
 rlite plan model_name=... num_devices=...   what a model would take on each device; reads no weights
+rlite launch job.yaml [key=value ...]       a job of the control plane; docs/control.md
+rlite status [NAME] | logs NAME | stop NAME its state, its event log, its end
 rlite COMMAND --help                        every option of a command, with its default
 rlite schema COMMAND                        JSON schema of a command's yaml files, for editors
 """
@@ -26,6 +28,7 @@ class Command(NamedTuple):
 
     module: str
     options: str
+    function: str = "main"
 
     def find_options(self) -> type[config.Options]:
         """Return the class of the options, which is imported now."""
@@ -39,6 +42,10 @@ COMMANDS = {
     "rm": Command("rlite.trainer.rm", "rlite.trainer.options:RmConfig"),
     "dpo": Command("rlite.trainer.dpo", "rlite.trainer.options:DpoConfig"),
     "ppo": Command("rlite.trainer.ppo", "rlite.trainer.rl.config:PpoConfig"),
+    "launch": Command("rlite.control.command", "rlite.control.command:LaunchConfig", "launch"),
+    "status": Command("rlite.control.command", "rlite.control.command:JobQuery", "status"),
+    "logs": Command("rlite.control.command", "rlite.control.command:JobQuery", "logs"),
+    "stop": Command("rlite.control.command", "rlite.control.command:JobQuery", "stop"),
     "plan": Command("rlite.trainer.plan", "rlite.trainer.options:PlanConfig"),
 }
 
@@ -57,7 +64,8 @@ def main() -> None:
     elif {"-h", "--help"} & set(arguments):
         print(config.describe(COMMANDS[command].find_options()))
     else:
-        run(command, importlib.import_module(COMMANDS[command].module).main, arguments)
+        chosen = COMMANDS[command]
+        run(command, getattr(importlib.import_module(chosen.module), chosen.function), arguments)
 
 
 def print_schema(arguments: Sequence[str]) -> None:

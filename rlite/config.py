@@ -161,11 +161,6 @@ def load(cls: type[C], argv: Sequence[str], *, aliases: Mapping[str, str] | None
     return made
 
 
-def from_mapping(cls: type[C], given: Mapping[str, Any]) -> C:
-    """Return the config that nested mappings say, with the checks and the errors of `load`."""
-    return cls(**given)
-
-
 def save(config: Options, path: str | Path) -> None:
     """Write a config as yaml that `load` reads back as an equal config. The file appears whole or not at all.
 

@@ -150,6 +150,11 @@ def _is_tensordict(value: Any) -> bool:
     return hasattr(value, "batch_size") and hasattr(value, "batch_dims")
 
 
+def _is_tensor(value: Any) -> bool:
+    """Return whether a value has the dimensions of a tensor: a TensorDict has those of its batch."""
+    return _is_array(value) or _is_tensordict(value)
+
+
 def _is_list(value: Any) -> bool:
     is_text = isinstance(value, str | bytes | bytearray)
     return isinstance(value, Sequence) and not is_text and not hasattr(value, "_fields")
@@ -166,11 +171,7 @@ def num_rows(value: Any, where: str = "value") -> int:
         TypeError: `value` is no container of rows.
         ValueError: the entries of a dict have different numbers of rows.
     """
-    if _is_tensordict(value):
-        if value.batch_dims:
-            return int(value.batch_size[0])
-        raise TypeError(f"{where} is a TensorDict with batch_size []; splitting needs a first dimension of rows")
-    if _is_array(value):
+    if _is_tensor(value):
         if value.ndim:
             return int(value.shape[0])
         raise TypeError(f"{where} is a {type(value).__name__} without dimensions; splitting needs a first one of rows")
@@ -189,7 +190,7 @@ def num_rows(value: Any, where: str = "value") -> int:
 
 def _take(value: Any, rows: Sequence[int]) -> Any:
     """Return the rows in that order, in a container of the same type. For a `range`, tensors are views."""
-    if _is_tensordict(value) or _is_array(value):
+    if _is_tensor(value):
         return value[slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)]
     if isinstance(value, Mapping):
         return {key: _take(entry, rows) for key, entry in value.items()}
@@ -237,33 +238,27 @@ def _row(value: Any, row: int) -> Any:
 
 
 def _token_counts(value: Any, where: str) -> list[float]:
-    if isinstance(value, Mapping) or _is_tensordict(value):
-        entry, count = _token_entry(value, where)
-        return [count(row) for row in entry]
-    return [_tokens(row, where) for row in value]
+    """Return the number of tokens of each row.
+
+    Raises:
+        ValueError: the rows have no length, or are a dict without an entry that determines it.
+    """
+    if not isinstance(value, Mapping) and not _is_tensordict(value):
+        return [_tokens(row, where) for row in value]
+    keys = list(value.keys())
+    if "attention_mask" in keys:
+        return list(map(_total, value["attention_mask"]))
+    if "input_ids" in keys:
+        return list(map(len, value["input_ids"]))
+    raise ValueError(f"{where}: balance_by='tokens' needs the key attention_mask or input_ids; found {keys}")
 
 
 def _tokens(row: Any, where: str) -> float:
     if isinstance(row, Mapping) or _is_tensordict(row):
-        entry, count = _token_entry(row, where)
-        return count(entry)
+        return _token_counts({key: [entry] for key, entry in row.items()}, where)[0]
     if (_is_array(row) and row.ndim) or _is_list(row) or isinstance(row, str):
         return len(row)  # of text, the characters: they are in proportion to its tokens
     raise ValueError(f"{where}: balance_by='tokens' needs rows with a length; found a {type(row).__name__}")
-
-
-def _token_entry(value: Any, where: str) -> tuple[Any, Callable[[Any], float]]:
-    """Return the entry of a dict that determines its token count, and the function that counts.
-
-    Raises:
-        ValueError: the dict has no such entry.
-    """
-    keys = list(value.keys())
-    if "attention_mask" in keys:
-        return value["attention_mask"], _total
-    if "input_ids" in keys:
-        return value["input_ids"], len
-    raise ValueError(f"{where}: balance_by='tokens' needs the key attention_mask or input_ids; found {keys}")
 
 
 def _total(mask: Any) -> float:
@@ -302,15 +297,10 @@ def _agreed(lengths: Mapping[str, list[int]]) -> list[int] | None:
 
 def _cut(value: Any, index: int, num_pieces: int) -> Any:
     """Return piece `index` of every row's sequence; rows without a sequence stay whole."""
-    if _is_array(value):
-        if value.ndim < 2:
-            return value
+    if _is_tensor(value) and value.ndim > 1:
         piece = _piece(value.shape[1], index, num_pieces)
         return value[:, piece.start : piece.stop]
     if _is_tensordict(value):
-        if value.batch_dims > 1:
-            piece = _piece(value.batch_size[1], index, num_pieces)
-            return value[:, piece.start : piece.stop]
         cut = value.clone(recurse=False)
         for key, entry in value.items():
             cut[key] = _cut(entry, index, num_pieces)
@@ -337,20 +327,16 @@ class _Marked:
     types: frozenset[str]
     balance_by: BalanceBy
 
-    @classmethod
-    def unwrap(cls, where: str, marker: NeedParallel) -> _Marked:
-        inner = marker.value
-        if not isinstance(inner, NeedParallel):
-            return cls(where, inner, frozenset({marker.type}), marker.balance_by)
-        balance_by = marker.balance_by if marker.type == "dp" else inner.balance_by
-        return cls(where, inner.value, frozenset({marker.type, inner.type}), balance_by)
-
 
 def _marked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, _Marked]:
+    found: dict[int | str, _Marked] = {}
     arguments: Iterator[tuple[int | str, Any]] = chain(enumerate(args), kwargs.items())
-    return {
-        key: _Marked.unwrap(f"argument {key!r}", value) for key, value in arguments if isinstance(value, NeedParallel)
-    }
+    for key, marker in arguments:
+        if isinstance(marker, NeedParallel):
+            inner = marker.value if isinstance(marker.value, NeedParallel) else marker
+            balance_by = inner.balance_by if marker.balance_by is None else marker.balance_by
+            found[key] = _Marked(f"argument {key!r}", inner.value, frozenset({marker.type, inner.type}), balance_by)
+    return found
 
 
 def plan_shares(
@@ -374,8 +360,6 @@ def plan_shares(
             and not `allow_empty`, because a rank without rows would skip collectives and hang the others.
         TypeError: an argument is no container of rows.
     """
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks={num_ranks}: expected at least 1")
     rows = [argument for argument in _marked(args, kwargs).values() if "dp" in argument.types]
     if not rows:
         return None
@@ -392,18 +376,18 @@ def plan_shares(
             f"{first.where} has {count} rows for {num_ranks} data-parallel ranks, and every rank needs at least one; "
             f"pass at least {num_ranks} rows, or build with data_parallel_size of at most {max(count, 1)}"
         )
-    plans: list[tuple[str, Shares]] = []
-    for argument in rows:
-        if argument.balance_by is not None:
-            weights = _weights(argument.value, argument.balance_by, argument.where)
-            plans.append((argument.where, Shares.balanced(weights, num_ranks)))
-    for where, plan in plans[1:]:
-        if plan != plans[0][1]:
+    plans = {
+        argument.where: Shares.balanced(_weights(argument.value, argument.balance_by, argument.where), num_ranks)
+        for argument in rows
+        if argument.balance_by is not None
+    }
+    for (where, plan), (elsewhere, another) in pairwise(plans.items()):
+        if plan != another:
             raise ValueError(
-                f"{plans[0][0]} and {where} are balanced by different weights, and their rows must stay together; "
+                f"{where} and {elsewhere} are balanced by different weights, and their rows must stay together; "
                 "give balance_by to one of them"
             )
-    return plans[0][1] if plans else Shares.contiguous(count, num_ranks)
+    return next(iter(plans.values()), None) or Shares.contiguous(count, num_ranks)
 
 
 def cuts_sequences(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -457,10 +441,7 @@ def scatter(
     """
     marked = _marked(args, kwargs)
     shares = shares or plan_shares(args, kwargs, num_ranks, allow_empty=allow_empty)
-    if shares is not None and shares.num_ranks != num_ranks:
-        raise ValueError(f"the shares are made for {shares.num_ranks} ranks, and the call goes to {num_ranks}")
-    if num_seq_ranks < 1:
-        raise ValueError(f"num_seq_ranks={num_seq_ranks}: expected at least 1")
+    assert shares is None or shares.num_ranks == num_ranks
     _check_sequences(marked, num_seq_ranks, allow_empty)
 
     parts: dict[int | str, list[Any]] = {}
@@ -472,13 +453,15 @@ def scatter(
         parts[key] = [
             _cut(rows, i, num_seq_ranks) if is_cut else rows for rows in by_rank for i in range(num_seq_ranks)
         ]
-    return [
-        (
-            tuple(parts[key][rank] if key in parts else value for key, value in enumerate(args)),
-            {key: parts[key][rank] if key in parts else value for key, value in kwargs.items()},
-        )
-        for rank in range(num_ranks * num_seq_ranks)
-    ]
+    return [_with_parts(args, kwargs, parts, rank) for rank in range(num_ranks * num_seq_ranks)]
+
+
+def _with_parts(args: Sequence[Any], kwargs: Mapping[str, Any], parts: Mapping[Any, Sequence[Any]], rank: int) -> Call:
+    """Return a call with the rank's parts in place of whole arguments."""
+    return (
+        tuple(parts[key][rank] if key in parts else value for key, value in enumerate(args)),
+        {key: parts[key][rank] if key in parts else value for key, value in kwargs.items()},
+    )
 
 
 def deal(
@@ -503,20 +486,11 @@ def deal(
         if "seq" in argument.types:
             raise ValueError(f"{argument.where} is NeedParallel(type='seq'); a role group splits rows only (type='dp')")
     calls = scatter(args, kwargs, num_targets, allow_empty=allow_empty)
-    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list)]
-    if not (auto_shard and lists and all(len(items) == num_targets for items in lists)):
-        return calls
-
-    def dealt(value: Any, given: Any, rank: int) -> Any:
-        return value[rank] if isinstance(value, list) else given
-
-    return [
-        (
-            tuple(dealt(value, given, rank) for value, given in zip(args, given_args, strict=True)),
-            {key: dealt(value, given_kwargs[key], rank) for key, value in kwargs.items()},
-        )
-        for rank, (given_args, given_kwargs) in enumerate(calls)
-    ]
+    arguments: Iterator[tuple[int | str, Any]] = chain(enumerate(args), kwargs.items())
+    lists = {key: value for key, value in arguments if isinstance(value, list)}
+    if auto_shard and all(len(items) == num_targets for items in lists.values()):
+        calls = [_with_parts(*call, lists, rank) for rank, call in enumerate(calls)]
+    return calls
 
 
 # ---------------------------------------------------------------------------------------------------------------------

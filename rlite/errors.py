@@ -17,7 +17,10 @@ from pathlib import Path
 
 
 class RliteError(Exception):
-    """Root of all errors that rlite raises on purpose."""
+    """Root of all errors that rlite raises on purpose. The first argument is the message, further ones are data."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
 
 
 FORKED = (
@@ -81,9 +84,6 @@ class WorkerDied(WorkerError):
         super().__init__(message, workers)
         self.workers = workers
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class CallTimeout(RliteError, TimeoutError):
     """A call did not end in time. `late` names the workers that had not answered."""
@@ -91,9 +91,6 @@ class CallTimeout(RliteError, TimeoutError):
     def __init__(self, message: str, late: tuple[str, ...] = ()) -> None:
         super().__init__(message, late)
         self.late = late
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class RemoteTraceback(RliteError):

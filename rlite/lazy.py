@@ -2,45 +2,57 @@
 
 from __future__ import annotations
 
+import dis
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 
-def exports(
-    package: str,
-    homes: Mapping[str, str],
-    *,
-    aliases: Mapping[str, str] | None = None,
-    submodules: Sequence[str] = (),
-) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return what a package's `__init__` assigns to `__all__`, `__getattr__` and `__dir__`.
+def exports(submodules: Sequence[str] = ()) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return what the calling package's `__init__` assigns to `__all__`, `__getattr__` and `__dir__`.
 
-    Type checkers do not read the table, so the `__init__` imports the same names again under `TYPE_CHECKING`.
+    The public names are the names that the `__init__` imports under `if TYPE_CHECKING:`.
 
     Args:
-        package: the package's `__name__`.
-        homes: module -> its public names, separated by spaces: "a b" for `from module import a, b`.
-        aliases: other spellings of names.
         submodules: modules of the package that are its attributes without having been imported.
 
     Returns:
         The list of public names, the loader of a name, and the function that lists names.
     """
-    home_of = {name: module for module, names in homes.items() for name in names.split()}
-    aliases = aliases or {}
-    public = sorted([*home_of, *aliases])
+    init = sys._getframe(1)
+    package, homes = init.f_globals["__name__"], _imports_for_type_checkers(init.f_code)
 
     def load(name: str) -> Any:
         if name in submodules:
             return importlib.import_module(f"{package}.{name}")
-        target = aliases.get(name, name)
-        if target not in home_of:
+        if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        # as `from home import target` does it: that finds a module of a package, too
-        value = getattr(__import__(home_of[target], fromlist=[target]), target)
+        home, original = homes[name]
+        # as `from home import original` does it: that finds a module of a package, too
+        value = getattr(__import__(home, fromlist=[original]), original)
         setattr(sys.modules[package], name, value)  # the next time it is found there
         return value
 
-    return public, load, lambda: sorted([*public, *submodules])
+    return sorted(homes), load, lambda: sorted([*homes, *submodules])
+
+
+def _imports_for_type_checkers(code: CodeType) -> dict[str, tuple[str, str]]:
+    """Return name -> module and name there, for each import below the first `if TYPE_CHECKING:` of a module.
+
+    The compiled code holds these imports, although they never run. It is also there if the source is not installed.
+    """
+    homes: dict[str, tuple[str, str]] = {}
+    is_below, module, original = False, "", ""
+    for instruction in dis.get_instructions(code):
+        match instruction.opname:
+            case "LOAD_NAME" if instruction.argval == "TYPE_CHECKING":
+                is_below = True
+            case "IMPORT_NAME":
+                module, original = instruction.argval, ""
+            case "IMPORT_FROM":
+                original = instruction.argval
+            case "STORE_NAME" if is_below and original:
+                homes[instruction.argval], original = (module, original), ""
+    return homes

@@ -16,8 +16,18 @@ from typing import Any, Literal, Protocol
 from rlite.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
 
 StopReason = Literal["stop", "length", "abort"]
+Aggregation = Literal["token", "sequence", "constant"]
+"""averages of a loss over tokens, see `rlite.algorithms.aggregate`"""
+KLEstimator = Literal["k1", "abs", "k2", "k3"]
+"""estimators of the KL at a token, see `rlite.algorithms.kl_penalty`"""
+Schedule = Literal["constant", "linear", "cosine", "polynomial"]
+"""schedules of the learning rate, see `rlite.algorithms.lr_factor`"""
+PreferenceDivergence = Literal["reverse_kl", "forward_kl", "js"]
+"""divergences from a reference, see `rlite.algorithms.preference_loss`"""
 SMALLEST, LARGEST = 1e-6, 1e6
 """of temperatures, but for 0; the smallest top_p"""
+MAX_KEPT_IDS = 512
+"""most token ids from which a request that asks for `kept_ids` samples, if it truncates"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +59,12 @@ class GenerationHyperparameters:
     """makes this request reproducible; None draws from the engine's seed"""
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,) if self.stop else ())
-        object.__setattr__(self, "stop", _plain("stop", self.stop, _as_tuple, "non-empty strings"))
-        object.__setattr__(self, "stop_token_ids", _plain("stop_token_ids", self.stop_token_ids, _as_ids, "token ids"))
-        for name in ("n_samples", "max_new_tokens", "min_new_tokens", "top_k"):
-            object.__setattr__(self, name, _plain(name, getattr(self, name), operator.index, "a whole number"))
-        for name in ("temperature", "top_p"):
-            object.__setattr__(self, name, _plain(name, getattr(self, name), _as_float, "a number"))
-        for name in ("greedy", "ignore_eos"):
-            object.__setattr__(self, name, _plain(name, getattr(self, name), _as_bool, "true or false"))
-        if self.seed is not None:
-            object.__setattr__(self, "seed", _plain("seed", self.seed, operator.index, "a whole number or None"))
+        for name, (as_plain, expected) in _FORMS.items():
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, as_plain(value))
+            except (TypeError, ValueError, RuntimeError) as error:  # the last of tensors of several elements
+                raise ConfigError(f"sampling parameter {name}={value!r}: expected {expected}") from error
         if self.temperature == 0:
             object.__setattr__(self, "greedy", True)
         rules = {
@@ -80,6 +84,11 @@ class GenerationHyperparameters:
         for name, (holds, expected) in rules.items():
             if not holds:
                 raise ConfigError(f"sampling parameter {name}={getattr(self, name)!r}: expected {expected}")
+
+    @property
+    def is_truncating(self) -> bool:
+        """True if top_p or top_k removes tokens from the distribution before a token is drawn."""
+        return not self.greedy and (self.top_p < 1 or self.top_k > 0)
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
         """Return a copy with changes."""
@@ -107,30 +116,17 @@ class GenerationHyperparameters:
             if name in given:
                 raise ConfigError(f"sampling parameter {name!r} is given twice, the second time as {key!r}")
             given[name] = value
-        try:
-            return cls(**given)
-        except TypeError as error:
-            raise ConfigError(f"sampling parameters {dict(given)}: {error}") from error
+        return cls(**given)
 
 
-def _plain(name: str, value: Any, as_plain: Callable[[Any], Any], expected: str) -> Any:
-    """Return a sampling parameter as Python's own value: others would fail only in the batch, for all its requests.
-
-    Raises:
-        ConfigError: the value is of another kind.
-    """
-    try:
-        return as_plain(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # the last of tensors of several elements
-        raise ConfigError(f"sampling parameter {name}={value!r}: expected {expected}") from error
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
+def _as_texts(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str):
+        return (value,) if value else ()
     return () if value is None else tuple(value)
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:
-    return tuple(operator.index(token) for token in _as_tuple(value))
+    return () if value is None else tuple(map(operator.index, value))
 
 
 def _as_float(value: Any) -> float:
@@ -146,6 +142,17 @@ def _as_bool(value: Any) -> bool:
     if value not in (True, False):
         raise TypeError("neither true nor false")
     return bool(value)
+
+
+_FORMS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "stop": (_as_texts, "non-empty strings"),
+    "stop_token_ids": (_as_ids, "token ids"),
+    **dict.fromkeys(("n_samples", "max_new_tokens", "min_new_tokens", "top_k"), (operator.index, "a whole number")),
+    **dict.fromkeys(("temperature", "top_p"), (_as_float, "a number")),
+    **dict.fromkeys(("greedy", "ignore_eos"), (_as_bool, "true or false")),
+    "seed": (lambda value: None if value is None else operator.index(value), "a whole number or None"),
+}
+"""sampling parameter -> its form as Python's own value: others would fail only in the batch, for all its requests"""
 
 
 def _is_text(value: str) -> bool:
@@ -208,7 +215,8 @@ class LLMRequest:
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     metadata: dict[str, Any] = field(default_factory=dict)
     extras: tuple[str, ...] = ()
-    """names of further columns that the response shall have, of those that the executor offers"""
+    """names of further columns that the response shall have, of those that the executor offers. `kept_ids`: for each
+    token the ids among which top-p and top-k let it be drawn, at most `MAX_KEPT_IDS`; [] if nothing was removed"""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_ids", token_ids(self.input_ids, "LLMRequest.input_ids"))
@@ -219,7 +227,8 @@ class LLMResponse:
     """One completion, token by token.
 
     `output_logprobs[i]` is log_softmax(logits / temperature) of token i under the unfiltered distribution
-    (temperature 1 when greedy); `output_versions[i]` is the policy version that made it.
+    (temperature 1 when greedy). If the request asked for `kept_ids`, it is over the kept ids of token i, if there are
+    any. `output_versions[i]` is the policy version that made token i.
     """
 
     input_tokens: list[int]
@@ -256,11 +265,11 @@ class TokenChunk:
     """
 
     request_id: int
-    token_ids: list[int]
-    logprobs: list[float]
-    sampling_logprobs: list[float]
     version: int
     """policy version that made all tokens of this chunk"""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
     finish_reason: StopReason | None = None
     error: str | None = None
     """why this request alone was refused, e.g. a prompt longer than max_model_len, or failed"""
@@ -296,15 +305,28 @@ class CompletionOutput:
     sampling_logprobs: list[float]
     versions: list[int]
     finish_reason: StopReason
+    stop_reason: str | int | None
+    """the stop string, or the token of `stop_token_ids`, that ended the completion; None if something else did"""
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Sum of `logprobs`."""
+        return math.fsum(self.logprobs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
     """A prompt with its completions, in vLLM's names."""
 
+    request_id: str
+    """unique within the engine"""
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    prompt_logprobs: list[float | None] | None = None
+    """log_softmax(logits) of each prompt token, None for the first; None if `sampling_params` did not ask for them"""
+    finished: bool = True
+    """every completion has ended, as always when `generate` returns"""
 
 
 OnChunk = Callable[[TokenChunk], object]
@@ -315,7 +337,8 @@ class AsyncInference(Protocol):
     """The interface of an inference engine that rollouts use.
 
     An engine may also have `context_length`, the most tokens of prompt and completion together: longer texts are then
-    refused before they are tokenised whole.
+    refused before they are tokenised whole. It may also have `extras`, the names of the columns that a request may ask
+    for.
     """
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:

@@ -10,6 +10,7 @@ from hypothesis import settings
 
 # a shared or slow machine is no reason for a property test to fail
 settings.register_profile("rlite", deadline=None, print_blob=True)
+settings.register_profile("quick", settings.get_profile("rlite"), max_examples=25)  # of `make test-fast`
 settings.load_profile("rlite")
 
 

@@ -255,15 +255,17 @@ def _is_open(descriptor: int) -> bool:
 
 
 def end_parent(is_foreign: bool = False) -> float:
-    """Kill the trainer, or from a fork the process that it was forked from; returns whether that was refused."""
-    try:
-        if is_foreign:
-            exec("import os\nos.kill(os.getppid(), 9)")
-        else:
-            os.kill(os.getppid(), 9)
-    except PermissionError:
-        return 1.0
-    return 0.0
+    """Kill the keeper and the trainer, or what a fork descends from; returns how many of them refused that."""
+    exec("pass") if is_foreign else None
+    refused, pid = 0.0, os.getpid()
+    for _ in range(2):
+        with open(f"/proc/{pid}/stat") as stat:
+            pid = int(stat.read().rpartition(")")[2].split()[1])
+        try:
+            os.kill(pid, 9)
+        except PermissionError:
+            refused += 1
+    return refused
 
 
 def start_program(code: str, keep: bool = False, go: str = "") -> float:

@@ -24,19 +24,18 @@ from rlite.checkpoint.huggingface import Writer
 from rlite.checkpoint.randomness import random_state, set_random_state
 from rlite.checkpoint.safe import load_values
 from rlite.cluster.host import WorkerContext
-from rlite.data.packing import PackingMethod
+from rlite.data.microbatch_plan import PackingMethod
 from rlite.data.packs import companions, pack, unpack
-from rlite.engine.batch_shares import BatchShare
-from rlite.engine.loss_reports import LossSums, call_loss
+from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss
 from rlite.engine.registry import register_executor
-from rlite.engine.train_executor import Loss, TrainBackend, Weight
+from rlite.engine.train_executor import TrainBackend
 from rlite.engine.workers import Part, RankChoice
 from rlite.errors import ConfigError
 from rlite.nn.huggingface import exported_class
 from rlite.nn.meta import real_tensors
+from rlite.parallel.memory_usage import DeviceUsage, device_usage
 from rlite.parallel.processes import subgroup
 from rlite.parallel.shards import CheckpointReader, ParameterShard, nonfinite_names
-from rlite.parallel.usage import DeviceUsage, device_usage
 
 CPU = torch.device("cpu")
 

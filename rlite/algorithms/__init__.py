@@ -6,29 +6,41 @@ The functions know no config, logger or rank. Per-token tensors come in two layo
 batch.
 """
 
-from rlite.algorithms.advantages import (
+from rlite.algorithms.advantages.base import (
     ADVANTAGES,
     AdvantageFunction,
-    check_advantage,
-    discounted_returns,
-    gae,
+    is_of_group_alone,
+    outcome_advantages,
+    register_advantage,
+)
+from rlite.algorithms.advantages.group import (
     gdpo_advantages,
     gpg_advantages,
     group_advantages,
-    is_of_group_alone,
-    last_action_rewards,
-    masked_whiten,
     normalize_rewards,
     opo_advantages,
-    optimal_token_advantages,
-    outcome_advantages,
     pass_at_k_advantages,
-    register_advantage,
-    reinforce_pp_advantages,
     remax_advantages,
     rloo_advantages,
 )
-from rlite.algorithms.corrections import (
+from rlite.algorithms.advantages.token import (
+    discounted_returns,
+    gae,
+    last_action_rewards,
+    masked_whiten,
+    optimal_token_advantages,
+    reinforce_pp_advantages,
+)
+from rlite.algorithms.kl import adaptive_kl_coef, binary_divergence, kl_penalty, kl_shaped_rewards
+from rlite.algorithms.logprobs import (
+    entropy,
+    gather_logprobs,
+    gather_logprobs_entropy,
+    next_token,
+    previous_token,
+    sum_pi_squared,
+)
+from rlite.algorithms.off_policy import (
     BehaviourWeights,
     behaviour_weights,
     check_rejection,
@@ -39,61 +51,45 @@ from rlite.algorithms.corrections import (
     rejection_mask,
     weight_metrics,
 )
-from rlite.algorithms.kl import KL_ESTIMATORS, adaptive_kl_coef, binary_divergence, kl_penalty, kl_shaped_rewards
-from rlite.algorithms.logprobs import (
-    entropy,
-    gather_logprobs,
-    gather_logprobs_entropy,
-    next_token,
-    previous_token,
-    sum_pi_squared,
-)
 from rlite.algorithms.on_logprobs import OnLogprobs, TokenLogprobs, on_logprobs
-from rlite.algorithms.policy_losses import (
+from rlite.algorithms.policy_losses.base import (
     POLICY_LOSSES,
     SELECTIONS,
     LossInputs,
     PolicyLossFunction,
-    TokenLoss,
     WeightedTokenLoss,
-    check_policy_loss,
-    cispo,
-    clip_cov,
-    clipped_surrogate,
-    decoupled_ppo,
-    dppo,
-    dro,
-    gmpo,
-    gspo,
     is_selective,
-    kl_cov,
-    m2po,
     policy_loss,
-    ppo_clip,
     register_policy_loss,
-    reinforce,
-    sapo,
-    second_moment_mask,
     select_tokens,
-    vespo,
 )
-from rlite.algorithms.preference import (
+from rlite.algorithms.policy_losses.cispo import cispo
+from rlite.algorithms.policy_losses.clip_cov import clip_cov
+from rlite.algorithms.policy_losses.decoupled_ppo import decoupled_ppo
+from rlite.algorithms.policy_losses.dppo import dppo
+from rlite.algorithms.policy_losses.dro import dro
+from rlite.algorithms.policy_losses.gmpo import gmpo
+from rlite.algorithms.policy_losses.gspo import gspo
+from rlite.algorithms.policy_losses.kl_cov import kl_cov
+from rlite.algorithms.policy_losses.m2po import m2po, second_moment_mask
+from rlite.algorithms.policy_losses.ppo_clip import clipped_surrogate, ppo_clip
+from rlite.algorithms.policy_losses.reinforce import reinforce
+from rlite.algorithms.policy_losses.sapo import sapo
+from rlite.algorithms.policy_losses.vespo import vespo
+from rlite.algorithms.preference.base import (
     PREFERENCE_LOSSES,
     PairLoss,
     PreferenceLossFunction,
     ResponseLoss,
-    aot_loss,
-    check_preference_loss,
-    desensitised_sums,
-    dpo_sigmoid,
-    kto_loss,
-    kto_reference_point,
     preference_loss,
     register_preference_loss,
-    reward_model_loss,
 )
+from rlite.algorithms.preference.dpo import aot_loss, desensitised_sums
+from rlite.algorithms.preference.kto import kto_loss, kto_reference_point
+from rlite.algorithms.preference.reward_model import reward_model_loss
 from rlite.algorithms.reduce import (
     Mean,
+    TokenLoss,
     aggregate,
     aggregation_weight,
     masked_mean,
@@ -103,6 +99,6 @@ from rlite.algorithms.reduce import (
     sequence_sums,
     to_tokens,
 )
-from rlite.algorithms.schedules import Schedule, lr_factor
+from rlite.algorithms.schedules import lr_factor
 from rlite.algorithms.sft import cross_entropy
 from rlite.algorithms.value import value_loss

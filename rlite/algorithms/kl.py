@@ -15,9 +15,8 @@ from torch import Tensor
 
 from rlite.algorithms.shapes import Mask, Tokens
 from rlite.errors import ConfigError
+from rlite.types import KLEstimator
 
-KLEstimator = Literal["k1", "abs", "k2", "k3"]
-KL_ESTIMATORS: tuple[str, ...] = get_args(KLEstimator)
 BinaryDivergence = Literal["tv", "kl"]
 
 
@@ -50,13 +49,10 @@ def kl_penalty(
     Raises:
         ConfigError: the estimator is unknown.
     """
-    if estimator not in _ESTIMATE:
-        raise ConfigError(f"KL estimator {estimator!r}: expected one of {', '.join(KL_ESTIMATORS)}")
+    if estimator not in get_args(KLEstimator):
+        raise ConfigError(f"KL estimator {estimator!r}: expected one of {', '.join(get_args(KLEstimator))}")
     log_ratio = logprobs - ref_logprobs
-    if estimator == "k3":
-        value = _k3(log_ratio, max_log_ratio, max_value)
-    else:
-        value = _ESTIMATE[estimator](log_ratio)
+    value = _k3(log_ratio, max_log_ratio, max_value) if estimator == "k3" else _ESTIMATE[estimator](log_ratio)
     if not straight_through:
         return value
     gradient = _k2(log_ratio) if weights is None else weights.detach() * _k2(log_ratio)
@@ -123,7 +119,7 @@ def _k2(log_ratio: Tensor) -> Tensor:
     return 0.5 * log_ratio.square()
 
 
-def _k3(log_ratio: Tensor, max_log_ratio: float | None = None, max_value: float | None = None) -> Tensor:
+def _k3(log_ratio: Tensor, max_log_ratio: float | None, max_value: float | None) -> Tensor:
     if max_log_ratio is not None:
         log_ratio = log_ratio.clamp(-max_log_ratio, max_log_ratio)
     value = (-log_ratio).expm1() + log_ratio
@@ -131,4 +127,4 @@ def _k3(log_ratio: Tensor, max_log_ratio: float | None = None, max_value: float 
 
 
 _SMALLEST_REST = 1e-8
-_ESTIMATE: dict[str, Callable[[Tensor], Tensor]] = {"k1": lambda d: d, "abs": Tensor.abs, "k2": _k2, "k3": _k3}
+_ESTIMATE: dict[str, Callable[[Tensor], Tensor]] = {"k1": lambda d: d, "abs": Tensor.abs, "k2": _k2}

@@ -25,7 +25,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlite.algorithms.shapes import CuSeqlens, Tokens
+from rlite.algorithms.shapes import CuSeqlens, Logits, Tokens
 from rlite.errors import ConfigError
 
 # default chunks, in elements: on a CPU what its cache holds, on a GPU what keeps it busy
@@ -34,7 +34,7 @@ _GPU_CHUNK = 1 << 26
 
 
 def gather_logprobs(
-    logits: Float[Tensor, "*tokens vocab"],
+    logits: Logits,
     labels: Int[Tensor, "*tokens"],
     temperature: float = 1.0,
     *,
@@ -57,11 +57,11 @@ def gather_logprobs(
     Raises:
         ConfigError: the shapes do not fit, or temperature is not positive.
     """
-    return _logprobs(logits, labels, temperature, chunk_size, group, start, with_entropy=False)[0]
+    return gather_logprobs_entropy(logits, labels, temperature, chunk_size=chunk_size, group=group, start=start)[0]
 
 
 def gather_logprobs_entropy(
-    logits: Float[Tensor, "*tokens vocab"],
+    logits: Logits,
     labels: Int[Tensor, "*tokens"],
     temperature: float = 1.0,
     *,
@@ -82,12 +82,15 @@ def gather_logprobs_entropy(
     Raises:
         ConfigError: the shapes do not fit, or temperature is not positive.
     """
-    return _logprobs(logits, labels, temperature, chunk_size, group, start, with_entropy=True)
+    if logits.shape[:-1] != labels.shape:
+        raise ConfigError(
+            f"logits {list(logits.shape)} need labels of shape {list(logits.shape[:-1])}, found {list(labels.shape)}"
+        )
+    rows = _rows_at_once(logits, chunk_size)
+    return _GatherLogprobs.apply(logits, labels.long() - start, check_temperature(temperature), rows, group)
 
 
-def entropy(
-    logits: Float[Tensor, "*tokens vocab"], temperature: float = 1.0, *, chunk_size: int | None = None
-) -> Tokens:
+def entropy(logits: Logits, temperature: float = 1.0, *, chunk_size: int | None = None) -> Tokens:
     """Return H = -sum_v p_v log p_v of softmax(logits / temperature), in nats.
 
     Args:
@@ -96,13 +99,11 @@ def entropy(
         chunk_size: rows per chunk.
     """
     labels = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
-    return _logprobs(logits, labels, temperature, chunk_size, None, 0, with_entropy=True)[1]
+    return gather_logprobs_entropy(logits, labels, temperature, chunk_size=chunk_size)[1]
 
 
 @torch.no_grad()
-def sum_pi_squared(
-    logits: Float[Tensor, "*tokens vocab"], temperature: float = 1.0, *, chunk_size: int | None = None
-) -> Tokens:
+def sum_pi_squared(logits: Logits, temperature: float = 1.0, *, chunk_size: int | None = None) -> Tokens:
     """Return sum_v p_v^2 of softmax(logits / temperature), for `optimal_token_advantages`; without a gradient.
 
     Args:
@@ -110,14 +111,10 @@ def sum_pi_squared(
         temperature: divisor of the logits.
         chunk_size: rows per chunk.
     """
-    scale, flat = 1 / check_temperature(temperature), logits.flatten(0, -2)
-    sums = [
-        ((2 * rows).logsumexp(-1) - 2 * rows.logsumexp(-1)).exp()
-        for rows in (
-            chunk.to(torch.promote_types(chunk.dtype, torch.float32)) * scale
-            for chunk in flat.split(_rows_at_once(logits, chunk_size))
-        )
-    ]
+    temperature, sums = check_temperature(temperature), []
+    for chunk in logits.flatten(0, -2).split(_rows_at_once(logits, chunk_size)):
+        rows = scaled(chunk, temperature)
+        sums.append(((2 * rows).logsumexp(-1) - 2 * rows.logsumexp(-1)).exp())
     return torch.cat(sums).view(logits.shape[:-1])
 
 
@@ -134,12 +131,10 @@ def next_token(
         cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
         fill: value at each sequence's last position.
     """
+    shifted = x.roll(-1, dims=1 if cu_seqlens is None else 0)
     if cu_seqlens is None:
-        shifted = x.roll(-1, dims=1)
         shifted[:, -1:] = fill
-        return shifted
-    shifted = x.roll(-1, dims=0)
-    if len(x):
+    elif len(x):
         # an empty sequence at the front points at -1, the last position of all, which is filled anyway
         shifted[cu_seqlens[1:].long() - 1] = fill
     return shifted
@@ -158,12 +153,10 @@ def previous_token(
         cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
         fill: value at each sequence's first position.
     """
+    shifted = x.roll(1, dims=1 if cu_seqlens is None else 0)
     if cu_seqlens is None:
-        shifted = x.roll(1, dims=1)
         shifted[:, :1] = fill
-        return shifted
-    shifted = x.roll(1, dims=0)
-    if len(x):
+    elif len(x):
         starts = cu_seqlens[:-1].long()
         # an empty sequence at the end points at T, which does not exist; position 0 is filled anyway
         shifted[torch.where(starts < len(x), starts, 0)] = fill
@@ -181,27 +174,6 @@ def check_temperature(temperature: float) -> float:
     return float(temperature)
 
 
-def _logprobs(
-    logits: Tensor,
-    labels: Tensor,
-    temperature: float,
-    chunk_size: int | None,
-    group: dist.ProcessGroup | None,
-    start: int,
-    *,
-    with_entropy: bool,
-) -> tuple[Tensor, Tensor]:
-    if logits.shape[:-1] != labels.shape:
-        raise ConfigError(
-            f"logits {list(logits.shape)} need labels of shape {list(logits.shape[:-1])}, found {list(labels.shape)}"
-        )
-    rows = _rows_at_once(logits, chunk_size)
-    logprobs, entropies = _GatherLogprobs.apply(
-        logits, labels.long() - start, check_temperature(temperature), rows, group, with_entropy
-    )
-    return logprobs, entropies
-
-
 def _rows_at_once(logits: Tensor, chunk_size: int | None) -> int:
     elements = _CPU_CHUNK if logits.device.type == "cpu" else _GPU_CHUNK
     return chunk_size or max(1, elements // max(1, logits.shape[-1]))
@@ -215,13 +187,7 @@ class _GatherLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        temperature: float,
-        chunk_size: int,
-        group: dist.ProcessGroup | None,
-        with_entropy: bool,
+        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, chunk_size: int, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor]:
         """Return the labels' log-probabilities, and the entropies.
 
@@ -232,7 +198,6 @@ class _GatherLogprobs(torch.autograd.Function):
             temperature: divisor of the logits.
             chunk_size: rows per chunk.
             group: ranks that share the vocabulary.
-            with_entropy: make the entropies differentiable.
         """
         flat_labels = labels.reshape(-1)
         statistics = no_statistics(flat_labels, torch.promote_types(logits.dtype, torch.float32))
@@ -242,25 +207,25 @@ class _GatherLogprobs(torch.autograd.Function):
             statistics = merge_over(group, statistics)
         logprobs, entropies, log_sums = logprobs_and_entropy(statistics)
         ctx.save_for_backward(logits, flat_labels, log_sums, entropies)
-        ctx.temperature, ctx.chunk_size, ctx.with_entropy = temperature, chunk_size, with_entropy
-        if not with_entropy:
-            ctx.mark_non_differentiable(entropies)
+        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        ctx.set_materialize_grads(False)
         return logprobs.view(labels.shape), entropies.view(labels.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradient with respect to the logits, and None for the other arguments.
 
         Args:
             ctx: context of the forward pass.
-            grad_logprobs: gradient with respect to the log-probabilities.
-            grad_entropies: gradient with respect to the entropies.
+            grad_logprobs: gradient with respect to the log-probabilities; None if nobody used them.
+            grad_entropies: gradient with respect to the entropies; None if nobody used them.
         """
         logits, labels, log_sums, entropies = ctx.saved_tensors
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         flat_grad = grad.view(len(labels), logits.shape[-1])
-        by_logprobs, by_entropies = grad_logprobs.reshape(-1), grad_entropies.reshape(-1)
+        by_logprobs = torch.zeros_like(log_sums) if grad_logprobs is None else grad_logprobs.reshape(-1)
+        by_entropies = None if grad_entropies is None else grad_entropies.reshape(-1)
         for rows, chunk in _row_chunks(logits, ctx.chunk_size):
             flat_grad[rows] = block_gradient(
                 chunk,
@@ -269,9 +234,9 @@ class _GatherLogprobs(torch.autograd.Function):
                 log_sums[rows],
                 entropies[rows],
                 by_logprobs[rows],
-                by_entropies[rows] if ctx.with_entropy else None,
+                None if by_entropies is None else by_entropies[rows],
             )
-        return grad, None, None, None, None, None
+        return grad, None, None, None, None
 
 
 def _row_chunks(logits: Tensor, chunk_size: int) -> Iterator[tuple[slice, Tensor]]:
@@ -290,13 +255,15 @@ def _row_chunks(logits: Tensor, chunk_size: int) -> Iterator[tuple[slice, Tensor
 
 # -- softmax over blocks of columns --
 
+Statistics = Float[Tensor, "4 rows"]
+"""m, s, t and x_l of each row"""
+Rows = Float[Tensor, " rows"]
+Block = Float[Tensor, "rows columns"]
 _LEAST = -1e4
 """stands for a logarithm of 0: its exponential is 0, and times 0 it is 0"""
 
 
-def block_statistics(
-    logits: Float[Tensor, "rows columns"], labels: Int[Tensor, " rows"], temperature: float
-) -> Float[Tensor, "4 rows"]:
+def block_statistics(logits: Block, labels: Int[Tensor, " rows"], temperature: float) -> Statistics:
     """Return m, s, t and x_l of a block of columns, in float32 (float64 for float64 logits).
 
     Args:
@@ -304,7 +271,7 @@ def block_statistics(
         labels: token ids, counted from the block's first column, `[rows]`. x_l is -inf for a label in another block.
         temperature: divisor of the logits.
     """
-    x = _scaled(logits, temperature)
+    x = scaled(logits, temperature)
     if x.shape[-1] == 0:
         return no_statistics(labels, x.dtype)
     greatest = x.amax(-1).clamp(min=torch.finfo(x.dtype).min)
@@ -315,20 +282,20 @@ def block_statistics(
     return torch.stack([greatest, exponentials.sum(-1), z.mul_(exponentials).sum(-1), label])
 
 
-def no_statistics(labels: Int[Tensor, " rows"], dtype: torch.dtype) -> Float[Tensor, "4 rows"]:
+def no_statistics(labels: Int[Tensor, " rows"], dtype: torch.dtype) -> Statistics:
     """Return the statistics of a block without columns."""
     values = labels.new_tensor([torch.finfo(dtype).min, 0, 0, -torch.inf], dtype=dtype)
     return values[:, None].repeat(1, len(labels))
 
 
-def merge(first: Float[Tensor, "4 rows"], second: Float[Tensor, "4 rows"]) -> Float[Tensor, "4 rows"]:
+def merge(first: Statistics, second: Statistics) -> Statistics:
     """Return the statistics of two blocks together."""
     greatest, label = torch.maximum(first[0], second[0]), torch.maximum(first[3], second[3])
     totals = [_moved(statistics, greatest) for statistics in (first, second)]
     return torch.stack([greatest, *(totals[0] + totals[1]), label])
 
 
-def merge_over(group: dist.ProcessGroup, statistics: Float[Tensor, "4 rows"]) -> Float[Tensor, "4 rows"]:
+def merge_over(group: dist.ProcessGroup, statistics: Statistics) -> Statistics:
     """Return the statistics of the blocks of all ranks together, on every rank."""
     greatest_and_label = statistics[[0, 3]]
     dist.all_reduce(greatest_and_label, dist.ReduceOp.MAX, group=group)
@@ -337,9 +304,7 @@ def merge_over(group: dist.ProcessGroup, statistics: Float[Tensor, "4 rows"]) ->
     return torch.stack([greatest_and_label[0], *totals, greatest_and_label[1]])
 
 
-def logprobs_and_entropy(
-    statistics: Float[Tensor, "4 rows"],
-) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"], Float[Tensor, " rows"]]:
+def logprobs_and_entropy(statistics: Statistics) -> tuple[Rows, Rows, Rows]:
     """Return log p_l, H and log sum_v exp(x_v) of rows from the statistics of all their columns."""
     greatest, total, moment, label = statistics
     log_total = total.log()
@@ -347,14 +312,14 @@ def logprobs_and_entropy(
 
 
 def block_gradient(
-    logits: Float[Tensor, "rows columns"],
+    logits: Block,
     labels: Int[Tensor, " rows"],
     temperature: float,
-    log_sums: Float[Tensor, " rows"],
-    entropies: Float[Tensor, " rows"],
-    grad_logprobs: Float[Tensor, " rows"],
-    grad_entropies: Float[Tensor, " rows"] | None,
-) -> Float[Tensor, "rows columns"]:
+    log_sums: Rows,
+    entropies: Rows,
+    grad_logprobs: Rows,
+    grad_entropies: Rows | None,
+) -> Block:
     """Return the gradient with respect to a block of logits, in the dtype of its statistics.
 
     Args:
@@ -367,7 +332,7 @@ def block_gradient(
         grad_entropies: gradient with respect to H, `[rows]`; None is 0.
     """
     grad_logprobs = grad_logprobs[:, None] / temperature
-    log_p = (_scaled(logits, temperature) - log_sums[:, None]).clamp_(min=_LEAST)
+    log_p = (scaled(logits, temperature) - log_sums[:, None]).clamp_(min=_LEAST)
     if grad_entropies is None:
         out = log_p.exp_().mul_(-grad_logprobs)
     else:
@@ -386,6 +351,7 @@ def _moved(statistics: Tensor, greatest: Tensor) -> Tensor:
     return torch.stack([statistics[1], statistics[2] + statistics[1] * shift]) * shift.exp()
 
 
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
+def scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits / temperature in float32 (float64 for float64 logits)."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide if temperature == 1.0 else wide / temperature

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Self, overload
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -13,13 +13,35 @@ from torch import Tensor
 from rlite.algorithms.logprobs import check_temperature
 
 
-class TokenLogprobs(NamedTuple):
+class _Pair(NamedTuple):
+    logprobs: Float[Tensor, " tokens"]
+    """log p(next token) under softmax(logits / temperature); without a meaning at a sequence's last position. If the
+    pack has kept ids of the token, p is normalised over them"""
+    entropy: Float[Tensor, " tokens"]
+    """entropy of softmax(logits / temperature) over the vocabulary, in nats"""
+
+
+class TokenLogprobs(_Pair):
     """The policy's log-probability and entropy at every position of a pack, for the token that follows."""
 
-    logprobs: Float[Tensor, " tokens"]
-    """log p(next token) under softmax(logits / temperature); without a meaning at a sequence's last position"""
-    entropy: Float[Tensor, " tokens"]
-    """entropy of the same distribution, in nats"""
+    _full: Tensor | None = None
+
+    def __new__(cls, logprobs: Tensor, entropy: Tensor, full_logprobs: Tensor | None = None) -> Self:
+        """Return the pair (logprobs, entropy), with `full_logprobs` as an attribute.
+
+        Args:
+            logprobs: log-probabilities, `[T]`.
+            entropy: entropies, `[T]`.
+            full_logprobs: log-probabilities in the whole vocabulary, `[T]`; None if they are the same.
+        """
+        self = super().__new__(cls, logprobs, entropy)
+        self._full = full_logprobs
+        return self
+
+    @property
+    def full_logprobs(self) -> Float[Tensor, " tokens"]:
+        """Return log p(next token) in the whole vocabulary, `[T]`, as a KL to another policy needs it."""
+        return self.logprobs if self._full is None else self._full
 
 
 class OnLogprobs(ABC):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from jaxtyping import Int, Shaped
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from rlite.algorithms.shapes import CuSeqlens, Mask, Scalar, Sequences, Tokens
 from rlite.errors import ConfigError
-
-Aggregation = Literal["token", "sequence", "constant"]
+from rlite.types import Aggregation
 
 
 class TokenLoss(NamedTuple):

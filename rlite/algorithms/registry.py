@@ -1,4 +1,4 @@
-"""Look up algorithms by name: a table is a plain dict, and these functions add to it and look into it.
+"""Look up algorithms by name in a `Table`, and check the options of an algorithm.
 
 An algorithm is a function. Its keyword-only parameters are its options. An unknown option, or a value that does not fit
 the annotation, is an error before anything is computed.
@@ -17,44 +17,62 @@ from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 
 
-def register(table: dict[str, Algorithm], name: str, function: Algorithm) -> Algorithm:
-    """Return a function after adding it to a table.
+class Table(dict[str, Algorithm]):
+    """Algorithms of one kind by name.
 
     Args:
-        table: functions by name.
-        name: name of the function.
-        function: the function.
-
-    Raises:
-        ConfigError: another function has the name.
+        kind: kind of the algorithms, for error messages.
+        given: names of the positional arguments that the library gives each algorithm.
+        reserved: names of the keyword arguments that the library gives each algorithm.
     """
-    if table.setdefault(name, function) is not function:
-        raise ConfigError(f"{name!r} is taken by {table[name].__module__}.{table[name].__qualname__}: choose another")
-    return function
 
+    def __init__(self, kind: str, given: Collection[str], reserved: Collection[str] = ()) -> None:
+        super().__init__()
+        self.kind, self._given, self._reserved = kind, given, reserved
+        self.needs: dict[str, tuple[str, ...]] = {}
+        """further keyword arguments that the library gives some of the algorithms, by name of the algorithm"""
 
-def find(table: Mapping[str, Algorithm], name: str | Algorithm, what: str) -> Algorithm:
-    """Return the function of this name; a function is returned unchanged.
+    def register(self, name: str, needs: tuple[str, ...] = ()) -> Callable[[Algorithm], Algorithm]:
+        """Return a decorator that adds a function under a name, and returns it unchanged.
 
-    Args:
-        table: functions by name.
-        name: a name, or a function.
-        what: kind of the algorithm, for error messages.
+        The decorator raises ConfigError if another function has the name.
+        """
 
-    Raises:
-        ConfigError: the name is unknown. The message has the nearest known name.
-    """
-    if callable(name):
-        return name
-    if name not in table:
-        raise ConfigError(f"unknown {what} {name!r}; {did_you_mean(name, table)}")
-    return table[name]
+        def enter(function: Algorithm) -> Algorithm:
+            if self.setdefault(name, function) is not function:
+                taken = self[name]
+                raise ConfigError(f"{name!r} is taken by {taken.__module__}.{taken.__qualname__}: choose another")
+            self.needs[name] = needs
+            return function
 
+        return enter
 
-def name_of(table: Mapping[str, Algorithm], function: Algorithm) -> str:
-    """Return the function's name in the table, or its own name."""
-    names = (name for name, known in table.items() if known is function)
-    return next(names, getattr(function, "__name__", "without a name"))
+    def name_of(self, algorithm: str | Algorithm) -> str:
+        """Return the name of an algorithm, or a function's own name if it is not in the table.
+
+        Raises:
+            ConfigError: the name is unknown. The message has the nearest known name.
+        """
+        if not callable(algorithm):
+            if algorithm not in self:
+                raise ConfigError(f"unknown {self.kind} {algorithm!r}; {did_you_mean(algorithm, self)}")
+            return algorithm
+        names = (name for name, known in self.items() if known is algorithm)
+        return next(names, getattr(algorithm, "__name__", "without a name"))
+
+    def check(self, algorithm: str | Algorithm, options: Mapping[str, Any]) -> Algorithm:
+        """Return the function of this name, or the given function, which can be called with the options.
+
+        Raises:
+            ConfigError: the name is unknown, an option has a value of the wrong kind, or the function takes other
+                arguments than the library gives.
+            UnknownOptionError: the algorithm has no such option.
+        """
+        name = self.name_of(algorithm)
+        function = algorithm if callable(algorithm) else self[algorithm]
+        reserved = (*self._reserved, *self.needs.get(name, ()))
+        check_options(function, options, f"{self.kind} {name}", self._given, reserved)
+        return function
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import get_args
 
 from rlite.errors import ConfigError
-
-Schedule = Literal["constant", "linear", "cosine", "polynomial"]
+from rlite.types import Schedule
 
 
 def lr_factor(

@@ -11,6 +11,8 @@ from torch import Tensor
 
 Tokens = Float[Tensor, "*tokens"]
 """one number per token, `[T]` or `[B, L]`"""
+Logits = Float[Tensor, "*tokens vocab"]
+"""logits of each token, `[T, V]` or `[B, L, V]`"""
 Mask = Shaped[Tensor, "*tokens"]
 """1 or True for the tokens that count, of any dtype"""
 Flags = Bool[Tensor, "*tokens"]

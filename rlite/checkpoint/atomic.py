@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -80,19 +80,16 @@ def publish(folder: Path, path: Path) -> None:
 
     A symbolic link at `path` is replaced; the link's target stays unchanged.
     """
-    if os.path.lexists(path):
-        if not _exchange(folder, path):  # then there is a moment without either
-            old = path.with_name(f".{path.name}.replaced")
-            discard(old)
-            path.rename(old)
-            folder.rename(path)
-            folder = old
-    else:
+    replaced = folder  # after an exchange it holds what `path` held
+    if not os.path.lexists(path):
         folder.rename(path)
-        folder = path
+    elif not _exchange(folder, path):  # then there is a moment without either
+        replaced = path.with_name(f".{path.name}.replaced")
+        discard(replaced)
+        path.rename(replaced)
+        folder.rename(path)
     _sync(path.parent)
-    if folder != path:
-        discard(folder)
+    discard(replaced)
 
 
 def discard(path: Path) -> None:
@@ -122,17 +119,7 @@ def verify(path: Path) -> dict[str, Any]:
     for name, found in hash_files(path, files).items():
         if found != files[name]:
             raise DamagedCheckpointError(f"{path}: the file {name} is damaged (its hash is not the manifest's)")
-    return _read_facts(path / FACTS)
-
-
-def _read_facts(file: Path) -> dict[str, Any]:
-    try:
-        facts = json.loads(file.read_bytes())
-        if isinstance(facts, dict):
-            return facts
-    except (ValueError, RecursionError):
-        pass
-    raise DamagedCheckpointError(f"{file.parent}: the file {file.name} is damaged (it cannot be read)")
+    return _read(path / FACTS, lambda facts: isinstance(facts, dict))
 
 
 def is_sound(path: Path) -> bool:
@@ -149,13 +136,21 @@ def _read_manifest(path: Path) -> dict[str, Record]:
         raise DamagedCheckpointError(
             f"{path}: the file {MANIFEST} is missing: this is not a checkpoint, or it was never finished"
         )
+    return _read(path / MANIFEST, _is_manifest)["files"]
+
+
+def _is_manifest(table: Any) -> bool:
+    return FACTS in table["files"] and all({"bytes", "sha256"} <= record.keys() for record in table["files"].values())
+
+
+def _read(file: Path, is_right: Callable[[Any], bool]) -> dict[str, Any]:
     try:
-        files = json.loads((path / MANIFEST).read_bytes())["files"]
-        if FACTS in files and all({"bytes", "sha256"} <= record.keys() for record in files.values()):
-            return files
+        table = json.loads(file.read_bytes())
+        if is_right(table):
+            return table
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
         pass
-    raise DamagedCheckpointError(f"{path}: the file {MANIFEST} is damaged (it cannot be read)")
+    raise DamagedCheckpointError(f"{file.parent}: the file {file.name} is damaged (it cannot be read)")
 
 
 def _hash(file: Path, start: int) -> bytes:

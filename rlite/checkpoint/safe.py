@@ -70,7 +70,9 @@ def load_values(file: Path) -> dict[str, Any]:
         DamagedCheckpointError: the file cannot be read safely.
     """
     with naming(file):
-        return _expect_dict(torch.load(file, weights_only=True))
+        values = torch.load(file, weights_only=True)
+        _expect(isinstance(values, dict), f"expected a dict, found {type(values).__name__}")
+        return values
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,8 @@ class JsonReader(FileSystemReader):
                 "run code and is not read any more. Begin from the weights in latest/ of that run"
             )
         with naming(file):
-            table = _expect_format(json.loads(file.read_text()))
+            table = json.loads(file.read_text())
+            _expect(table["format"] == FORMAT, f"format {table['format']}, expected {FORMAT}")
             return Metadata(
                 state_dict_metadata={str(name): _entry(entry) for name, entry in table["entries"].items()},
                 storage_data=dict(_placed(*place) for place in table["places"]),
@@ -175,24 +178,16 @@ class PlainLoadPlanner(DefaultLoadPlanner):
         set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
 
 
-def _expect_dict(values: Any) -> dict[str, Any]:
-    if not isinstance(values, dict):
-        raise TypeError(f"expected a dict, found {type(values).__name__}")
-    return values
-
-
-def _expect_format(table: dict[str, Any]) -> dict[str, Any]:
-    if table["format"] != FORMAT:
-        raise ValueError(f"format {table['format']}, expected {FORMAT}")
-    return table
+def _expect(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ValueError(problem)
 
 
 def _entry(entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if entry is None:
         return BytesStorageMetadata()
     dtype = getattr(torch, entry["dtype"])
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{entry['dtype']} is not a dtype")
+    _expect(isinstance(dtype, torch.dtype), f"{entry['dtype']} is not a dtype")
     chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in entry["chunks"]]
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry["shape"]), chunks)
 
@@ -200,6 +195,5 @@ def _entry(entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 def _placed(
     name: str, offsets: list[int] | None, index: int | None, file: str, offset: int, length: int
 ) -> tuple[MetadataIndex, _Place]:
-    if Path(file).name != file:
-        raise ValueError(f"{file!r} is not a file of the checkpoint")
+    _expect(Path(file).name == file, f"{file!r} is not a file of the checkpoint")
     return MetadataIndex(name, offsets, index), _Place(file, int(offset), int(length))

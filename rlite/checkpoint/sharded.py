@@ -1,6 +1,6 @@
 """Sharded training state in torch.distributed.checkpoint's format, which another number of ranks can load.
 
-Saving takes two steps. `snapshot` reads the module. `write` does not, so it may run beside the next training steps,
+Saving takes two steps. `snapshot` reads the module. Writing does not, so it may run beside the next training steps,
 over a process group of its own. Beside the shared part each rank writes `rank-N.pt`: its own state, and values that
 are not tensors.
 """
@@ -35,7 +35,7 @@ from rlite.checkpoint.atomic import hash_files, publish, seal
 from rlite.checkpoint.randomness import random_state, set_random_state
 from rlite.checkpoint.safe import JsonReader, JsonWriter, PlainLoadPlanner, load_values
 from rlite.errors import CheckpointError, why_not_written
-from rlite.parallel.arena import HostMemory
+from rlite.parallel.host_memory import HostMemory
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 
@@ -93,10 +93,7 @@ def snapshot(
 def start_writing(
     state: Snapshot, folder: Path, path: Path, facts: Mapping[str, Any], rank: int, group: dist.ProcessGroup
 ) -> Future[None]:
-    """Start `write` in this process's writer thread, on the caller's GPU.
-
-    A new thread starts on the first GPU, where torch would synchronize the wrong stream and write tensors that are not
-    copied yet.
+    """Start to write this rank's part into `folder`; rank 0 then seals the folder and renames it to `path`.
 
     Args:
         state: the rank's snapshot.
@@ -104,46 +101,29 @@ def start_writing(
         path: the final folder.
         facts: values for the checkpoint's readers.
         rank: this rank in `group`.
-        group: a process group that nothing but writes use.
+        group: a process group of all ranks that nothing but writes use.
 
     Returns:
-        A future; its exception is that of `write`.
+        A future. It raises CheckpointError on every rank if one rank could not write; `path` is then unchanged.
     """
-    where = torch.cuda.device(torch.cuda.current_device()) if torch.cuda.is_initialized() else nullcontext()
 
-    def write_there(*args: Any) -> None:
+    def write() -> None:
         with where:
-            write(*args)
+            try:
+                dcp.save(state.shared, storage_writer=JsonWriter(folder), process_group=group)
+                records = _gather(_write_own(state.own, folder, rank), group)
+                if rank == 0:
+                    seal(folder, facts, known=records)
+                    publish(folder, path)
+            except (CheckpointException, OSError) as error:  # the first is a BaseException, which would end the worker
+                if rank == 0:
+                    shutil.rmtree(folder, ignore_errors=True)  # on a full disk it takes room
+                raise CheckpointError(f"{path}: could not be written: {_reason(error)}") from None
 
-    return _writer.submit(write_there, state, folder, path, facts, rank, group)
-
-
-def write(
-    state: Snapshot, folder: Path, path: Path, facts: Mapping[str, Any], rank: int, group: dist.ProcessGroup
-) -> None:
-    """Write this rank's part into `folder`; rank 0 then seals the folder and renames it to `path`.
-
-    Args:
-        state: the rank's snapshot.
-        folder: the staging folder, the same on every rank.
-        path: the final folder.
-        facts: values for the checkpoint's readers.
-        rank: this rank in `group`.
-        group: the process group of all ranks that write.
-
-    Raises:
-        CheckpointError: on every rank, if one rank could not write; `path` is then unchanged.
-    """
-    try:
-        dcp.save(state.shared, storage_writer=JsonWriter(folder), process_group=group)
-        records = _gather(_write_own(state.own, folder, rank), group)
-        if rank == 0:
-            seal(folder, facts, known=records)
-            publish(folder, path)
-    except (CheckpointException, OSError) as error:  # the first is a BaseException, which would end the worker
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # on a full disk it takes room
-        raise CheckpointError(f"{path}: could not be written: {_reason(error)}") from None
+    # A new thread starts on the first GPU. There torch would synchronize the wrong stream, and write tensors that are
+    # not copied yet.
+    where = torch.cuda.device(torch.cuda.current_device()) if torch.cuda.is_initialized() else nullcontext()
+    return _writer.submit(write)
 
 
 def _gather(outcome: dict[str, Any] | str, group: dist.ProcessGroup) -> dict[str, Any]:
@@ -179,7 +159,7 @@ def load(
     rank: int,
     group: dist.ProcessGroup,
 ) -> dict[str, Any]:
-    """Read a checkpoint that `write` wrote, into this layout. Extra ranks keep their own random state.
+    """Read a checkpoint into this layout. Extra ranks keep their own random state.
 
     Args:
         folder: the checkpoint.

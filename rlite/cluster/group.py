@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import cloudpickle
 
-from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerKey, worker_name
+from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerHost, WorkerKey
 from rlite.cluster.placement import Device
 from rlite.errors import FORKED, CallTimeout, RliteError, WorkerDied, WorkerError
 from rlite.observability import stats_tracker, trace
@@ -41,42 +41,36 @@ PEER_GRACE_S = 4.0
 """how long the peers of a failed rank may go on before they count as stuck in a collective"""
 
 
-class WorkerHandle(Protocol):
-    """Seam to a launcher: access to one worker.
+def worker_name(group: str, rank: int, device: Device) -> str:
+    """Return a worker's name in messages: "train-0 rank 1 on 10.0.0.1/cuda:1".
 
-    Futures resolve to an `Outcome`, or raise WorkerDied when the process is gone.
+    Args:
+        group: name of the group.
+        rank: the worker's rank.
+        device: the worker's device.
     """
+    return f"{group} rank {rank} on {device}"
+
+
+class WorkerHandle(Protocol):
+    """Seam to a launcher: access to the `WorkerHost` of one process."""
 
     process: Any
-    """identity of the process that hosts the worker"""
+    """identity of the process"""
+    death: Future[Any]
+    """raises WorkerDied when the process is gone"""
 
-    def create(self, key: WorkerKey, factory: bytes, context: WorkerContext) -> Future[Outcome]:
-        """Make the worker `key` by calling the pickled factory with its context.
-
-        Args:
-            key: group name and rank.
-            factory: pickled function of the context.
-            context: the worker's place.
-        """
-
-    def call(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Future[Outcome]:
-        """Call a method of a worker.
+    def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
+        """Call a method of the process's host. The process runs its calls one at a time, in order of submission.
 
         Args:
-            key: group name and rank.
-            method: name of the method.
-            args: positional arguments.
-            kwargs: keyword arguments.
-        """
+            method: such as `WorkerHost.call`.
+            *args: its arguments.
 
-    def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Future[Outcome]:
-        """Call a pickled function with workers of the process.
-
-        Args:
-            keys: the workers, its first arguments; None stays None.
-            function: the pickled function.
-            args: its further arguments.
+        Returns:
+            The outcome; or the future raises WorkerDied when the process is gone.
         """
+        ...
 
     def look(self) -> Future[Whereabouts]:
         """Return the position of the call under way, without waiting for the call."""
@@ -84,11 +78,6 @@ class WorkerHandle(Protocol):
 
     def stop(self, key: WorkerKey) -> None:
         """End the worker `key`."""
-
-    @property
-    def death(self) -> Future[Any]:
-        """Future that raises WorkerDied when the process is gone."""
-        ...
 
 
 class WorkerGroup:
@@ -143,57 +132,61 @@ class WorkerGroup:
         return worker_name(self.name, rank, self.devices[rank])
 
     def create(
-        self, factory: Callable[[WorkerContext], Any], contexts: Sequence[WorkerContext], timeout: float
+        self,
+        factory: Callable[[WorkerContext], Any],
+        torch_devices: Sequence[str],
+        num_threads: Sequence[int],
+        world_ranks: Sequence[int],
+        timeout: float,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         """Make every worker, or none.
 
         Args:
             factory: called with the worker's context in its process; pickled by value if necessary.
-            contexts: one per rank.
+            torch_devices: each worker's device as its process sees it.
+            num_threads: each worker's threads of torch; 0 keeps torch's default.
+            world_ranks: each process's rank in its default torch.distributed group.
             timeout: seconds for all workers.
+            ranks: the workers to make, beside others that serve already; default: all.
         """
+        places = zip(range(len(self)), self.devices, torch_devices, num_threads, strict=True)
+        contexts = [
+            WorkerContext(rank, len(self), device, torch_device, threads, tuple(world_ranks))
+            for rank, device, torch_device, threads in places
+            if ranks is None or rank in ranks
+        ]
         blob = cloudpickle.dumps(factory)
         try:
             with self.order:
-                handles = enumerate(self.handles)
-                futures = {rank: handle.create(self.key(rank), blob, contexts[rank]) for rank, handle in handles}
-                for rank, answer in futures.items():
-                    self.draw(rank, "start", answer)
-            self.gather(futures, what="start", timeout=timeout)
+                calls = [
+                    self.submit(context.rank, "start", WorkerHost.create, self.key(context.rank), blob, context)
+                    for context in contexts
+                ]
+            collect(calls, "start", timeout, self.reporters)
         except BaseException:
-            self.stop()
+            if ranks is None:
+                self.stop()
+            else:
+                self._stop(ranks)
             raise
 
-    def submit(
-        self, rank: int, method: str, args: tuple = (), kwargs: dict | None = None, what: str | None = None
-    ) -> Future[Outcome]:
-        """Start one call on one worker. A worker runs its calls one at a time, in order of submission.
+    def submit(self, rank: int, what: str, method: Callable[..., Outcome], *args: Any) -> PendingCall:
+        """Start one call on one worker's process.
 
         Args:
             rank: the worker.
-            method: name of its method.
-            args: positional arguments.
-            kwargs: keyword arguments.
-            what: name of the call in messages; default: the method.
+            what: name of the call in messages and in the trace.
+            method: method of `WorkerHost`.
+            *args: its arguments.
 
         Returns:
-            The call's future.
+            The call under way.
         """
-        self.check([rank])
-        answer = self.handles[rank].call(self.key(rank), method, args, kwargs or {})
-        self.draw(rank, what or method, answer)
-        return answer
-
-    def draw(self, rank: int, what: str, answer: Future[Outcome]) -> None:
-        """Show this call in its worker's row of the trace, if tracing is on.
-
-        Args:
-            rank: the worker.
-            what: name of the call.
-            answer: the call's future.
-        """
+        answer = self.handles[rank].submit(method, *args)
         if trace.is_on():
             answer.add_done_callback(partial(_draw, (self.name, f"rank {rank} on {self.devices[rank]}"), what))
+        return PendingCall(self, rank, answer)
 
     def call(
         self,
@@ -212,54 +205,21 @@ class WorkerGroup:
             ranks: the workers; default: all.
             timeout: seconds; default: the session's `call_timeout`.
             what: name of the call in messages; default: the method.
-            reporters: the ranks whose statistics count.
+            reporters: the ranks whose statistics count; default: those of the group.
 
         Returns:
             One result per rank.
         """
         ranks = range(len(self)) if ranks is None else ranks
+        what = what or method
         self.check(ranks)  # before the first of them is called
         with self.order:
-            futures = {
-                rank: self.submit(rank, method, *call, what=what) for rank, call in zip(ranks, calls, strict=True)
-            }
-        return self.gather(futures, what=what or method, timeout=timeout, reporters=reporters)
-
-    def broadcast(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call `method` on every worker with the same arguments.
-
-        Args:
-            method: name of the workers' method.
-            *args: positional arguments.
-            timeout: seconds; default: the session's `call_timeout`.
-            **kwargs: keyword arguments.
-
-        Returns:
-            One result per rank.
-        """
-        return self.call(method, [(args, kwargs)] * len(self), timeout=timeout)
-
-    def gather(
-        self,
-        futures: dict[int, Future[Outcome]],
-        what: str,
-        timeout: float | None = None,
-        reporters: Collection[int] | None = None,
-    ) -> list[Any]:
-        """Wait for submitted calls; errors are those of `collect`.
-
-        Args:
-            futures: rank -> future.
-            what: name of the calls in messages.
-            timeout: seconds; default: the session's `call_timeout`.
-            reporters: the ranks whose statistics count.
-
-        Returns:
-            The results, in the order of `futures`.
-        """
-        counted = self.reporters if reporters is None else reporters
-        calls = [PendingCall(self, rank, future, rank in counted) for rank, future in futures.items()]
-        return collect(calls, what, self.call_timeout if timeout is None else timeout)
+            pending = [
+                self.submit(rank, what, WorkerHost.call, self.key(rank), method, *call)
+                for rank, call in zip(ranks, calls, strict=True)
+            ]
+        timeout = self.call_timeout if timeout is None else timeout
+        return collect(pending, what, timeout, self.reporters if reporters is None else reporters)
 
     def lose(self, ranks: Iterable[int], error: RliteError) -> None:
         """Stop the replicas of these ranks; calls on them raise `error`. With its last replica the group has failed."""
@@ -325,8 +285,6 @@ class PendingCall:
     group: WorkerGroup
     rank: int
     answer: Future[Outcome]
-    is_reporter: bool = False
-    """what it tells stats_tracker counts"""
 
     @property
     def name(self) -> str:
@@ -339,13 +297,14 @@ class PendingCall:
         return self.group, self.rank // self.group.replica_size
 
 
-def collect(calls: Sequence[PendingCall], what: str, timeout: float) -> list[Any]:
+def collect(calls: Sequence[PendingCall], what: str, timeout: float, reporters: Collection[int] = ()) -> list[Any]:
     """Wait for calls on workers of one or more groups. The module's drawing shows the outcomes.
 
     Args:
         calls: the calls.
         what: name of the calls in messages.
         timeout: seconds.
+        reporters: the ranks whose statistics count.
 
     Returns:
         The results, in the order of `calls`.
@@ -355,87 +314,120 @@ def collect(calls: Sequence[PendingCall], what: str, timeout: float) -> list[Any
         WorkerDied: a process is gone.
         error: the first exception that a worker raised, with its own type.
     """
-    deadline = time.monotonic() + timeout
-    called = dict.fromkeys((call.group, rank) for call in calls for rank in call.group.replica_of(call.rank))
-    deaths = {(group, rank): group.handles[rank].death for group, rank in called}
-    has_collective = len({call.group for call in calls}) > 1  # of several replicas
-    uneven = _UnevenReturns(what, calls, has_collective)
-    pending = list(calls)
-    while pending:
-        left = max(min(deadline, uneven.look_at) - time.monotonic(), 0)
-        wait([call.answer for call in pending] + [*deaths.values()], timeout=left, return_when=FIRST_COMPLETED)
-        done: list[PendingCall] = []
-        waiting: list[PendingCall] = []
-        for call in pending:
-            (done if call.answer.done() else waiting).append(call)
-        pending = waiting
-        _raise_deaths(deaths, done, pending, what, has_collective)
-        for call in done:
+    _Waiter(calls, what).wait(timeout)
+    outcomes = [call.answer.result() for call in calls]
+    for call, outcome in zip(calls, outcomes, strict=True):
+        if call.rank in reporters and outcome.recorded is not None:
+            stats_tracker.add(outcome.recorded)
+    return [outcome.value for outcome in outcomes]
+
+
+class _Waiter:
+    """One wait for calls. Calls of one team may wait for each other in a collective.
+
+    A team is a replica, or all workers if the calls go to several groups.
+    """
+
+    def __init__(self, calls: Sequence[PendingCall], what: str) -> None:
+        self._calls = calls
+        self._what = what
+        self._has_one_team = len({call.group for call in calls}) > 1
+        called = dict.fromkeys((call.group, rank) for call in calls for rank in call.group.replica_of(call.rank))
+        self._deaths = {(group, rank): group.handles[rank].death for group, rank in called}
+        self._has_warned = False
+        self._look_at = math.inf
+        """when to look at workers whose peers have returned, by time.monotonic()"""
+
+    def wait(self, timeout: float) -> None:
+        """Return when all calls have ended well; otherwise raise as `collect`.
+
+        Raises:
+            CallTimeout: time is up.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            pending = [call for call in self._calls if not call.answer.done()]
+            self._raise_deaths(pending)
+            self._raise_error(pending)
+            if not pending:
+                return
+            self._warn_of_uneven_returns(pending)
+            if (left := min(deadline, self._look_at) - time.monotonic()) > 0:
+                wait([*(call.answer for call in pending), *self._deaths.values()], left, FIRST_COMPLETED)
+            elif time.monotonic() >= deadline:
+                late = tuple(call.name for call in pending)
+                raise CallTimeout(
+                    f"{self._what}: no answer within {timeout:g} s from {len(late)} of {len(self._calls)} workers: "
+                    f"{'; '.join(late)}. Give it more time (timeout=, or call_timeout= in rlite.init) or look at what "
+                    "these workers are doing.",
+                    late,
+                )
+
+    def _team(self, call: PendingCall) -> Replica | None:
+        return None if self._has_one_team else call.replica
+
+    def _raise_deaths(self, pending: Sequence[PendingCall]) -> None:
+        """Raise WorkerDied if a process is gone, after stopping its replica and the replicas of peers that wait for it.
+
+        Raises:
+            error: WorkerDied with the names of all dead workers.
+        """
+        dead = [worker for worker, death in self._deaths.items() if death.done()]
+        for call in self._calls:
+            if call.answer.done() and isinstance(call.answer.exception(), WorkerDied):
+                dead.append((call.group, call.rank))
+        if not dead:
+            return
+        by_group: dict[WorkerGroup, list[int]] = {}
+        for group, rank in dict.fromkeys(dead):
+            if group.failure is not None and not isinstance(group.failure, WorkerDied):
+                group.check()  # whoever ended the processes said why
+            by_group.setdefault(group, []).append(rank)
+        names = tuple(group.describe(rank) for group, ranks in by_group.items() for rank in ranks)
+        stopped = "; ".join(_stopped(group, ranks) for group, ranks in by_group.items())
+        error = WorkerDied(f"{self._what}: worker process ended: {'; '.join(names)}. {stopped}", names)
+        for group, ranks in by_group.items():
+            group.lose(ranks, error)
+        if self._has_one_team:
+            others = [call for call in pending if call.group.is_serving(call.rank)]
+            wait([call.answer for call in others], PEER_GRACE_S)
+            _stop_stuck(others, str(error))
+        raise error
+
+    def _raise_error(self, pending: Sequence[PendingCall]) -> None:
+        """Raise what a worker raised, after stopping the replicas of peers that wait for it."""
+        for call in self._calls:
+            if not call.answer.done():
+                continue
             if (error := call.answer.exception()) is not None:
                 raise error
             if call.answer.result().error is not None:
-                peers = [peer for peer in pending if has_collective or peer.replica == call.replica]
-                wait([peer.answer for peer in peers], timeout=PEER_GRACE_S)
-                # if somebody died, that is the cause of the error
-                _raise_deaths(deaths, pending, pending, what, has_collective)
-                _stop_stuck(peers, f"{what} raised on {call.name}")
-                call.answer.result().unwrap(call.name)
-        uneven.check(pending)
-        if pending and time.monotonic() >= deadline:
-            late = tuple(call.name for call in pending)
-            raise CallTimeout(
-                f"{what}: no answer within {timeout:g} s from {len(late)} of {len(calls)} workers: {'; '.join(late)}. "
-                "Give it more time (timeout=, or call_timeout= in rlite.init) or look at what these workers are doing.",
-                late,
-            )
-    results = [call.answer.result().unwrap(call.name) for call in calls]
-    for call in calls:
-        if call.is_reporter and (recorded := call.answer.result().recorded) is not None:
-            stats_tracker.add(recorded)
-    return results
+                peers = [peer for peer in pending if self._team(peer) == self._team(call)]
+                wait([peer.answer for peer in peers], PEER_GRACE_S)
+                self._raise_deaths(pending)  # if somebody died, that is the cause of the error
+                _stop_stuck(peers, f"{self._what} raised on {call.name}")
+                call.answer.result().raise_error(call.name)
 
-
-class _UnevenReturns:
-    """Early warning about workers that wait in a collective for peers that have already returned."""
-
-    def __init__(self, what: str, calls: Sequence[PendingCall], has_collective: bool) -> None:
-        self._what = what
-        self._calls = calls
-        self._has_collective = has_collective
-        self._has_said = False
-        self.look_at = math.inf
-        """when to look at the workers, by time.monotonic()"""
-
-    def check(self, pending: Sequence[PendingCall]) -> None:
-        """Look at workers whose peers returned `UNEVEN_S` ago."""
-        late, peers = self._split(pending)
-        if self._has_said or not late or not peers:
+    def _warn_of_uneven_returns(self, pending: Sequence[PendingCall]) -> None:
+        """Warn once about workers that wait in a collective for peers that returned `UNEVEN_S` ago."""
+        teams = {self._team(call) for call in pending}
+        peers = [call for call in self._calls if call.answer.done() and self._team(call) in teams]
+        if self._has_warned or not peers:
+            self._look_at = math.inf
             return
         now = time.monotonic()
-        if self.look_at == math.inf:
-            self.look_at = now + UNEVEN_S
-        elif now >= self.look_at:
-            self.look_at = now + UNEVEN_S
-            self._look(late, peers)
-
-    def _split(self, pending: Sequence[PendingCall]) -> tuple[list[PendingCall], list[PendingCall]]:
-        """Return the pending calls whose peers have returned, and the calls of those peers."""
-        if self._has_collective:
-            return list(pending), [call for call in self._calls if call.answer.done()]
-        waiting = {call.replica for call in pending}
-        peers = [call for call in self._calls if call.answer.done() and call.replica in waiting]
-        returned = {call.replica for call in peers}
-        return [call for call in pending if call.replica in returned], peers
-
-    def _look(self, late: Sequence[PendingCall], peers: Sequence[PendingCall]) -> None:
-        looks = [(call, call.group.handles[call.rank].look()) for call in late]
-        wait([look for _, look in looks], timeout=LOOK_S)
+        if now < self._look_at:
+            self._look_at = min(self._look_at, now + UNEVEN_S)
+            return
+        self._look_at = now + UNEVEN_S
+        returned = {self._team(call) for call in peers}
+        looks = [(call, call.group.handles[call.rank].look()) for call in pending if self._team(call) in returned]
+        wait([look for _, look in looks], LOOK_S)
         found = [(call, look.result()) for call, look in looks if look.done() and look.exception() is None]
-        stuck = [(call, at.place) for call, at in found if at.is_collective]
+        stuck = [f"{call.name} in {at.place}" for call, at in found if at.is_collective]
         if not stuck:  # at work, as far as anyone can tell
             return
-        self._has_said, self.look_at = True, math.inf
-        places = "; ".join(f"{call.name} in {place}" for call, place in stuck)
+        self._has_warned = True
         logger.warning(
             "%s: returned on %s; for %g s and more waits in a collective: %s. Each rank has to come to the same "
             "collectives, equally often and in the same order: look for an early return, or a branch on the rank or on "
@@ -443,7 +435,7 @@ class _UnevenReturns:
             self._what,
             "; ".join(call.name for call in peers),
             UNEVEN_S,
-            places,
+            "; ".join(stuck),
         )
 
 
@@ -457,50 +449,6 @@ def _draw(track: trace.Track, what: str, answer: Future[Outcome]) -> None:
     inner = [(name, began + start, began + end) for name, start, end in spans]
     raised = {} if outcome.error is None else {"raised": type(outcome.error).__name__}
     trace.complete(what, began, ended, track, inner, **raised)
-
-
-def _raise_deaths(
-    deaths: dict[tuple[WorkerGroup, int], Future[Any]],
-    ended: Sequence[PendingCall],
-    pending: Sequence[PendingCall],
-    what: str,
-    has_collective: bool,
-) -> None:
-    """Raise WorkerDied if a process is gone, after stopping its replica and the replicas of peers that wait for it.
-
-    Args:
-        deaths: future of each worker's death.
-        ended: calls that have ended.
-        pending: calls that have not.
-        what: name of the calls in messages.
-        has_collective: True if replicas wait for each other.
-
-    Raises:
-        error: WorkerDied with the names of all dead workers.
-    """
-    dead = [worker for worker, death in deaths.items() if death.done()]
-    for call in ended:
-        if call.answer.done() and isinstance(call.answer.exception(), WorkerDied):
-            dead.append((call.group, call.rank))
-    if not dead:
-        return
-    for group, _ in dead:
-        if group.failure is not None and not isinstance(group.failure, WorkerDied):
-            group.check()  # whoever ended the processes said why
-    by_group: dict[WorkerGroup, list[int]] = {}
-    for group, rank in dict.fromkeys(dead):
-        by_group.setdefault(group, []).append(rank)
-    names = tuple(group.describe(rank) for group, ranks in by_group.items() for rank in ranks)
-    stopped = "; ".join(_stopped(group, ranks) for group, ranks in by_group.items())
-    error = WorkerDied(f"{what}: worker process ended: {'; '.join(names)}. {stopped}", names)
-    for group, ranks in by_group.items():
-        group.lose(ranks, error)
-    lost = {(group, rank // group.replica_size) for group, ranks in by_group.items() for rank in ranks}
-    if has_collective:
-        others = [call for call in pending if call.replica not in lost]
-        wait([call.answer for call in others], timeout=PEER_GRACE_S)
-        _stop_stuck(others, str(error))
-    raise error
 
 
 def _stopped(group: WorkerGroup, dead: Sequence[int]) -> str:
@@ -526,19 +474,19 @@ def _stop_stuck(pending: Sequence[PendingCall], cause: str) -> None:
         )
 
 
+ProcessCall = tuple[WorkerGroup, int, tuple[WorkerKey | None, ...], tuple]
+"""a group and rank that name a process, the keys of its workers, and arguments"""
+
+
 def apply_on_processes(
-    calls: Sequence[tuple[WorkerGroup, int, tuple[WorkerKey | None, ...], tuple]],
-    function: Callable[..., Any],
-    groups: Sequence[WorkerGroup],
-    what: str,
-    timeout: float,
+    calls: Sequence[ProcessCall], function: Callable[..., Any], groups: Sequence[WorkerGroup], what: str, timeout: float
 ) -> list[Any]:
     """Run `function(*workers, *args)` in several processes at once.
 
     Two groups work together this way (weight sync): a process that hosts workers of both gets one call.
 
     Args:
-        calls: for each process a group and rank that names it, the keys of its workers, and arguments.
+        calls: one for each process.
         function: pickled by value if necessary.
         groups: all groups that take part.
         what: name of the calls in messages.
@@ -552,9 +500,5 @@ def apply_on_processes(
         for group in sorted(groups, key=lambda group: group.name):  # the same order in every thread
             group.check(rank for called, rank, _, _ in calls if called is group)
             orders.enter_context(group.order)
-        pending = [
-            PendingCall(group, rank, group.handles[rank].apply(keys, blob, args)) for group, rank, keys, args in calls
-        ]
-        for call in pending:
-            call.group.draw(call.rank, what, call.answer)
+        pending = [group.submit(rank, what, WorkerHost.apply, keys, blob, args) for group, rank, keys, args in calls]
     return collect(pending, what, timeout)

@@ -48,9 +48,8 @@ class Guard:
 
     def close(self, patience_s: float = 5.0) -> None:
         """Wait for marked processes to end, kill the rest, and end the companion."""
-        _, late = psutil.wait_procs(marked(self._mark), timeout=patience_s)
-        if late:
-            reap(self._mark)
+        psutil.wait_procs(marked(self._mark), timeout=patience_s)
+        reap(self._mark)
         self._companion.kill()
         self._companion.wait()
 

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -29,40 +29,18 @@ WorkerKey = tuple[str, int]
 """group name and rank"""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WorkerContext:
     """A worker's place, passed to it at creation."""
 
-    group: str
     rank: int
     world_size: int
-    local_rank: int
-    local_world_size: int
     device: Device
     torch_device: str
     """the device as this process sees it: "cpu" or "cuda:0" """
     num_threads: int
     world_ranks: tuple[int, ...]
     """ranks of this group's workers in the process's default torch.distributed group"""
-
-    def __str__(self) -> str:
-        return worker_name(self.group, self.rank, self.device)
-
-
-def default_cpu_slots(cores: int) -> int:
-    """Return how many CPU devices a node has by default."""
-    return min(cores, 8)
-
-
-def worker_name(group: str, rank: int, device: Device) -> str:
-    """Return a worker's name in messages: "train-0 rank 1 on 10.0.0.1/cuda:1".
-
-    Args:
-        group: name of the group.
-        rank: the worker's rank.
-        device: the worker's device.
-    """
-    return f"{group} rank {rank} on {device}"
 
 
 @dataclass(frozen=True)
@@ -77,14 +55,13 @@ class Outcome:
     seconds: float = 0.0
     """that the call took"""
 
-    def unwrap(self, worker: str) -> Any:
-        """Return the value, or raise the remote exception with its own type and the remote traceback as its cause.
+    def raise_error(self, worker: str) -> NoReturn:
+        """Raise the remote exception with its own type and the remote traceback as its cause.
 
         Raises:
             error: the remote exception.
         """
-        if self.error is None:
-            return self.value
+        assert self.error is not None
         self.error.__cause__ = RemoteTraceback(f"\n\nraised in worker {worker}:\n{self.trace}")
         raise self.error
 
@@ -97,6 +74,12 @@ class Whereabouts:
     """ "all_reduce (distributed_c10d.py:3007), called from train_step (policy.py:12)"; empty if there is no call"""
     is_collective: bool = False
     """it communicates, and so may wait for its peers"""
+    pid: int = 0
+    """id of the process"""
+    node: str = ""
+    """the launcher's name of the machine, if it says so"""
+    stack: str = ""
+    """stack of the call's thread, if it was asked for"""
 
 
 class WorkerHost:
@@ -118,11 +101,7 @@ class WorkerHost:
         Returns:
             An outcome without a value.
         """
-
-        def make() -> None:
-            self._workers[key] = cloudpickle.loads(factory)(context)
-
-        return self._outcome(make)
+        return self._outcome(lambda: self._workers.update({key: cloudpickle.loads(factory)(context)}))
 
     def call(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Outcome:
         """Call a method of a worker.
@@ -149,7 +128,7 @@ class WorkerHost:
         Returns:
             The outcome.
         """
-        workers = [None if key is None else self._workers[key] for key in keys]
+        workers = (None if key is None else self._workers[key] for key in keys)
         return self._outcome(lambda: cloudpickle.loads(function)(*workers, *args))
 
     def drop(self, key: WorkerKey) -> Outcome:
@@ -165,24 +144,52 @@ class WorkerHost:
 
         return self._outcome(forget)
 
-    def look(self) -> Whereabouts:
+    def look(self, with_stack: bool = False) -> Whereabouts:
         """Return the position of the call under way. Any thread may ask, except the one that serves calls."""
         frame = None if self._thread is None else sys._current_frames().get(self._thread)
-        return Whereabouts() if frame is None else _whereabouts(frame)
+        if frame is None:
+            return Whereabouts(pid=os.getpid())
+        stack = "".join(_inside_call(traceback.extract_stack(frame)).format()) if with_stack else ""
+        return replace(_whereabouts(frame), pid=os.getpid(), stack=stack)
+
+    def put(self, key: WorkerKey, worker: Any) -> None:
+        """Take in a worker that was made elsewhere in this process."""
+        self._workers[key] = worker
+
+    def only_worker(self) -> Any:
+        """Return the worker of a process that has one."""
+        (worker,) = self._workers.values()
+        return worker
+
+    def aside(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Outcome:
+        """Call a worker's method from a thread beside the thread that serves calls. The method locks what it shares.
+
+        Args:
+            key: group name and rank.
+            method: name of the method.
+            args: positional arguments.
+            kwargs: keyword arguments.
+
+        Returns:
+            The outcome.
+        """
+        return _answer(lambda: getattr(self._workers[key], method)(*args, **kwargs))
 
     def _outcome(self, act: Callable[[], Any]) -> Outcome:
-        error, trace, value = None, "", None
         started, self._thread = time.perf_counter(), threading.get_ident()
         with stats_tracker.apart() as recording:
-            try:
-                with _children_end_here():
-                    value = act()
-            except Exception as raised:  # the boundary: everything a worker raises belongs to the caller
-                trace = traceback.format_exc()
-                error = _portable(raised)
+            outcome = _answer(act)
         self._thread = None
         recorded = recording if recording.stats else None
-        return Outcome(value, error, trace, recorded, time.perf_counter() - started)
+        return replace(outcome, recorded=recorded, seconds=time.perf_counter() - started)
+
+
+def _answer(act: Callable[[], Any]) -> Outcome:
+    try:
+        with _children_end_here():
+            return Outcome(act())
+    except Exception as raised:  # the boundary: everything a worker raises belongs to the caller
+        return Outcome(trace=traceback.format_exc(), error=_portable(raised))
 
 
 def _whereabouts(frame: FrameType) -> Whereabouts:
@@ -193,6 +200,12 @@ def _whereabouts(frame: FrameType) -> Whereabouts:
     caller = next((outer for outer in frames if "/torch/" not in outer.f_code.co_filename), frames[0])
     place = _name(frames[0]) if caller is frames[0] else f"{_name(frames[0])}, called from {_name(caller)}"
     return Whereabouts(place, is_collective)
+
+
+def _inside_call(stack: traceback.StackSummary) -> traceback.StackSummary:
+    """Return the frames inside the worker's method, without those of the host."""
+    last = max((index for index, frame in enumerate(stack) if frame.filename == __file__), default=-1)
+    return traceback.StackSummary.from_list(stack[last + 1 :])
 
 
 def _name(frame: FrameType) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerHost, WorkerKey
-from rlite.cluster.placement import Device, DeviceKind
+from rlite.cluster.launcher import LaunchOptions
+from rlite.cluster.placement import Device
 from rlite.parallel.processes import join_alone, leave
 
 
@@ -18,66 +19,37 @@ class InprocessHandle:
 
     process = "driver"
 
-    def __init__(self, host: WorkerHost, lock: threading.RLock) -> None:
-        self._host = host
-        self._lock = lock
+    def __init__(self) -> None:
         self.death: Future[Any] = Future()
+        self._host = WorkerHost()
+        self._lock = threading.RLock()
 
-    def create(self, key: WorkerKey, factory: bytes, context: WorkerContext) -> Future[Outcome]:
-        """Make the worker `key`; see `WorkerHandle`.
-
-        Args:
-            key: group name and rank.
-            factory: pickled function of the context.
-            context: the worker's place.
-
-        Returns:
-            The outcome, without a value.
-        """
-        return self._run(self._host.create, key, factory, context)
-
-    def call(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Future[Outcome]:
-        """Call a method of a worker; see `WorkerHandle`.
+    def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
+        """Call a method of the host; see `WorkerHandle`.
 
         Args:
-            key: group name and rank.
-            method: name of the method.
-            args: positional arguments.
-            kwargs: keyword arguments.
+            method: such as `WorkerHost.call`.
+            *args: its arguments.
 
         Returns:
             The outcome.
         """
-        return self._run(self._host.call, key, method, args, kwargs)
-
-    def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Future[Outcome]:
-        """Call a pickled function with workers of the process; see `WorkerHandle`.
-
-        Args:
-            keys: the workers; None stays None.
-            function: the pickled function.
-            args: its further arguments.
-
-        Returns:
-            The outcome.
-        """
-        return self._run(self._host.apply, keys, function, args)
+        with self._lock:
+            return _done(method(self._host, *args))
 
     def look(self) -> Future[Whereabouts]:
         """Return the position of the call under way."""
-        future: Future[Whereabouts] = Future()
-        future.set_result(self._host.look())
-        return future
+        return _done(self._host.look())
 
     def stop(self, key: WorkerKey) -> None:
         """Forget the worker."""
-        self._run(self._host.drop, key)
+        self.submit(WorkerHost.drop, key)
 
-    def _run(self, act: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
-        future: Future[Outcome] = Future()
-        with self._lock:
-            future.set_result(act(*args))
-        return future
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
 
 
 class InprocessLauncher:
@@ -86,40 +58,27 @@ class InprocessLauncher:
     kind = "inprocess"
     survives_deaths = False
 
-    def __init__(self, device: DeviceKind, num_threads: int | None, call_timeout: float) -> None:
-        self.devices: tuple[Device, ...] = (Device("local", 0, "127.0.0.1", device),)
-        self._call_timeout = call_timeout
-        self._num_threads = num_threads
-        self._handle = InprocessHandle(WorkerHost(), threading.RLock())
-        join_alone(device)
+    def __init__(self, options: LaunchOptions) -> None:
+        self.devices: tuple[Device, ...] = (Device("local", 0, "127.0.0.1", options.device),)
+        self._options = options
+        self._handle = InprocessHandle()
+        join_alone(options.device)
 
     def start(self, name: str, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
-        """Make a group of workers in this process.
+        """Make a worker in this process.
 
         Args:
             name: name of the group.
-            devices: one per worker.
+            devices: the one device.
             factory: makes a worker from its context.
 
         Returns:
             The group.
         """
-        group = WorkerGroup(name, devices, [self._handle] * len(devices), self._call_timeout)
-        contexts = [
-            WorkerContext(
-                group=name,
-                rank=rank,
-                world_size=len(devices),
-                local_rank=rank,
-                local_world_size=len(devices),
-                device=device,
-                torch_device="cpu" if device.kind == "cpu" else f"cuda:{device.index}",
-                num_threads=self._num_threads or 0,
-                world_ranks=(0,),
-            )
-            for rank, device in enumerate(devices)
-        ]
-        group.create(factory, contexts, self._call_timeout)
+        (device,) = devices
+        timeout = self._options.call_timeout
+        group = WorkerGroup(name, devices, [self._handle], timeout)
+        group.create(factory, [device.torch_name], [self._options.num_threads or 0], [0], timeout)
         return group
 
     def shutdown(self) -> None:

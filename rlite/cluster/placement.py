@@ -13,10 +13,9 @@ A ledger is immutable, so a placement happens completely or not at all, and the 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import groupby
 from typing import Literal
 
@@ -35,6 +34,11 @@ class Device:
     """position on the node, from 0"""
     ip: str = "127.0.0.1"
     kind: DeviceKind = "cpu"
+
+    @property
+    def torch_name(self) -> str:
+        """Name of the device in a process that sees the whole node."""
+        return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
 
     def __str__(self) -> str:
         return f"{self.ip}/{self.kind}:{self.index}"
@@ -118,27 +122,10 @@ class Ledger:
         in_order = tuple(sorted(self.devices, key=lambda device: (first_seen[device.node], device.index)))
         object.__setattr__(self, "devices", in_order)
 
-    @cached_property
-    def owners(self) -> Mapping[Device, tuple[str, ...]]:
-        """Owners of each device that is not free, in the order of placement."""
-        owners: dict[Device, tuple[str, ...]] = {}
-        for name, placement in self.placements.items():
-            for device in placement.devices:
-                owners[device] = (*owners.get(device, ()), name)
-        return owners
-
     def free(self) -> tuple[Device, ...]:
         """Return the devices without an owner."""
-        return tuple(device for device in self.devices if device not in self.owners)
-
-    def devices_of(self, owner: str) -> tuple[Device, ...]:
-        """Return the owner's devices in the order of its ranks.
-
-        Raises:
-            PlacementError: there is no such owner.
-        """
-        self._check_known("devices_of", (owner,))
-        return self.placements[owner].devices
+        held = {device for placement in self.placements.values() for device in placement.devices}
+        return tuple(device for device in self.devices if device not in held)
 
     def release(self, owner: str) -> Ledger:
         """Return a ledger in which the owner holds nothing.
@@ -192,9 +179,12 @@ class Ledger:
             )
 
     def _barred(self, request: PlacementRequest) -> dict[str, str]:
-        """Return the owners whose devices the request cannot have, with the reason."""
+        """Return the owners of suitable devices that the request cannot have, with the reason."""
+        suitable = set(self._suitable(request))
         barred = {}
         for name, placement in self.placements.items():
+            if suitable.isdisjoint(placement.devices):
+                continue
             if name in request.not_colocate_with:
                 barred[name] = "in not_colocate_with"
             elif request.owner in placement.request.not_colocate_with:
@@ -219,12 +209,7 @@ class Ledger:
         return [device for device in self._suitable(request) if device not in barred]
 
     def _refusal(self, request: PlacementRequest, candidates: list[Device], num_fit: int) -> str:
-        suitable = set(self._suitable(request))
-        barred = {
-            name: reason
-            for name, reason in self._barred(request).items()
-            if not suitable.isdisjoint(self.placements[name].devices)
-        }
+        barred = self._barred(request)
         held = [
             f"{name!r} holds {_listing(self.placements[name].devices)}" + (f" ({reason})" if reason else "")
             for name, reason in barred.items()
@@ -301,30 +286,22 @@ def _spanning(
     Returns:
         The devices of each executor.
     """
-    nodes = dict(by_node)
-    whole: dict[int, deque[str]] = {}  # by number of devices; so no search over nodes is needed
-    parts: dict[int, deque[str]] = {}
-    for node, devices in nodes.items():
-        kind = whole if len(devices) == node_sizes[node] else parts
-        kind.setdefault(len(devices), deque()).append(node)
+    free = dict(by_node)
     executors: list[tuple[Device, ...]] = []
     while num_executors is None or len(executors) < num_executors:
         taken: list[Device] = []
-        for count in sorted(whole, reverse=True):
-            while whole[count] and count <= size - len(taken):
-                taken += nodes[whole[count].popleft()]
+        whole = [node for node, devices in free.items() if len(devices) == node_sizes[node]]
+        for node in sorted(whole, key=node_sizes.__getitem__, reverse=True):
+            if node_sizes[node] <= size - len(taken):
+                taken += free.pop(node)
         if missing := size - len(taken):
-            large_enough = [
-                (count, kind) for kind in (parts, whole) for count in sorted(kind) if count >= missing and kind[count]
-            ]
+            large_enough = [node for node, devices in free.items() if len(devices) >= missing]
             if not large_enough:
                 break
-            count, kind = large_enough[0]
-            node = kind[count].popleft()
-            (part,) = _carve(nodes[node], missing, 1)
+            node = min(large_enough, key=lambda node: (len(free[node]) == node_sizes[node], len(free[node])))
+            (part,) = _carve(free[node], missing, 1)
             taken += part
-            nodes[node] = [device for device in nodes[node] if device not in part]
-            parts.setdefault(count - missing, deque()).append(node)
+            free[node] = [device for device in free[node] if device not in part]
         executors.append(tuple(taken))
     return executors
 

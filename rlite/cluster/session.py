@@ -7,15 +7,18 @@ import importlib
 import importlib.util
 import os
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, Protocol
+from itertools import count
+from typing import Any, Literal
 
 import torch
 
 from rlite.cluster.group import WorkerGroup
-from rlite.cluster.host import WorkerContext, default_cpu_slots
+from rlite.cluster.host import WorkerContext
 from rlite.cluster.inprocess import InprocessLauncher
+from rlite.cluster.launcher import Launcher, LaunchOptions, default_cpu_slots
 from rlite.cluster.placement import Device, DeviceKind, Ledger, PlacementRequest
 from rlite.cluster.torchrun import TorchrunLauncher
 from rlite.errors import FORKED, ConfigError, RliteError
@@ -24,38 +27,18 @@ from rlite.parallel.processes import keep_for_ever
 LauncherName = Literal["inprocess", "torchrun", "ray"]
 
 
-class Launcher(Protocol):
-    """Starter of worker processes; the seam that a new kind of cluster implements."""
-
-    kind: str
-    devices: tuple[Device, ...]
-    survives_deaths: bool
-    """the other workers live on when one dies"""
-
-    def start(self, name: str, devices: Any, factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
-        """Start a group of workers.
-
-        Args:
-            name: name of the group.
-            devices: one per worker.
-            factory: makes a worker from its context, in its process.
-        """
-
-    def shutdown(self) -> None:
-        """End all workers and the launcher's own processes."""
-
-
 class Session:
     """Devices and their owners. Engines place and release themselves here."""
 
     def __init__(self, launcher: Launcher, device: str) -> None:
         self.launcher = launcher
         self.device = device
-        self._ledger = Ledger(launcher.devices, {})
-        self._groups: dict[str, list[WorkerGroup]] = {}
-        self._names: dict[str, int] = {}
+        self._ledger = Ledger(launcher.devices)
+        self._groups: dict[str, WorkerGroup] = {}
+        self._numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
         self._lock = threading.Lock()
-        self._closing: dict[str, list[Callable[[], None]]] = {}
+        self._closing: dict[str, ExitStack] = {}
+        """acts before an owner's release; all of them run, even if one raises"""
         self._pid = os.getpid()
 
     @property
@@ -70,8 +53,7 @@ class Session:
             "train-0", "train-1", ...
         """
         with self._lock:
-            number = self._names[kind] = self._names.get(kind, -1) + 1
-        return f"{kind}-{number}"
+            return f"{kind}-{next(self._numbers[kind])}"
 
     def place(self, request: PlacementRequest) -> tuple[tuple[Device, ...], ...]:
         """Take devices. If the request is refused, nothing is taken.
@@ -83,7 +65,7 @@ class Session:
             self._ledger, executors = self._ledger.place(request)
         return executors
 
-    def start(self, owner: str, devices: Any, factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
+    def start(self, owner: str, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
         """Start the owner's workers.
 
         Args:
@@ -94,19 +76,17 @@ class Session:
         Returns:
             The group of the workers.
         """
-        group = self.launcher.start(owner, devices, factory)
-        self._groups.setdefault(owner, []).append(group)
-        return group
+        self._groups[owner] = self.launcher.start(owner, devices, factory)
+        return self._groups[owner]
 
     def neighbours(self, owner: str) -> list[tuple[WorkerGroup, int]]:
         """Return the serving workers of other owners on this owner's devices, as (group, rank)."""
-        held = set(self._ledger.devices_of(owner))
-        others = [group for name, groups in self._groups.items() if name != owner for group in groups]
+        held = set(self._ledger.placements[owner].devices)
         return [
             (group, rank)
-            for group in others
+            for name, group in self._groups.items()
             for rank, device in enumerate(group.devices)
-            if device in held and group.is_serving(rank)
+            if name != owner and device in held and group.is_serving(rank)
         ]
 
     def before_release(self, owner: str, act: Callable[[], None]) -> None:
@@ -114,16 +94,14 @@ class Session:
 
         The latest registered act runs first.
         """
-        self._closing.setdefault(owner, []).append(act)
+        self._closing.setdefault(owner, ExitStack()).callback(act)
 
     def release(self, owner: str) -> None:
         """Stop the owner's workers and return its devices. Safe to call again, and in a forked child."""
         if os.getpid() != self._pid:
             return
-        with ExitStack() as stack:  # all of them, even if one raises
-            for act in self._closing.pop(owner, []):
-                stack.callback(act)
-        for group in self._groups.pop(owner, []):
+        self._closing.pop(owner, ExitStack()).close()
+        if (group := self._groups.pop(owner, None)) is not None:
             group.stop()
         with self._lock:
             if owner in self._ledger.placements:
@@ -138,6 +116,8 @@ class Session:
 
 
 _session: Session | None = None
+_at_shutdown = ExitStack()
+"""ends connections that belong to no session"""
 _is_forked = False
 """this process was forked from one that had a session"""
 
@@ -145,6 +125,7 @@ _is_forked = False
 def _leave_to_parent() -> None:
     """Detach a forked child: the session and its end belong to the parent."""
     global _session, _is_forked
+    _at_shutdown.pop_all()
     if _session is not None:
         keep_for_ever(_session)
         _session, _is_forked = None, True
@@ -193,22 +174,22 @@ def init(
     if num_devices is not None and num_devices < 1:
         raise ConfigError(f"num_devices={num_devices}: expected at least 1")
     kind = launcher or _default_launcher(chosen, num_devices)
+    options = LaunchOptions(chosen, num_devices, address, num_threads, call_timeout, start_timeout)
     if kind == "inprocess":
         if num_devices not in (None, 1):
             raise ConfigError(f"launcher='inprocess' has one device, not {num_devices}; use launcher='ray' or torchrun")
-        started: Launcher = InprocessLauncher(chosen, num_threads, call_timeout)
+        started: Launcher = InprocessLauncher(options)
     elif kind == "torchrun":
         if "RANK" not in os.environ:
             raise ConfigError("launcher='torchrun' works under `torchrun --nproc_per_node=N program.py`")
-        started = TorchrunLauncher(chosen, num_devices, num_threads, call_timeout)
+        started = TorchrunLauncher(options)
     elif kind == "ray":
         if importlib.util.find_spec("ray") is None:
             raise ConfigError(
                 "more than one device needs Ray (pip install 'rlite[ray]') or torchrun; "
                 "for one device call rlite.init(num_devices=1)"
             )
-        ray_launcher = importlib.import_module("rlite.cluster.ray").RayLauncher
-        started = ray_launcher(chosen, num_devices, address, num_threads, call_timeout, start_timeout)
+        started = importlib.import_module("rlite.cluster.ray.launcher").RayLauncher(options)
     else:
         raise ConfigError(f"launcher={launcher!r}: expected 'inprocess', 'torchrun' or 'ray'")
     _session = Session(started, chosen)
@@ -221,8 +202,7 @@ def _default_launcher(device: str, num_devices: int | None) -> LauncherName:
     if "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:
         return "torchrun"
     if num_devices is None:
-        present = torch.cuda.device_count() if device == "cuda" else default_cpu_slots(os.cpu_count() or 1)
-        return "inprocess" if present == 1 else "ray"
+        num_devices = torch.cuda.device_count() if device == "cuda" else default_cpu_slots(os.cpu_count() or 1)
     return "inprocess" if num_devices == 1 else "ray"
 
 
@@ -239,9 +219,17 @@ def current_session() -> Session:
     return _session
 
 
+def at_shutdown(act: Callable[[], None]) -> None:
+    """Call `act` once in `rlite.shutdown()`, after the end of the session. The latest registered act runs first."""
+    _at_shutdown.callback(act)
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)  # before Ray's own end
+
+
 def shutdown() -> None:
     """End the session, stop every worker and return all devices. Safe to call again."""
     global _session
-    if _session is not None:
-        session, _session = _session, None
-        session.close()
+    with _at_shutdown.pop_all():
+        if _session is not None:
+            session, _session = _session, None
+            session.close()

@@ -14,9 +14,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -28,7 +28,8 @@ import torch.distributed as dist
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.guard import end_with_parent
 from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerHost, WorkerKey
-from rlite.cluster.placement import Device, DeviceKind
+from rlite.cluster.launcher import LaunchOptions
+from rlite.cluster.placement import Device
 from rlite.errors import PlacementError, WorkerDied, WorkerError
 from rlite.parallel.processes import COLLECTIVE_TIMEOUT, backend_for, leave, make_program_a_world
 
@@ -41,58 +42,107 @@ FREE_S = 10.0
 """how long a new engine waits for the calls of engines that were stopped"""
 AGENT_S = 60.0
 """how long torchrun's agent may take to accept a connection; where it is gone the answer comes at once"""
-LENGTH_TAG, BODY_TAG = 1, 2
 LOOK, STOP_LOOKING = b"look", b"stop"
 
-Call = tuple[str, tuple]
-"""method of WorkerHost, its arguments"""
+Call = tuple[Callable[..., Outcome], tuple] | None
+"""method of WorkerHost and its arguments; None ends a process"""
 
 
 def _send(message: bytes, rank: int, group: dist.ProcessGroup) -> None:
-    body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    dist.send(torch.tensor([body.numel()]), rank, group=group, tag=LENGTH_TAG)
-    dist.send(body, rank, group=group, tag=BODY_TAG)
+    dist.send_object_list([message], rank, group=group)
 
 
 def _receive(rank: int, group: dist.ProcessGroup) -> bytes:
-    length = torch.zeros(1, dtype=torch.int64)
-    dist.recv(length, rank, group=group, tag=LENGTH_TAG)
-    body = torch.empty(int(length), dtype=torch.uint8)
-    dist.recv(body, rank, group=group, tag=BODY_TAG)
-    return body.numpy().tobytes()
+    messages: list[Any] = [None]
+    dist.recv_object_list(messages, rank, group=group)
+    return messages[0]
 
 
-def _refusal(what: str, error: Exception) -> Outcome:
-    """Return the answer for a value that cannot be pickled; the process itself is well."""
-    reason = WorkerError(f"{what} cannot travel to another process: {type(error).__name__}: {error}")
-    return Outcome(error=reason, trace=traceback.format_exc())
+@contextmanager
+def _travelling(what: str) -> Iterator[None]:
+    """Explain an exception of pickling or unpickling inside the block. The process itself is well.
+
+    Raises:
+        WorkerError: any exception of the user's classes, which may fail in any way.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise WorkerError(f"{what} cannot travel to another process: {type(error).__name__}: {error}") from error
 
 
-class _Process:
-    """One rank as the driver sees it: a queue of calls that one thread answers in order."""
+class RemoteHost:
+    """The `WorkerHost` of another rank, reached through gloo."""
 
-    def __init__(
-        self, rank: int, perform: Callable[[Call], Outcome], look: Callable[[], Whereabouts], name: str
-    ) -> None:
-        self.rank = rank
-        self._look = look
+    def __init__(self, rank: int, control: dist.ProcessGroup, looks: dist.ProcessGroup) -> None:
+        self._rank, self._control, self._looks = rank, control, looks
+
+    def perform(self, call: Call) -> Outcome:
+        """Send a call; None ends the process.
+
+        Returns:
+            The outcome.
+        """
+        name = "exit" if call is None else call[0].__name__
+        try:
+            with _travelling(f"an argument of {name}"):
+                message = cloudpickle.dumps(call)
+            _send(message, self._rank, self._control)
+            answer = _receive(self._rank, self._control)
+            if call is None:
+                _send(STOP_LOOKING, self._rank, self._looks)
+            with _travelling(f"the result of {name}"):
+                return cloudpickle.loads(answer)
+        except WorkerError as error:
+            return _refusal(error)
+
+    def look(self) -> Whereabouts:
+        """Return the position of the call under way."""
+        _send(LOOK, self._rank, self._looks)
+        return cloudpickle.loads(_receive(self._rank, self._looks))
+
+
+class LocalHost(WorkerHost):
+    """The host of this rank."""
+
+    def perform(self, call: Call) -> Outcome:
+        """Perform a call; None does nothing.
+
+        Returns:
+            The outcome.
+        """
+        if call is None:
+            return Outcome()
+        method, args = call
+        return method(self, *args)
+
+
+class RankProcess:
+    """One rank as the driver sees it: a queue of calls that one thread performs in order."""
+
+    def __init__(self, rank: int, name: str, host: LocalHost | RemoteHost) -> None:
+        self.process = rank
         self.death: Future[Any] = Future()
         self.dropping: Future[Outcome] | None = None
         """the last worker to be forgotten; not done as long as the process is busy with a call from before"""
         self._name = name
-        self._perform = perform
-        self._calls: queue.SimpleQueue[tuple[Call, Future[Outcome]] | None] = queue.SimpleQueue()
+        self._host = host
+        self._calls: queue.SimpleQueue[tuple[Call, Future[Outcome]]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"rlite-rank-{rank}", daemon=True)
         self._thread.start()
 
-    def submit(self, call: Call) -> Future[Outcome]:
-        """Queue a call.
+    def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
+        """Queue a call; see `WorkerHandle`.
+
+        Args:
+            method: such as `WorkerHost.call`.
+            *args: its arguments.
 
         Returns:
             The outcome.
         """
         answer: Future[Outcome] = Future()
-        self._calls.put((call, answer))
+        self._calls.put(((method, args), answer))
         return answer
 
     def look(self) -> Future[Whereabouts]:
@@ -100,32 +150,39 @@ class _Process:
         answer: Future[Whereabouts] = Future()
 
         def ask() -> None:
-            try:
-                answer.set_result(self._look())
-            except RuntimeError:  # gloo's, for a lost connection: whoever waits for the call will hear of it
-                answer.set_result(Whereabouts())
+            with suppress(RuntimeError):  # gloo's, for a lost connection: whoever waits for the call will hear of it
+                answer.set_result(self._host.look())
 
         threading.Thread(target=ask, daemon=True).start()
         return answer
 
-    def finish(self, deadline: float) -> bool:
+    def stop(self, key: WorkerKey) -> None:
+        """Forget the worker as soon as the process is free; torchrun's processes live as long as the run."""
+        self.dropping = self.submit(WorkerHost.drop, key)
+
+    def end(self) -> None:
+        """End the thread, and the process if it is another one than the driver's, after all calls."""
+        self._calls.put((None, Future()))
+
+    def has_ended(self, deadline: float) -> bool:
         """Wait until the calls are done and the thread has ended.
 
         Returns:
             False if the thread is stuck.
         """
-        self._calls.put(None)
         self._thread.join(max(deadline - time.monotonic(), 0))
         return not self._thread.is_alive()
 
     def _serve(self) -> None:
-        while (item := self._calls.get()) is not None:
-            call, answer = item
+        is_ending = False
+        while not is_ending:
+            call, answer = self._calls.get()
+            is_ending = call is None
             if self.death.done():
                 answer.set_exception(self._died())
                 continue
             try:
-                answer.set_result(self._perform(call))
+                answer.set_result(self._host.perform(call))
             except BaseException as error:  # a lost connection is gloo's RuntimeError; here, a method may call exit()
                 self.death.set_exception(self._died(error))
                 answer.set_exception(self._died(error))
@@ -134,128 +191,46 @@ class _Process:
         return WorkerDied(f"the connection to {self._name} was lost: {error or 'it ended earlier'}", (self._name,))
 
 
-class TorchrunHandle:
-    """Handle of a worker in one of torchrun's processes."""
-
-    def __init__(self, process: _Process) -> None:
-        self._process = process
-        self.process = process.rank
-        self.death = process.death
-
-    def create(self, key: WorkerKey, factory: bytes, context: WorkerContext) -> Future[Outcome]:
-        """Make the worker `key`; see `WorkerHandle`.
-
-        Args:
-            key: group name and rank.
-            factory: pickled function of the context.
-            context: the worker's place.
-
-        Returns:
-            The outcome, without a value.
-        """
-        return self._process.submit(("create", (key, factory, context)))
-
-    def call(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Future[Outcome]:
-        """Call a method of a worker; see `WorkerHandle`.
-
-        Args:
-            key: group name and rank.
-            method: name of the method.
-            args: positional arguments.
-            kwargs: keyword arguments.
-
-        Returns:
-            The outcome.
-        """
-        return self._process.submit(("call", (key, method, args, kwargs)))
-
-    def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Future[Outcome]:
-        """Call a pickled function with workers of the process; see `WorkerHandle`.
-
-        Args:
-            keys: the workers; None stays None.
-            function: the pickled function.
-            args: its further arguments.
-
-        Returns:
-            The outcome.
-        """
-        return self._process.submit(("apply", (keys, function, args)))
-
-    def look(self) -> Future[Whereabouts]:
-        """Return the position of the call under way."""
-        return self._process.look()
-
-    def stop(self, key: WorkerKey) -> None:
-        """Forget the worker as soon as the process is free; torchrun's processes live as long as the run."""
-        self._process.dropping = self._process.submit(("drop", (key,)))
-
-
 class TorchrunLauncher:
     """Launcher that every rank builds. On ranks other than 0 the constructor serves and never returns."""
 
     kind = "torchrun"
     survives_deaths = False
 
-    def __init__(
-        self, device: DeviceKind, num_devices: int | None, num_threads: int | None, call_timeout: float
-    ) -> None:
+    def __init__(self, options: LaunchOptions) -> None:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        if num_devices not in (None, world_size):
+        if options.num_devices not in (None, world_size):
             raise PlacementError(
-                f"num_devices={num_devices}, but torchrun started {world_size} processes. "
-                f"Leave num_devices out, or start torchrun with --nproc_per_node={num_devices}."
+                f"num_devices={options.num_devices}, but torchrun started {world_size} processes. "
+                f"Leave num_devices out, or start torchrun with --nproc_per_node={options.num_devices}."
             )
         _end_with_agent()
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(backend_for(device), timeout=COLLECTIVE_TIMEOUT)
-        self._control = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
-        self._looks = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
-        here = Device(_node_name(), int(os.environ["LOCAL_RANK"]), _node_ip(), device)
+        local_rank = int(os.environ["LOCAL_RANK"])
+        if options.device == "cuda":
+            torch.cuda.set_device(local_rank)
+        dist.init_process_group(backend_for(options.device), timeout=COLLECTIVE_TIMEOUT)
+        control = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
+        looks = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
+        here = Device(socket.gethostname(), local_rank, _node_ip(), options.device)
         gathered: list[Any] = [None] * world_size
-        dist.all_gather_object(gathered, (here, int(os.environ.get("GROUP_RANK", "0"))), group=self._control)
+        dist.all_gather_object(gathered, (here, int(os.environ.get("GROUP_RANK", "0"))), group=control)
         places = _told_apart(gathered)
-        host = WorkerHost()
+        host = LocalHost()
         if rank != 0:
-            _serve(host, self._control, self._looks)
-        self._call_timeout = call_timeout
-        self._num_threads = num_threads
+            _serve(host, control, looks)
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        self._num_threads = options.num_threads or max(1, (os.cpu_count() or 1) // local_world_size)
+        self._call_timeout = options.call_timeout
         self._rank_of = {place: r for r, place in enumerate(places)}
         self.devices = tuple(sorted(self._rank_of))
+        hosts: list[LocalHost | RemoteHost] = [host, *(RemoteHost(r, control, looks) for r in range(1, world_size))]
         self._processes = [
-            _Process(r, self._performer(r, host), self._looker(r, host), f"rank {r} on {place}")
-            for r, place in enumerate(places)
+            RankProcess(r, f"rank {r} on {place}", host)
+            for r, (place, host) in enumerate(zip(places, hosts, strict=True))
         ]
         self._order = threading.RLock()
         self._groups: list[WorkerGroup] = []
         make_program_a_world()
-
-    def _performer(self, rank: int, host: WorkerHost) -> Callable[[Call], Outcome]:
-        def here(call: Call) -> Outcome:
-            return getattr(host, call[0])(*call[1])
-
-        def there(call: Call) -> Outcome:
-            try:
-                message = cloudpickle.dumps(call)
-            except Exception as error:  # any class of the user's may fail to pickle, in any way
-                return _refusal(f"an argument of {call[0]}", error)
-            _send(message, rank, self._control)
-            answer = _receive(rank, self._control)
-            try:
-                return cloudpickle.loads(answer)
-            except Exception as error:  # as above
-                return _refusal(f"the result of {call[0]}", error)
-
-        return here if rank == 0 else there
-
-    def _looker(self, rank: int, host: WorkerHost) -> Callable[[], Whereabouts]:
-        def there() -> Whereabouts:
-            _send(LOOK, rank, self._looks)
-            return cloudpickle.loads(_receive(rank, self._looks))
-
-        return host.look if rank == 0 else there
 
     def start(self, name: str, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
         """Start a group of workers.
@@ -270,26 +245,10 @@ class TorchrunLauncher:
         """
         ranks = [self._rank_of[device] for device in devices]
         self._check_free(name, ranks)
-        handles = [TorchrunHandle(self._processes[rank]) for rank in ranks]
-        group = WorkerGroup(name, devices, handles, self._call_timeout, self._order)
+        group = WorkerGroup(name, devices, [self._processes[rank] for rank in ranks], self._call_timeout, self._order)
         self._groups.append(group)
-        nodes = [device.node for device in devices]
-        cores = os.cpu_count() or 1
-        contexts = [
-            WorkerContext(
-                group=name,
-                rank=rank,
-                world_size=len(devices),
-                local_rank=nodes[:rank].count(device.node),
-                local_world_size=nodes.count(device.node),
-                device=device,
-                torch_device="cpu" if device.kind == "cpu" else f"cuda:{device.index}",
-                num_threads=self._num_threads or max(1, cores // self._local_world_size),
-                world_ranks=tuple(ranks),
-            )
-            for rank, device in enumerate(devices)
-        ]
-        group.create(factory, contexts, self._call_timeout)
+        torch_devices = [device.torch_name for device in devices]
+        group.create(factory, torch_devices, [self._num_threads] * len(devices), ranks, self._call_timeout)
         return group
 
     def _check_free(self, name: str, ranks: Sequence[int]) -> None:
@@ -313,37 +272,42 @@ class TorchrunLauncher:
 
         If a rank is stuck in a collective, the run cannot end well, and this process exits at once.
         """
-        for process in self._processes[1:]:
-            process.submit(("exit", ()))
-            with suppress(RuntimeError):  # that rank is gone
-                _send(STOP_LOOKING, process.rank, self._looks)
+        for process in self._processes:
+            process.end()
         has_failed = any(group.failure is not None for group in self._groups)
         deadline = time.monotonic() + (FAILED_SHUTDOWN_S if has_failed else SHUTDOWN_S)
-        finished = [process.finish(deadline) for process in self._processes]
+        finished = [process.has_ended(deadline) for process in self._processes]
         if not all(finished):
-            stuck = [process.rank for process, done in zip(self._processes, finished, strict=True) if not done]
+            stuck = [process.process for process, done in zip(self._processes, finished, strict=True) if not done]
             print(f"rlite: rank {stuck} did not finish its last call; the run is ended", file=sys.stderr, flush=True)
             os._exit(1)
         leave()
 
 
-def _serve(host: WorkerHost, control: dist.ProcessGroup, looks: dist.ProcessGroup) -> None:
+def _serve(host: LocalHost, control: dist.ProcessGroup, looks: dist.ProcessGroup) -> None:
     """Answer the driver's calls until it says exit, then end this process: the program runs on rank 0 only."""
     looking = threading.Thread(target=_serve_looks, args=(host, looks), name="rlite-looks", daemon=True)
     looking.start()
-    while True:
-        message = _receive(0, control)
+    is_ending = False
+    while not is_ending:
         try:
-            method, args = cloudpickle.loads(message)
-        except Exception as error:  # say, a module that is not installed here
-            _send(cloudpickle.dumps(_refusal("an argument", error)), 0, control)
-            continue
-        if method == "exit":
-            _send(cloudpickle.dumps(Outcome()), 0, control)
-            looking.join()
-            leave()
-            sys.exit(0)
-        _send(_encoded(getattr(host, method)(*args)), 0, control)
+            message = _receive(0, control)
+            with _travelling("an argument"):  # say, of a module that is not installed here
+                call = cloudpickle.loads(message)
+            is_ending = call is None
+            outcome = host.perform(call)
+            with _travelling("the result"):
+                answer = cloudpickle.dumps(outcome)
+        except WorkerError as error:
+            answer = cloudpickle.dumps(_refusal(error))
+        _send(answer, 0, control)
+    looking.join()
+    leave()
+    sys.exit(0)
+
+
+def _refusal(error: WorkerError) -> Outcome:
+    return Outcome(error=error, trace=traceback.format_exc())
 
 
 def _serve_looks(host: WorkerHost, looks: dist.ProcessGroup) -> None:
@@ -351,13 +315,6 @@ def _serve_looks(host: WorkerHost, looks: dist.ProcessGroup) -> None:
     with suppress(RuntimeError):  # the driver is gone, and so will this process be
         while _receive(0, looks) == LOOK:
             _send(cloudpickle.dumps(host.look()), 0, looks)
-
-
-def _encoded(answer: Outcome) -> bytes:
-    try:
-        return cloudpickle.dumps(answer)
-    except Exception as error:  # a user's method may return anything
-        return cloudpickle.dumps(_refusal("the result", error))
 
 
 def _end_with_agent() -> None:
@@ -383,10 +340,6 @@ def _told_apart(places: Sequence[tuple[Device, int]]) -> list[Device]:
     if len(set(devices)) == len(devices):
         return devices
     return [replace(device, node=f"{device.node}#{agent}") for device, agent in places]
-
-
-def _node_name() -> str:
-    return socket.gethostname()
 
 
 def _node_ip() -> str:

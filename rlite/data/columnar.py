@@ -6,10 +6,10 @@ rows, and sends it in Arrow's stream format. This process never opens the file.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import io
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -26,7 +26,7 @@ PIECE = 1 << 20
 """bytes that the reader sends at a time"""
 
 
-def read_columnar(kind: str, path: str, where: str, *options: Any) -> list[dict[str, Any]]:
+def read_columnar(kind: str, path: Path, where: str, *options: Any) -> list[dict[str, Any]]:
     """Return the rows of a table. All rows have the same keys, and null stands for a key that an object lacked.
 
     In messages and tools such nulls are removed. Otherwise a template would render them as arguments of a call.
@@ -46,7 +46,7 @@ def read_columnar(kind: str, path: str, where: str, *options: Any) -> list[dict[
     """
     rows: list[dict[str, Any]] | None = None
     try:
-        pieces = io.BufferedReader(_Pieces(_received(kind, path, where, options)))
+        pieces = io.BufferedReader(_Pieces(_received(kind, path.as_posix(), where, options)))
         with pa.ipc.open_stream(pieces) as batches:
             rows = []
             for batch in batches:
@@ -118,19 +118,6 @@ class _Pieces(io.RawIOBase):
         return size
 
 
-@contextlib.contextmanager
-def _damage() -> Iterator[None]:
-    """Convert exceptions that Arrow raises because of a damaged file.
-
-    Raises:
-        DataError: the file is damaged.
-    """
-    try:
-        yield
-    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-        raise DataError(str(error)) from error
-
-
 # -- in the process that reads -------------------------------------------------------------------------------------
 
 
@@ -144,35 +131,28 @@ def send(kind: str, path: str, where: str, options: Sequence[Any]) -> Generator[
         options: options of a dataset.
 
     Returns:
-        The name and the text of a ConfigError or DataError, if there was one.
+        The name and the text of a ConfigError, or of a DataError if the table is damaged; None if it was sent.
     """
     try:
         for batch in _SENDERS[kind](path, where, *options):
             for start in range(0, len(batch), PIECE):
                 yield batch[start : start + PIECE]
-    except (ConfigError, DataError) as error:
-        return [type(error).__name__, str(error)[:10_000]]
+    except ConfigError as error:
+        return ["ConfigError", str(error)[:10_000]]
+    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+        return ["DataError", str(error)[:10_000]]
     return None
 
 
 def _send_parquet(path: str, where: str) -> Iterator[bytes]:
-    """Yield a Parquet file in Arrow's stream format.
-
-    Raises:
-        DataError: the file is damaged.
-    """
-    with _damage():
-        file = pq.ParquetFile(path)
-        yield from _sent(file.schema_arrow, file.iter_batches(ROWS))
+    """Yield a Parquet file in Arrow's stream format."""
+    file = pq.ParquetFile(path)
+    yield from _sent(file.schema_arrow, file.iter_batches(ROWS))
 
 
 def _send_arrow(path: str, where: str) -> Iterator[bytes]:
-    """Yield an Arrow file, of either format, in the stream format.
-
-    Raises:
-        DataError: the file is damaged.
-    """
-    with _damage(), pa.memory_map(path) as file:
+    """Yield an Arrow file, of either format, in the stream format."""
+    with pa.memory_map(path) as file:
         try:
             reader = pa.ipc.open_file(file)
         except pa.ArrowInvalid:  # without a footer: the stream format, which `datasets` writes
@@ -188,7 +168,6 @@ def _send_dataset(name: str, where: str, is_saved: bool, is_folder: bool, split:
 
     Raises:
         ConfigError: there is no such dataset or split, or the datasets library is missing.
-        DataError: the dataset is damaged.
     """
     try:
         datasets = importlib.import_module("datasets")  # here: it takes seconds, and most tables are files
@@ -206,10 +185,9 @@ def _send_dataset(name: str, where: str, is_saved: bool, is_folder: bool, split:
     if split not in found:
         path = where.rpartition("@")[2] if "@" in where else where.partition("=")[2]
         raise ConfigError(f"{where}: no split {split!r}; {did_you_mean(split, found)}; write SPLIT@{path}")
-    with _damage():
-        table = found[split].with_format("arrow")
-        batches = (batch for part in table.iter(ROWS) for batch in part.to_batches())
-        yield from _sent(table.features.arrow_schema, batches)
+    table = found[split].with_format("arrow")
+    batches = (batch for part in table.iter(ROWS) for batch in part.to_batches())
+    yield from _sent(table.features.arrow_schema, batches)
 
 
 _SENDERS: dict[str, Callable[..., Iterator[bytes]]] = {

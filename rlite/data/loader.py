@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -17,11 +17,20 @@ class ShuffledOrder:
     """Endless sequence of the numbers 0 to num_items - 1. Each epoch has another order, given by seed and epoch.
 
     `position` counts the numbers dealt so far; set it to continue from there.
+
+    Args:
+        num_items: items of data.
+        seed: seed of the order.
+        digest: returns a hash of the items. A state belongs to one hash.
+
+    Raises:
+        ConfigError: there are no items.
     """
 
-    def __init__(self, num_items: int, seed: int) -> None:
+    def __init__(self, num_items: int, seed: int, digest: Callable[[], str] | None = None) -> None:
         if num_items < 1:
             raise ConfigError(f"num_items={num_items}: expected at least 1")
+        self._digest = cache(digest) if digest is not None else None
         self._num_items = num_items
         self._seed = seed
         self._epoch = -1
@@ -43,21 +52,27 @@ class ShuffledOrder:
         self.position += count
         return taken
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position: seed, epoch, offset in the epoch, and the number of items it holds for."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: seed, epoch, offset in the epoch, and number and hash of the items it holds for."""
         epoch, offset = divmod(self.position, self._num_items)
-        return {"seed": self._seed, "epoch": epoch, "offset": offset, "num_items": self._num_items}
+        state = {"seed": self._seed, "epoch": epoch, "offset": offset, "num_items": self._num_items}
+        return state if self._digest is None else {**state, "content": self._digest()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from another order's position, with its seed.
 
         Raises:
-            CheckpointError: the number of items differs.
+            CheckpointError: the items differ. States of earlier versions have no hash of them.
         """
         if state["num_items"] != self._num_items:
             raise CheckpointError(
                 f"the checkpoint was made with {state['num_items']} items of data; now there are {self._num_items}: "
                 "resume with the same data and max_length, or start anew from the weights"
+            )
+        if self._digest is not None and state.get("content", digest := self._digest()) != digest:
+            raise CheckpointError(
+                "the checkpoint was made with as many items of data, but with another content or in another order: "
+                "resume with the same data, tokenizer and max_length, or start anew from the weights"
             )
         self._seed = state["seed"]
         self._epoch = -1
@@ -69,19 +84,6 @@ class ShuffledOrder:
             self._epoch = epoch
             self._permutation = np.random.default_rng([self._seed, epoch]).permutation(self._num_items)
         return int(self._permutation[offset])
-
-
-def check_content(state: Mapping[str, Any], digest: str) -> None:
-    """Compare the digest in a state with that of the data. States of earlier versions have none.
-
-    Raises:
-        CheckpointError: the state is of other data.
-    """
-    if state.get("content", digest) != digest:
-        raise CheckpointError(
-            "the checkpoint was made with as many items of data, but with another content or in another order: resume "
-            "with the same data, tokenizer and max_length, or start anew from the weights"
-        )
 
 
 class BatchLoader:
@@ -104,8 +106,7 @@ class BatchLoader:
         self._rows = rows
         self._batch_size = batch_size
         self._num_epochs = n_epochs
-        self._order = ShuffledOrder(len(rows), seed)
-        self._content = cache(rows.digest)
+        self._order = ShuffledOrder(len(rows), seed, rows.digest)
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -123,18 +124,13 @@ class BatchLoader:
             return 0
         return -(-self._order.left_in_epoch // self._batch_size) + (epochs - 1) * len(self)
 
-    @property
-    def epoch(self) -> int:
-        """Complete epochs so far."""
-        return self._order.epoch
-
     def __iter__(self) -> Iterator[TensorDict]:
         while self._order.epoch < self._num_epochs:
             yield self._rows.batch(self._order.take(min(self._batch_size, self._order.left_in_epoch)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position and a digest of the data."""
-        return {**self._order.state_dict(), "content": self._content()}
+        return self._order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from another loader's position.
@@ -143,4 +139,3 @@ class BatchLoader:
             CheckpointError: the state is of other data.
         """
         self._order.load_state_dict(state)
-        check_content(state, self._content())

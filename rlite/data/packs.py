@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlite.batch import PACK_LAYOUT
+from rlite.batch import PACK_LAYOUT, RAGGED
 from rlite.errors import DataError
 
 
@@ -31,12 +31,41 @@ def check_batch(batch: Any) -> None:
     for key, value in batch.items():
         if not isinstance(value, Tensor) or value.dim() == 0:
             raise DataError(f"{key}: expected a tensor [{shape[0]}] or [{shape[0]}, {shape[1]}], found {value!r}")
-        if value.shape[0] != shape[0] or (value.dim() > 1 and tuple(value.shape[:2]) != shape and value.shape[1] != 1):
+        if key not in RAGGED and (
+            value.shape[0] != shape[0] or (value.dim() > 1 and tuple(value.shape[:2]) != shape and value.shape[1] != 1)
+        ):
             raise DataError(f"{key} {tuple(value.shape)}: expected [{shape[0]}] or [{shape[0]}, {shape[1]}]")
     mask = batch["attention_mask"].bool()
     if (mask[:, 1:] & ~mask[:, :-1]).any() or not mask[:, 0].all():
         row = int(((mask[:, 1:] & ~mask[:, :-1]).any(1) | ~mask[:, 0]).nonzero()[0])
         raise DataError(f"row {row}: attention_mask must be ones and then zeros (right padding), at least one one")
+    check_ragged(batch, "the batch")
+
+
+def check_ragged(batch: Any, what: str) -> None:
+    """Check that each ragged key holds the values that its counts announce.
+
+    Raises:
+        DataError: it does not; the message begins with `what`.
+    """
+    shape = tuple(batch["input_ids"].shape)
+    for key, counts in RAGGED.items():
+        if key not in batch and counts not in batch:
+            continue
+        if key not in batch or counts not in batch or tuple(batch[counts].shape) != shape:
+            raise DataError(
+                f"{what}: expected {key} [{shape[0]}, M] with {counts} [{shape[0]}, {shape[1]}], its values per token"
+            )
+        values, number = batch[key], batch[counts]
+        if values.dim() != 2 or len(values) != shape[0] or values.is_floating_point():
+            raise DataError(
+                f"{what}: {key} is {values.dtype} {list(values.shape)}; expected whole numbers [{shape[0]}, M], the "
+                "values of each row end to end"
+            )
+        if (number < 0).any() or (number[:, 0] != 0).any() or (number.bool() & ~batch["attention_mask"].bool()).any():
+            raise DataError(f"{what}: {counts} must be at least 0, and 0 for the first token of a row and for padding")
+        if (most := max(number.sum(-1).tolist(), default=0)) > values.shape[1]:
+            raise DataError(f"{what}: {counts} counts {most} values in a row, and {key} has {values.shape[1]}")
 
 
 def sequence_lengths(batch: Any) -> list[int]:
@@ -51,48 +80,53 @@ def companions(batch: Mapping[str, Tensor], row: int = 0) -> list[int]:
     return (batch["pair_ids"] == batch["pair_ids"][row]).nonzero()[:, 0].tolist()
 
 
+def is_ragged_value(counts: Tensor, width: int) -> Tensor:
+    """Return where a ragged key has values, `[n, width]`; the rest is padding.
+
+    Args:
+        counts: number of values of each token, `[n, L]`.
+        width: width of the ragged key.
+    """
+    return torch.arange(width) < counts.sum(-1, keepdim=True)
+
+
 class Pack(UserDict[str, Any]):
     """Rows of a batch, concatenated; each key is packed and moved to the device when it is first read."""
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
-        if isinstance(value, _Unread):
-            value = self.data[key] = value.read()
+        if isinstance(value, partial):  # not read yet
+            value = self.data[key] = value()
         return value
-
-
-@dataclass(frozen=True)
-class _Unread:
-    """A key of a pack that has not been read yet."""
-
-    value: Tensor
-    rows: Tensor
-    mask: Tensor
-    """of these rows"""
-    device: torch.device
-
-    def read(self) -> Tensor:
-        selected = self.value[self.rows]
-        return (selected[self.mask] if selected.shape[:2] == self.mask.shape else selected).to(self.device)
 
 
 def lazy_pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device) -> Pack:
     """Concatenate rows of a right-padded batch.
 
     Args:
-        batch: keys [N, L, ...] per token, or [N] or [N, 1] per row. It must not change while the pack is read.
+        batch: keys [N, L, ...] per token, ragged keys [N, M], or [N] or [N, 1] per row. It must not change while the
+            pack is read.
         rows: the rows to take, in this order.
         device: where the pack is read.
 
     Returns:
-        Keys [T, ...] per token and [n] or [n, 1] per sequence, with cu_seqlens [n + 1] int32, position_ids [T] and
-            max_seqlen.
+        Keys [T, ...] per token, [K] for ragged keys, and [n] or [n, 1] per sequence, with cu_seqlens [n + 1] int32,
+            position_ids [T] and max_seqlen.
     """
+
+    def packed_key(key: str, value: Tensor) -> Tensor:
+        selected = value[index]
+        if key in RAGGED:
+            selected = selected[is_ragged_value(batch[RAGGED[key]][index], selected.shape[1])]
+        elif selected.shape[:2] == mask.shape:
+            selected = selected[mask]
+        return selected.to(device)
+
     index = torch.as_tensor(rows)
     mask = batch["attention_mask"][index].bool()
     lengths = mask.sum(-1)
     starts = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
-    packed = Pack({key: _Unread(value, index, mask, device) for key, value in batch.items() if key not in PACK_LAYOUT})
+    packed = Pack({key: partial(packed_key, key, value) for key, value in batch.items() if key not in PACK_LAYOUT})
     packed["cu_seqlens"] = starts.to(device)
     packed["position_ids"] = (torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)).to(device)
     packed["max_seqlen"] = int(lengths.max())

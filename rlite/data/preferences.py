@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlite.data.chat.masks import ChatEncoder, check_messages
-from rlite.data.chat.raw import RawEncoder, joined
+from rlite.data.chat.raw import answer_encoder
 from rlite.data.tables import check_columns
 from rlite.data.tokens import TokenRows, Tokens, tokenise
 from rlite.errors import DataError
@@ -55,39 +55,34 @@ def preference_rows(
     for number, row in enumerate(rows):
         _check(row, is_chat, has_margin, f"{where}, row index {number}")
     if is_chat:
-        encoder = ChatEncoder(tokenizer, **template_options)
-
-        def encode(numbers: range) -> list[list[Tokens]]:
-            chats = [
-                [*rows[number]["messages"], {"role": "assistant", "content": rows[number][side]}]
-                for number in numbers
-                for side in SIDES
-            ]
-            names = [f"{where}, row index {number}" for number in numbers for _ in SIDES]
-            encoded = encoder.encode(chats, names, [rows[number].get("tools") for number in numbers for _ in SIDES])
-            ends = [chat.turns[-1][1] for chat in encoded]
-            tokens = [
-                (chat.input_ids[:end], chat.mask(slice(-1, None))[:end])
-                for chat, end in zip(encoded, ends, strict=True)
-            ]
-            return [list(pair) for pair in zip(tokens[::2], tokens[1::2], strict=True)]
-
+        encode = _pair_encoder(ChatEncoder(tokenizer, **template_options), rows, where)
     else:
-        raw = RawEncoder(tokenizer)
-
-        def encode(numbers: range) -> list[list[Tokens]]:
-            prompts = raw.prompts([rows[number]["prompt"] for number in numbers])
-            answers = [raw.responses([rows[number][side] for number in numbers]) for side in SIDES]
-            return [
-                [joined(prompt, answer) for answer in pair] for prompt, *pair in zip(prompts, *answers, strict=True)
-            ]
-
+        encode = answer_encoder(tokenizer, rows, SIDES)
     pairs = tokenise(len(rows), encode, max_length, where, rows_per_item=len(SIDES))
     per_row = {"pair_ids": np.repeat(np.arange(len(pairs)), 2), "is_chosen": np.tile([True, False], len(pairs))}
     if has_margin:
         margins = [rows[number]["margin"] for number in pairs.source]
         per_row["margin"] = np.repeat(np.asarray(margins, dtype=np.float32), 2)
     return replace(pairs, per_row=per_row)
+
+
+def _pair_encoder(
+    encoder: ChatEncoder, rows: Sequence[Mapping[str, Any]], where: str
+) -> Callable[[range], list[list[Tokens]]]:
+    def encode(numbers: range) -> list[list[Tokens]]:
+        sides = [(number, side) for number in numbers for side in SIDES]
+        chats = [
+            [*rows[number]["messages"], {"role": "assistant", "content": rows[number][side]}] for number, side in sides
+        ]
+        names = [f"{where}, row index {number}" for number, _ in sides]
+        encoded = encoder.encode(chats, names, [rows[number].get("tools") for number, _ in sides])
+        ends = [chat.turns[-1][1] for chat in encoded]
+        tokens = [
+            (chat.input_ids[:end], chat.mask(slice(-1, None))[:end]) for chat, end in zip(encoded, ends, strict=True)
+        ]
+        return [list(pair) for pair in zip(tokens[::2], tokens[1::2], strict=True)]
+
+    return encode
 
 
 def _check(row: Mapping[str, Any], is_chat: bool, has_margin: bool, where: str) -> None:

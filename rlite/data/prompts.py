@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from rlite.data.chat.masks import check_messages
-from rlite.data.loader import ShuffledOrder, check_content
+from rlite.data.loader import ShuffledOrder
 from rlite.data.tables import check_text
 from rlite.errors import ConfigError, DataError
 
@@ -43,8 +43,6 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
 class PromptStream:
     """Endless batches of rows: each epoch in another order that depends only on seed and epoch.
 
-    `position` counts the rows dealt so far; set it to continue where another stream was.
-
     Raises:
         ConfigError: a batch would be empty, or larger than the table.
     """
@@ -59,25 +57,16 @@ class PromptStream:
             )
         self._rows = rows
         self._batch_size = batch_size
-        self._order = ShuffledOrder(len(rows), seed)
+        self.order = ShuffledOrder(len(rows), seed, partial(rows_digest, rows))
+        """order of the rows; its `position` counts those dealt so far"""
         self.returned: list[Mapping[str, Any]] = []
         """rows that come before all others: they were dealt, and not used"""
-        self._content = cache(partial(rows_digest, rows))
-
-    @property
-    def position(self) -> int:
-        """Rows dealt so far."""
-        return self._order.position
-
-    @position.setter
-    def position(self, position: int) -> None:
-        self._order.position = position
 
     def next(self, count: int | None = None) -> list[Mapping[str, Any]]:
         """Return the next `batch_size` rows, or `count` of them; a batch may span two epochs."""
         count = self._batch_size if count is None else count
         first, self.returned = self.returned[:count], self.returned[count:]
-        return first + [self._rows[number] for number in self._order.take(count - len(first))]
+        return first + [self._rows[number] for number in self.order.take(count - len(first))]
 
     def __iter__(self) -> Iterator[list[Mapping[str, Any]]]:
         """Yield batches for ever; the first has all `returned` rows, if there are some."""
@@ -86,7 +75,7 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stream's position and a digest of the rows."""
-        return {**self._order.state_dict(), "content": self._content()}
+        return self.order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from another stream's position.
@@ -94,8 +83,7 @@ class PromptStream:
         Raises:
             CheckpointError: the state is of other rows.
         """
-        self._order.load_state_dict(state)
-        check_content(state, self._content())
+        self.order.load_state_dict(state)
 
 
 def rows_digest(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,12 +1,12 @@
-"""Problems from reasoning-gym as rows, and its verifiers as reward functions.
+"""Problems from reasoning-gym as rows.
 
-A row is plain data: it can be written to JSONL, sent to another process, and scored there.
+A row is plain data: it can be written to JSONL, sent to another process, and scored there. The rewards are in
+`rlite.rollout.rewards.reasoning`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlite.errors import ConfigError, DataError, did_you_mean
@@ -42,7 +42,7 @@ def build_problems(name: str, size: int, seed: int, *, exclude: Iterable[str] = 
         ConfigError: reasoning-gym is missing, or does not know the task or an option.
         DataError: the task has fewer distinct problems.
     """
-    dataset = _dataset(name, seed=seed, size=size * ATTEMPTS_PER_PROBLEM, **options)
+    dataset = make_task(name, seed=seed, size=size * ATTEMPTS_PER_PROBLEM, **options)
     seen = {question.casefold() for question in exclude}
     rows: list[Row] = []
     for index in range(size * ATTEMPTS_PER_PROBLEM):
@@ -89,47 +89,16 @@ def question_of(row: Mapping[str, Any]) -> str:
     return row["messages"][-1]["content"]
 
 
-def verify(
-    prompt: Any, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
-) -> float:
-    """Score a completion: a reward function with reasoning-gym's score in [0, 1], including the task's partial credit.
+def make_task(name: str, **options: Any) -> Any:
+    """Return a task of reasoning-gym: its problems, and their verifier.
 
     Args:
-        prompt: not read.
-        completions: text of one completion without special tokens; surrounding white space does not count.
-        prompt_ids: not read.
-        completion_ids: not read.
-        **data: the row.
+        name: the task's name.
+        **options: fields of the task's own config.
 
-    Returns:
-        The score.
+    Raises:
+        ConfigError: reasoning-gym is missing, or does not know the task or an option.
     """
-    entry = {"question": question_of(data), "answer": data["answer"], "metadata": data["metadata"]}
-    score = _verifier(data["metadata"]["source_dataset"])(completions.strip(), entry)
-    return float(score)
-
-
-def verify_exactly(
-    prompt: Any, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
-) -> float:
-    """Score a completion: a reward function that gives 1.0 for reasoning-gym's full score, else 0.0.
-
-    The full score is exactly 1. Partial credits are sums of fractions, which can end a rounding error above or below.
-
-    Args:
-        prompt: not read.
-        completions: text of one completion without special tokens.
-        prompt_ids: not read.
-        completion_ids: not read.
-        **data: the row.
-
-    Returns:
-        The score.
-    """
-    return float(verify(prompt, completions, prompt_ids, completion_ids, **data) == 1.0)
-
-
-def _dataset(name: str, **options: Any) -> Any:
     if reasoning_gym is None:
         raise ConfigError("reasoning-gym is not installed; run: pip install 'rlite[quickstart]'")
     if name not in DATASETS:
@@ -138,9 +107,3 @@ def _dataset(name: str, **options: Any) -> Any:
         return reasoning_gym.create_dataset(name, **options)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(f"reasoning-gym's task {name!r} refuses {options}: {error}") from error
-
-
-@cache
-def _verifier(name: str) -> Callable[[str, dict[str, Any]], float]:
-    # Reading a task's word list takes longer than thousands of its scores; the row says all else that scoring needs.
-    return _dataset(name, seed=0).score_answer

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlite.data.chat.masks import ChatEncoder, check_messages
-from rlite.data.chat.raw import RawEncoder, joined
+from rlite.data.chat.raw import answer_encoder
 from rlite.data.tables import check_columns
 from rlite.data.tokens import TokenRows, Tokens, tokenise
 from rlite.errors import DataError
@@ -53,14 +53,7 @@ def sft_rows(
         if not any(message["role"] == "assistant" for message in row["messages"]):
             raise DataError(f"{at}: 'messages' has no turn of the assistant, hence nothing to learn")
     if not is_chat:
-        raw = RawEncoder(tokenizer)
-
-        def encode_raw(numbers: range) -> list[list[Tokens]]:
-            prompts = raw.prompts([rows[number]["prompt"] for number in numbers])
-            responses = raw.responses([rows[number]["response"] for number in numbers])
-            return [[joined(*pair)] for pair in zip(prompts, responses, strict=True)]
-
-        return tokenise(len(rows), encode_raw, max_length, where)
+        return tokenise(len(rows), answer_encoder(tokenizer, rows, ["response"]), max_length, where)
     encoder = ChatEncoder(tokenizer, **template_options)
 
     def encode_chats(numbers: range) -> list[list[Tokens]]:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,20 +209,12 @@ def _cell(column: str, text: str, number: int, where: str) -> Any:
     return _parsed(text, lambda _: f"{where}, row index {number}: {column!r}")
 
 
-def _read_parquet(path: Path, where: str) -> list[Row]:
-    return read_columnar("parquet", str(path), where)
-
-
-def _read_arrow(path: Path, where: str) -> list[Row]:
-    return read_columnar("arrow", str(path), where)
-
-
-_READERS = {
+_READERS: dict[str, Callable[[Path, str], list[Any]]] = {
     ".json": _read_json,
     ".jsonl": _read_json_lines,
     ".csv": _read_csv,
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
+    ".parquet": partial(read_columnar, "parquet"),
+    ".arrow": partial(read_columnar, "arrow"),
 }
 
 
@@ -231,20 +224,14 @@ def _dataset(path: Path, split: str | None, where: str) -> list[Row]:
     Raises:
         ConfigError: there is no such file or folder.
     """
-    name = (path.resolve() if path.is_dir() else path).as_posix()  # `datasets` reads "." as no name
-    if not path.is_dir() and not _HUB_NAME.fullmatch(name):
+    name = path.resolve() if path.is_dir() else path  # `datasets` reads "." as no name
+    if not path.is_dir() and not _HUB_NAME.fullmatch(path.as_posix()):
         raise ConfigError(f"{where}: no such file or folder")
     is_saved = any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json"))
     return read_columnar("dataset", name, where, is_saved, path.is_dir(), split)
 
 
-_TYPE_NAMES: dict[type, str] = {
-    str: "a text",
-    list: "a list",
-    dict: "an object",
-    int: "a whole number",
-    float: "a number",
-}
+_TYPE_NAMES = {str: "a text", list: "a list", dict: "an object", int: "a whole number", float: "a number"}
 
 
 def _kind(value: Any) -> str:

@@ -113,21 +113,21 @@ class TokenRows:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Tally:
     """Numbers of a file's kept, cut and dropped rows."""
 
     num_read: int
     """rows in the file"""
-    num_kept: int
-    """items to train on"""
-    num_truncated: int
-    """kept items of which a row was cut to max_length"""
-    dropped: dict[str, int]
-    """reason -> rows that it cost"""
-    longest: int
-    """tokens of the longest row before truncation"""
     max_length: int
+    num_kept: int = 0
+    """items to train on"""
+    num_truncated: int = 0
+    """kept items of which a row was cut to max_length"""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """rows that each reason cost"""
+    longest: int = 0
+    """tokens of the longest row before truncation"""
 
     def __str__(self) -> str:
         """Return one line for a person, such as "253 of 256 rows; 12 cut to max_length=64 ..."."""
@@ -168,35 +168,22 @@ def tokenise(
         raise ConfigError(f"max_length={max_length}: expected at least 2, a token and the one that it predicts")
     kept: list[Tokens] = []
     source: list[int] = []
-    dropped: Counter[str] = Counter()
-    num_truncated = longest = 0
+    tally = Tally(num_read=num_rows, max_length=max_length)
     chunks = [range(start, min(start + _CHUNK, num_rows)) for start in range(0, num_rows, _CHUNK)]
     console = Console(file=sys.stderr)
-    for chunk in track(
-        chunks,
-        f"tokenising {where}",
-        console=console,
-        transient=True,
-        disable=num_rows < _LONG or not console.is_terminal,
-    ):
+    is_hidden = num_rows < _LONG or not console.is_terminal
+    for chunk in track(chunks, f"tokenising {where}", console=console, transient=True, disable=is_hidden):
         for number, sequences in zip(chunk, encode(chunk), strict=True):
             length = max(len(ids) for ids, _ in sequences)
-            longest = max(longest, length)
+            tally.longest = max(tally.longest, length)
             cut = [_cut(ids, mask, max_length) for ids, mask in sequences]
             if reason := _fault(cut, max_length):
-                dropped[reason] += 1
+                tally.dropped[reason] += 1
                 continue
-            num_truncated += length > max_length
+            tally.num_kept += 1
+            tally.num_truncated += length > max_length
             kept += cut
             source.append(number)
-    tally = Tally(
-        num_read=num_rows,
-        num_kept=len(source),
-        num_truncated=num_truncated,
-        dropped=dict(dropped),
-        longest=longest,
-        max_length=max_length,
-    )
     if not source:
         raise DataError(f"{where}: nothing to train on: {tally}")
     return TokenRows(

@@ -28,11 +28,11 @@ from rlite.cluster.host import WorkerContext
 from rlite.cluster.placement import PlacementRequest
 from rlite.cluster.session import Session, current_session
 from rlite.engine.registry import Backend, Kind, find_backend
-from rlite.engine.workers import Executor, Part, Resident, T, Worker, together
+from rlite.engine.workers import Executor, Part, Resident, T, Worker, on_each_process, together
 from rlite.errors import ConfigError, ResidencyError, RliteError, UnknownOptionError, did_you_mean
-from rlite.parallel.arena import check_gpu_sharing
+from rlite.parallel.memory_usage import give_back_cached_memory
 from rlite.parallel.processes import set_up_device
-from rlite.parallel.usage import give_back_cached_memory
+from rlite.parallel.shared_memory import check_gpu_sharing
 
 
 class Weights(Enum):
@@ -104,6 +104,7 @@ class Engine:
             if size is not None and (not isinstance(size, int) or size < 1):
                 raise ConfigError(f"{name}={size!r}: expected a whole number of at least 1")
         self._validate(tensor_parallel_size)
+        data_parallel_size = self._num_copies(data_parallel_size)
         colocated, apart = _names(colocate_with), _names(not_colocate_with)
         session = current_session()
         owner = session.new_name(self.kind)
@@ -118,26 +119,20 @@ class Engine:
                 exclusive=exclusive,
             )
         )
-        factory = partial(
-            make_worker, self._backend.worker, self._source(), self.options, tensor_parallel_size, session.device
-        )
+        factory = partial(make_worker, self._backend.worker, self._source(), self.options, tensor_parallel_size)
+        self.name, self._session = owner, session
         try:
             make_room(session, owner)
-            group = session.start(owner, [device for devices in executors for device in devices], factory)
+            self._group = group = session.start(owner, [device for devices in executors for device in devices], factory)
             check_neighbours(session, owner, group)
-        except BaseException:
-            session.release(owner)
-            raise
-        self.name, self._session, self._group = owner, session, group
-        self.executors = [
-            Executor(index, group, tensor_parallel_size, self._backend.ranks) for index in range(len(executors))
-        ]
-        if self.has_independent_replicas and session.launcher.survives_deaths:
-            group.divide(tensor_parallel_size)
-        num_peers = self._num_peers()
-        group.reporters = range(range(num_peers)[self._backend.ranks.returns], len(group), num_peers)
-        self.weights = Weights.DEVICE
-        try:
+            self.executors = [
+                Executor(index, group, tensor_parallel_size, self._backend.ranks) for index in range(len(executors))
+            ]
+            if self.has_independent_replicas and session.launcher.survives_deaths:
+                group.divide(tensor_parallel_size)
+            num_peers = self._num_peers()
+            group.reporters = range(range(num_peers)[self._backend.ranks.returns], len(group), num_peers)
+            self.weights = Weights.DEVICE
             self._built()
         except BaseException:
             self.release()
@@ -145,17 +140,15 @@ class Engine:
 
     def release(self) -> None:
         """End the workers and free the devices. The engine can be built again."""
-        if self._group is None or self._session is None:
-            return
-        self._session.release(self.name)
+        if self._session is not None:
+            self._session.release(self.name)
         self._group, self.executors, self.weights = None, [], Weights.RELEASED
 
     def _parse_options(self, given: dict[str, Any]) -> Any:
         known = set(inspect.signature(self._backend.options).parameters)
         for key in given:
             if key not in known:
-                everything = known | {"tensor_parallel_size", "data_parallel_size", "colocate_with"}
-                everything |= {"not_colocate_with", "acceptable_node_ips", "exclusive"}
+                everything = known | set(inspect.signature(self.build).parameters) - {"executor_options"}
                 raise UnknownOptionError(
                     f"executor {self.executor_name!r} does not know the option {key!r}; {did_you_mean(key, everything)}"
                 )
@@ -163,6 +156,14 @@ class Engine:
 
     def _validate(self, executor_size: int) -> None:
         """Refuse a configuration that cannot work, before anything is placed."""
+
+    def _num_copies(self, asked: int | None) -> int | None:
+        """Return the number of copies to place; None is as many as the placement allows.
+
+        Args:
+            asked: `data_parallel_size` of `build`.
+        """
+        return asked
 
     def _source(self) -> Any:
         """Return the model as the worker's constructor takes it. It is sent to every worker."""
@@ -177,7 +178,12 @@ class Engine:
 
     def _residents(self) -> Sequence[Resident]:
         """Return groups of workers that move and take weights into use together; by default one group of all."""
-        return [Executor(0, self.group, len(self.group))]
+        return [self._workers]
+
+    @property
+    def _workers(self) -> Executor:
+        """All workers of the engine together."""
+        return Executor(0, self.group, len(self.group))
 
     def _each(self, act: Callable[[Any], T]) -> list[T]:
         """Return the results of an action on all residents, run in parallel.
@@ -323,9 +329,7 @@ class Engine:
             raise ResidencyError(f"{what}: the weights of {self.name} are {self.weights.value}; {remedy[self.weights]}")
 
 
-def make_worker(
-    worker: Callable[..., Worker], source: Any, options: Any, size: int, device_kind: str, context: WorkerContext
-) -> Worker:
+def make_worker(worker: Callable[..., Worker], source: Any, options: Any, size: int, context: WorkerContext) -> Worker:
     """Return the backend's worker, after setting up this worker process.
 
     Args:
@@ -333,7 +337,6 @@ def make_worker(
         source: the model, as returned by `Engine._source`.
         options: options of the executor.
         size: number of workers that hold one copy of the model.
-        device_kind: "cpu" or "cuda".
         context: the place of this worker.
     """
     set_up_device(context.torch_device, context.num_threads)
@@ -342,14 +345,8 @@ def make_worker(
 
 def make_room(session: Session | None, owner: str) -> None:
     """Ask all processes on this owner's GPUs to free cached memory, because the owner is about to allocate there."""
-    if session is None or session.device != "cuda":
-        return
-    processes = {group.handles[rank].process: (group, rank) for group, rank in session.neighbours(owner)}
-    calls = [(group, rank, (), ()) for group, rank in processes.values()]
-    if calls:
-        groups = list(dict.fromkeys(group for group, _ in processes.values()))
-        timeout = groups[0].call_timeout
-        apply_on_processes(calls, give_back_cached_memory, groups, "give back cached memory", timeout)
+    if session is not None and session.device == "cuda":
+        on_each_process(session.neighbours(owner), give_back_cached_memory, (), "give back cached memory")
 
 
 def check_neighbours(session: Session, owner: str, group: WorkerGroup) -> None:

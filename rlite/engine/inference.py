@@ -14,14 +14,10 @@ from tensordict import TensorDict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlite.data.chat.raw import raw_prompts
+from rlite.engine.inference_lifecycle import InferenceLifecycle
 from rlite.engine.replica import InFlightRequest
-from rlite.engine.serving import ServingEngine
 from rlite.engine.workers import together
-from rlite.errors import (
-    CallTimeout,
-    ConfigError,
-    DataError,
-)
+from rlite.errors import CallTimeout, ConfigError, DataError
 from rlite.observability import trace
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.options import CollectorOptions
@@ -42,7 +38,7 @@ from rlite.types import (
 logger = logging.getLogger(__name__)
 
 
-class RliteInferenceEngine(ServingEngine):
+class RliteInferenceEngine(InferenceLifecycle):
     """Serves a causal language model.
 
     `tensor_parallel_size` in `build` is the number of workers in one replica, `data_parallel_size` the number of
@@ -82,7 +78,7 @@ class RliteInferenceEngine(ServingEngine):
                 puts before every text are added once.
             sampling_params: parameters in AReaL's or vLLM's names, the same for all prompts. Without `max_new_tokens` a
                 completion may take 16,384 tokens, or as many as `max_model_len` leaves, whatever the executor's own
-                default is.
+                default is. `prompt_logprobs=True` adds the log-probabilities of the prompts.
             timeout: seconds for the whole call.
 
         Returns:
@@ -97,27 +93,34 @@ class RliteInferenceEngine(ServingEngine):
             CallTimeout: a completion did not end in time.
             WorkerDied: no replica is left.
         """
+        sampling_params, has_prompt_logprobs = _without_prompt_logprobs(sampling_params)
         gconfig = GenerationHyperparameters.from_mapping(sampling_params)
         if isinstance(prompts, str | Mapping):
             prompts = [prompts]
         if len(prompts) == 0:
             raise DataError("generate: the list of prompts is empty; expected at least one prompt")
+        if has_prompt_logprobs:
+            self._need_prompt_logprobs()
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         tokens = [self._tokens(prompt, index) for index, prompt in enumerate(prompts)]
         self._check_ready("generate")
-        groups = [[self._in_flight(ids, gconfig, sample) for sample in range(gconfig.n_samples)] for ids in tokens]
+        samples = range(gconfig.n_samples)
+        groups = [[InFlightRequest(self._request(ids, gconfig, sample)) for sample in samples] for ids in tokens]
         with trace.span("generate", num_prompts=len(prompts)):
             self._router.route(groups)
-            self._wait(
-                list(itertools.chain.from_iterable(groups)), self.group.call_timeout if timeout is None else timeout
-            )
+            self._wait(list(itertools.chain(*groups)), self.group.call_timeout if timeout is None else timeout)
+        of_prompts: list[Any] = [None] * len(tokens)
+        if has_prompt_logprobs:
+            of_prompts = [[None, *logprobs] for logprobs in self.prompt_logprobs(tokens)]
         return [
             RequestOutput(
+                request_id=str(siblings[0].request.request_id),
                 prompt=text,
                 prompt_token_ids=ids,
                 outputs=[self._output(index, request) for index, request in enumerate(siblings)],
+                prompt_logprobs=logprobs,
             )
-            for text, ids, siblings in zip(texts, tokens, groups, strict=True)
+            for text, ids, siblings, logprobs in zip(texts, tokens, groups, of_prompts, strict=True)
         ]
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
@@ -139,12 +142,14 @@ class RliteInferenceEngine(ServingEngine):
             raise ConfigError(
                 f"agenerate makes one completion, not n_samples={request.gconfig.n_samples}; call it again"
             )
-        offered = self.capabilities.extras
         self._need(
-            offered.issuperset(request.extras), f"extras={request.extras}", f"it has {sorted(offered) or 'none'}"
+            self.extras.issuperset(request.extras),
+            f"extras={request.extras}",
+            f"it has {sorted(self.extras) or 'none'}",
         )
         self._check_ready("agenerate", may_wait=True)
-        flying = self._in_flight(self._tokens(request.input_ids, 0), request.gconfig, 0, on_chunk, request.extras)
+        tokens = self._tokens(request.input_ids, 0)
+        flying = InFlightRequest(self._request(tokens, request.gconfig, extras=request.extras), on_chunk)
         with trace.task("generate", engine=self.name, prompt_tokens=len(request.input_ids)):
             self._router.route([[flying]], affinity=request.rid)
             try:
@@ -188,13 +193,16 @@ class RliteInferenceEngine(ServingEngine):
         Raises:
             ConfigError: the executor cannot compute prompt log-probabilities.
         """
-        self._need(self.capabilities.has_prompt_logprobs, "prompt_logprobs", "a train engine's `forward` computes them")
+        self._need_prompt_logprobs()
         self._check_ready("prompt_logprobs")
         tokens = [self._tokens(prompt, index) for index, prompt in enumerate(prompts)]
         serving = self._serving()
         shares = {replica: tokens[index :: len(serving)] for index, replica in enumerate(serving)}
         results = together(serving, lambda replica: replica.prompt_logprobs(shares[replica]))
         return [results[index % len(serving)][index // len(serving)] for index in range(len(tokens))]
+
+    def _need_prompt_logprobs(self) -> None:
+        self._need(self.capabilities.has_prompt_logprobs, "prompt_logprobs", "a train engine's `forward` computes them")
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -219,18 +227,12 @@ class RliteInferenceEngine(ServingEngine):
             )
         return ids
 
-    def _in_flight(
-        self,
-        ids: list[int],
-        gconfig: GenerationHyperparameters,
-        sample: int,
-        on_chunk: OnChunk | None = None,
-        extras: tuple[str, ...] = (),
-    ) -> InFlightRequest:
+    def _request(
+        self, ids: list[int], gconfig: GenerationHyperparameters, sample: int = 0, extras: tuple[str, ...] = ()
+    ) -> SequenceRequest:
         number = next(self._ids)
         seed = mix(self.options.seed, number) if gconfig.seed is None else mix(gconfig.seed, sample)
-        request = SequenceRequest(request_id=number, input_ids=ids, gconfig=gconfig, seed=seed, extras=extras)
-        return InFlightRequest(request, on_chunk)
+        return SequenceRequest(request_id=number, input_ids=ids, gconfig=gconfig, seed=seed, extras=extras)
 
     def _wait(self, requests: Sequence[InFlightRequest], timeout: float) -> None:
         """Wait until all requests have ended. On an error or a time-out, cancel the requests that have not.
@@ -254,8 +256,10 @@ class RliteInferenceEngine(ServingEngine):
 
     def _output(self, index: int, flying: InFlightRequest) -> CompletionOutput:
         self._note_truncation(flying)
+        gconfig = flying.request.gconfig
         text = self.tokenizer.decode(flying.token_ids, skip_special_tokens=True)
-        for stop in flying.request.gconfig.stop:
+        stop_reason = _stop_reason(flying, text)
+        for stop in gconfig.stop:
             text = text.partition(stop)[0]
         return CompletionOutput(
             index=index,
@@ -265,6 +269,7 @@ class RliteInferenceEngine(ServingEngine):
             sampling_logprobs=flying.sampling_logprobs,
             versions=flying.versions,
             finish_reason=flying.finish_reason,
+            stop_reason=stop_reason,
         )
 
     def _note_truncation(self, flying: InFlightRequest) -> None:
@@ -370,3 +375,33 @@ class RliteInferenceEngine(ServingEngine):
     def _version_changed(self) -> None:
         if self._collector is not None:
             self._collector.version_changed()
+
+
+def _stop_reason(flying: InFlightRequest, text: str) -> str | int | None:
+    """Return the stop string or stop token that ended a completion with this text, None if something else did."""
+    if flying.finish_reason != "stop":
+        return None
+    gconfig = flying.request.gconfig
+    if found := [stop for stop in gconfig.stop if stop in text]:
+        return min(found, key=text.index)
+    last = flying.token_ids[-1]
+    return last if last in gconfig.stop_token_ids else None
+
+
+def _without_prompt_logprobs(
+    sampling_params: Mapping[str, Any] | GenerationHyperparameters | None,
+) -> tuple[Mapping[str, Any] | GenerationHyperparameters | None, bool]:
+    """Return the parameters of the completions, and whether the prompts' log-probabilities are wanted.
+
+    Raises:
+        ConfigError: log-probabilities of other tokens than the prompt's are wanted.
+    """
+    if not isinstance(sampling_params, Mapping) or "prompt_logprobs" not in sampling_params:
+        return sampling_params, False
+    rest = dict(sampling_params)
+    wanted = rest.pop("prompt_logprobs")
+    if wanted is None or isinstance(wanted, bool):
+        return rest, bool(wanted)
+    if wanted != 0:
+        raise ConfigError(f"sampling parameter prompt_logprobs={wanted!r}: expected true, false, or vLLM's 0 for true")
+    return rest, True

@@ -33,6 +33,8 @@ B = TypeVar("B", bound=Backend)
 _backends: dict[tuple[str, str], Backend | str] = {
     ("train", "fsdp2"): "rlite.engine.fsdp2.backend:BACKEND",
     ("inference", "torch"): "rlite.engine.embedded.backend:BACKEND",
+    ("inference", "sglang"): "rlite.engine.sglang.backend:BACKEND",
+    ("inference", "vllm"): "rlite.engine.vllm.backend:BACKEND",
 }
 
 

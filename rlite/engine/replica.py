@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Concatenate, Protocol
 
 from rlite.engine.registry import Backend
-from rlite.engine.workers import Executor, Part, Resident, Worker
+from rlite.engine.workers import Executor, P, Resident, ResidentWorkers, T, Worker
 from rlite.errors import DataError, NonFiniteError
 from rlite.types import SequenceRequest, StopReason, TokenChunk
 
@@ -98,6 +98,7 @@ class InFlightRequest:
         Returns:
             Whether the request has ended.
         """
+        chunk = _over_kept_ids(chunk)
         num = len(chunk.token_ids)
         if num and not self.token_ids:
             self.first_token = time.perf_counter()
@@ -125,16 +126,8 @@ class InFlightRequest:
 
     def abort(self) -> None:
         """End the request with the tokens that have arrived, without asking the replica."""
-        self.take(
-            TokenChunk(
-                request_id=self.request.request_id,
-                token_ids=[],
-                logprobs=[],
-                sampling_logprobs=[],
-                version=self.versions[-1] if self.versions else 0,
-                finish_reason="abort",
-            )
-        )
+        version = self.versions[-1] if self.versions else 0
+        self.take(TokenChunk(request_id=self.request.request_id, version=version, finish_reason="abort"))
 
     def fail(self, error: BaseException) -> None:
         """End the request with an error, unless it has ended."""
@@ -233,6 +226,15 @@ class InFlightTable:
         return [request for request in requests if not request.done.done()]
 
 
+def _over_kept_ids(chunk: TokenChunk) -> TokenChunk:
+    """Return a chunk whose log-probabilities are over the kept ids, for the tokens that have any."""
+    kept_ids = chunk.extras.get("kept_ids")
+    if not kept_ids:
+        return chunk
+    values = zip(kept_ids, chunk.sampling_logprobs, chunk.logprobs, strict=True)
+    return replace(chunk, logprobs=[sampling if ids else whole for ids, sampling, whole in values])
+
+
 class Replica(Resident, Protocol):
     """One served copy of the model, as the engine sees it.
 
@@ -301,43 +303,27 @@ class ServingWorker(Worker, Protocol):
         """Stamp tokens with this policy version from now on."""
 
 
-class WorkerReplica:
+class WorkerReplica(ResidentWorkers):
     """The part of a replica that calls its workers, for replicas whose workers are `ServingWorker`s."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
 
+    def call(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """Return the results of a declared method on all workers; see `Executor.call`."""
+        return self.executor.call(method, *args, **kwargs)
+
     def check(self) -> None:
         """Raise the failure of workers that no longer serve."""
         self.executor.check()
 
-    def to_device(self, what: Part) -> None:
-        """Move a part to the device."""
-        self.executor.to_device(what)
-
-    def to_cpu(self) -> None:
-        """Offload to host memory."""
-        self.executor.to_cpu()
-
-    def to_meta(self) -> None:
-        """Free all memory."""
-        self.executor.to_meta()
-
-    def memory_bytes(self) -> list[dict[str, int]]:
-        """Return the bytes that each worker holds."""
-        return self.executor.memory_bytes()
-
-    def weights_changed(self, version: int) -> None:
-        """Serve newly written weights."""
-        self.executor.weights_changed(version)
-
     def load_weights(self, path: str | None) -> None:
         """Read weights from a checkpoint."""
-        self.executor.call(ServingWorker.load_weights, path)
+        self.call(ServingWorker.load_weights, path)
 
     def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on."""
-        self.executor.call(ServingWorker.set_version, version)
+        self.call(ServingWorker.set_version, version)
 
     def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
         """Refuse: replicas with prompt log-probabilities override this method.
@@ -361,4 +347,7 @@ class InferenceBackend(Backend):
     check: Callable[[str, int], None] | None = None
     """check(path, tensor_parallel_size) in the driver, before any process starts; raises ConfigError for a checkpoint
     that the executor cannot serve"""
+    num_replicas: Callable[[Any], int | None] | None = None
+    """num_replicas(options): number of replicas that the options fix, such as one for each running server; None leaves
+    it to `build`"""
     capabilities: Capabilities = Capabilities()

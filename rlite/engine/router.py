@@ -81,12 +81,12 @@ class Router:
         """lost replicas, in the order of their loss"""
         self._policy = policy
         self._affinities = Affinities()
-        self._outstanding: dict[int, OutstandingTokens] = {}
+        self._outstanding: list[OutstandingTokens] = []
         self._lock = threading.Lock()
 
     def add(self, replica: Replica) -> None:
         """Route requests to this replica too from now on."""
-        self._outstanding[replica.executor.index] = OutstandingTokens()
+        self._outstanding.append(OutstandingTokens())
         self.replicas.append(replica)
 
     def route(self, groups: Sequence[Sequence[InFlightRequest]], affinity: str | None = None) -> None:
@@ -105,7 +105,7 @@ class Router:
             refused = [siblings for replica, siblings in chosen if not replica.submit(siblings)]
 
     def _choose(self, siblings: Sequence[InFlightRequest], affinity: str | None) -> Replica:
-        serving = {replica.executor.index: replica for replica in self.replicas if replica.failure is None}
+        serving = {index: replica for index, replica in enumerate(self.replicas) if replica.failure is None}
         if not serving:
             self._raise_failure()
         with self._lock:
@@ -147,7 +147,7 @@ class Router:
             for request in requests:
                 request.fail(error)
             return
-        self._note_loss(replica.executor.index, len(requests), error)
+        self._note_loss(self.replicas.index(replica), len(requests), error)
         siblings: dict[tuple[int, ...], list[InFlightRequest]] = {}
         for request in requests:
             siblings.setdefault(tuple(request.request.input_ids), []).append(request)

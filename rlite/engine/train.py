@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from rlite.data.packing import sequence_flops
+from rlite.data.microbatch_plan import sequence_flops
 from rlite.data.packs import sequence_lengths
 from rlite.dispatch import cuts_sequences, gather, gather_of, plan_shares, scatter
-from rlite.engine.batch_shares import BatchShare, join_rows, split_batch
-from rlite.engine.module_engine import ModuleEngine
-from rlite.engine.module_methods import check_train_module, user_methods
+from rlite.engine.microbatches import BatchShare, join_rows, split_batch
 from rlite.engine.train_executor import TrainExecutor
+from rlite.engine.train_lifecycle import TrainLifecycle
 from rlite.errors import ConfigError
-from rlite.parallel.usage import DeviceUsage
+from rlite.nn.base import BaseTrainModule, is_on_meta
+from rlite.parallel.memory_usage import DeviceUsage
 
 YIELDING = ("forward_backward", "optimizer_step")
 """methods of the engine that the module's methods of the same names replace"""
 
 
-class RliteTrainEngine(ModuleEngine):
+class RliteTrainEngine(TrainLifecycle):
     """Trains a user-defined module; the module's methods are the engine's methods.
 
     A method's arguments are copied to every data-parallel rank, and arguments in `NeedParallel` are split. The result
@@ -267,3 +268,53 @@ class RliteTrainEngine(ModuleEngine):
             raise ConfigError("balance_by=flops: the module has no config that says how wide and deep it is")
         text = config.get_text_config()
         return [sequence_flops(length, text.hidden_size, text.num_hidden_layers) for length in lengths]
+
+
+def check_train_module(module: nn.Module, own_names: Collection[str]) -> BaseTrainModule:
+    """Return the module if an engine can serve it.
+
+    Args:
+        module: the user's module.
+        own_names: names of the engine's methods that a module must not define.
+
+    Raises:
+        ConfigError: the module has the wrong class, hides engine methods, takes `timeout`, or holds real weights.
+    """
+    name = type(module).__name__
+    if not isinstance(module, BaseTrainModule):
+        raise ConfigError(
+            f"expected a rlite.nn.BaseTrainModule, found {name}: "
+            "subclass it beside your model class, and move the algorithm into its methods"
+        )
+    own = user_methods(type(module))
+    if hidden := sorted(own.keys() & own_names):
+        raise ConfigError(
+            f"{name} defines {', '.join(hidden)}, which the engine has itself, so that yours "
+            "would never be called; give your methods other names"
+        )
+    if taken := sorted(name for name, method in own.items() if "timeout" in inspect.signature(method).parameters):
+        raise ConfigError(
+            f"{name}: {', '.join(taken)} has a parameter 'timeout', which every call on an engine "
+            "understands as seconds to wait for its workers; give yours another name"
+        )
+    if not is_on_meta(module):
+        raise ConfigError(
+            f"{name} holds real weights; a train module travels to its workers without any. "
+            "Build it inside `with accelerate.init_empty_weights():`"
+        )
+    return module
+
+
+def user_methods(module: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """Return the public methods that the user's own classes define.
+
+    Methods of every module (`forward`, `train`, `state_dict`) are left out: users may override them, and workers and
+    torch call them.
+    """
+    own = [cls for cls in module.__mro__ if cls.__module__.partition(".")[0] not in ("torch", "transformers", "rlite")]
+    defined = {name: value for cls in reversed(own) for name, value in vars(cls).items() if callable(value)}
+    return {
+        name: value
+        for name, value in defined.items()
+        if not name.startswith("_") and not hasattr(BaseTrainModule, name)
+    }

@@ -14,18 +14,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from rlite.data.packing import PackingMethod
-from rlite.engine.batch_shares import BatchShare
+from rlite.data.microbatch_plan import PackingMethod
+from rlite.engine.microbatches import BatchShare, Loss, Weight
 from rlite.engine.registry import Backend
 from rlite.engine.workers import SourceWorker
 from rlite.nn.base import BaseTrainModule
-from rlite.parallel.usage import DeviceUsage
-
-Loss = Callable[[Any, dict[str, Any]], Any]
-"""loss_fn(logits [T, V], data) -> mean loss, or (mean loss, dict of means to report, numbers or `Mean`); an OnLogprobs
-gets log-probabilities and entropies [T] instead of logits"""
-Weight = Callable[[dict[str, Any]], Any]
-"""loss_weight_fn(data) -> weight of the pack's mean, e.g. its number of action tokens"""
+from rlite.parallel.memory_usage import DeviceUsage
 
 
 class WorkLayout(Protocol):
@@ -34,22 +28,18 @@ class WorkLayout(Protocol):
     @property
     def num_data_ranks(self) -> int:
         """Parts into which the rows of a batch are split."""
-        ...
 
     @property
     def num_peers(self) -> int:
         """Neighbouring ranks that work on one part together."""
-        ...
 
     @property
     def seq(self) -> int:
         """Pieces into which the peers cut the sequences of an argument in `NeedParallel(type="seq")`."""
-        ...
 
     @property
     def pack_factor(self) -> int:
         """Multiple of `max_tokens_per_microbatch` that a microbatch may hold because peers share its activations."""
-        ...
 
 
 class TrainOptions(Protocol):
@@ -58,17 +48,14 @@ class TrainOptions(Protocol):
     @property
     def max_tokens_per_microbatch(self) -> int:
         """Maximum tokens in one forward, for each rank that shares the activations."""
-        ...
 
     @property
     def balance_by(self) -> str:
         """Quantity that data ranks share evenly: "tokens", or "flops" (`sequence_flops`)."""
-        ...
 
     @property
     def packing_method(self) -> PackingMethod:
         """Method by which a rank's rows become microbatches; see `plan_microbatches`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +91,6 @@ class TrainExecutor(SourceWorker, Protocol):
         Returns:
             Over all ranks: the weighted means of the loss and of the values that loss_fn reports, and `weight`.
         """
-        ...
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip the accumulated gradients, make one optimizer step, and drop the gradients.
@@ -116,7 +102,6 @@ class TrainExecutor(SourceWorker, Protocol):
         Raises:
             ConfigError: the module has no optimizer.
         """
-        ...
 
     def train_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
         """Drop accumulated gradients, then call `forward_backward` and `optimizer_step`.
@@ -129,7 +114,6 @@ class TrainExecutor(SourceWorker, Protocol):
         Returns:
             The results of both calls.
         """
-        ...
 
     def eval_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
         """Return the means of `forward_backward`, in evaluation mode and without gradients.
@@ -139,7 +123,6 @@ class TrainExecutor(SourceWorker, Protocol):
             loss_fn: as for `forward_backward`.
             loss_weight_fn: as for `forward_backward`.
         """
-        ...
 
     def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> dict[int, Tensor]:
         """Apply `post_hook(logits [T, V], data) -> [T, ...]` in evaluation mode, without gradients.
@@ -152,7 +135,6 @@ class TrainExecutor(SourceWorker, Protocol):
         Returns:
             The values of each row on CPU, padded with 0 to the width of the share, by row number in the share.
         """
-        ...
 
     def invoke(self, args: tuple, kwargs: dict, method: str) -> Any:
         """Return the result of a method of the user's module.
@@ -162,11 +144,9 @@ class TrainExecutor(SourceWorker, Protocol):
             kwargs: keyword arguments.
             method: name of the method.
         """
-        ...
 
     def set_mode(self, is_training: bool) -> None:
         """Put the module into training or evaluation mode."""
-        ...
 
     def step_lr_scheduler(self) -> float:
         """Advance the module's `lr_scheduler` by one step.
@@ -177,13 +157,11 @@ class TrainExecutor(SourceWorker, Protocol):
         Raises:
             ConfigError: the module has no lr_scheduler.
         """
-        ...
 
     # -- weights and state ---------------------------------------------------------------------------------------
 
     def load(self, path: str | None) -> None:
         """Read the weights from a Hugging Face folder; None is the module's own source."""
-        ...
 
     def save(self, path: str) -> None:
         """Write a Hugging Face checkpoint, whole or not at all.
@@ -191,11 +169,9 @@ class TrainExecutor(SourceWorker, Protocol):
         Raises:
             CheckpointError: this rank could not write it.
         """
-        ...
 
     def export_values(self) -> dict[str, tuple[tuple[slice, ...], tuple[int, ...], Tensor]]:
         """Return copies of this rank's served boxes on CPU: name -> (box, global shape, values)."""
-        ...
 
     def save_state(self, folder: str, path: str, facts: dict[str, Any], is_asynchronous: bool) -> None:
         """Write the state to resume from: weights, optimizer, scheduler, accumulated gradients, random numbers.
@@ -209,11 +185,9 @@ class TrainExecutor(SourceWorker, Protocol):
         Raises:
             CheckpointError: the state could not be written. An asynchronous save raises in `finish_saving`.
         """
-        ...
 
     def has_saved(self) -> bool:
         """Return whether `finish_saving` would return at once."""
-        ...
 
     def finish_saving(self) -> None:
         """Wait until the last `save_state` is written.
@@ -221,7 +195,6 @@ class TrainExecutor(SourceWorker, Protocol):
         Raises:
             CheckpointError: the state could not be written.
         """
-        ...
 
     def load_state(self, path: str) -> None:
         """Resume from the state that `save_state` wrote, with any number of ranks that the backend allows.
@@ -229,14 +202,11 @@ class TrainExecutor(SourceWorker, Protocol):
         Raises:
             CheckpointError: the checkpoint does not fit. Nothing was changed.
         """
-        ...
 
     # -- health --------------------------------------------------------------------------------------------------
 
     def nonfinite_parameters(self) -> list[str]:
         """Return the names of parameters of which this rank's part holds NaN or infinity."""
-        ...
 
     def device_usage(self) -> DeviceUsage:
         """Return this rank's device and the peak memory of its process there since the last call."""
-        ...

@@ -6,8 +6,7 @@ These functions run in worker processes, on a source worker, a target worker, or
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -18,17 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlite.engine.workers import SourceWorker, Worker
-from rlite.parallel.arena import (
-    ArenaReader,
+from rlite.parallel.processes import close_store, connect_store, process_identity
+from rlite.parallel.shards import Box, ParameterShard
+from rlite.parallel.shared_memory import (
+    Arena,
     DeviceArena,
-    DeviceReader,
     SharedArena,
-    SharedBlock,
+    SharedMemoryReader,
     aligned_bytes,
     host_identity,
 )
-from rlite.parallel.processes import close_store, connect_store, process_identity
-from rlite.parallel.shards import Box, ParameterShard, nonfinite_names
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,8 @@ class Layout:
     """handles by which a process on `host` reads each place, if requested"""
     process: str = field(default="", compare=False)
     """`process_identity` of the worker's process"""
+    device: str = field(default="", compare=False)
+    """kind of the device that holds the tensors: "cpu" also for a target on a GPU that stages weights in host memory"""
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ class Piece:
     source: int
     source_box: Box
     target_box: Box
+    dtype: torch.dtype
+    """the target's dtype"""
 
 
 @torch.no_grad()
@@ -78,24 +80,25 @@ def describe(worker: SourceWorker | Worker, is_source: bool, is_shared: bool) ->
     Args:
         worker: the worker to describe.
         is_source: whether the worker is a source.
-        is_shared: add handles to a source's places.
+        is_shared: add handles to the places of a source.
     """
-    if not is_source:
-        places = {name: _place(shard) for name, shard in worker.parameter_shards().items()}
-        return Layout(places, host_identity(), process=process_identity())
     source = cast(SourceWorker, worker)
-    served = source.served_shards(has_values=is_shared)
+    shards = source.served_shards(has_values=is_shared) if is_source else worker.parameter_shards()
     return Layout(
-        places={name: _place(shard) for name, shard in served.items()},
+        places={
+            name: Place(shard.tensor.dtype, tuple(shard.offset), tuple(shard.tensor.shape), tuple(shard.global_shape))
+            for name, shard in shards.items()
+        },
         host=host_identity(),
-        aliases=source.aliases(),
-        handles=_handles(source, {name: shard.tensor for name, shard in served.items()}) if is_shared else None,
+        aliases=source.aliases() if is_source else {},
+        handles=_handles(source, {name: shard.tensor for name, shard in shards.items()}) if is_shared else None,
         process=process_identity(),
+        device=_device_kind(shards),
     )
 
 
-def _place(shard: ParameterShard) -> Place:
-    return Place(shard.tensor.dtype, tuple(shard.offset), tuple(shard.tensor.shape), tuple(shard.global_shape))
+def _device_kind(shards: Mapping[str, ParameterShard]) -> str:
+    return next((shard.tensor.device.type for shard in shards.values()), "")
 
 
 # -- shared memory ----------------------------------------------------------------------------------------------------
@@ -183,9 +186,6 @@ def _staging(worker: SourceWorker, tensors: dict[str, Tensor]) -> SharedArena | 
     return worker.staged
 
 
-_reader = ArenaReader()
-
-
 @torch.no_grad()
 def read(worker: Worker, pieces: Sequence[Piece], handles: Sequence[dict[str, Any]]) -> int:
     """Copy pieces from shared memory into the target's tensors.
@@ -199,27 +199,32 @@ def read(worker: Worker, pieces: Sequence[Piece], handles: Sequence[dict[str, An
         The number of bytes written.
     """
     shards = worker.parameter_shards()
-    written = 0
-    devices = DeviceReader()
-    for piece in pieces:
-        target = shards[piece.name].tensor[piece.target_box]
-        target.copy_(open_handle(handles[piece.source][piece.source_name], devices)[piece.source_box])
-        written += target.numel() * target.element_size()
+    reader = SharedMemoryReader()
+    written = sum(_write(shards, p, open_handle(handles[p.source][p.source_name], reader)) for p in pieces)
     if any(shard.tensor.is_cuda for shard in shards.values()):
         torch.cuda.synchronize()
     return written
 
 
-def open_handle(handle: Any, devices: DeviceReader) -> Tensor:
+def _write(shards: Mapping[str, ParameterShard], piece: Piece, source: Tensor) -> int:
+    """Copy a piece into the target's tensor.
+
+    Returns:
+        The number of bytes written.
+    """
+    target = shards[piece.name].tensor[piece.target_box]
+    target.copy_(source[piece.source_box])
+    return target.nbytes
+
+
+def open_handle(handle: Any, reader: SharedMemoryReader) -> Tensor:
     """Return the read-only tensor of a handle of `share`.
 
     Raises:
         RuntimeError: the handle is valid only in another process.
     """
-    if isinstance(handle, SharedBlock):
-        return _reader.view(handle)
     if not isinstance(handle, OwnTensor):
-        return devices.view(handle)
+        return reader.view(handle)
     if handle.process != process_identity():
         raise RuntimeError(f"a tensor of process {handle.process} was offered to readers in that process alone")
     return _own_tensors[handle.number]
@@ -260,6 +265,8 @@ class Broadcast:
     buckets: tuple[Bucket, ...]
     roots: tuple[int, ...]
     """process rank of each source"""
+    is_on_host: bool = False
+    """buckets travel through host memory, because some process has its tensors there"""
 
 
 _groups: dict[Meeting, Any] = {}
@@ -268,12 +275,7 @@ _groups: dict[Meeting, Any] = {}
 
 @torch.no_grad()
 def take_part(
-    source: SourceWorker | None,
-    target: Worker | None,
-    plan: Broadcast,
-    rank: int,
-    source_index: int | None,
-    pieces: Sequence[Piece],
+    source: SourceWorker | None, target: Worker | None, plan: Broadcast, rank: int, pieces: Sequence[Piece]
 ) -> int:
     """Send this process's buckets, receive the other buckets, and copy pieces into the target.
 
@@ -282,17 +284,34 @@ def take_part(
         target: the target worker in this process, if any.
         plan: plan of the sync, equal in all processes.
         rank: rank of this process in the process group.
-        source_index: index of the source worker in its copy of the model, None without one.
         pieces: pieces that the target needs.
 
     Returns:
         The number of bytes written.
     """
     device = next(iter((source or target).parameter_shards().values())).tensor.device  # type: ignore[union-attr]
+    if plan.is_on_host:
+        device = torch.device("cpu")
+    wanted: dict[tuple[int, str], list[Piece]] = {}
+    for piece in pieces:
+        wanted.setdefault((piece.source, piece.source_name), []).append(piece)
+    written = 0
     try:
         if plan.meeting not in _groups:
             _groups[plan.meeting] = _meet(plan.meeting, rank, device)
-        written = _exchange(_groups[plan.meeting], source, target, plan, source_index, pieces, device)
+        offered = source.served_shards() if source is not None else {}
+        held = target.parameter_shards() if target is not None else {}
+        for bucket in plan.buckets:
+            root = plan.roots[bucket.source]
+            buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
+            arena = Arena(buffer)
+            views = {name: arena.empty(p.shape, p.dtype) for name, p in zip(bucket.names, bucket.places, strict=True)}
+            if root == rank:
+                for name, view in views.items():
+                    view.copy_(offered[name].tensor)
+            _groups[plan.meeting].broadcast(buffer, root).wait()
+            for name, view in views.items():
+                written += sum(_write(held, piece, view) for piece in wanted.get((bucket.source, name), ()))
     except BaseException:
         leave_meeting(plan.meeting)  # its peers must not wait for it
         raise
@@ -320,69 +339,23 @@ def leave_meeting(meeting: Meeting) -> None:
     close_store(meeting.port)  # if it was opened here
 
 
-def _exchange(
-    group: Any,
-    source: SourceWorker | None,
-    target: Worker | None,
-    plan: Broadcast,
-    source_index: int | None,
-    pieces: Sequence[Piece],
-    device: torch.device,
-) -> int:
-    offered = source.served_shards() if source is not None else {}
-    wanted: dict[tuple[int, str], list[Piece]] = {}
-    for piece in pieces:
-        wanted.setdefault((piece.source, piece.source_name), []).append(piece)
-    held = target.parameter_shards() if target is not None else {}
-    written = 0
-    for bucket in plan.buckets:
-        buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
-        views = _views(buffer, bucket)
-        if bucket.source == source_index:
-            for name, view in zip(bucket.names, views, strict=True):
-                view.copy_(offered[name].tensor)
-        group.broadcast(buffer, plan.roots[bucket.source]).wait()
-        for name, view in zip(bucket.names, views, strict=True):
-            for piece in wanted.get((bucket.source, name), ()):
-                place = held[piece.name].tensor[piece.target_box]
-                place.copy_(view[piece.source_box])
-                written += place.numel() * place.element_size()
-    return written
-
-
-def _views(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
-    views, start = [], 0
-    for place in bucket.places:
-        nbytes = math.prod(place.shape) * place.dtype.itemsize
-        views.append(buffer[start : start + nbytes].view(place.dtype).view(place.shape))
-        start += aligned_bytes(place.shape, place.dtype)
-    return views
-
-
 # -- checksums --------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def source_checksums(worker: SourceWorker, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype]) -> list[int]:
-    """Return one checksum for each piece after conversion to the target's dtype.
+def checksums(worker: SourceWorker | Worker, is_source: bool, pieces: Sequence[Piece]) -> list[int]:
+    """Return one checksum for each piece, in the target's dtype.
 
     Args:
-        worker: the source worker.
+        worker: the worker at one end.
+        is_source: whether the worker is the source.
         pieces: pieces that were sent.
-        dtypes: the target's dtype of each piece.
     """
-    shards = worker.served_shards()
-    return [
-        _checksum(shards[piece.source_name].tensor[piece.source_box].to(dtype))
-        for piece, dtype in zip(pieces, dtypes, strict=True)
-    ]
-
-
-@torch.no_grad()
-def target_checksums(worker: Worker, pieces: Sequence[Piece]) -> list[int]:
-    """Return one checksum for each piece as it arrived."""
-    shards = worker.parameter_shards()
-    return [_checksum(shards[piece.name].tensor[piece.target_box]) for piece in pieces]
+    if is_source:
+        served = cast(SourceWorker, worker).served_shards()
+        return [_checksum(served[p.source_name].tensor[p.source_box].to(p.dtype)) for p in pieces]
+    held = worker.parameter_shards()
+    return [_checksum(held[p.name].tensor[p.target_box]) for p in pieces]
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -393,8 +366,3 @@ def _checksum(tensor: Tensor) -> int:
     bits = tensor.contiguous().view(_BITS[tensor.element_size()]).flatten().to(torch.int64)
     weights = torch.arange(1, bits.numel() + 1, device=bits.device) % 65521 + 1
     return int((bits * weights).sum())
-
-
-def nonfinite_weights(worker: Worker) -> list[str]:
-    """Return the names of the tensors that hold NaN or infinity."""
-    return nonfinite_names(worker.parameter_shards())

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,27 +28,23 @@ from rlite.engine.transport import (
     Meeting,
     Piece,
     Place,
+    checksums,
     describe,
     leave_meeting,
-    nonfinite_weights,
     read,
     share,
-    source_checksums,
     take_part,
-    target_checksums,
     unshare,
 )
-from rlite.engine.workers import Executor
+from rlite.engine.workers import Executor, on_each_process
 from rlite.errors import ConfigError, ResidencyError, RliteError, WeightSyncError
 from rlite.observability import trace
-from rlite.parallel.arena import can_share_memory
 from rlite.parallel.processes import open_store
-from rlite.parallel.shards import Box
+from rlite.parallel.shards import Box, nonfinite_names
+from rlite.parallel.shared_memory import can_share_memory
 
 OnInflight = Literal["continue", "abort"]
 Transport = Literal["auto", "shared", "gathered", "broadcast"]
-Plans = list[list[Piece]]
-"""[target rank][piece]"""
 BUCKET_BYTES = 256 * 2**20
 PART_S = 10.0
 """time limit in seconds for a process to leave a process group"""
@@ -105,28 +100,18 @@ def sync_weights(
         )
     started = time.perf_counter()
     with trace.span("weight sync", source=source.name, target=target.name), target.receiving_weights(on_inflight):
-        sources, targets = _describe(source, target, may_share=transport in ("auto", "shared"))
-        copy = _nearest_copy(source, sources, targets)
-        offered = [sources[rank] for rank in copy.ranks]
-        plan = _plans(offered, target, targets)
-        chosen = _transport(source, target, copy, offered, targets) if transport == "auto" else transport
-        move = {"shared": _read_shared, "gathered": _read_gathered, "broadcast": _broadcast}[chosen]
-        written = move(source, target, copy, offered, targets, plan)
+        sync = Sync(source, target, may_share=transport in ("auto", "shared"))
+        chosen = sync.best_transport() if transport == "auto" else transport
+        moves = {"shared": sync.read_shared, "gathered": sync.read_gathered, "broadcast": sync.broadcast}
+        written = moves[chosen]()
         if verify_checksums:
-            _verify(source, target, copy, targets, plan)
-        for rank, names in (
-            enumerate(_apply(target.group, nonfinite_weights, "look for NaN")) if verify_checksums else ()
-        ):
-            if names:
-                raise WeightSyncError(
-                    f"{target.group.describe(rank)} received weights that are not finite: {names[:3]}"
-                )
+            sync.verify()
     return SyncReport(
         version=target.get_version(),
         num_bytes=written,
         seconds=time.perf_counter() - started,
         transport=chosen,
-        num_tensors=len(set().union(*(layout.places for layout in targets))),
+        num_tensors=len(set().union(*(layout.places for layout in sync.targets))),
     )
 
 
@@ -170,7 +155,7 @@ def make_plan(sources: Sequence[Layout], target: Layout, target_name: str, peers
                 )
             overlap = _overlap(held, place)
             if overlap is not None:
-                pieces.append(Piece(name, source_name, index, *overlap))
+                pieces.append(Piece(name, source_name, index, *overlap, place.dtype))
                 covered += math.prod(s.stop - s.start for s in overlap[0])
         if covered != math.prod(place.shape):
             raise WeightSyncError(
@@ -178,11 +163,6 @@ def make_plan(sources: Sequence[Layout], target: Layout, target_name: str, peers
                 f"that {target_name} holds; each must be written exactly once"
             )
     return pieces
-
-
-def _plans(sources: Sequence[Layout], target: Engine, targets: Sequence[Layout]) -> Plans:
-    copies = [[targets[rank] for rank in copy.ranks] for copy in target.executors]
-    return [make_plan(sources, layout, target.name, peers) for peers in copies for layout in peers]
 
 
 def _overlap(source: Place, target: Place) -> tuple[Box, Box] | None:
@@ -217,129 +197,174 @@ def make_buckets(layouts: Sequence[Layout], most_bytes: int = BUCKET_BYTES) -> t
     return tuple(buckets)
 
 
-def _nearest_copy(source: Engine, sources: Sequence[Layout], targets: Sequence[Layout]) -> Executor:
-    """Return the source's replica on the target's machine if there is one, else the first."""
-    hosts = {layout.host for layout in targets}
-    near = [copy for copy in source.executors if {sources[rank].host for rank in copy.ranks} == hosts]
-    return near[0] if near else source.executors[0]
-
-
-def _transport(
-    source: Engine, target: Engine, copy: Executor, offered: Sequence[Layout], targets: Sequence[Layout]
-) -> Transport:
-    if len({layout.process for layout in [*offered, *targets]}) == 1:
-        return "shared"
-    one_host = len({layout.host for layout in [*offered, *targets]}) == 1
-    devices = [source.group.devices[rank] for rank in copy.ranks]
-    if devices[0].kind == "cpu":
-        return "shared" if one_host and can_share_memory() else "broadcast"
-    if set(target.group.devices) <= set(source.group.devices):  # whichever copy: NCCL refuses two processes on a GPU
-        return "gathered"
-    _check_apart(source, target, copy)
-    return "broadcast"
-
-
-def _check_apart(source: Engine, target: Engine, copy: Executor) -> None:
-    """Check that no two processes that would broadcast share a GPU.
-
-    Raises:
-        WeightSyncError: two processes share a GPU.
-    """
-    senders = {source.group.devices[rank]: source.group.handles[rank].process for rank in copy.ranks}
-    for device, handle in zip(target.group.devices, target.group.handles, strict=True):
-        if senders.get(device, handle.process) != handle.process:
-            raise WeightSyncError(
-                f"{target.name} shares {device} with {source.name}, but has other GPUs besides, and NCCL refuses two "
-                "processes on one GPU. Build them on the same devices (colocate_with), or on none in common "
-                "(not_colocate_with)"
-            )
-
-
 # -- moving -----------------------------------------------------------------------------------------------------------
 
 
-def _read_shared(
-    source: Engine, target: Engine, copy: Executor, offered: list[Layout], targets: list[Layout], plan: Plans
-) -> int:
-    handles = own = [layout.handles for layout in offered]
-    if any(handle is None for handle in handles):
-        readers = {layout.process for layout in targets}
-        handles = _apply(source.group, share, "share weights", copy.ranks, lambda rank: (None, False, readers))
-    written = sum(_apply(target.group, read, "read weights", None, lambda rank: (plan[rank], handles)))
-    if handles is not own:
-        _apply(source.group, unshare, "forget shared weights", copy.ranks)
-    return written
+class Sync:
+    """The layouts and the plan of one sync, and the ways to carry it out.
 
+    Args:
+        source: a train engine.
+        target: an engine with memory for weights on its device.
+        may_share: let a source on CPU describe its tensors with handles to its memory.
 
-def _read_gathered(
-    source: Engine, target: Engine, copy: Executor, offered: list[Layout], targets: list[Layout], plan: Plans
-) -> int:
-    """Gather whole tensors on every device, bucket by bucket; each target worker reads them on its own device.
-
-    Returns:
-        The number of bytes written.
+    Raises:
+        WeightSyncError: a tensor does not match.
     """
-    ranks = {source.group.devices[rank]: rank for rank in range(len(source.group))}
-    local = [ranks[device] for device in target.group.devices]
-    whole: dict[str, Place] = {
-        name: Place(place.dtype, (0,) * len(place.shape), place.global_shape, place.global_shape)
-        for layout in offered
-        for name, place in layout.places.items()
-    }
-    everything = Layout(whole, offered[0].host, offered[0].aliases)
-    pieces = _plans([everything], target, targets)
-    written = 0
-    for bucket in make_buckets([everything]):
-        names = set(bucket.names)
-        wanted = [[piece for piece in of_rank if piece.source_name in names] for of_rank in pieces]
-        readers = {local[rank]: [targets[rank].process] for rank, of_rank in enumerate(wanted) if of_rank}
-        offers = [(bucket.names, True, readers.get(rank, [])) for rank in range(len(source.group))]
-        shared = _apply(source.group, share, "gather weights", None, offers.__getitem__)
-        reads = [(of_rank, [shared[local[rank]]]) for rank, of_rank in enumerate(wanted)]
-        written += sum(_apply(target.group, read, "read weights", None, reads.__getitem__))
-    _apply(source.group, unshare, "forget shared weights")
-    return written
 
+    def __init__(self, source: Engine, target: Engine, may_share: bool) -> None:
+        self.source, self.target = source, target
+        layouts = self._describe(may_share)
+        sources, self.targets = layouts[: len(source.group)], layouts[len(source.group) :]
+        hosts = {layout.host for layout in self.targets}
+        near = [copy for copy in source.executors if {sources[rank].host for rank in copy.ranks} == hosts]
+        self.copy = (near or source.executors)[0]
+        """the source's replica on the target's machine if there is one, else the first"""
+        self.offered = [sources[rank] for rank in self.copy.ranks]
+        self.plan = self._plan(self.offered)
+        """[target rank][piece]"""
 
-def _broadcast(
-    source: Engine, target: Engine, copy: Executor, offered: list[Layout], targets: list[Layout], plan: Plans
-) -> int:
-    """Broadcast every source rank's boxes in one process group of both engines' processes.
+    def _describe(self, may_share: bool) -> list[Layout]:
+        """Return the layouts of all workers of both engines, from one round of calls. A source on CPU adds handles.
 
-    Returns:
-        The number of bytes written.
-    """
-    senders = {source.group.handles[rank].process: rank for rank in copy.ranks}
-    receivers = {handle.process: rank for rank, handle in enumerate(target.group.handles) if plan[rank]}
-    processes = list(dict.fromkeys([*senders, *receivers]))
-    first = copy.ranks[0]
-    meeting = Broadcast(
-        meeting=_meet(source, target, copy, len(processes)),
-        buckets=make_buckets(offered),
-        roots=tuple(processes.index(source.group.handles[rank].process) for rank in copy.ranks),
-    )
-    calls = []
-    for number, process in enumerate(processes):
-        source_rank, target_rank = senders.get(process), receivers.get(process)
-        group, rank = (source.group, source_rank) if source_rank is not None else (target.group, target_rank)
-        keys = (
-            None if source_rank is None else source.group.key(source_rank),
-            None if target_rank is None else target.group.key(target_rank),
+        If one process holds all workers, its tensors need no handles that another process can open.
+        """
+        groups = [self.source.group, self.target.group]
+        processes = {handle.process for group in groups for handle in group.handles}
+        is_shared = may_share and len(processes) > 1 and can_share_memory() and groups[0].devices[0].kind == "cpu"
+        calls = [
+            (group, rank, (group.key(rank),), (is_source, is_source and is_shared))
+            for group, is_source in zip(groups, (True, False), strict=True)
+            for rank in range(len(group))
+        ]
+        return apply_on_processes(calls, describe, groups, "describe weights", groups[0].call_timeout)
+
+    def _plan(self, offered: Sequence[Layout]) -> list[list[Piece]]:
+        copies = [[self.targets[rank] for rank in copy.ranks] for copy in self.target.executors]
+        return [make_plan(offered, layout, self.target.name, peers) for peers in copies for layout in peers]
+
+    @property
+    def _is_staged_on_host(self) -> bool:
+        return any(layout.device == "cpu" for layout in [*self.offered, *self.targets])
+
+    def best_transport(self) -> Transport:
+        """Return the transport for the processes and devices of both engines.
+
+        Raises:
+            WeightSyncError: two processes that would broadcast share a GPU.
+        """
+        source, target, layouts = self.source.group, self.target.group, [*self.offered, *self.targets]
+        if len({layout.process for layout in layouts}) == 1:
+            return "shared"
+        if source.devices[0].kind == "cpu":
+            is_one_host = len({layout.host for layout in layouts}) == 1
+            return "shared" if is_one_host and can_share_memory() else "broadcast"
+        if set(target.devices) <= set(source.devices):  # whichever copy: NCCL refuses two processes on a GPU
+            return "gathered"
+        if self._is_staged_on_host:
+            return "broadcast"
+        senders = {source.devices[rank]: source.handles[rank].process for rank in self.copy.ranks}
+        for device, handle in zip(target.devices, target.handles, strict=True):
+            if senders.get(device, handle.process) != handle.process:
+                raise WeightSyncError(
+                    f"{target.name} shares {device} with {source.name}, but has other GPUs besides, and NCCL refuses "
+                    "two processes on one GPU. Build them on the same devices (colocate_with), or on none in common "
+                    "(not_colocate_with)"
+                )
+        return "broadcast"
+
+    def read_shared(self) -> int:
+        """Let the target read every piece in place, in the memory of the source's processes.
+
+        Returns:
+            The number of bytes written.
+        """
+        source, handles = self.source.group, [layout.handles for layout in self.offered]
+        has_to_share = None in handles
+        if has_to_share:
+            readers = {layout.process for layout in self.targets}
+            handles = _apply(source, share, "share weights", self.copy.ranks, lambda rank: (None, False, readers))
+        read_by = _apply(self.target.group, read, "read weights", None, lambda rank: (self.plan[rank], handles))
+        if has_to_share:
+            _apply(source, unshare, "forget shared weights", self.copy.ranks)
+        return sum(read_by)
+
+    def read_gathered(self) -> int:
+        """Gather whole tensors on every device, bucket by bucket; each target worker reads them on its own device.
+
+        Returns:
+            The number of bytes written.
+        """
+        source, target = self.source.group, self.target.group
+        ranks = {device: rank for rank, device in enumerate(source.devices)}
+        local = [ranks[device] for device in target.devices]
+        whole: dict[str, Place] = {
+            name: Place(place.dtype, (0,) * len(place.shape), place.global_shape, place.global_shape)
+            for layout in self.offered
+            for name, place in layout.places.items()
+        }
+        everything = Layout(whole, self.offered[0].host, self.offered[0].aliases)
+        plan = self._plan([everything])
+        written = 0
+        for bucket in make_buckets([everything]):
+            names = set(bucket.names)
+            wanted = [[piece for piece in of_rank if piece.source_name in names] for of_rank in plan]
+            readers = {local[rank]: [self.targets[rank].process] for rank, of_rank in enumerate(wanted) if of_rank}
+            offers = [(bucket.names, True, readers.get(rank, [])) for rank in range(len(source))]
+            shared = _apply(source, share, "gather weights", None, offers.__getitem__)
+            reads = [(of_rank, [shared[local[rank]]]) for rank, of_rank in enumerate(wanted)]
+            written += sum(_apply(target, read, "read weights", None, reads.__getitem__))
+        _apply(source, unshare, "forget shared weights")
+        return written
+
+    def broadcast(self) -> int:
+        """Broadcast every source rank's boxes in one process group of both engines' processes.
+
+        Returns:
+            The number of bytes written.
+        """
+        source, target = self.source.group, self.target.group
+        senders = {source.handles[rank].process: rank for rank in self.copy.ranks}
+        receivers = {handle.process: rank for rank, handle in enumerate(target.handles) if self.plan[rank]}
+        processes = list(dict.fromkeys([*senders, *receivers]))
+        plan = Broadcast(
+            meeting=_meet(self.source, self.target, self.copy, len(processes)),
+            buckets=make_buckets(self.offered),
+            roots=tuple(processes.index(source.handles[rank].process) for rank in self.copy.ranks),
+            is_on_host=self._is_staged_on_host,
         )
-        args = (
-            meeting,
-            number,
-            None if source_rank is None else source_rank - first,
-            [] if target_rank is None else plan[target_rank],
-        )
-        assert rank is not None  # every process hosts one or the other
-        calls.append((group, rank, keys, args))
-    groups = [source.group, target.group]
-    try:
-        return sum(apply_on_processes(calls, take_part, groups, "weight sync", source.group.call_timeout))
-    except BaseException:  # whoever was left in the middle of a broadcast must not take part in the next sync
-        _part(source.group, target.group, copy.index)
-        raise
+        calls = []
+        for number, process in enumerate(processes):
+            roles = (source, senders.get(process)), (target, receivers.get(process))
+            group, rank = next((group, rank) for group, rank in roles if rank is not None)
+            keys = tuple(None if rank is None else group.key(rank) for group, rank in roles)
+            pieces = self.plan[receivers[process]] if process in receivers else []
+            calls.append((group, rank, keys, (plan, number, pieces)))
+        try:
+            return sum(apply_on_processes(calls, take_part, [source, target], "weight sync", source.call_timeout))
+        except BaseException:  # whoever was left in the middle of a broadcast must not take part in the next sync
+            _part(source, target, self.copy.index)
+            raise
+
+    def verify(self) -> None:
+        """Compare every piece at both ends, and look for non-finite weights.
+
+        Raises:
+            WeightSyncError: a piece differs, or arrived weights are not finite.
+        """
+        source, target, first = self.source.group, self.target.group, self.copy.ranks[0]
+        pieces = [(to, piece) for to, of_rank in enumerate(self.plan) for piece in of_rank]
+        by_source = [[piece for _, piece in pieces if piece.source == index] for index in range(len(self.offered))]
+        sent = _apply(source, checksums, "checksum", self.copy.ranks, lambda rank: (True, by_source[rank - first]))
+        arrived = _apply(target, checksums, "checksum", None, lambda rank: (False, self.plan[rank]))
+        left, expected = list(map(iter, arrived)), list(map(iter, sent))
+        for to, piece in pieces:
+            if next(left[to]) != next(expected[piece.source]):
+                raise WeightSyncError(f"{piece.name} on {target.describe(to)} is not what {source.name} sent")
+        found = _apply(target, lambda worker: nonfinite_names(worker.parameter_shards()), "look for NaN")
+        for rank, names in enumerate(found):
+            if names:
+                raise WeightSyncError(f"{target.describe(rank)} received weights that are not finite: {names[:3]}")
 
 
 _meetings: dict[tuple[WorkerGroup, WorkerGroup, int], Meeting] = {}
@@ -363,50 +388,9 @@ def _part(source: WorkerGroup, target: WorkerGroup, copy: int) -> None:
     meeting = _meetings.pop((source, target, copy), None)
     if meeting is None:
         return
-    serving = {
-        g.handles[rank].process: (g, rank) for g in (source, target) for rank in range(len(g)) if g.is_serving(rank)
-    }
-    calls = [(group, rank, (), (meeting,)) for group, rank in serving.values()]
-    groups = list(dict.fromkeys(group for group, _ in serving.values()))
+    serving = [(group, rank) for group in (source, target) for rank in range(len(group)) if group.is_serving(rank)]
     with suppress(RliteError):  # who died, or is stuck, takes the process group along
-        apply_on_processes(calls, leave_meeting, groups, "leave weight sync", PART_S)
-
-
-def _verify(source: Engine, target: Engine, copy: Executor, targets: Sequence[Layout], plan: Plans) -> None:
-    by_source: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for rank, pieces in enumerate(plan):
-        for number, piece in enumerate(pieces):
-            by_source[piece.source].append((rank, number))
-
-    def wanted(rank: int) -> tuple[list[Piece], list[Any]]:
-        chosen = by_source[rank - copy.ranks[0]]
-        pieces = [plan[r][n] for r, n in chosen]
-        return pieces, [targets[r].places[piece.name].dtype for (r, _), piece in zip(chosen, pieces, strict=True)]
-
-    sent = _apply(source.group, source_checksums, "checksum", copy.ranks, wanted)
-    arrived = _apply(target.group, target_checksums, "checksum", None, lambda rank: (plan[rank],))
-    for index, sums in enumerate(sent):
-        for (rank, number), expected in zip(by_source[index], sums, strict=True):
-            if arrived[rank][number] != expected:
-                name = plan[rank][number].name
-                raise WeightSyncError(f"{name} on {target.group.describe(rank)} is not what {source.name} sent")
-
-
-def _describe(source: Engine, target: Engine, may_share: bool) -> tuple[list[Layout], list[Layout]]:
-    """Return the layouts of all workers of both engines, from one round of calls. A source on CPU adds handles.
-
-    If one process holds all workers, its tensors need no handles that another process can open.
-    """
-    processes = {handle.process for engine in (source, target) for handle in engine.group.handles}
-    is_shared = may_share and len(processes) > 1 and can_share_memory() and source.group.devices[0].kind == "cpu"
-    calls = [
-        (engine.group, rank, (engine.group.key(rank),), (engine is source, is_shared))
-        for engine in (source, target)
-        for rank in range(len(engine.group))
-    ]
-    timeout = source.group.call_timeout
-    layouts = apply_on_processes(calls, describe, [source.group, target.group], "describe weights", timeout)
-    return layouts[: len(source.group)], layouts[len(source.group) :]
+        on_each_process(serving, leave_meeting, (meeting,), "leave weight sync", PART_S)
 
 
 def _apply(

@@ -10,9 +10,9 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
 
-from rlite.cluster.group import WorkerGroup
-from rlite.parallel.arena import SharedArena
+from rlite.cluster.group import WorkerGroup, apply_on_processes
 from rlite.parallel.shards import ParameterShard
+from rlite.parallel.shared_memory import SharedArena
 
 Part = Literal["all", "weights", "kv_cache"]
 P = ParamSpec("P")
@@ -112,8 +112,40 @@ class Resident(Protocol):
         """Return the bytes that each worker holds, by part."""
 
 
+class ResidentWorkers:
+    """Workers that move and take weights into use together, for handles that define `call`."""
+
+    def call(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """Call a declared method on all workers with the same arguments.
+
+        Returns:
+            The workers' results, in rank order.
+        """
+        raise NotImplementedError
+
+    def to_device(self, what: Part) -> None:
+        """Move a part to the device on all workers; see `Worker.to_device`."""
+        self.call(Worker.to_device, what)
+
+    def to_cpu(self) -> None:
+        """Offload all workers to host memory; see `Worker.to_cpu`."""
+        self.call(Worker.to_cpu)
+
+    def to_meta(self) -> None:
+        """Free the memory of all workers; see `Worker.to_meta`."""
+        self.call(Worker.to_meta)
+
+    def weights_changed(self, version: int) -> None:
+        """Serve newly written weights on all workers; see `Worker.weights_changed`."""
+        self.call(Worker.weights_changed, version)
+
+    def memory_bytes(self) -> list[dict[str, int]]:
+        """Return the bytes that each worker holds, by part."""
+        return self.call(Worker.memory_bytes)
+
+
 @dataclass(frozen=True)
-class Executor:
+class Executor(ResidentWorkers):
     """Neighbouring workers of a group that hold one copy of a model: ranks [index * size, (index + 1) * size).
 
     Workers are called by a method that a protocol declares: `executor.call(Worker.to_device, "weights")`.
@@ -154,25 +186,28 @@ class Executor:
         """Raise the failure of workers that no longer serve."""
         self.group.check(self.ranks)
 
-    def to_device(self, what: Part) -> None:
-        """Move a part to the device on all workers; see `Worker.to_device`."""
-        self.call(Worker.to_device, what)
 
-    def to_cpu(self) -> None:
-        """Offload all workers to host memory; see `Worker.to_cpu`."""
-        self.call(Worker.to_cpu)
+def on_each_process(
+    workers: Iterable[tuple[WorkerGroup, int]],
+    function: Callable[..., Any],
+    args: tuple,
+    what: str,
+    timeout: float | None = None,
+) -> None:
+    """Call a function once in every process that hosts one of the workers.
 
-    def to_meta(self) -> None:
-        """Free the memory of all workers; see `Worker.to_meta`."""
-        self.call(Worker.to_meta)
-
-    def weights_changed(self, version: int) -> None:
-        """Serve newly written weights on all workers; see `Worker.weights_changed`."""
-        self.call(Worker.weights_changed, version)
-
-    def memory_bytes(self) -> list[dict[str, int]]:
-        """Return the bytes that each worker holds, by part."""
-        return self.call(Worker.memory_bytes)
+    Args:
+        workers: group and rank of each worker.
+        function: pickled by value if necessary.
+        args: its arguments.
+        what: name of the call in messages.
+        timeout: seconds; None is the session's `call_timeout`.
+    """
+    hosts = {group.handles[rank].process: (group, rank) for group, rank in workers}
+    groups = list(dict.fromkeys(group for group, _ in hosts.values()))
+    calls = [(*host, (), args) for host in hosts.values()]
+    if groups:
+        apply_on_processes(calls, function, groups, what, groups[0].call_timeout if timeout is None else timeout)
 
 
 def together(residents: Iterable[R], act: Callable[[R], T]) -> list[T]:

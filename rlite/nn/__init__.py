@@ -14,13 +14,4 @@ if TYPE_CHECKING:
     from rlite.nn.options import LoraOptions
 
 # lazy, so that options import no torch
-__all__, __getattr__, __dir__ = lazy.exports(
-    __name__,
-    {
-        "rlite.nn.base": "BaseTrainModule",
-        "rlite.nn.huggingface": "HuggingFaceFsdp2TrainModule",
-        "rlite.nn.logprobs": "linear_logprobs",
-        "rlite.nn.lora": "LoraTrainModule",
-        "rlite.nn.options": "LoraOptions",
-    },
-)
+__all__, __getattr__, __dir__ = lazy.exports()

@@ -68,6 +68,8 @@ def check_architecture(cls: type[PreTrainedModel], config: PreTrainedConfig, nam
 
 
 @once_per_config
+@real_tensors()
+@torch.no_grad()
 def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
     """Return why a pack would be computed differently from transformers, None if it would not.
 
@@ -78,14 +80,11 @@ def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
         model = miniature(cls, config)
         if (reason := _experts(name for name, _ in model.named_parameters())) is not None:
             return reason
-        with real_tensors(), torch.no_grad():
-            expected = alone(model)
+        expected = alone(model)
     except Exception as error:  # of any kind: the class's own code
         return _state(cls) or f"cannot be checked: a small copy of it fails with {summary(error)}"
     try:
-        with real_tensors(), torch.no_grad():
-            is_equal = difference(expected, packed(model)) <= TOLERANCE
-        if is_equal:
+        if difference(expected, packed(model)) <= TOLERANCE:
             return _renamed(model)
         return _why(model, expected) or "computes masks or positions itself"
     except StorageError:  # says nothing of the class
@@ -123,8 +122,7 @@ def _why(model: PreTrainedModel, expected: Tensor) -> str | None:
         return f"has layers of kind {', '.join(others)}, which mix tokens by other means than attention"
     if (reason := _state(type(model))) is not None:
         return reason
-    with real_tensors(), torch.no_grad():
-        shorter = outputs_of(model, {"input_ids": sequences()[1][None, :-1]})
+    shorter = outputs_of(model, {"input_ids": sequences()[1][None, :-1]})
     if difference(expected[LENGTHS[0] :][: len(shorter)], shorter) > TOLERANCE:
         return "is not causal: tokens see later ones (an encoder needs is_decoder=true in its config)"
     if not model._supports_attention_backend:

@@ -9,9 +9,9 @@ measured and left out: only below about 30 tokens does it gain anything (docs/pe
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from rlite.errors import ConfigError
-from rlite.parallel.context import ContextShare
+from rlite.parallel.context_parallel import ContextShare, Segment
 
 PACKED = "rlite_packed"
 TAKES_GROUPED_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -45,12 +45,20 @@ class PackedLayout:
         cu_seqlens: [n + 1], cumulative lengths.
         max_seqlen: the longest sequence.
         share: this rank's tokens, under context parallelism.
+        attend: attention of one sequence, with the arguments of `causal_attention`, which is the default.
     """
 
-    def __init__(self, cu_seqlens: Tensor, max_seqlen: int, share: ContextShare | None = None) -> None:
+    def __init__(
+        self,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        share: ContextShare | None = None,
+        attend: Callable[..., Tensor] | None = None,
+    ) -> None:
         self.cu_seqlens = cu_seqlens.to(torch.int32)
         self.max_seqlen = int(max_seqlen)
         self.share = share if share is not None and share.group is not None else None
+        self.attend = attend or causal_attention
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -114,12 +122,20 @@ def packed_attention(
     window: int | None = kwargs.get("sliding_window")
     if window is not None and window >= packed_layout.max_seqlen:
         window = None
+    share = packed_layout.share
     is_flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    if packed_layout.share is None and not is_flash:
-        return _one_by_one(query, key, value, packed_layout.lengths, scaling, dropout, window), None
+    attend = partial(packed_layout.attend, scaling=scaling, window=window, dropout=dropout)
+    if share is None and not is_flash:
+        # one split replaces many slices, because the gradient of a slice is as long as the pack
+        parts = zip(*(x.split(packed_layout.lengths, dim=2) for x in (query, key, value)), strict=True)
+        return torch.cat([attend(q, k, v).transpose(1, 2) for q, k, v in parts], dim=1), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
-    if packed_layout.share is not None:
-        return _shared(q, k, v, packed_layout, packed_layout.share, scaling, window)[None], None
+    if share is not None:
+        k, v = share.gather_keys(torch.cat([k, v], dim=-1)).split([k.shape[-1], v.shape[-1]], dim=-1)
+        if not is_flash:
+            return torch.cat([_attend_segment(attend, q, k, v, segment) for segment in share.segments])[None], None
+        index, bounds = packed_layout.segments
+        return varlen(q, k[index], v[index], bounds, scaling, window)[None], None
     cu_seqlens, length = packed_layout.cu_seqlens, packed_layout.max_seqlen
     return varlen(q, k, v, Bounds(cu_seqlens, cu_seqlens, length, length), scaling, window)[None], None
 
@@ -169,26 +185,19 @@ def recompute_alike(config: PretrainedConfig) -> tuple[AbstractContextManager[No
     return nullcontext(), attention(config, config._attn_implementation)
 
 
-def _one_by_one(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: list[int],
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, dropout: float = 0.0
 ) -> Tensor:
-    """Return [1, T, H, D] from [1, heads, T, D], one sequence after the other.
+    """Return attention of one sequence; the last query belongs to the last key.
 
-    One split replaces many slices, because the gradient of a slice is as long as the pack.
+    Args:
+        q: [1, H, queries, D].
+        k: [1, K, keys, D].
+        v: [1, K, keys, D].
+        scaling: factor of the scores; default: 1 / sqrt(D).
+        window: keys that a query sees; None is all.
+        dropout: share of attention weights that is set to 0.
     """
-    sequences = zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True)
-    attended = [_alone(q, k, v, scaling, window, dropout) for q, k, v in sequences]
-    return torch.cat([rows.transpose(1, 2) for rows in attended], dim=1)
-
-
-def _alone(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, dropout: float = 0.0) -> Tensor:
-    """Return attention of one sequence [1, heads, queries or keys, D]; the last query belongs to the last key."""
     num_queries, num_keys = q.shape[2], k.shape[2]
     is_plain = num_queries == num_keys and (window is None or window >= num_keys)
     mask = None if is_plain else causal_mask(num_queries, num_keys, window, q.device)
@@ -198,31 +207,13 @@ def _alone(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int |
     )
 
 
-def _shared(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: PackedLayout,
-    share: ContextShare,
-    scaling: float | None,
-    window: int | None,
+def _attend_segment(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, segment: Segment
 ) -> Tensor:
-    """Return attention of this rank's tokens q [t, H, D] to the keys of the whole pack.
-
-    k and v are this rank's part.
-    """
-    k, v = share.gather_keys(torch.cat([k, v], dim=-1)).split([k.shape[-1], v.shape[-1]], dim=-1)
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-        index, bounds = layout.segments
-        return varlen(q, k[index], v[index], bounds, scaling, window)
-    parts = []
-    for segment in share.segments:
-        rows_q, rows_k, rows_v = (
-            x[rows].transpose(0, 1)[None]  # four axes: else torch keeps every probability for the backward pass
-            for x, rows in ((q, segment.queries), (k, segment.keys), (v, segment.keys))
-        )
-        parts.append(_alone(rows_q, rows_k, rows_v, scaling, window)[0].transpose(0, 1))
-    return torch.cat(parts)
+    """Return attention of a segment's queries, of this rank's q [t, H, D], to its keys, of the whole pack's k and v."""
+    rows = ((q, segment.queries), (k, segment.keys), (v, segment.keys))
+    # four axes: else torch keeps every probability for the backward pass
+    return attend(*(x[places].transpose(0, 1)[None] for x, places in rows))[0].transpose(0, 1)
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scaling: float | None, window: int | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlite.algorithms.logprobs import gather_logprobs_entropy, next_token
 from rlite.algorithms.on_logprobs import TokenLogprobs
+from rlite.algorithms.replay import KeptIds, replayed_logprobs
 from rlite.errors import ConfigError
 
 CheckpointSource = str | Path | Mapping[str, Tensor]
@@ -91,6 +92,29 @@ class BaseTrainModule(nn.Module):
         """
         raise ConfigError(f"{type(self).__name__} has no parallelize(mesh): define it, or build with tp_size=1")
 
+    def check_deterministic(self, device_type: str) -> None:
+        """Check that the log-probabilities of `make_deterministic` are the served ones.
+
+        Called before any process starts.
+
+        Args:
+            device_type: type of the devices of the workers.
+
+        Raises:
+            ConfigError: they are not; the message gives the reason. By default always.
+        """
+        raise ConfigError(
+            f"deterministic=true: {type(self).__name__} has no make_deterministic(). Use a causal language model of "
+            "rlite.nn, or leave deterministic out"
+        )
+
+    def make_deterministic(self) -> None:
+        """Make log-probabilities independent of the batch. Called in every worker, with weights on meta.
+
+        A subclass that defines it also defines `check_deterministic`.
+        """
+        raise NotImplementedError
+
     def without_adapters(self) -> AbstractContextManager[None]:
         """Return a context in which the module computes without its adapters.
 
@@ -162,15 +186,19 @@ class BaseTrainModule(nn.Module):
         This implementation makes all logits; override it if that can be avoided.
 
         Args:
-            data: the pack, as for `compute_logits`.
+            data: the pack, as for `compute_logits`. If it has kept ids, log-probabilities are over them, and
+                `full_logprobs` are over the vocabulary.
             temperature: divides the logits.
             positions: bool [T]; values where it is False are not needed and may be 0. None needs all.
 
         Returns:
             Log-probabilities and entropies.
         """
-        labels = next_token(data["input_ids"], data["cu_seqlens"])
-        return TokenLogprobs(*gather_logprobs_entropy(self.compute_logits(data), labels, temperature))
+        labels, logits = next_token(data["input_ids"], data["cu_seqlens"]), self.compute_logits(data)
+        logprobs, entropies = gather_logprobs_entropy(logits, labels, temperature)
+        if (kept := KeptIds.of_pack(data)) is None:
+            return TokenLogprobs(logprobs, entropies)
+        return TokenLogprobs(replayed_logprobs(logits, labels, temperature, kept, logprobs), entropies, logprobs)
 
     @property
     def device(self) -> torch.device:

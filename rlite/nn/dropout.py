@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from functools import reduce
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -21,7 +22,7 @@ def disable_dropout(config: PretrainedConfig) -> DropoutRates:
     """
     rates = dict(_rates(config))
     for path, rate in rates.items():
-        _set(config, path, type(rate)(0))  # some configs insist on the type
+        setattr(reduce(getattr, path[:-1], config), path[-1], type(rate)(0))  # some configs insist on the type
     return rates
 
 
@@ -29,7 +30,7 @@ def with_dropout(config: PretrainedConfig, rates: DropoutRates) -> PretrainedCon
     """Return a copy of a config with the rates that `disable_dropout` returned."""
     config = copy.deepcopy(config)
     for path, rate in rates.items():
-        _set(config, path, rate)
+        setattr(reduce(getattr, path[:-1], config), path[-1], rate)
     return config
 
 
@@ -46,9 +47,3 @@ def _rates(config: PretrainedConfig, path: tuple[str, ...] = ()) -> Iterator[tup
             yield from _rates(value, (*path, name))
         elif "drop" in name and isinstance(value, int | float) and not isinstance(value, bool) and value:
             yield (*path, name), value
-
-
-def _set(config: PretrainedConfig, path: tuple[str, ...], rate: float) -> None:
-    for name in path[:-1]:
-        config = getattr(config, name)
-    setattr(config, path[-1], rate)

@@ -19,14 +19,16 @@ from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 
 from rlite.algorithms.logprobs import next_token
 from rlite.algorithms.on_logprobs import TokenLogprobs
+from rlite.algorithms.replay import KeptIds
 from rlite.errors import ConfigError
 from rlite.nn.architecture import check_architecture, rope_limit
-from rlite.nn.attention import PACKED, PackedLayout, attention, recompute_alike
+from rlite.nn.attention import PACKED, PackedLayout, attention, causal_attention, recompute_alike
 from rlite.nn.base import BaseTrainModule, CheckpointSource
+from rlite.nn.batch_invariant import causal_attention_in_blocks, make_invariant, obstacle
 from rlite.nn.dropout import DropoutRates, disable_dropout, disable_dropout_layers, with_dropout
 from rlite.nn.logprobs import logprobs_of
 from rlite.nn.meta import meta_parameters, real_tensors
-from rlite.parallel.context import ContextShare
+from rlite.parallel.context_parallel import ContextShare
 from rlite.parallel.fsdp import shard_group
 from rlite.parallel.tensor_training import check_split, parallelize
 
@@ -48,6 +50,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     _dropout: DropoutRates = MappingProxyType({})
     _changes_logits: bool = False
     """whether the model's forward does more to its logits than the output embedding"""
+    is_deterministic: bool = False
+    """set by the worker: log-probabilities do not depend on the batch; see `rlite.nn.batch_invariant`"""
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *args: Any, **kwargs: Any) -> Any:
@@ -129,6 +133,29 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         enable = enable or self.gradient_checkpointing_enable
         enable({"use_reentrant": False, "context_fn": partial(recompute_alike, self.config)})
 
+    def check_deterministic(self, device_type: str) -> None:
+        """Check that `rlite.nn.batch_invariant` can compute the model.
+
+        Args:
+            device_type: type of the devices of the workers.
+
+        Raises:
+            ConfigError: it cannot; the message gives the reason.
+        """
+        reason = obstacle(self, device_type, torch.float32)
+        if reason is None and (rate := self.config.attention_dropout):
+            reason = f"the model has attention dropout ({rate})"
+        if reason is not None:
+            raise ConfigError(
+                f"deterministic=true: {reason}, so its log-probabilities would not be the served ones bit for bit; "
+                "leave deterministic out"
+            )
+
+    def make_deterministic(self) -> None:
+        """Compute by `rlite.nn.batch_invariant` from now on."""
+        make_invariant(self)
+        self.is_deterministic = True
+
     def check_architecture(self) -> None:
         """Raise ConfigError if packs would be computed differently from transformers; see `rlite.nn.architecture`."""
         bases = [base for base in type(self).__mro__ if issubclass(base, PreTrainedModel)]
@@ -185,12 +212,13 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
                 f"{type(self).__name__} changes with the longest sequence of a pack; use shorter sequences"
             )
         share = ContextShare(data["cu_seqlens"], self.context_group)
+        attend = causal_attention_in_blocks if self.is_deterministic else causal_attention
         with attention(self.config, PACKED):
             logits = self(
                 input_ids=share.take(data["input_ids"])[None],
                 position_ids=share.take(data["position_ids"])[None],
                 use_cache=False,
-                packed_layout=PackedLayout(data["cu_seqlens"], data["max_seqlen"], share),
+                packed_layout=PackedLayout(data["cu_seqlens"], data["max_seqlen"], share, attend),
             ).logits[0]
         return share.gather_results(logits)
 
@@ -200,8 +228,9 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         """Compute log-probabilities as the base class does, without logits of the whole pack if the model allows it.
 
         The model's own forward runs with an output embedding that returns log-probabilities and entropies [1, T, 2]
-        instead of logits. A model that changes its logits afterwards (scales or caps them) would change those. It is
-        recognised by its output and gets logits from then on, like a model without a linear output embedding.
+        instead of logits; see `rlite.nn.logprobs.logprobs_of`. A model that changes its logits afterwards (scales or
+        caps them) would change those. It is recognised by its output and gets logits from then on, like a model without
+        a linear output embedding.
 
         Args:
             data: the pack, as for `compute_logits`.
@@ -216,7 +245,11 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             return super().compute_logprobs(data, temperature, positions)
         share = ContextShare(data["cu_seqlens"], self.context_group)
         labels = share.take(next_token(data["input_ids"], data["cu_seqlens"]))
-        with logprobs_of(head, labels, temperature, None if positions is None else share.take(positions)) as answers:
+        kept = KeptIds.of_pack(data)
+        if kept is not None and share.group is not None:
+            kept = kept.select(share.own_positions())
+        wanted = None if positions is None else share.take(positions)
+        with logprobs_of(head, labels, temperature, wanted, kept, self.is_deterministic) as answers:
             output = self.compute_logits(data)
         if len(answers) != 1 or not answers[0].is_what_became(output, share):
             self._changes_logits = True
@@ -230,19 +263,34 @@ def causal_lm_class(path: str | Path, carrier: type[HuggingFaceFsdp2TrainModule]
     Raises:
         ConfigError: transformers has no causal language model of this type.
     """
+    return carried_class(path, carrier, MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model")
+
+
+def carried_class(
+    path: str | Path, carrier: type[HuggingFaceFsdp2TrainModule], classes: Mapping[type, type], what: str
+) -> Any:
+    """Return a subclass of `carrier` and of the class among `classes` that fits the checkpoint at `path`.
+
+    Args:
+        path: folder or hub name of the checkpoint.
+        carrier: the train module's class.
+        classes: transformers' classes by the type of their config.
+        what: kind of these classes, for messages.
+
+    Raises:
+        ConfigError: transformers has no such class for this type of model.
+    """
     config = AutoConfig.from_pretrained(local_checkpoint(path, weights=False), trust_remote_code=False)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(f"{path}: transformers has no causal language model of type {config.model_type!r}")
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if type(config) not in classes:
+        raise ConfigError(f"{path}: transformers has no {what} of type {config.model_type!r}")
+    model = classes[type(config)]
     return type(f"{carrier.__name__}{model.__name__}", (carrier, model), {})
 
 
 def exported_class(module: nn.Module) -> str:
     """Return the transformers class that a checkpoint of `module` names, whatever the user's subclass is called."""
-    for cls in type(module).__mro__:
-        if cls.__module__.startswith("transformers.models."):
-            return cls.__name__
-    return type(module).__name__
+    known = (cls for cls in type(module).__mro__ if cls.__module__.startswith("transformers.models."))
+    return next(known, type(module)).__name__
 
 
 def local_checkpoint(path: str | Path, weights: bool = True) -> Path:
@@ -262,15 +310,9 @@ def local_checkpoint(path: str | Path, weights: bool = True) -> Path:
         return folder
     patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if weights else [])]
     try:
-        return _download(str(path), patterns)
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"model {str(path)!r}: no such folder, and the Hugging Face hub does not give it ({type(error).__name__}). "
             "Check the path, or download the model first."
         ) from error
-
-
-def _download(name: str, patterns: list[str]) -> Path:
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise HFValidationError("a path, not a name on the hub")
-    return Path(snapshot_download(name, allow_patterns=patterns))

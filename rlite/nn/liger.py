@@ -69,12 +69,7 @@ def use_liger_kernels(model: Any) -> None:
 
 def _with_globals(function: FunctionType, **changes: Any) -> FunctionType:
     """Return a copy of the function that sees other values for some names of its module."""
-    copy = FunctionType(
-        function.__code__,
-        {**function.__globals__, **changes},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    names = {**function.__globals__, **changes}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

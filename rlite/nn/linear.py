@@ -7,6 +7,7 @@ The numbers differ in the last bits only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -38,17 +39,37 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     is_suitable = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
     if not is_suitable or x.numel() < max(1, MIN_ROWS * x.shape[-1]) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
+    return differentiable(multiply, x, weight, bias)
+
+
+def differentiable(
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Return `product(x, weight, bias)`, a way to compute `x @ weight.T + bias`, with its gradient by oneDNN.
+
+    Args:
+        product: the function; it has no gradient of its own.
+        x: [..., in].
+        weight: [out, in].
+        bias: [out].
+    """
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _Linear.apply(x, weight, bias)
-    return _multiply(x, weight, bias)
+        return _Linear.apply(x, weight, bias, product)
+    return product(x, weight, bias)
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
     return linear(x, layer.weight, layer.bias)
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias."""
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias, computed by oneDNN and without a gradient.
+
+    Args:
+        x: [..., in].
+        weight: [out, in].
+        bias: [out].
+    """
     if x.dim() == 2:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     product = torch.ops.mkldnn._linear_pointwise(x.reshape(-1, x.shape[-1]), weight, bias, "none", [], "")
@@ -58,18 +79,19 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Callable[..., Tensor]) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return _multiply(x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows, grad_rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         return (
-            _multiply(grad_rows, weight.t()).view_as(x) if needs_x else None,
-            _multiply(grad_rows.t(), rows.t()) if needs_weight else None,
+            multiply(grad_rows, weight.t()).view_as(x) if needs_x else None,
+            multiply(grad_rows.t(), rows.t()) if needs_weight else None,
             grad_rows.sum(0) if needs_bias and ctx.has_bias else None,
+            None,
         )

@@ -8,7 +8,7 @@ tokens; nothing is added up in a narrow dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,20 +28,20 @@ from rlite.algorithms.logprobs import (
     merge,
     merge_over,
     no_statistics,
+    scaled,
 )
 from rlite.algorithms.on_logprobs import TokenLogprobs
+from rlite.algorithms.replay import KeptIds
 from rlite.errors import ConfigError
+from rlite.nn import batch_invariant
 from rlite.nn.linear import linear
-from rlite.parallel.context import ContextShare
+from rlite.parallel.context_parallel import ContextShare
 
-# logits that are worked on at once
-_CPU_BLOCK = 1 << 20
-_GPU_BLOCK = 1 << 26
+# logits that are worked on at once, and logits that wait for the backward pass instead of being computed again
+_CPU_BLOCK, _CPU_KEPT = 1 << 20, 1 << 26
+_GPU_BLOCK, _GPU_KEPT = 1 << 26, 1 << 27
 # a narrower block would keep neither BLAS nor the memory of the hidden states' gradient busy with much else
 _NARROWEST = 256
-# logits that wait for the backward pass instead of being computed again
-_CPU_KEPT = 1 << 26
-_GPU_KEPT = 1 << 27
 
 
 def linear_logprobs(
@@ -55,6 +55,8 @@ def linear_logprobs(
     start: int = 0,
     block_size: int | None = None,
     num_kept: int | None = None,
+    replay: KeptIds | None = None,
+    is_deterministic: bool = False,
 ) -> TokenLogprobs:
     """Compute log-probabilities and entropies from hidden states in the memory of a few blocks of logits.
 
@@ -75,6 +77,10 @@ def linear_logprobs(
         start: token id of this rank's first row.
         block_size: rows of `weight` that are computed at once.
         num_kept: logits that may wait for the backward pass instead of being recomputed.
+        replay: token ids among which the labels were drawn, by flat position. Their log-probabilities are then over
+            these ids; entropies and `full_logprobs` are over the vocabulary. None is the vocabulary.
+        is_deterministic: compute results whose bits do not depend on the other tokens; see `rlite.nn.batch_invariant`.
+            `block_size` has no effect.
 
     Returns:
         Log-probabilities and entropies [...].
@@ -87,31 +93,28 @@ def linear_logprobs(
             f"hidden states {list(hidden.shape)} need labels {list(hidden.shape[:-1])} and a weight "
             f"[vocabulary, {hidden.shape[-1]}], found {list(labels.shape)} and {list(weight.shape)}"
         )
-    on_cpu = hidden.device.type == "cpu"
-    if block_size is None:
-        elements = _CPU_BLOCK if on_cpu else _GPU_BLOCK
-        block_size = max(_NARROWEST, elements // max(1, labels.numel()))
+    block, kept = (_CPU_BLOCK, _CPU_KEPT) if hidden.device.type == "cpu" else (_GPU_BLOCK, _GPU_KEPT)
+    if is_deterministic:
+        block_size = batch_invariant.COLUMNS
+    elif block_size is None:
+        block_size = max(_NARROWEST, block // max(1, labels.numel()))
     if num_kept is None:
-        num_kept = _CPU_KEPT if on_cpu else _GPU_KEPT
+        num_kept = kept
     has_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
-    logprobs, entropies = _LinearLogprobs.apply(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        bias,
-        labels.reshape(-1).long() - start,
-        check_temperature(temperature),
-        group,
-        block_size,
-        num_kept if has_backward else 0,
+    product = batch_invariant.linear if is_deterministic else linear
+    num_kept = num_kept if has_backward else 0
+    blocks = _Blocks(check_temperature(temperature), group, start, block_size, num_kept, product)
+    found = _LinearLogprobs.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1).long() - start, blocks, replay
     )
-    return TokenLogprobs(logprobs.view(labels.shape), entropies.view(labels.shape))
+    return TokenLogprobs(*(values.view(labels.shape) for values in found))
 
 
 @dataclass(frozen=True)
 class HeadAnswer:
     """Values that an output embedding returned in place of logits."""
 
-    values: Float[Tensor, "batch tokens 2"]
+    values: Float[Tensor, "batch tokens kinds"]
     version: int
 
     def is_what_became(self, output: Tensor, share: ContextShare) -> bool:
@@ -121,9 +124,8 @@ class HeadAnswer:
         """
         if share.group is not None:
             gathered, found = share.gather_results(self.values.detach()[0]), output.detach()
-            if gathered.shape != found.shape:
-                return False
-            return bool(((gathered == found) | (gathered.isnan() & found.isnan())).all())  # the same on every rank
+            is_alike = gathered.shape == found.shape  # the same on every rank
+            return is_alike and torch.allclose(found.to(gathered), gathered, rtol=0, atol=0, equal_nan=True)
         is_same = output.data_ptr() == self.values.data_ptr() and output.numel() == self.values.numel()
         return is_same and output._version == self.version
 
@@ -134,45 +136,51 @@ def logprobs_of(
     labels: Int[Tensor, " tokens"],
     temperature: float,
     positions: Bool[Tensor, " tokens"] | None = None,
-    **options: Any,
+    replay: KeptIds | None = None,
+    is_deterministic: bool = False,
 ) -> Iterator[list[HeadAnswer]]:
     """Make `head` return log-probabilities and entropies [1, T, 2] instead of logits inside the block.
+
+    With `replay` it returns [1, T, 3], with log-probabilities in the whole vocabulary last.
 
     Args:
         head: the output embedding.
         labels: [T], next tokens.
         temperature: divides the logits.
         positions: bool [T]; values where it is False are 0. None computes all.
-        **options: those of `linear_logprobs`.
+        replay: token ids among which the labels were drawn; see `linear_logprobs`.
+        is_deterministic: see `linear_logprobs`.
 
     Yields:
         A list to which every call of `head` adds its answer.
     """
     answers: list[HeadAnswer] = []
+    if positions is not None and replay is not None:
+        replay = replay.select(positions.nonzero()[:, 0])
 
     def forward(hidden: Tensor) -> Tensor:
         rows, wanted = hidden.flatten(0, -2), labels
         if positions is not None:
             rows, wanted = rows[positions], labels[positions]
         weight, bias, part = _local_part(head)
-        found = linear_logprobs(rows, weight, wanted, temperature, bias=bias, **part, **options)
-        values = torch.stack(found, dim=-1)
+        found = linear_logprobs(
+            rows, weight, wanted, temperature, bias=bias, replay=replay, is_deterministic=is_deterministic, **part
+        )
+        values = torch.stack([*found, *([] if replay is None else [found.full_logprobs])], dim=-1)
         if positions is not None:
-            values = values.new_zeros(len(labels), 2).masked_scatter(positions[:, None], values)
+            values = values.new_zeros(len(labels), values.shape[-1]).masked_scatter(positions[:, None], values)
         # FSDP warns of a plain view
-        values = torch.ops.aten._unsafe_view(values, [*hidden.shape[:-1], 2])
+        values = torch.ops.aten._unsafe_view(values, [*hidden.shape[:-1], values.shape[-1]])
         answers.append(HeadAnswer(values, values._version))
         return values
 
-    own = vars(head).get("forward")  # a faster one may have been set on this instance
+    own = {name: value for name, value in vars(head).items() if name == "forward"}  # a faster one may have been set
     vars(head)["forward"] = forward
     try:
         yield answers
     finally:
-        if own is None:
-            del vars(head)["forward"]
-        else:
-            vars(head)["forward"] = own
+        del vars(head)["forward"]
+        vars(head).update(own)
 
 
 def _local_part(head: nn.Linear) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
@@ -187,6 +195,20 @@ def _local_part(head: nn.Linear) -> tuple[Tensor, Tensor | None, dict[str, Any]]
     return weight, bias, {"group": group, "start": group.rank() * len(weight)}
 
 
+@dataclass(frozen=True)
+class _Blocks:
+    """Walk of `linear_logprobs` over the vocabulary, block by block."""
+
+    temperature: float
+    group: dist.ProcessGroup | None
+    start: int
+    """token id of the first row of the weight"""
+    size: int
+    num_kept: int
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    """of hidden states and rows of the weight"""
+
+
 class _LinearLogprobs(torch.autograd.Function):
     """The formulas are those of `rlite.algorithms.logprobs`; labels count from the first row of `weight`."""
 
@@ -197,45 +219,60 @@ class _LinearLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        temperature: float,
-        group: dist.ProcessGroup | None,
-        block_size: int,
-        num_kept: int,
-    ) -> tuple[Tensor, Tensor]:
+        blocks: _Blocks,
+        replay: KeptIds | None,
+    ) -> tuple[Tensor, ...]:
         statistics = no_statistics(labels, torch.promote_types(hidden.dtype, torch.float32))
-        kept = []
-        for first in range(0, len(weight), block_size):
-            logits = _logits(hidden, weight, bias, first, block_size)
-            statistics = merge(statistics, block_statistics(logits, labels - first, temperature))
+        replayed = None if replay is None else _Replayed(replay, blocks, len(weight), statistics)
+        kept, num_kept = [], blocks.num_kept
+        for number, first in enumerate(range(0, len(weight), blocks.size)):
+            logits = _logits(hidden, weight, bias, first, blocks)
+            statistics = merge(statistics, block_statistics(logits, labels - first, blocks.temperature))
+            if replayed is not None:
+                replayed.read(number, first, logits)
             num_kept -= logits.numel()
             if num_kept >= 0:
                 kept.append(logits)
-        if group is not None:
-            statistics = merge_over(group, statistics)
+        if blocks.group is not None:
+            statistics = merge_over(blocks.group, statistics)
         logprobs, entropies, log_sums = logprobs_and_entropy(statistics)
         ctx.save_for_backward(hidden, weight, bias, labels, log_sums, entropies, *kept)
-        ctx.temperature, ctx.group, ctx.block_size = temperature, group, block_size
+        ctx.blocks, ctx.replayed = blocks, replayed
         ctx.set_materialize_grads(False)
-        return logprobs, entropies
+        if replayed is None:
+            return logprobs, entropies
+        return replayed.logprobs(statistics[3], logprobs), entropies, logprobs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        grad_logprobs: Tensor | None,
+        grad_entropies: Tensor | None,
+        grad_full_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, log_sums, entropies, *kept = ctx.saved_tensors
+        blocks: _Blocks = ctx.blocks
+        replayed: _Replayed | None = ctx.replayed
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=log_sums.dtype) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_sums)
+        if replayed is not None:
+            grad_logprobs = replayed.take_gradient(grad_logprobs, labels, grad_full_logprobs)
         if grad_entropies is not None and grad_entropies.device.type == "cpu" and not grad_entropies.any():
             grad_entropies = None  # nobody asked for them; on a GPU asking would take longer than it saves
-        for number, first in enumerate(range(0, len(weight), ctx.block_size)):
-            rows = slice(first, first + ctx.block_size)
-            logits = kept[number] if number < len(kept) else _logits(hidden, weight, bias, first, ctx.block_size)
+        for number, first in enumerate(range(0, len(weight), blocks.size)):
+            rows = slice(first, first + blocks.size)
+            logits = kept[number] if number < len(kept) else _logits(hidden, weight, bias, first, blocks)
             grad = block_gradient(
-                logits, labels - first, ctx.temperature, log_sums, entropies, grad_logprobs, grad_entropies
-            ).to(hidden.dtype)
+                logits, labels - first, blocks.temperature, log_sums, entropies, grad_logprobs, grad_entropies
+            )
+            if replayed is not None:
+                replayed.add_gradient(number, first, grad)
+            grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden += linear(grad, weight[rows].t())
             if grad_weight is not None:
@@ -243,12 +280,86 @@ class _LinearLogprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias[rows] = grad.sum(0)
         if grad_hidden is not None:
-            if ctx.group is not None:
-                dist.all_reduce(grad_hidden, group=ctx.group)
+            if blocks.group is not None:
+                dist.all_reduce(grad_hidden, group=blocks.group)
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, first: int, block_size: int) -> Tensor:
-    rows = slice(first, first + block_size)
-    return linear(hidden, weight[rows], None if bias is None else bias[rows])
+class _Replayed:
+    """The logits of the kept ids, gathered block by block, and their gradient, spread block by block."""
+
+    def __init__(self, replay: KeptIds, blocks: _Blocks, num_columns: int, statistics: Tensor) -> None:
+        """Plan the walk.
+
+        Args:
+            replay: the kept ids.
+            blocks: the walk.
+            num_columns: number of this rank's rows of the weight.
+            statistics: has the dtype in which sums are made.
+        """
+        self._replay, self._blocks = replay, blocks
+        self._columns = replay.ids - blocks.start
+        self._is_restricted = replay.is_restricted()
+        edges = [*range(0, num_columns, blocks.size), num_columns]
+        self._spans = replay.spans(blocks.start + torch.tensor(edges))
+        # of all pairs: other ranks have the others
+        self._x = statistics.new_full((len(replay.ids),), -torch.inf)
+
+    def read(self, number: int, first: int, logits: Tensor) -> None:
+        """Gather the logits of the kept ids in a block.
+
+        Args:
+            number: number of the block.
+            first: first column of the block.
+            logits: `[rows, columns]`.
+        """
+        pairs = slice(*self._spans[number])
+        found = logits[self._replay.rows[pairs], self._columns[pairs] - first]
+        self._x[pairs] = scaled(found, self._blocks.temperature)
+
+    def logprobs(self, x_label: Tensor, full_logprobs: Tensor) -> Tensor:
+        """Return the log-probabilities of all rows, after all blocks were read.
+
+        Args:
+            x_label: logit / temperature of the labels.
+            full_logprobs: log-probabilities in the whole vocabulary.
+        """
+        if self._blocks.group is not None:
+            dist.all_reduce(self._x, dist.ReduceOp.MAX, group=self._blocks.group)
+        log_sums = self._replay.log_sums(self._x)
+        self._probabilities = (self._x - log_sums[self._replay.rows]).exp().to(self._x)
+        return torch.where(self._is_restricted, (x_label - log_sums).to(full_logprobs), full_logprobs)
+
+    def take_gradient(self, grad_logprobs: Tensor, labels: Tensor, grad_full_logprobs: Tensor | None) -> Tensor:
+        """Take the share of the kept ids in the gradient.
+
+        Args:
+            grad_logprobs: gradient with respect to the log-probabilities.
+            labels: labels, counted from this rank's first row of the weight.
+            grad_full_logprobs: gradient with respect to the log-probabilities in the whole vocabulary.
+
+        Returns:
+            The rest: the gradient with respect to log-probabilities in the whole vocabulary.
+        """
+        rows = self._replay.rows
+        is_label = self._columns == labels[rows]
+        self._grad = grad_logprobs[rows] * (is_label.to(self._x) - self._probabilities) / self._blocks.temperature
+        rest = torch.where(self._is_restricted, 0.0, grad_logprobs)
+        return rest if grad_full_logprobs is None else rest + grad_full_logprobs
+
+    def add_gradient(self, number: int, first: int, grad: Tensor) -> None:
+        """Add the gradient of the kept ids to the gradient of a block of logits, in place.
+
+        Args:
+            number: number of the block.
+            first: first column of the block.
+            grad: `[rows, columns]`.
+        """
+        pairs = slice(*self._spans[number])
+        grad.index_put_((self._replay.rows[pairs], self._columns[pairs] - first), self._grad[pairs], accumulate=True)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, first: int, blocks: _Blocks) -> Tensor:
+    rows = slice(first, first + blocks.size)
+    return blocks.product(hidden, weight[rows], None if bias is None else bias[rows])

@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 
 from rlite.errors import ConfigError, did_you_mean
 from rlite.nn.base import BaseTrainModule, is_on_meta
-from rlite.nn.heads import HuggingFaceFsdp2ScoreModule
 from rlite.nn.meta import meta_parameters
 from rlite.nn.options import ALL_LINEAR, LoraOptions
-from rlite.parallel.fsdp import local_tensor
+from rlite.nn.score import HuggingFaceFsdp2ScoreModule
+from rlite.parallel.fsdp import dtensor_like, local_tensor
 
 _HELD, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 _SCORE = "score"
@@ -62,23 +62,21 @@ class LoraTrainModule(BaseTrainModule):
         self.lora = options
 
     def _check_targets(self, options: LoraOptions) -> None:
-        linears = {name: module for name, module in self.named_modules() if isinstance(module, nn.Linear)}
         if options.target_modules == [ALL_LINEAR]:
             return
+        modules = dict(self.named_modules())
         for target in options.target_modules:
-            fitting = [name for name in linears if f".{name}".endswith(f".{target}")]
-            others = [name for name, _ in self.named_modules() if f".{name}".endswith(f".{target}")]
-            if not fitting or len(others) > len(fitting):
-                endings = {name.rpartition(".")[2] for name in linears}
+            named = {name: module for name, module in modules.items() if f".{name}".endswith(f".{target}")}
+            if not named or not all(isinstance(module, nn.Linear) for module in named.values()):
+                endings = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, nn.Linear)}
                 raise ConfigError(f"target_modules: {target!r} is no linear layer; {did_you_mean(target, endings)}")
-            for name in fitting:
-                if isinstance(self, HuggingFaceFsdp2ScoreModule) and name == _SCORE:
-                    raise ConfigError(f"target_modules: {target!r} is the new head, which is trained as a whole")
-                if _is_tied(self, linears[name]):
-                    raise ConfigError(
-                        f"target_modules: {target!r} shares its weight with the input embedding, which would have to "
-                        "change with it; leave it out"
-                    )
+            if isinstance(self, HuggingFaceFsdp2ScoreModule) and _SCORE in named:
+                raise ConfigError(f"target_modules: {target!r} is the new head, which is trained as a whole")
+            if any(_is_tied(self, layer) for layer in named.values()):
+                raise ConfigError(
+                    f"target_modules: {target!r} shares its weight with the input embedding, which would have to "
+                    "change with it; leave it out"
+                )
 
     def _peft_config(self, options: LoraOptions, **changes: Any) -> Any:
         import peft
@@ -93,6 +91,22 @@ class LoraTrainModule(BaseTrainModule):
             target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
             **changes,
         )
+
+    def check_deterministic(self, device_type: str) -> None:
+        """Refuse adapters: the served weights have them merged, and the product with a sum has other bits.
+
+        Args:
+            device_type: type of the devices of the workers.
+
+        Raises:
+            ConfigError: the module has adapters, or cannot be computed deterministically anyway.
+        """
+        if self.lora is not None:
+            raise ConfigError(
+                "deterministic=true: adapters are merged into the served weights, so log-probabilities with adapters "
+                "beside the weights are not the served ones bit for bit; leave lora or deterministic out"
+            )
+        super().check_deterministic(device_type)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -223,14 +237,12 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
         columns = [placement if placement.is_shard(1) else Replicate() for placement in down.placements]
         down = down.redistribute(placements=columns)
         own = merge(local_tensor(weight), local_tensor(down), local_tensor(up), scale)
-        return DTensor.from_local(
-            own, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-        )
+        return dtensor_like(weight, own)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return torch.add(weight.to(dtype), up.to(dtype) @ down.to(dtype), alpha=scale).to(weight.dtype)
 
 
-def _is_tied(module: nn.Module, layer: nn.Linear) -> bool:
+def _is_tied(module: nn.Module, layer: nn.Module) -> bool:
     """Return True if the weight of `layer` is, or will be after tying, that of the input embedding."""
     if not isinstance(module, PreTrainedModel):
         return False

@@ -30,16 +30,20 @@ SPECIAL_IDS = 16
 CONTEXT = 64
 """where rotary embeddings begin to depend on the length"""
 
-WIDTHS = {
-    "d_model",
-    "embedding_size",
-    "hidden_size",
-    "input_embedding_size",
-    "n_embd",
-    "output_embedding_size",
-    "word_embed_proj_dim",
+SIZES = {
+    **dict.fromkeys(("d_model", "hidden_size", "n_embd", "word_embed_proj_dim"), NUM_HEADS * HEAD_DIM),
+    **dict.fromkeys(("embedding_size", "input_embedding_size", "output_embedding_size"), NUM_HEADS * HEAD_DIM),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "n_head", "num_attention_heads"), NUM_HEADS),
+    "qk_head_dim": HEAD_DIM + ROPE_HEAD_DIM,
+    "rotary_dim": ROPE_HEAD_DIM,
 }
-HEADS = {"decoder_attention_heads", "encoder_attention_heads", "n_head", "num_attention_heads"}
+"""sizes by name"""
+MOST = {
+    **dict.fromkeys(("d_ff", "n_inner"), 6 * HEAD_DIM),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
+    **dict.fromkeys(("max_position_embeddings", "n_ctx", "n_positions"), 16 * CONTEXT),
+}
+"""largest values by name"""
 KEY_HEADS = {"num_global_key_value_heads", "num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"}
 LAYERS = {"decoder_layers", "encoder_layers", "num_hidden_layers"}
 RANKS = ("lora_rank", "hidden_size_per_layer_input")
@@ -139,32 +143,26 @@ def _small(name: str, value: Any, config: Mapping[str, Any]) -> Any:
         return NUM_HEADS
     if not isinstance(value, int) or isinstance(value, bool):
         return value
-    if name in WIDTHS:
-        return NUM_HEADS * HEAD_DIM
-    if name in HEADS:
-        return NUM_HEADS
+    if name in SIZES:
+        return SIZES[name]
+    if name in MOST:
+        return min(value, MOST[name])
     if name in KEY_HEADS:
         if value < (config.get("num_key_value_heads") or 0):  # of some layers alone
             return 1
         return NUM_HEADS if value >= (config.get("num_attention_heads") or 0) else min(value, 2)
-    if name == "qk_head_dim":
-        return HEAD_DIM + ROPE_HEAD_DIM
-    if name == "rotary_dim" or ("rope_head_dim" in name and "nope" not in name):
+    if "rope_head_dim" in name and "nope" not in name:
         return ROPE_HEAD_DIM
     if "head_dim" in name:
         return HEAD_DIM * (1 + (value > (config.get("head_dim") or value)))  # those of some layers may be larger
     if name.endswith(RANKS):
         return HEAD_DIM
-    if "intermediate" in name or "ffn" in name or name in ("d_ff", "n_inner"):
+    if "intermediate" in name or "ffn" in name:
         return min(value, 6 * HEAD_DIM)
-    if name in ("first_k_dense_replace", "num_dense_layers"):
-        return min(value, 1)
     if name.startswith("vocab_size"):
         return min(value, VOCABULARY)
     if ("window" in name and "layers" not in name and "pattern" not in name) or "chunk_size" in name:
         return min(value, WINDOW)
-    if name in ("max_position_embeddings", "n_ctx", "n_positions"):
-        return min(value, 16 * CONTEXT)
     return value
 
 

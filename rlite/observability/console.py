@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TextIO
 
@@ -66,7 +66,7 @@ class ConsoleReporter:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the chosen metrics of a step and move the bar."""
         self._seen.append((self._clock(), step))
-        chosen = "  ".join(f"{key} {_compact(value)}" for key, value in self._chosen(metrics).items())
+        chosen = "  ".join(self._chosen(metrics))
         pace = self._pace()
         if not self._console.is_terminal:
             of_total = f"/{self._total}" if self._total else ""
@@ -96,13 +96,11 @@ class ConsoleReporter:
         progress.start()
         return progress
 
-    def _chosen(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        chosen = {}
+    def _chosen(self, metrics: Mapping[str, float]) -> Iterator[str]:
         for key in self._metrics:
             found = key if key in metrics else next((name for name in metrics if name.endswith(f"/{key}")), None)
             if found is not None:
-                chosen[key] = metrics[found]
-        return chosen
+                yield f"{key} {_compact(metrics[found])}"
 
     def _pace(self) -> str:
         (first, first_step), (last, last_step) = self._seen[0], self._seen[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from rlite.errors import ConfigError, DataError
 
@@ -69,11 +70,9 @@ def _draw(
     if is_sparse or len(points) < 3:
         panel.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=4.5)
     else:
-        recent = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
+        recent = [fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
         panel.plot(steps, values, color=color, linewidth=0.9, alpha=0.35, label="each step")
-        panel.plot(
-            steps, [sum(r) / len(r) for r in recent], color=color, linewidth=2.0, label=f"mean of {window} steps"
-        )
+        panel.plot(steps, recent, color=color, linewidth=2.0, label=f"mean of {window} steps")
         panel.legend(frameon=False, fontsize=8, loc="best")
     panel.set_ylabel(metric)
     panel.grid(color="#e5e7eb", linewidth=0.8)

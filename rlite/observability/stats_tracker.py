@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 from rlite.observability import trace
@@ -37,66 +37,41 @@ MAX_SPANS = 256
 
 
 @dataclass
-class _Mean:
-    total: Any = 0.0
-    count: int = 0
+class _Statistic:
+    """Totals over all calls so far: numbers, or tensors of one element on any device."""
 
-    def add(self, other: _Mean) -> None:
-        self.total = self.total + other.total
-        self.count += other.count
-
-    def export(self, key: str) -> dict[str, float]:
-        return {key: float(self.total) / self.count}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"total": float(self.total), "count": self.count}
-
-
-@dataclass
-class _Count:
+    kind: Literal["a scalar", "a denominator or a count", "a stat"]
     total: Any = 0
-
-    def add(self, other: _Count) -> None:
-        self.total = self.total + other.total
-
-    def export(self, key: str) -> dict[str, float]:
-        return {key: float(self.total)}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"total": int(self.total)}
-
-
-@dataclass
-class _Masked:
-    """Totals over all selected elements so far: tensors of one element, on any device."""
-
-    total: Any = 0.0
     count: Any = 0
+    """of a scalar's calls, or of a stat's selected elements"""
     lowest: list[Any] = field(default_factory=list)
     highest: list[Any] = field(default_factory=list)
 
-    def add(self, other: _Masked) -> None:
+    def add(self, other: _Statistic) -> None:
         self.total = self.total + other.total
         self.count = self.count + other.count
         self.lowest += other.lowest
         self.highest += other.highest
 
     def export(self, key: str) -> dict[str, float]:
-        if not float(self.count):  # no element: there is no mean
+        total, count = float(self.total), int(self.count)
+        if self.kind == "a denominator or a count":
+            return {key: total}
+        if self.kind == "a scalar":
+            return {key: total / count}
+        if not count:  # no element: there is no mean
             return {}
         lowest, highest = min(map(float, self.lowest)), max(map(float, self.highest))
-        return {f"{key}/mean": float(self.total) / float(self.count), f"{key}/min": lowest, f"{key}/max": highest}
+        return {f"{key}/mean": total / count, f"{key}/min": lowest, f"{key}/max": highest}
 
     def __getstate__(self) -> dict[str, Any]:
         return {
+            "kind": self.kind,
             "total": float(self.total),
             "count": int(self.count),
             "lowest": [min(map(float, self.lowest))] if self.lowest else [],
             "highest": [max(map(float, self.highest))] if self.highest else [],
         }
-
-
-_Statistic = _Mean | _Count | _Masked
 
 
 @dataclass
@@ -153,7 +128,7 @@ class StatsTracker:
             yield
         finally:
             ended = time.perf_counter()
-            self._add(name, _Mean(ended - started, 1))
+            self._add(name, _Statistic("a scalar", ended - started, 1))
             if (recording := self._frame.get().recording) is None:
                 trace.complete(key, started, ended)
             elif len(recording.spans) < MAX_SPANS:
@@ -172,7 +147,7 @@ class StatsTracker:
         detached = {key: mask.detach().bool() for key, mask in masks.items()}
         self._frame.set(replace(frame, masks={**frame.masks, **detached}))
         for key, mask in detached.items():
-            self._add(f"{frame.prefix}{key}", _Count(mask.sum()))
+            self._add(f"{frame.prefix}{key}", _Statistic("a denominator or a count", mask.sum()))
 
     def stat(self, denominator: str, **values: Any) -> None:
         """Record tensors of the mask's shape; exports mean, min and max of the elements that the mask selects.
@@ -202,13 +177,13 @@ class StatsTracker:
         """Record numbers or tensors of one element; exports each key's mean over all calls."""
         prefix = self._frame.get().prefix
         for key, value in values.items():
-            self._add(f"{prefix}{key}", _Mean(_number(f"{prefix}{key}", value), 1))
+            self._add(f"{prefix}{key}", _Statistic("a scalar", _number(f"{prefix}{key}", value), 1))
 
     def count(self, **numbers: int) -> None:
         """Record counts; exports each key's sum over all calls."""
         prefix = self._frame.get().prefix
         for key, number in numbers.items():
-            self._add(f"{prefix}{key}", _Count(number))
+            self._add(f"{prefix}{key}", _Statistic("a denominator or a count", number))
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[Recording]:
@@ -233,30 +208,27 @@ class StatsTracker:
     def export(self, reset: bool = True) -> dict[str, float]:
         """Return all statistics, sorted by key; `reset` clears them."""
         with self._lock:
-            stats = dict(self._stats)
-            exported = {name: number for key in sorted(stats) for name, number in stats[key].export(key).items()}
+            stats = self._stats
             if reset:
                 self._stats = {}
-        return exported
+            return {name: number for key in sorted(stats) for name, number in stats[key].export(key).items()}
 
     def _add(self, key: str, statistic: _Statistic) -> None:
-        recording, kind = self._frame.get().recording, type(statistic)
+        recording = self._frame.get().recording
         with self._lock:
             stats = self._stats if recording is None else recording.stats
-            stat = stats.setdefault(key, kind())
-            if not isinstance(stat, kind):
-                raise ConfigError(f"{key!r} is recorded in two ways, as {_WORDS[type(stat)]} and as {_WORDS[kind]}")
-            stat.add(statistic)  # type: ignore[arg-type]  # of one kind
+            stat = stats.setdefault(key, _Statistic(statistic.kind))
+            if stat.kind != statistic.kind:
+                raise ConfigError(f"{key!r} is recorded in two ways, as {stat.kind} and as {statistic.kind}")
+            stat.add(statistic)
 
 
-_WORDS: dict[type, str] = {_Mean: "a scalar", _Count: "a denominator or a count", _Masked: "a stat"}
-
-
-def _masked(value: Any, mask: Any) -> _Masked:
+def _masked(value: Any, mask: Any) -> _Statistic:
     """Return the totals of the elements that the mask selects."""
     if not mask.numel():
-        return _Masked()
-    return _Masked(
+        return _Statistic("a stat")
+    return _Statistic(
+        "a stat",
         total=value.masked_fill(~mask, 0.0).sum(),
         count=mask.sum(),
         lowest=[value.masked_fill(~mask, float("inf")).min()],

@@ -18,16 +18,16 @@ behind opens, too. Times are those of `time.perf_counter`, written in microsecon
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 MAX_EVENTS = 2_000_000
 """what one trace keeps; about 300 MB of JSON"""
@@ -38,8 +38,13 @@ THREADS, TASKS = "driver", "in flight"
 
 Track = tuple[str, str]
 """a named row of a named process"""
+Row = tuple[int, int]
+"""the numbers of a process and of a row in it"""
+Key = tuple[str, int]
+"""kind and number of spans that belong to no thread"""
 Inner = Sequence[tuple[str, float, float]]
 """spans inside another one: name, start and end"""
+P = ParamSpec("P")
 
 
 class Tracer:
@@ -57,11 +62,10 @@ class Tracer:
         self._num_events = 0
         self._held: list[dict[str, Any]] = []
         self._ids = itertools.count(1)
-        self._rows: dict[Track, tuple[int, int]] = {}
+        self._rows: dict[Track, Row] = {}
         self._processes: dict[str, int] = {}
         self._ends: dict[Track, float] = {}
-        self._stages: dict[tuple[str, int], str] = {}
-        self._open: dict[tuple[str, int], str] = {}
+        self._open: dict[Key, list[str]] = {}
         self._lock = threading.RLock()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("w", encoding="utf-8")
@@ -69,15 +73,9 @@ class Tracer:
         self._began = time.perf_counter()
 
     def complete(
-        self,
-        name: str,
-        started: float,
-        ended: float,
-        args: Mapping[str, Any],
-        track: Track | None = None,
-        inner: Inner = (),
+        self, name: str, started: float, ended: float, track: Track | None = None, inner: Inner = (), /, **args: Any
     ) -> None:
-        """Add an event with start and end in `perf_counter` seconds.
+        """Record an event with start and end in `perf_counter` seconds, unless it started before the trace.
 
         Args:
             name: name of the event.
@@ -85,79 +83,74 @@ class Tracer:
             ended: end.
             track: (process, row); default: this thread's row.
             inner: spans inside the event: name, start, end.
-            args: shown with the event.
+            **args: shown with the event.
         """
+        if started < self._began:
+            return
         with self._lock:
             if track is not None:
                 started = max(started, self._ends.get(track, started))
                 self._ends[track] = ended = max(started, ended)
             row = self._row(track)
-            self._add("X", name, started, *row, args, dur=(ended - started) * 1e6)
+            self._add("X", name, started, row, args, dur=(ended - started) * 1e6)
             for label, start, end in inner:
                 start, end = max(start, started), min(end, ended)
-                self._add("X", label, start, *row, {}, dur=max(end - start, 0.0) * 1e6)
+                self._add("X", label, start, row, {}, dur=max(end - start, 0.0) * 1e6)
 
-    def instant(self, name: str, args: Mapping[str, Any]) -> None:
-        """Add an event of this moment, drawn across all rows."""
+    def instant(self, name: str, /, **args: Any) -> None:
+        """Record an event of this moment, drawn across all rows; `args` are shown with it."""
         with self._lock:
-            self._add("i", name, time.perf_counter(), *self._row(None), args, s="g")
+            self._add("i", name, time.perf_counter(), self._row(None), args, s="g")
 
-    def begin(self, kind: str, name: str, args: Mapping[str, Any]) -> tuple[str, int]:
+    def begin(self, name: str, args: Mapping[str, Any]) -> Key:
         """Begin a span that belongs to no thread.
 
         Args:
-            kind: name of its row.
-            name: name of the span.
+            name: name of the span and of its row.
             args: shown with the span.
 
         Returns:
             The key for `end`.
         """
         with self._lock:
-            key = (kind, next(self._ids))
-            if self._asynchronous("b", key, name, args):
-                self._open[key] = name
+            key = (name, next(self._ids))
+            self._begin(key, name, args)
             return key
 
-    def end(self, key: tuple[str, int], args: Mapping[str, Any]) -> None:
-        """End a span that `begin` began."""
+    def end(self, key: Key, **args: Any) -> None:
+        """End a span that `begin` began, or an item and its current stage; `args` are shown at the end."""
         with self._lock:
-            if (name := self._open.pop(key, None)) is not None:
-                self._asynchronous("e", key, name, args, is_owed=True)
+            self._leave(key, 0, args)
 
-    def stage(self, kind: str, number: int, name: str, args: Mapping[str, Any]) -> None:
+    def stage(self, kind: str, number: int, name: str, /, **args: Any) -> None:
         """Move an item into a stage, out of its previous one. The first stage begins the item's own span.
 
         Args:
             kind: kind of the item.
             number: number of the item.
             name: the stage.
-            args: shown with the stage.
+            **args: shown with the stage.
         """
         key = (kind, number)
         with self._lock:
+            self._leave(key, 1)
             if key not in self._open:
-                if not self._asynchronous("b", key, f"{kind} {number}", {}):
-                    return
-                self._open[key] = f"{kind} {number}"
-            self._leave_stage(key)
-            if self._asynchronous("b", key, name, args):
-                self._stages[key] = name
+                self._begin(key, f"{kind} {number}")
+            if key in self._open:
+                self._begin(key, name, args)
 
-    def finish(self, kind: str, number: int, args: Mapping[str, Any]) -> None:
-        """End the item and its current stage.
+    def finish(self, kind: str, number: int, reason: str) -> None:
+        """End an item and its current stage.
 
         Args:
             kind: kind of the item.
             number: number of the item.
-            args: shown at the end.
+            reason: shown at the end.
         """
-        with self._lock:
-            self._leave_stage((kind, number))
-            self.end((kind, number), args)
+        self.end((kind, number), reason=reason)
 
     def flush(self) -> None:
-        """Write buffered events."""
+        """Write the events recorded so far."""
         with self._lock:
             held, self._held = self._held, []
             if held and not self._file.closed:
@@ -169,12 +162,10 @@ class Tracer:
         with self._lock:
             if self._file.closed:
                 return
-            for key in list(self._stages):
-                self._leave_stage(key)
             for key in list(self._open):
-                self.end(key, {"reason": "the trace ended"})
+                self.end(key, reason="the trace ended")
             self._max_events = self._num_events + 1
-            self.instant("the trace ends", {"num_dropped": self.num_dropped})
+            self.instant("the trace ends", num_dropped=self.num_dropped)
             self.flush()
             # the last event must not be followed by a comma
             self._file.seek(self._file.tell() - 2)
@@ -182,38 +173,37 @@ class Tracer:
             self._file.write("\n]\n")
             self._file.close()
 
-    def _leave_stage(self, key: tuple[str, int]) -> None:
-        if (stage := self._stages.pop(key, None)) is not None:
-            self._asynchronous("e", key, stage, {}, is_owed=True)
+    def _begin(self, key: Key, name: str, args: Mapping[str, Any] = {}) -> None:
+        """Begin a span inside the open spans of its key, unless the trace is full."""
+        if self._asynchronous("b", key, name, args):
+            self._open.setdefault(key, []).append(name)
 
-    def _asynchronous(
-        self, phase: str, key: tuple[str, int], name: str, args: Mapping[str, Any], is_owed: bool = False
-    ) -> bool:
+    def _leave(self, key: Key, depth: int, args: Mapping[str, Any] = {}) -> None:
+        """End the open spans of a key but the outermost `depth`; `args` are shown at the end of the outermost span."""
+        spans = self._open.pop(key, [])
+        while len(spans) > depth:
+            name = spans.pop()
+            self._asynchronous("e", key, name, {} if spans else args)
+        if spans:
+            self._open[key] = spans
+
+    def _asynchronous(self, phase: str, key: Key, name: str, args: Mapping[str, Any]) -> bool:
         kind, number = key  # category and id tell asynchronous events apart; they have no row
-        process, now = self._process(TASKS), time.perf_counter()
-        return self._add(phase, name, now, process, 0, args, is_owed, cat=kind, id=f"{kind}-{number}")
+        row = (self._process(TASKS), 0)
+        return self._add(phase, name, time.perf_counter(), row, args, cat=kind, id=f"{kind}-{number}")
 
-    def _add(
-        self,
-        phase: str,
-        name: str,
-        at: float,
-        process: int,
-        row: int,
-        args: Mapping[str, Any],
-        is_owed: bool = False,
-        **fields: Any,
-    ) -> bool:
+    def _add(self, phase: str, name: str, at: float, row: Row, args: Mapping[str, Any], **fields: Any) -> bool:
         """Add an event.
 
         Returns:
             False if the trace is full. The end of a kept span is always kept.
         """
-        if self._num_events >= self._max_events and not is_owed:
+        if self._num_events >= self._max_events and phase != "e":
             self.num_dropped += 1
             return False
         self._num_events += 1
-        event = {"ph": phase, "name": name, "ts": (at - self._began) * 1e6, "pid": process, "tid": row, **fields}
+        process, thread = row
+        event = {"ph": phase, "name": name, "ts": (at - self._began) * 1e6, "pid": process, "tid": thread, **fields}
         if args:
             event["args"] = dict(args)
         self._hold(event)
@@ -224,7 +214,7 @@ class Tracer:
         if len(self._held) >= HELD_EVENTS:
             self.flush()
 
-    def _row(self, track: Track | None) -> tuple[int, int]:
+    def _row(self, track: Track | None) -> Row:
         """Return process and thread number of a row, which is named at first use."""
         if track is None:
             thread = threading.current_thread()
@@ -247,39 +237,17 @@ class Tracer:
         self._hold({"ph": "M", "name": what, "pid": process, "tid": row, "args": {"name": name}})
 
 
-class _Span:
-    """A block of this thread."""
-
-    __slots__ = ("_args", "_name", "_started", "_tracer")
-
-    def __init__(self, tracer: Tracer, name: str, args: Mapping[str, Any]) -> None:
-        self._tracer, self._name, self._args = tracer, name, args
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        args = self._args if kind is None else {**self._args, "raised": kind.__name__}
-        self._tracer.complete(self._name, self._started, time.perf_counter(), args)
-
-
-class _Task:
-    """A block of a task, which may pause while other tasks run."""
-
-    __slots__ = ("_args", "_key", "_name", "_tracer")
-
-    def __init__(self, tracer: Tracer, name: str, args: Mapping[str, Any]) -> None:
-        self._tracer, self._name, self._args = tracer, name, args
-
-    def __enter__(self) -> None:
-        self._key = self._tracer.begin(self._name, self._name, self._args)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._tracer.end(self._key, {} if kind is None else {"raised": kind.__name__})
+@contextmanager
+def _ending(end: Callable[..., None]) -> Iterator[None]:
+    """Call `end` after the block, with the name of the error that the block raised."""
+    raised: dict[str, str] = {}
+    try:
+        yield
+    except BaseException as error:
+        raised["raised"] = type(error).__name__
+        raise
+    finally:
+        end(**raised)
 
 
 _tracer: Tracer | None = None
@@ -309,68 +277,36 @@ def is_on() -> bool:
     return _tracer is not None
 
 
-def flush() -> None:
-    """Write events recorded so far."""
-    if _tracer is not None:
-        _tracer.flush()
-
-
-def span(name: str, **args: Any) -> AbstractContextManager[None]:
+def span(name: str, /, **args: Any) -> AbstractContextManager[None]:
     """Return a context that records the block's time on this thread's row; `args` are shown with it."""
-    return _NOTHING if _tracer is None else _Span(_tracer, name, args)
+    if (tracer := _tracer) is None:
+        return _NOTHING
+    started = time.perf_counter()
+    return _ending(lambda **raised: tracer.complete(name, started, time.perf_counter(), **{**args, **raised}))
 
 
-def task(name: str, **args: Any) -> AbstractContextManager[None]:
+def task(name: str, /, **args: Any) -> AbstractContextManager[None]:
     """Return a context that records the block's time on its own row, for blocks that wait on an event loop."""
-    return _NOTHING if _tracer is None else _Task(_tracer, name, args)
+    if (tracer := _tracer) is None:
+        return _NOTHING
+    return _ending(functools.partial(tracer.end, tracer.begin(name, args)))
 
 
-def complete(
-    name: str, started: float, ended: float, track: Track | None = None, inner: Inner = (), **args: Any
-) -> None:
-    """Record an event with start and end in `perf_counter` seconds.
+def _if_on(method: Callable[Concatenate[Tracer, P], None]) -> Callable[P, None]:
+    """Return a function that calls the method of the trace under way, and does nothing if there is none."""
 
-    Args:
-        name: name of the event.
-        started: start.
-        ended: end.
-        track: (process, row); default: this thread's row.
-        inner: spans inside the event: name, start, end.
-        **args: shown with the event.
-    """
-    if _tracer is not None:
-        _tracer.complete(name, started, ended, args, track, inner)
+    @functools.wraps(method)
+    def record(*args: P.args, **kwargs: P.kwargs) -> None:
+        if (tracer := _tracer) is not None:
+            method(tracer, *args, **kwargs)
+
+    return record
 
 
-def instant(name: str, **args: Any) -> None:
-    """Record an event of this moment."""
-    if _tracer is not None:
-        _tracer.instant(name, args)
-
-
-def stage(kind: str, number: int, name: str, **args: Any) -> None:
-    """Move item `number` of `kind` into stage `name`, out of its previous stage.
-
-    Args:
-        kind: kind of the item.
-        number: number of the item.
-        name: the stage.
-        **args: shown with the stage.
-    """
-    if _tracer is not None:
-        _tracer.stage(kind, number, name, args)
-
-
-def finish(kind: str, number: int, reason: str) -> None:
-    """End an item.
-
-    Args:
-        kind: kind of the item.
-        number: number of the item.
-        reason: shown at the end.
-    """
-    if _tracer is not None:
-        _tracer.finish(kind, number, {"reason": reason})
-
+complete = _if_on(Tracer.complete)
+instant = _if_on(Tracer.instant)
+stage = _if_on(Tracer.stage)
+finish = _if_on(Tracer.finish)
+flush = _if_on(Tracer.flush)
 
 __all__ = ["Tracer", "complete", "finish", "flush", "instant", "is_on", "span", "stage", "start", "stop", "task"]

@@ -7,6 +7,7 @@ After a gather, the ranks either compute the same thing, so that each rank's gra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -31,9 +32,7 @@ def gather(x: Tensor, group: dist.ProcessGroup, dim: int, grad: Literal["slice",
     Returns:
         The whole tensor, the same on every rank.
     """
-    if group.size() == 1:
-        return x
-    return _Gather.apply(x, group, dim % x.dim(), grad)
+    return _run(x, group, dim, _all_gather, _own_part if grad == "slice" else _reduce_scatter)
 
 
 def split(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -47,9 +46,7 @@ def split(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     Returns:
         This rank's part.
     """
-    if group.size() == 1:
-        return x
-    return _Split.apply(pad_to_multiple(x, group.size(), dim), group, dim % x.dim())
+    return _run(pad_to_multiple(x, group.size(), dim), group, dim, _own_part, _all_gather)
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -63,19 +60,17 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     Returns:
         This rank's part of the sum.
     """
-    if group.size() == 1:
-        return x
-    return _ReduceScatter.apply(pad_to_multiple(x, group.size(), dim), group, dim % x.dim())
+    return _run(pad_to_multiple(x, group.size(), dim), group, dim, _reduce_scatter, _all_gather)
 
 
 def sum_forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over ranks. The gradient, the same on every rank, passes through."""
-    return x if group.size() == 1 else _SumForward.apply(x, group)
+    return _run(x, group, 0, _all_reduce, _same)
 
 
 def sum_backward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return `x` unchanged. Its gradient is the sum over ranks, each of which uses `x` for its own part of the work."""
-    return x if group.size() == 1 else _SumBackward.apply(x, group)
+    return _run(x, group, 0, _same, _all_reduce)
 
 
 def pad_to_multiple(x: Tensor, multiple: int, dim: int) -> Tensor:
@@ -114,63 +109,36 @@ def _moved(x: Tensor, dim: int) -> Tensor:
 
 
 def _own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    return x.chunk(group.size(), dim)[group.rank()]
+    return x.chunk(group.size(), dim)[group.rank()].clone()  # autograd takes no view
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, grad: str) -> Tensor:
-        ctx.group, ctx.dim, ctx.grad = group, dim, grad
-        return _all_gather(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        back = _own_part if ctx.grad == "slice" else _reduce_scatter
-        return back(grad, ctx.group, ctx.dim), None, None, None
+def _all_reduce(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
+    return out
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _own_part(x, group, dim).clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grad, ctx.group, ctx.dim), None, None
+def _same(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    return x.view_as(x)
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _reduce_scatter(x, group, dim)
+Collective = Callable[[Tensor, dist.ProcessGroup, int], Tensor]
+
+
+def _run(x: Tensor, group: dist.ProcessGroup, dim: int, forward: Collective, backward: Collective) -> Tensor:
+    return x if group.size() == 1 else _Differentiable.apply(x, group, dim % x.dim(), forward, backward)
+
+
+class _Differentiable(torch.autograd.Function):
+    """A linear collective, with the collective that is its transpose."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grad, ctx.group, ctx.dim), None, None
-
-
-class _SumForward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        out = x.clone()
-        dist.all_reduce(out, group=group)
-        return out
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, forward: Collective, transpose: Collective
+    ) -> Tensor:
+        ctx.group, ctx.dim, ctx.transpose = group, dim, transpose
+        return forward(x, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _SumBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        out = grad.contiguous().clone()
-        dist.all_reduce(out, group=ctx.group)
-        return out, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.transpose(grad, ctx.group, ctx.dim), None, None, None, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rlite.errors import ConfigError
-from rlite.parallel.arena import SharedArena, aligned_bytes
 from rlite.parallel.mesh import TrainMesh
 from rlite.parallel.shards import ParameterShard
+from rlite.parallel.shared_memory import SharedArena, aligned_bytes
 
 
 def shard(
@@ -215,19 +215,16 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sha
                 f"buffer {name!r} is on meta, so its values are lost: build the module inside "
                 "accelerate.init_empty_weights(), which keeps buffers real, instead of torch.device('meta')"
             )
-    parameters = dict(module.named_parameters())
-    shapes = {name: tuple(local_tensor(parameter).shape) for name, parameter in parameters.items()}
-    on_cpu = device.type == "cpu"
-    arena = SharedArena(sum(aligned_bytes(shape, dtype) for shape in shapes.values())) if on_cpu else None
+    shapes = [tuple(local_tensor(parameter).shape) for parameter in module.parameters()]
+    arena = SharedArena(sum(aligned_bytes(shape, dtype) for shape in shapes)) if device.type == "cpu" else None
 
-    def empty(shape: tuple[int, ...]) -> Tensor:
-        return arena.empty(shape, dtype) if arena else torch.empty(shape, dtype=dtype, device=device)
+    def make(parameter: nn.Parameter) -> nn.Parameter:
+        shape = tuple(local_tensor(parameter).shape)
+        local = arena.empty(shape, dtype) if arena else torch.empty(shape, dtype=dtype, device=device)
+        return nn.Parameter(dtensor_like(parameter, local), requires_grad=parameter.requires_grad)
 
-    replaced = {id(parameter): _like(parameter, empty(shapes[name])) for name, parameter in parameters.items()}
+    replace_parameters(module, make)
     for submodule in module.modules():
-        for name, parameter in submodule._parameters.items():
-            if parameter is not None:
-                submodule._parameters[name] = replaced[id(parameter)]
         for name, tensor in submodule._buffers.items():
             if tensor is not None:
                 submodule._buffers[name] = tensor.to(device)
@@ -236,15 +233,21 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sha
     return arena
 
 
-def _like(parameter: nn.Parameter, local: Any) -> nn.Parameter:
-    """Return a parameter like `parameter` with another local block."""
-    if isinstance(parameter, DTensor):
-        local = DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    return nn.Parameter(local, requires_grad=parameter.requires_grad)
+def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Replace every parameter by what `make` returns for it; shared parameters stay shared."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    made[parameter] = make(parameter)
+                submodule._parameters[name] = made[parameter]
+
+
+def dtensor_like(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor laid out like `tensor`, a DTensor or not, with another local block."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )

@@ -56,18 +56,12 @@ def make_mesh(device_type: str, world_ranks: Sequence[int], rank: int, dims: Par
     """
     table = torch.tensor(world_ranks, dtype=torch.int).view(dims.copies, dims.num_shards, dims.tensor)
     copy, shard, tensor = (int(i) for i in torch.unravel_index(torch.tensor(rank), table.shape))
-    lines = {
-        "replicate": subgroup(table[:, shard, tensor].tolist()),
-        "shard": subgroup(table[copy, :, tensor].tolist()),
-        "tensor": subgroup(table[copy, shard, :].tolist()),
-    }
-    names = ("replicate", "shard", "tensor") if dims.copies > 1 else ("shard", "tensor")
-    whole = DeviceMesh.from_group(
-        [lines[name] for name in names],
-        device_type,
-        mesh=table if dims.copies > 1 else table[0],
-        mesh_dim_names=names,
-    )
+    axes = {"shard": table[copy, :, tensor], "tensor": table[copy, shard, :]}
+    if dims.copies > 1:
+        axes = {"replicate": table[:, shard, tensor], **axes}
+    groups = [subgroup(ranks.tolist()) for ranks in axes.values()]
+    ranks = table if dims.copies > 1 else table[0]
+    whole = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
     first = shard - shard % dims.seq
     return TrainMesh(
         dims=dims,

@@ -193,24 +193,14 @@ def _new_group(store: dist.Store, purpose: str, members: Sequence[int], rank: in
     return group
 
 
-def set_up_device(torch_device: str, num_threads: int) -> torch.device:
+def set_up_device(torch_device: str, num_threads: int) -> None:
     """Give this process its device and its share of the cores.
 
     Args:
         torch_device: such as "cpu" or "cuda:1".
         num_threads: threads of torch; 0 keeps torch's default.
-
-    Returns:
-        The device.
     """
-    device = torch.device(torch_device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if torch_device != "cpu":
+        torch.cuda.set_device(torch_device)
     if num_threads:
         torch.set_num_threads(num_threads)
-    return device
-
-
-def call_on(function: Any, *args: Any) -> Any:
-    """Return `function(*args)`; a launcher runs it in a process that hosts no worker yet."""
-    return function(*args)

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -29,7 +28,8 @@ from transformers import PreTrainedModel
 
 from rlite.errors import ConfigError
 from rlite.parallel.collectives import gather, reduce_scatter, split, sum_backward, sum_forward
-from rlite.parallel.tensor import check_heads, split_linears
+from rlite.parallel.fsdp import replace_parameters
+from rlite.parallel.tensor_plan import check_heads, split_linears, vocabulary_rows
 
 LAYER_INPUTS = {
     "attention_mask",
@@ -92,7 +92,7 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     axis.update({parameter: 1 for row in rows.values() for parameter in _of_inputs(row)})
     _distribute(model, mesh, axis)
 
-    layers = _layers(model)
+    layers, tokens = _layers(model), _TokenHooks(group)
     inside = {id(module) for part in (*layers, *vocabulary) for module in part.modules()}
     for module in model.modules():
         if module._parameters:
@@ -101,10 +101,10 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     for name, row in rows.items():
         row.forward = partial(_row_forward, getattr(row, "base_layer", row), row.forward, group)
         parent = model.get_submodule(name.rpartition(".")[0])
-        parent.register_forward_pre_hook(partial(_gather_tokens, group), with_kwargs=True)
-    layers[0].register_forward_pre_hook(partial(_split_tokens, group), with_kwargs=True)
-    layers[-1].register_forward_hook(partial(_join_tokens, group), with_kwargs=True)
-    model.base_model.register_forward_hook(partial(_join_recorded, group))
+        parent.register_forward_pre_hook(tokens.gather, with_kwargs=True)
+    layers[0].register_forward_pre_hook(tokens.split, with_kwargs=True)
+    layers[-1].register_forward_hook(tokens.join, with_kwargs=True)
+    model.base_model.register_forward_hook(tokens.join_recorded)
     if embedding in vocabulary:
         embedding.forward = partial(_embedding_forward, embedding, group)
     if head in vocabulary:
@@ -134,23 +134,20 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def _distribute(model: nn.Module, mesh: DeviceMesh, axis: Mapping[nn.Parameter, int]) -> None:
     """Replace every parameter by a DTensor on meta; shared ones stay shared."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if parameter not in made:
-                shape = list(parameter.shape)
-                placement: Placement = Replicate()
-                if (dim := axis.get(parameter)) is not None:
-                    shape[dim] //= mesh.size()
-                    placement = Shard(dim)
-                local = torch.empty(shape, dtype=parameter.dtype, device="meta")
-                whole = DTensor.from_local(
-                    local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
-                )
-                made[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-            module._parameters[name] = made[parameter]
+
+    def make(parameter: nn.Parameter) -> nn.Parameter:
+        shape = list(parameter.shape)
+        placement: Placement = Replicate()
+        if (dim := axis.get(parameter)) is not None:
+            shape[dim] //= mesh.size()
+            placement = Shard(dim)
+        local = torch.empty(shape, dtype=parameter.dtype, device="meta")
+        whole = DTensor.from_local(
+            local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+    replace_parameters(model, make)
 
 
 def _on_local_parameters(module: nn.Module, forward: Any, whole: Placement, *args: Any, **kwargs: Any) -> Any:
@@ -189,50 +186,72 @@ def _row_forward(row: nn.Linear, forward: Any, group: dist.ProcessGroup, x: Tens
 
 def _embedding_forward(embedding: nn.Embedding, group: dist.ProcessGroup, ids: Tensor) -> Tensor:
     weight = embedding.get_parameter("weight").to_local()  # type: ignore[attr-defined]
-    start = group.rank() * weight.shape[0]
-    local = ids - start
-    is_here = (local >= 0) & (local < weight.shape[0])
+    rows = vocabulary_rows(weight, ids, group.rank() * weight.shape[0])
     if embedding.padding_idx is not None:  # its row gets no gradient
-        is_padding = (ids == embedding.padding_idx)[..., None]
-        rows = F.embedding(local.where(is_here, 0), weight)
-        rows = torch.where(is_padding, rows.detach(), rows)
-    else:
-        rows = F.embedding(local.where(is_here, 0), weight)
-    return sum_forward(rows * is_here[..., None], group)
+        rows = torch.where((ids == embedding.padding_idx)[..., None], rows.detach(), rows)
+    return sum_forward(rows, group)
 
 
 def _head_forward(forward: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     return gather(forward(sum_backward(x, group)), group, dim=-1, grad="slice")
 
 
-def _split_tokens(
-    group: dist.ProcessGroup, layer: nn.Module, args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
-    return _with_hidden(args, kwargs, lambda x: split(x, group, dim=1))
+class _TokenHooks:
+    """Hooks of a forward pass between whose layers each rank of a group holds a part of the tokens."""
 
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
 
-def _gather_tokens(
-    group: dist.ProcessGroup, block: nn.Module, args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
-    """Return the arguments with all tokens. Attention, which gets positions, gets no padding of the last part."""
-    return _with_hidden(args, kwargs, lambda x: _cut(gather(x, group, dim=1, grad="sum"), kwargs))
+    def split(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments of the first layer with this rank's tokens.
 
+        Args:
+            layer: the module of the hook.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
+        return _with_hidden(args, kwargs, lambda x: split(x, self._group, dim=1))
 
-def _join_tokens(group: dist.ProcessGroup, layer: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
-    if isinstance(out, tuple):
-        return (_cut(gather(out[0], group, dim=1, grad="slice"), kwargs), *out[1:])
-    return _cut(gather(out, group, dim=1, grad="slice"), kwargs)
+    def gather(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments with all tokens. Attention, which gets positions, gets no padding of the last part.
 
+        Args:
+            block: the module of the hook.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
+        return _with_hidden(args, kwargs, lambda x: _cut(gather(x, self._group, dim=1, grad="sum"), kwargs))
 
-def _join_recorded(group: dist.ProcessGroup, model: nn.Module, args: tuple, out: Any) -> None:
-    """Join recorded outputs: hidden states of all tokens, attentions of all heads."""
-    if states := getattr(out, "hidden_states", None):
-        *parts, last = states  # the last is not a layer's own, but what the model ends with
-        length = out.last_hidden_state.shape[1]
-        whole = [x if x is None else _first(gather(x, group, dim=1, grad="slice"), length) for x in parts]
-        out["hidden_states"] = (*whole, last)
-    if attentions := getattr(out, "attentions", None):
-        out["attentions"] = tuple(gather(x, group, dim=1, grad="slice") for x in attentions)
+    def join(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
+        """Return the output of the last layer with all tokens.
+
+        Args:
+            layer: the module of the hook.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            out: its output.
+        """
+        if isinstance(out, tuple):
+            return (_cut(self._whole(out[0]), kwargs), *out[1:])
+        return _cut(self._whole(out), kwargs)
+
+    def join_recorded(self, model: nn.Module, args: tuple, out: Any) -> None:
+        """Join recorded outputs: hidden states of all tokens, attentions of all heads.
+
+        Args:
+            model: the module of the hook.
+            args: its positional arguments.
+            out: its output.
+        """
+        if states := getattr(out, "hidden_states", None):
+            *parts, last = states  # the last is not a layer's own, but what the model ends with
+            length = out.last_hidden_state.shape[1]
+            out["hidden_states"] = (*(x if x is None else _first(self._whole(x), length) for x in parts), last)
+        if attentions := getattr(out, "attentions", None):
+            out["attentions"] = tuple(map(self._whole, attentions))
+
+    def _whole(self, x: Tensor) -> Tensor:
+        return gather(x, self._group, dim=1, grad="slice")
 
 
 def _cut(x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 import rlite
 from rlite import config
 from rlite.data.loader import ShuffledOrder
-from rlite.data.reasoning import held_out_split, verify_exactly
+from rlite.data.reasoning import held_out_split
 from rlite.data.sft import sft_rows
 from rlite.engine.train import RliteTrainEngine
 from rlite.observability.console import ConsoleReporter
@@ -30,6 +30,7 @@ from rlite.quickstart.options import QuickstartConfig
 from rlite.quickstart.teacher import impatient_demonstrations
 from rlite.quickstart.tiny import build_tiny_qwen3
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
+from rlite.rollout.rewards.reasoning import verify_exactly
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.modules import policy_module
 from rlite.trainer.options import OptimizerOptions, TrainerOptions
@@ -71,10 +72,8 @@ def main(argv: Sequence[str]) -> None:
 
 def problems(options: QuickstartConfig, folder: Path) -> tuple[list[Any], list[Any]]:
     """Return training and held-out problems, and write them to the run's folder for you to read."""
-    train, held_out = (
-        [shortened(row) for row in rows]
-        for rows in held_out_split(TASK, options.num_train, options.num_held_out, options.seed)
-    )
+    split = held_out_split(TASK, options.num_train, options.num_held_out, options.seed)
+    train, held_out = ([shortened(row) for row in rows] for rows in split)
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train", train), ("held_out", held_out)):
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

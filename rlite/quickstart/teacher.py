@@ -25,8 +25,5 @@ def impatient_demonstrations(
         One answer per problem.
     """
     rng = random.Random(seed)
-    hurries = [rng.random() < impatience for _ in problems]
-    return [
-        problem["answer"][:patience] if hurry else problem["answer"]
-        for problem, hurry in zip(problems, hurries, strict=True)
-    ]
+    answers = [problem["answer"] for problem in problems]
+    return [answer[:patience] if rng.random() < impatience else answer for answer in answers]

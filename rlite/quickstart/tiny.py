@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rlite.errors import ConfigError
 
+HEAD_DIM = 32
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 CHATML = (
@@ -49,16 +50,12 @@ def build_tiny_qwen3(
     hidden_size: int = 192,
     intermediate_size: int = 384,
     num_layers: int = 2,
-    head_dim: int = 32,
     num_key_value_heads: int = 2,
-    max_position_embeddings: int = 1024,
-    rope_theta: float = 100.0,
-    initializer_range: float = 0.05,
 ) -> Path:
     """Write an untrained Qwen3 (float32, tied embeddings) with `byte_tokenizer` to a folder.
 
-    The defaults suit prompts of about a hundred bytes and training from random weights: wide initial weights, and
-    rotary frequencies that distinguish such short distances. The same arguments write the same weights; the process's
+    It suits prompts of about a hundred bytes and training from random weights: wide initial weights, and rotary
+    frequencies that distinguish such short distances. The same arguments write the same weights; the process's
     random state is left unchanged.
 
     Args:
@@ -67,11 +64,7 @@ def build_tiny_qwen3(
         hidden_size: width of the model.
         intermediate_size: width of the MLP.
         num_layers: layers.
-        head_dim: width of an attention head.
         num_key_value_heads: heads of keys and values.
-        max_position_embeddings: longest sequence, in tokens.
-        rope_theta: base of the rotary frequencies.
-        initializer_range: standard deviation of the initial weights.
 
     Returns:
         The folder.
@@ -79,10 +72,10 @@ def build_tiny_qwen3(
     Raises:
         ConfigError: the heads do not divide `hidden_size`, or the key-value heads the heads.
     """
-    num_heads, rest = divmod(hidden_size, head_dim)
+    num_heads, rest = divmod(hidden_size, HEAD_DIM)
     if rest or num_heads % num_key_value_heads:
         raise ConfigError(
-            f"hidden_size {hidden_size} = heads x head_dim {head_dim}, with heads a multiple of num_key_value_heads "
+            f"hidden_size {hidden_size} = heads x head_dim {HEAD_DIM}, with heads a multiple of num_key_value_heads "
             f"{num_key_value_heads}: no number of heads fits"
         )
     tokenizer = byte_tokenizer()
@@ -93,10 +86,10 @@ def build_tiny_qwen3(
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_key_value_heads,
-        head_dim=head_dim,
-        max_position_embeddings=max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-        initializer_range=initializer_range,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        initializer_range=0.05,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

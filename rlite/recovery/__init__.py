@@ -1,1 +1,1 @@
-"""Faults on purpose: what can go wrong with a run, in words, and the code that makes it happen."""
+"""Failover decisions, records of jobs and their stores, and faults on purpose."""

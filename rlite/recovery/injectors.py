@@ -128,8 +128,9 @@ def _has_role(process: psutil.Process, role: Role, first: psutil.Process) -> boo
             case "control":
                 return process.name().startswith("gcs_server")
             case "sandbox":
-                is_code = command[1:2] == ["-c"] and "multiprocessing" not in "".join(command)
-                return is_code and (is_child or "RANK" in process.environ())
+                # forked by its keeper, which has the same command line
+                keeper = process.parent() if command[1:2] == ["-c"] else None
+                return keeper is not None and keeper.cmdline() == command and "multiprocessing" not in "".join(command)
     except psutil.Error:  # it ended just now
         return False
 

@@ -8,7 +8,7 @@ from rlite import lazy
 
 if TYPE_CHECKING:
     from rlite.rollout.chat.conversation import Conversation
-    from rlite.rollout.chat.retries import MultiTurnWorkflow
+    from rlite.rollout.chat.multi_turn import MultiTurnWorkflow
     from rlite.rollout.chat.transcript import Transcript
     from rlite.rollout.collector.collector import RolloutCollector
     from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger, capacity
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
         EnvironmentRaised,
         EnvironmentTimeout,
     )
-    from rlite.rollout.environments.gym import GymEnvironment, GymWorkflow
-    from rlite.rollout.environments.step import Environment, EnvironmentWorkflow
+    from rlite.rollout.environments.gym import GymEnvironment
+    from rlite.rollout.environments.step import Environment
+    from rlite.rollout.environments.workflow import EnvironmentWorkflow, GymWorkflow
     from rlite.rollout.rewards.adapters import from_trl, from_verl
     from rlite.rollout.rewards.errors import (
         RewardCrash,
@@ -41,31 +42,4 @@ if TYPE_CHECKING:
     from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
 
 # lazy, so that a reward process imports no torch
-__all__, __getattr__, __dir__ = lazy.exports(
-    __name__,
-    {
-        "rlite.rollout.trajectories": "check_trajectory pad_trajectories",
-        "rlite.rollout.collector.collector": "RolloutCollector",
-        "rlite.rollout.chat.conversation": "Conversation",
-        "rlite.rollout.environments.errors": (
-            "EnvironmentCrash EnvironmentFailure EnvironmentInvalid EnvironmentMemory EnvironmentRaised "
-            "EnvironmentTimeout"
-        ),
-        "rlite.rollout.environments.step": "Environment EnvironmentWorkflow",
-        "rlite.rollout.environments.gym": "GymEnvironment GymWorkflow",
-        "rlite.rollout.chat.retries": "MultiTurnWorkflow",
-        "rlite.rollout.collector.options": "CollectorOptions",
-        "rlite.rollout.rewards.adapters": "from_trl from_verl",
-        "rlite.rollout.rewards.errors": (
-            "RewardCrash RewardError RewardInvalid RewardMemory RewardRaised RewardTimeout"
-        ),
-        "rlite.rollout.rewards.function": "RewardFunction",
-        "rlite.rollout.scripted": "ScriptedEngine",
-        "rlite.rollout.collector.ledger": "RolloutCounters RolloutLedger capacity",
-        "rlite.rollout.tools.workflow": "ToolUseWorkflow",
-        "rlite.rollout.tools.toolbox": "Tool",
-        "rlite.rollout.chat.transcript": "Transcript",
-        "rlite.rollout.workflow": "RolloutError RolloutWorkflow SingleTurnWorkflow trajectory",
-        "rlite.types": "GenerationHyperparameters LLMRequest LLMResponse",
-    },
-)
+__all__, __getattr__, __dir__ = lazy.exports()

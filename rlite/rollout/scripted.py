@@ -8,6 +8,7 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 
 from rlite.types import LLMRequest, LLMResponse, OnChunk, StopReason, TokenChunk
 
@@ -44,7 +45,9 @@ class ScriptedEngine:
         self._lock = threading.Lock()
         self._paused_at: float | None = None
         self._offset = 0.0
-        self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._resumed: Future[None] = Future()
+        """the end of the latest pause"""
+        self._resumed.set_result(None)
         self._versions = [version]
         self._set_at = [float("-inf")]
         self.num_requests = 0
@@ -124,7 +127,7 @@ class ScriptedEngine:
         now = self._clock()
         with self._lock:
             if self._paused_at is None:
-                self._paused_at = now
+                self._paused_at, self._resumed = now, Future()
 
     def resume(self) -> None:
         """Let the clock run again."""
@@ -132,9 +135,7 @@ class ScriptedEngine:
             if self._paused_at is not None:
                 self._offset = time.monotonic() - self._paused_at
                 self._paused_at = None
-            sleepers, self._sleepers = self._sleepers, []
-        for loop, event in sleepers:
-            loop.call_soon_threadsafe(event.set)
+                self._resumed.set_result(None)
 
     def _clock(self) -> float:
         """Return seconds, without those of pauses."""
@@ -143,14 +144,8 @@ class ScriptedEngine:
 
     async def _sleep_until(self, moment: float) -> None:
         while True:
-            with self._lock:
-                event = None
-                if self._paused_at is not None:
-                    event = asyncio.Event()
-                    self._sleepers.append((asyncio.get_running_loop(), event))
-            if event is not None:
-                await event.wait()
-            remaining = moment - self._clock()
-            await asyncio.sleep(max(remaining, 0.0))
+            if not self._resumed.done():
+                await asyncio.shield(asyncio.wrap_future(self._resumed))  # others wait for it, too
+            await asyncio.sleep(max(moment - self._clock(), 0.0))
             if moment <= self._clock():
                 return

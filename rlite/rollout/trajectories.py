@@ -1,4 +1,4 @@
-"""Trajectories, and the batches that they are padded into.
+"""Trajectories: made of token histories, and padded into batches.
 
 A trajectory is a TensorDict of k rows (mostly one): `input_ids` and `attention_mask` [k, L], further keys per token
 [k, L, ...] or per row [k, ...]. `rlite.batch` has the table of keys.
@@ -6,47 +6,123 @@ A trajectory is a TensorDict of k rows (mostly one): `input_ids` and `attention_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from rlite.batch import INTEGER, KEYS, NAMED_REWARD, PER_TOKEN, with_keys
+from rlite.batch import INTEGER, KEYS, NAMED_REWARD, PER_TOKEN, RAGGED, with_keys
+from rlite.data.packs import check_ragged, is_ragged_value
 from rlite.errors import DataError
 from rlite.rollout.rewards.score import Reward
+from rlite.types import LLMResponse, StopReason
 
 
-def sequence_row(
-    tokens: Sequence[int],
-    loss_mask: Sequence[bool],
-    logprobs: Sequence[float],
-    versions: Sequence[int],
-    *,
-    is_truncated: bool,
-) -> TensorDict:
-    """Return one sequence as a trajectory of batch size [1].
+@dataclass(eq=False)
+class TokenHistory:
+    """Tokens of one sequence in the order in which the model reads and writes them. Each list has one entry per token.
 
-    Args:
-        tokens: L token ids.
-        loss_mask: whether each token is trained on.
-        logprobs: log-probability of each token at sampling, 0 for tokens that the model has not generated.
-        versions: policy version of each token, -1 for tokens that the model has not generated.
-        is_truncated: whether a length limit ended the sequence.
-
-    Returns:
-        `input_ids`, `attention_mask`, `loss_mask`, `logprobs` and `versions` [1, L], `truncated` [1].
+    Tokens that the model has written are trained on, once, with their log-probabilities and versions. Tokens that it
+    has only read are not.
     """
-    columns = {
-        "input_ids": torch.tensor([tokens], dtype=torch.int64),
-        "attention_mask": torch.ones(1, len(tokens), dtype=torch.bool),
-        "loss_mask": torch.tensor([loss_mask], dtype=torch.bool),
-        "logprobs": torch.tensor([logprobs], dtype=torch.float32),
-        "versions": torch.tensor([versions], dtype=torch.int64),
-        "truncated": torch.tensor([is_truncated]),
-    }
-    return TensorDict(columns, batch_size=[1])
+
+    tokens: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    kept_ids: list[Sequence[int]] = field(default_factory=list)
+    is_truncated: bool = False
+    has_kept_ids: bool = False
+    """some turn came with kept ids"""
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Append tokens of a prompt, an environment or a tool."""
+        self._append(tokens, False, [0.0] * len(tokens), [-1] * len(tokens), [()] * len(tokens))
+
+    def write(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        stop_reason: StopReason,
+        kept_ids: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Append one turn of the model.
+
+        Args:
+            tokens: the output.
+            logprobs: one per token.
+            versions: the version of the weights, one per token.
+            stop_reason: "length" marks the sequence as truncated.
+            kept_ids: the ids among which each token was sampled, over which its log-probability is; [] is the
+                vocabulary. None: the engine was not asked for them.
+        """
+        self._append(tokens, True, logprobs, versions, [()] * len(tokens) if kept_ids is None else kept_ids)
+        self.has_kept_ids |= kept_ids is not None
+        self.is_truncated |= stop_reason == "length"
+
+    def add(self, response: LLMResponse) -> None:
+        """Append one turn of the model, with its kept ids if the request asked for them."""
+        made = response.output_tokens, response.output_logprobs, response.output_versions, response.stop_reason
+        self.write(*made, response.extras.get("kept_ids"))
+
+    def reward(self, reward: float) -> None:
+        """Add the reward of the turn that was written last, on its last token."""
+        assert self.loss_mask[-1]
+        self.rewards[-1] += reward
+
+    def drop_unanswered(self) -> None:
+        """Remove the tokens after the last turn of the model."""
+        while self.loss_mask and not self.loss_mask[-1]:
+            for values in (self.tokens, self.loss_mask, self.logprobs, self.versions, self.rewards, self.kept_ids):
+                values.pop()
+
+    def row(self, *, has_rewards: bool = False) -> TensorDict:
+        """Return the sequence as a trajectory of batch size [1].
+
+        Args:
+            has_rewards: add `token_rewards` [1, L] float32.
+
+        Returns:
+            `input_ids`, `attention_mask`, `loss_mask`, `logprobs` and `versions` [1, L], `truncated` [1]; with kept ids
+            `kept_counts` [1, L] and `kept_ids` [1, M].
+        """
+        columns = {
+            "input_ids": torch.tensor([self.tokens], dtype=torch.int64),
+            "attention_mask": torch.ones(1, len(self.tokens), dtype=torch.bool),
+            "loss_mask": torch.tensor([self.loss_mask], dtype=torch.bool),
+            "logprobs": torch.tensor([self.logprobs], dtype=torch.float32),
+            "versions": torch.tensor([self.versions], dtype=torch.int64),
+            "truncated": torch.tensor([self.is_truncated]),
+        }
+        if self.has_kept_ids:
+            columns["kept_counts"] = torch.tensor([[len(ids) for ids in self.kept_ids]], dtype=torch.int32)
+            columns["kept_ids"] = torch.tensor([list(chain.from_iterable(self.kept_ids))], dtype=torch.int32)
+        if has_rewards:
+            columns["token_rewards"] = torch.tensor([self.rewards], dtype=torch.float32)
+        return TensorDict(columns, batch_size=[1])
+
+    def _append(
+        self,
+        tokens: Sequence[int],
+        is_action: bool,
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        kept_ids: Sequence[Sequence[int]],
+    ) -> None:
+        self.tokens += tokens
+        self.loss_mask += [is_action] * len(tokens)
+        self.logprobs += logprobs
+        self.versions += versions
+        self.rewards += [0.0] * len(tokens)
+        self.kept_ids += kept_ids
 
 
 def of_trajectory(count: int, **values: float) -> dict[str, Tensor]:
@@ -56,12 +132,31 @@ def of_trajectory(count: int, **values: float) -> dict[str, Tensor]:
     return {key: torch.full((count,), value, dtype=torch.float32) for key, value in (values | named).items()}
 
 
+def join_histories(histories: Sequence[TokenHistory], num_turns: int) -> TensorDict:
+    """Return the sequences of one episode as the rows of one trajectory.
+
+    Args:
+        histories: at least one, each with a turn of the model.
+        num_turns: the turns of the episode.
+
+    Returns:
+        A TensorDict of batch size [k] with the keys of `rlite.rollout.workflow.trajectory`, `token_rewards` [k, L],
+        `sequence_index` [k] from 0, `num_turns` [k], and `rewards` [k], the sum of the token rewards of all rows.
+    """
+    count = len(histories)
+    rows = pad_trajectories([history.row(has_rewards=True) for history in histories]).exclude("group_ids")
+    reward = math.fsum(reward for history in histories for reward in history.rewards)
+    rows["sequence_index"] = torch.arange(count)
+    rows["num_turns"] = torch.full((count,), num_turns)
+    return rows.update(of_trajectory(count, rewards=reward))
+
+
 def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
     """Check that this is a TensorDict that can be trained on.
 
     The table of `rlite.batch` says which keys are per token, and which of them hold integers. Floating-point values
     must be finite. `attention_mask` must be ones and then zeros in every row, and `loss_mask` ones and zeros within it.
-    `sequence_index` must count the rows.
+    `sequence_index` must count the rows. `kept_ids` must hold each token that has kept ids.
 
     Raises:
         DataError: Something does not fit; the message names the key.
@@ -102,17 +197,42 @@ def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
             raise DataError(f"{what}: loss_mask selects positions that attention_mask leaves out")
         if (trajectory["loss_mask"] != chosen).any():
             raise DataError(f"{what}: loss_mask holds other values than ones and zeros")
+    check_ragged(trajectory, what)
+    if "kept_ids" in trajectory:
+        _check_kept_ids(trajectory, what)
     if "sequence_index" in trajectory:
         index = trajectory["sequence_index"]
         if index.dim() != 1 or index[0] != 0 or ((index[1:] != index[:-1] + 1) & (index[1:] != 0)).any():
             raise DataError(f"{what}: sequence_index is {index.tolist()}; expected the rows counted from 0")
 
 
+def _check_kept_ids(trajectory: TensorDict, what: str) -> None:
+    """Check that each token is among its kept ids, and that these are not negative.
+
+    Raises:
+        DataError: they do not fit.
+    """
+    counts, width = trajectory["kept_counts"].long(), trajectory["kept_ids"].shape[1]
+    values = trajectory["kept_ids"][is_ragged_value(counts, width)]
+    owners = torch.arange(counts.numel()).repeat_interleave(counts.flatten())
+    tokens = trajectory["input_ids"].flatten()
+    num_own = torch.zeros_like(tokens).index_add(0, owners, (values == tokens[owners]).long())
+    if (wrong := ((counts.flatten() > 0) & (num_own != 1)).nonzero()[:, 0]).numel():
+        row, position = divmod(int(wrong[0]), counts.shape[1])
+        raise DataError(
+            f"{what}: token {int(tokens[wrong[0]])} at position {position} of row {row} is not among its kept_ids, or "
+            "is there twice; expected the ids among which it was drawn"
+        )
+    if (values < 0).any():
+        raise DataError(f"{what}: kept_ids holds {int(values.min())}; expected token ids")
+
+
 def pad_trajectories(trajectories: Sequence[TensorDict], group_ids: Sequence[int] | None = None) -> TensorDict:
     """Pad trajectories of any lengths on the right, into one batch with the rows in order.
 
     Keys that are [k, L, ...] in every trajectory become [N, max L, ...], padded with 0 (`versions` with -1). Keys of
-    equal shape beyond the rows are concatenated to [N, ...].
+    equal shape beyond the rows are concatenated to [N, ...]. Ragged keys are padded to the widest row, and a trajectory
+    without them has no values.
 
     Args:
         trajectories: at least one, all with the same keys.
@@ -129,9 +249,11 @@ def pad_trajectories(trajectories: Sequence[TensorDict], group_ids: Sequence[int
         raise DataError("pad_trajectories: the list is empty; expected at least one trajectory")
     for index, trajectory in enumerate(trajectories):
         check_trajectory(trajectory, f"trajectory {index}")
-    check_alike(trajectories)
-    lengths = [trajectory["input_ids"].shape[1] for trajectory in trajectories]
-    batch = {key: _join(key, values, lengths) for key, values in _columns(trajectories).items()}
+    trajectories = _with_ragged(trajectories)
+    batch = {
+        key: _join(key, [row[key] for row in trajectories], is_per_token)
+        for key, is_per_token in check_alike(trajectories).items()
+    }
     ids = torch.tensor(range(len(trajectories)) if group_ids is None else group_ids, dtype=torch.int64)
     if len(ids) != len(trajectories):
         raise DataError(f"{len(ids)} group_ids for {len(trajectories)} trajectories; expected one each")
@@ -139,12 +261,16 @@ def pad_trajectories(trajectories: Sequence[TensorDict], group_ids: Sequence[int
     return TensorDict(batch, batch_size=[len(batch["group_ids"])])
 
 
-def check_alike(trajectories: Sequence[TensorDict]) -> None:
+def check_alike(trajectories: Sequence[TensorDict]) -> dict[str, bool]:
     """Check that these fit into one batch.
+
+    Returns:
+        Whether each key is per token, [k, L, ...].
 
     Raises:
         DataError: They do not; the message names the key and the trajectory.
     """
+    trajectories = _with_ragged(trajectories)
     keys = [set(trajectory.keys()) - {"group_ids"} for trajectory in trajectories]
     for index, own in enumerate(keys):
         odd = sorted(own ^ keys[0])
@@ -152,14 +278,31 @@ def check_alike(trajectories: Sequence[TensorDict]) -> None:
             has, lacks = (index, 0) if odd[0] in own else (0, index)
             raise DataError(f"trajectory {has} has {odd[0]!r} and trajectory {lacks} has not; expected the same keys")
     lengths = [trajectory["input_ids"].shape[1] for trajectory in trajectories]
-    for key, values in _columns(trajectories).items():
-        _is_per_token(key, values, lengths)
+    columns = [str(key) for key in trajectories[0].keys() if key != "group_ids"]  # noqa: SIM118
+    return {key: _is_per_token(key, [row[key] for row in trajectories], lengths) for key in columns}
+
+
+def _with_ragged(trajectories: Sequence[TensorDict]) -> Sequence[TensorDict]:
+    """Return trajectories that have the same ragged keys: without values, if a trajectory had none."""
+    for key, counts in RAGGED.items():
+        if (like := next((each for each in trajectories if key in each), None)) is None:
+            continue
+        trajectories = [
+            each if key in each else with_keys(each, **_no_values(like, each, key, counts)) for each in trajectories
+        ]
+    return trajectories
+
+
+def _no_values(like: TensorDict, trajectory: TensorDict, key: str, counts: str) -> dict[str, Tensor]:
+    rows = trajectory["input_ids"]
+    return {key: like[key].new_zeros(len(rows), 0), counts: torch.zeros_like(rows, dtype=like[counts].dtype)}
 
 
 def layout(trajectory: TensorDict) -> frozenset[tuple[Any, ...]]:
     """Return what must agree within a batch, by key: the type, the number of dimensions, the sizes after the second."""
+    free = {"group_ids", *RAGGED, *RAGGED.values()}
     return frozenset(
-        (key, value.dtype, value.dim(), value.shape[2:]) for key, value in trajectory.items() if key != "group_ids"
+        (key, value.dtype, value.dim(), value.shape[2:]) for key, value in trajectory.items() if key not in free
     )
 
 
@@ -193,11 +336,6 @@ def first_rows(batch: TensorDict) -> Tensor:
     return (trajectory_index(batch).diff(prepend=torch.tensor([-1])) > 0).nonzero()[:, 0]
 
 
-def _columns(trajectories: Sequence[TensorDict]) -> dict[str, list[Tensor]]:
-    keys = [str(key) for key in trajectories[0].keys() if key != "group_ids"]  # noqa: SIM118
-    return {key: [row[key] for row in trajectories] for key in keys}
-
-
 def _is_per_token(key: str, values: list[Tensor], lengths: list[int]) -> bool:
     """Return whether these values are [k, L, ...].
 
@@ -213,6 +351,8 @@ def _is_per_token(key: str, values: list[Tensor], lengths: list[int]) -> bool:
             )
     if first.dim() == 1:
         return False
+    if key in RAGGED:
+        return True  # padded like one
     widths = [value.shape[1] for value in values]
     if widths == lengths:
         return True
@@ -225,17 +365,11 @@ def _is_per_token(key: str, values: list[Tensor], lengths: list[int]) -> bool:
     )
 
 
-def _join(key: str, values: list[Tensor], lengths: list[int]) -> Tensor:
-    if not _is_per_token(key, values, lengths):
+def _join(key: str, values: list[Tensor], is_per_token: bool) -> Tensor:
+    if not is_per_token:
         return torch.cat(values)
-    padded = values[0].new_full(
-        (sum(map(len, values)), max(lengths), *values[0].shape[2:]), KEYS[key].padding if key in KEYS else 0
-    )
-    row = 0
-    for value in values:
-        padded[row : row + len(value), : value.shape[1]] = value
-        row += len(value)
-    return padded
+    padding = KEYS[key].padding if key in KEYS else 0
+    return pad_sequence([row for value in values for row in value], batch_first=True, padding_value=padding)
 
 
 def _describe(value: Tensor) -> str:

@@ -12,10 +12,10 @@ from tensordict import TensorDict
 from rlite.data.chat.raw import bounded_tokens, raw_prompts
 from rlite.data.chat.special_tokens import plain_text
 from rlite.data.chat.template import ChatTemplate, Tokenizer
-from rlite.errors import ConfigError, DataError, RliteError
+from rlite.errors import DataError, RliteError
 from rlite.rollout.background import beside_loop
 from rlite.rollout.rewards.function import RewardFunction
-from rlite.rollout.trajectories import of_trajectory, sequence_row
+from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse, token_ids
 
 
@@ -65,16 +65,13 @@ def trajectory(response: LLMResponse, reward: float | None = None) -> TensorDict
     """Return one completion as a trajectory of batch size [1], with L tokens of prompt and completion.
 
     The table of `rlite.batch` describes its keys: `input_ids`, `attention_mask`, `loss_mask` (true on the completion),
-    `logprobs` and `versions` [1, L], `truncated` [1]; with a reward `rewards` [1], and `reward/NAME` for its parts.
+    `logprobs` and `versions` [1, L], `truncated` [1]; with a reward `rewards` [1], and `reward/NAME` for its parts; if
+    the response has `kept_ids`, `kept_counts` [1, L] and `kept_ids` [1, M].
     """
-    num_prompt = response.input_len
-    row = sequence_row(
-        response.input_tokens + response.output_tokens,
-        [False] * num_prompt + [True] * response.output_len,
-        [0.0] * num_prompt + response.output_logprobs,
-        [-1] * num_prompt + response.output_versions,
-        is_truncated=response.stop_reason == "length",
-    )
+    history = TokenHistory()
+    history.read(response.input_tokens)
+    history.add(response)
+    row = history.row()
     return row if reward is None else row.update(of_trajectory(1, rewards=reward))
 
 
@@ -85,8 +82,6 @@ class PromptWorkflow(RolloutWorkflow):
         gconfig: sampling parameters of each turn, such as `max_new_tokens`.
         tokenizer: the model's tokenizer.
         chat_template_options: further keyword arguments for `apply_chat_template`, e.g. {"enable_thinking": False}.
-        max_turns: turns of the model in one episode.
-        max_length: tokens of one sequence at which generation stops; None means the engine's limit.
 
     Raises:
         ConfigError: an option is out of range.
@@ -99,16 +94,10 @@ class PromptWorkflow(RolloutWorkflow):
         gconfig: GenerationHyperparameters | Mapping[str, Any],
         tokenizer: Tokenizer,
         chat_template_options: Mapping[str, Any] | None = None,
-        max_turns: int = 1,
-        max_length: int | None = None,
     ) -> None:
-        if max_turns < 1:
-            raise ConfigError(f"max_turns={max_turns}: expected at least 1")
         self.gconfig = GenerationHyperparameters.from_mapping(gconfig)
         self.tokenizer = tokenizer
         self.chat_template_options = dict(chat_template_options or {})
-        self.max_turns = max_turns
-        self.max_length = max_length
 
     def opening(self, data: Mapping[str, Any]) -> list[int] | None:
         """Return the tokens of the item's prompt."""

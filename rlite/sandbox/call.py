@@ -75,11 +75,15 @@ class Call:
 
     code: Code
     arguments: bytes
+    """pickled keyword arguments of the function"""
     timeout: float
-    memory_limit: int | None
-    future: Future[Any]
+    """seconds from the function's own start, or from the last value of a generator"""
+    memory_limit: int | None = None
+    """resident bytes that the process may have"""
     on_piece: Callable[[Any], None] | None = None
-    """takes the values of a generator"""
+    """receives the values of a generator, in the pool's thread"""
+    future: Future[Any] = field(default_factory=Future)
+    """the unchecked answer, or one of the function's errors"""
     number: int = 0
     """drawn when the call is sent: a process can answer only a call that it was given"""
     was_lost: bool = False

@@ -69,26 +69,37 @@ def part() -> None:
     """Separate this process from its parent: it ends with the parent and cannot touch it."""
     if sys.platform != "linux":
         return
-    set_death_signal, become_subreaper = 1, 36
-    _LIBC.prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)  # a hung function cannot see its driver go
-    _LIBC.prctl(become_subreaper, 1, 0, 0, 0)  # orphans of its children stay below it, where they are found
+    follow_parent(signal.SIGKILL)  # a hung function cannot see its driver go
     restrict()
 
 
-def restrict() -> None:
-    """Let this process read, trace and signal only processes that it starts. This needs Linux with Landlock."""
+def follow_parent(death_signal: int) -> None:
+    """Receive a signal when the parent ends, and adopt orphaned descendants. This needs Linux."""
+    set_death_signal, become_subreaper = 1, 36
+    _LIBC.prctl(set_death_signal, death_signal, 0, 0, 0)
+    _LIBC.prctl(become_subreaper, 1, 0, 0, 0)  # orphans of its children stay below it, where they are found
+
+
+def restrict() -> bool:
+    """Let this process read, trace and signal only processes that it starts. This needs Linux with Landlock.
+
+    Returns:
+        Whether the kernel refuses this process's signals to all other processes.
+    """
     if sys.platform != "linux":
-        return
+        return False
     abi = _LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     if abi < 1:
-        return
+        return False
     # a set of rules must have one; older kernels know none but those for files: this one needs root anyway
     rules = struct.pack("<QQQ", 0, 0, _SCOPE_SIGNALS) if abi >= 6 else struct.pack("<Q", _MAKE_BLOCK_DEVICES)
     descriptor = _LIBC.syscall(_LANDLOCK_CREATE, rules, ctypes.c_size_t(len(rules)), 0)
-    if descriptor >= 0:
-        _LIBC.prctl(_GIVE_UP_PRIVILEGES, 1, 0, 0, 0)  # Landlock's condition
-        _LIBC.syscall(_LANDLOCK_RESTRICT, descriptor, 0)
-        os.close(descriptor)
+    if descriptor < 0:
+        return False
+    _LIBC.prctl(_GIVE_UP_PRIVILEGES, 1, 0, 0, 0)  # Landlock's condition
+    is_restricted = _LIBC.syscall(_LANDLOCK_RESTRICT, descriptor, 0) == 0
+    os.close(descriptor)
+    return is_restricted and abi >= 6
 
 
 def silence() -> None:

@@ -15,7 +15,7 @@ import cloudpickle
 
 from rlite.errors import ConfigError, DataError
 from rlite.observability import trace
-from rlite.sandbox.call import Code
+from rlite.sandbox.call import Call, Code
 from rlite.sandbox.child import MAX_ANSWER, describe, same
 from rlite.sandbox.errors import SANDBOX_ERRORS, ErrorKinds
 from rlite.sandbox.pool import SandboxPool, shared_pool
@@ -71,8 +71,6 @@ class SandboxFunction:
         if memory_limit_gib is not None and memory_limit_gib < MIN_MEMORY_GIB:
             raise ConfigError(f"memory_limit_gib={memory_limit_gib}: expected at least {MIN_MEMORY_GIB} GiB")
         self.timeout = timeout
-        self.what = what
-        self.errors = errors
         self._num_processes = num_processes or default_num_processes()
         self._memory_limit = None if memory_limit_gib is None else int(memory_limit_gib * 2**30)
         self._env_vars = frozenset(env_vars)
@@ -97,9 +95,9 @@ class SandboxFunction:
         try:
             arguments = _pickled(keywords)
         except Exception as error:
-            raise DataError(f"a row cannot be sent to the process of {self.what}: {error}") from error
+            raise DataError(f"a row cannot be sent to the process of {self._code.what}: {error}") from error
         pool = shared_pool(self._num_processes, self._env_vars)
-        return await asyncio.wrap_future(pool.submit(self._code, arguments, self.timeout, self._memory_limit))
+        return await asyncio.wrap_future(pool.submit(Call(self._code, arguments, self.timeout, self._memory_limit)))
 
     async def ask(self, read: Callable[[Any], Any], /, **keywords: Any) -> Any:
         """Return the answer to a call, checked and converted by `read`.
@@ -114,10 +112,11 @@ class SandboxFunction:
             SandboxError: the call failed. The class is the entry of `errors` for the outcome.
             DataError: the arguments cannot be pickled.
         """
-        with trace.task(self.what.removeprefix("the ")):
+        code = self._code
+        with trace.task(code.what.removeprefix("the ")):
             value = read(answer := await self.call(**keywords))
         if value is None:
-            raise self.errors["invalid"](f"{self.what} answered {answer!r:.200}, which is not what was asked for")
+            raise code.errors["invalid"](f"{code.what} answered {answer!r:.200}, which is not what was asked for")
         return value
 
 
@@ -164,7 +163,8 @@ def stream(function: Callable[..., Any], what: str, /, **keywords: Any) -> Gener
     pieces: SimpleQueue[Any] = SimpleQueue()
     end = object()
     with closing(SandboxPool(1, env_vars=os.environ, is_silent=False)) as pool:
-        result = pool.submit(Code.of(function, what=what), _pickled(keywords), STREAM_TIMEOUT, on_piece=pieces.put)
+        call = Call(Code.of(function, what=what), _pickled(keywords), STREAM_TIMEOUT, on_piece=pieces.put)
+        result = pool.submit(call)
         result.add_done_callback(lambda _: pieces.put(end))
         yield from iter(pieces.get, end)
         return result.result()

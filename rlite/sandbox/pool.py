@@ -28,18 +28,16 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from rlite.errors import RliteError
-from rlite.sandbox import child, wire
-from rlite.sandbox.call import Call, Code, ending, take_chunk
-from rlite.sandbox.process import LOAD_TIMEOUT, Worker
+from rlite.sandbox import child, limits, wire
+from rlite.sandbox.call import Call, ending, take_chunk
+from rlite.sandbox.process import Worker
 
-MEMORY_INTERVAL = 0.02
-"""seconds between looks at the memory of a process that has a limit"""
 MAX_FAILED_STARTS = 3
 
 
@@ -71,38 +69,23 @@ class SandboxPool:
         self._thread = threading.Thread(target=self._run, name="sandbox-pool", daemon=True)
         self._thread.start()
 
-    def submit(
-        self,
-        code: Code,
-        arguments: bytes,
-        timeout: float,
-        memory_limit: int | None = None,
-        on_piece: Callable[[Any], None] | None = None,
-    ) -> Future[Any]:
+    def submit(self, call: Call) -> Future[Any]:
         """Queue one call. Safe in any thread.
 
-        Args:
-            code: the function.
-            arguments: pickled keyword arguments of the function.
-            timeout: seconds from the function's own start, or from the last value of a generator.
-            memory_limit: resident bytes that the process may have.
-            on_piece: receives the values of a generator, in the pool's thread.
-
         Returns:
-            A future of the unchecked answer. It raises one of the function's errors if the call fails.
+            The call's future.
 
         Raises:
             RliteError: the pool has stopped.
         """
-        future: Future[Any] = Future()
         with self._lock:
             if self._failure is not None:
                 raise RliteError("the sandbox has stopped") from self._failure
-            self._unsettled.add(future)
-            self._queue.append(Call(code, arguments, timeout, memory_limit, future, on_piece))
-        future.add_done_callback(self._unsettled.discard)
+            self._unsettled.add(call.future)
+            self._queue.append(call)
+        call.future.add_done_callback(self._unsettled.discard)
         self._wake()
-        return future
+        return call.future
 
     @property
     def is_usable(self) -> bool:
@@ -147,10 +130,7 @@ class SandboxPool:
 
     def _wait(self) -> None:
         """Wait for frames, ends of processes, new calls and deadlines, and handle the frames."""
-        patience = min((worker.deadline for worker in self._workers), default=float("inf")) - time.monotonic()
-        if any(worker.memory_limit is not None for worker in self._workers):
-            patience = min(patience, MEMORY_INTERVAL)
-        for event, ready in self._selector.select(None if patience == float("inf") else max(patience, 0.0)):
+        for event, ready in self._selector.select(limits.seconds_to_next_check(self._workers)):
             worker = event.data
             if worker is None:
                 self._wake_reader.recv(4096)
@@ -216,8 +196,6 @@ class SandboxPool:
     def _take(self, worker: Worker, message: Any) -> None:
         """Handle one frame. A frame that is not due raises WireError."""
         kind = worker.take(message)
-        if kind is None:
-            return
         if kind == child.READY:
             self._num_failed_starts = 0
         elif kind == child.JUDGED:
@@ -228,8 +206,8 @@ class SandboxPool:
                 worker.answered.clear()
             self._requeue(worker)
         elif kind == child.MEMORY:
-            self._too_large(worker, worker.calls[0].result)
-        else:
+            self._end(worker, *limits.out_of_memory(worker.calls[0], worker.calls[0].result))
+        elif kind is not None:
             call = worker.calls[0]
             if kind == child.ENDED:
                 call.failure = self._describe_crash(call, call.result)
@@ -239,34 +217,23 @@ class SandboxPool:
                 self._end(worker)
 
     def _end_late_ones(self) -> None:
-        now = time.monotonic()
-        for worker in [worker for worker in self._workers if worker.deadline <= now]:
+        for worker in [worker for worker in self._workers if limits.time_failure(worker)]:
             self._receive(worker)  # the answer may be here
-            if worker not in self._workers or worker.deadline > now:
+            failure = limits.time_failure(worker) if worker in self._workers else None
+            if failure is None:
                 continue
-            if not worker.is_ready:
-                self._end(worker)
-                self._start_failed(f"was not ready in {LOAD_TIMEOUT:g} s")
-            elif worker.unsent or not worker.calls:
+            if failure.outcome:
+                self._end(worker, *failure)
+            elif worker.is_ready:
                 self._lost(worker)
             else:
-                call = worker.calls[0]
-                text = f"{call.code.what} ran for more than {call.timeout:g} s; its process was killed"
-                if not worker.is_computing:
-                    text = f"loading {call.code.what} or its arguments took more than {LOAD_TIMEOUT:g} s"
-                self._end(worker, "timeout", text)
+                self._end(worker)
+                self._start_failed(failure.text)
 
     def _end_large_ones(self) -> None:
         for worker in list(self._workers):
-            limit = worker.memory_limit
-            if limit is not None and (memory := worker.memory()) > limit:
-                self._too_large(worker, f"it took {memory / 2**30:.2f} GiB")
-
-    def _too_large(self, worker: Worker, how: str) -> None:
-        """Kill a process that uses too much memory, and fail its call."""
-        call = worker.calls[0]
-        limit = "" if call.memory_limit is None else f" of at most {call.memory_limit / 2**30:g} GiB"
-        self._end(worker, "memory", f"{call.code.what} ran out of memory{limit}: {how}; its process was killed")
+            if failure := limits.memory_failure(worker):
+                self._end(worker, *failure)
 
     def _lost(self, worker: Worker) -> None:
         """Kill a process that ended itself, closed its channel, or sent an invalid frame."""

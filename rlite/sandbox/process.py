@@ -25,19 +25,16 @@ import psutil
 
 from rlite.sandbox import child, wire
 from rlite.sandbox.call import NUM_FORKS, Call
-from rlite.sandbox.confine import MAX_PASSES, children, descendants, passed_environment
+from rlite.sandbox.confine import children, passed_environment
 
-LOAD_TIMEOUT = 120.0
-"""seconds in which a process must be ready, and a function and its arguments loaded"""
-SEND_TIMEOUT = 10.0
-"""seconds in which an idle process must take a message, and judge its state after its last answer"""
 EXIT_CODES = range(1 - signal.NSIG, 256)
 """exit codes of processes; a negative code is a signal's number"""
 KILL_TIMEOUT = 5.0
 """seconds in which a killed process must be gone; one that is not is left to the kernel"""
 
 _BOOT = (
-    "import json, sys; descriptor, is_silent, sys.path[:] = json.loads(sys.argv[1]); del sys.argv[1:];"
+    "import json, sys; driver, descriptor, is_silent, sys.path[:] = json.loads(sys.argv[1]); del sys.argv[1:];"
+    "from rlite.sandbox.keeper import keep; keep(driver, descriptor);"
     "from rlite.sandbox.child import serve; serve(descriptor, is_silent)"
 )
 
@@ -47,6 +44,7 @@ class Worker:
     """A sandbox process, with the calls that it was given."""
 
     process: subprocess.Popen[bytes]
+    """the process's keeper on Linux (see `rlite.sandbox.keeper`), which ends as the process does"""
     channel: socket.socket
     exit_fd: int | None
     """readable when the process has ended: its forks may hold its end of the channel open"""
@@ -73,20 +71,6 @@ class Worker:
         """True if the process is ready and has no calls."""
         return self.is_ready and not self.calls and not self.answered
 
-    @property
-    def deadline(self) -> float:
-        """Time of the monotonic clock, in seconds, by which the process must act next; infinity if it is idle."""
-        if self.is_idle:
-            return float("inf")
-        if self.unsent or (self.is_ready and not self.calls):
-            return self.since + SEND_TIMEOUT
-        return self.since + (self.calls[0].timeout if self.is_computing else LOAD_TIMEOUT)
-
-    @property
-    def memory_limit(self) -> int | None:
-        """Resident bytes that the current call's process may have; None for no limit."""
-        return self.calls[0].memory_limit if self.calls else None
-
     @classmethod
     def start(cls, env_vars: Collection[str], is_silent: bool) -> Worker:
         """Return a newly started process.
@@ -96,7 +80,7 @@ class Worker:
             is_silent: discard the process's standard output and standard error.
         """
         ours, theirs = socket.socketpair()
-        boot = json.dumps([theirs.fileno(), is_silent, [path or os.getcwd() for path in sys.path]])
+        boot = json.dumps([os.getpid(), theirs.fileno(), is_silent, [path or os.getcwd() for path in sys.path]])
         try:
             process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, boot],
@@ -192,16 +176,10 @@ class Worker:
         self.channel.close()
         if self.exit_fd is not None:
             os.close(self.exit_fd)
-        self.process.send_signal(signal.SIGSTOP)  # orphans still come to it, where they are found
-        strays: set[int] = set()
-        for _ in range(MAX_PASSES):  # some may have left its session, and fork meanwhile
-            new = set(descendants(self.process.pid)) - strays
-            strays |= new
-            for stray in new:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(stray, signal.SIGKILL)
-            if not new:
-                break
+        if sys.platform == "linux":
+            self.process.terminate()  # its keeper ends everything else first
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.process.wait(timeout=KILL_TIMEOUT)
         with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or (macOS) a zombie
             os.killpg(self.process.pid, signal.SIGKILL)
         try:
@@ -211,7 +189,8 @@ class Worker:
 
     def memory(self) -> int:
         """Return the resident bytes of the process or of its largest child, whichever is larger."""
-        return max(_resident(pid) for pid in (self.process.pid, *children(self.process.pid)))
+        kept = children(self.process.pid)
+        return max(map(_resident, (self.process.pid, *kept, *(fork for pid in kept for fork in children(pid)))))
 
 
 def _resident(pid: int) -> int:

@@ -13,77 +13,55 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlite.algorithms import (
-    LossInputs,
-    Mean,
-    OnLogprobs,
-    PairLoss,
-    PolicyLossFunction,
-    TokenLogprobs,
-    aggregate,
-    aggregation_weight,
-    check_policy_loss,
-    check_preference_loss,
-    check_rejection,
-    desensitised_sums,
-    importance_weights,
-    kl_penalty,
-    next_token,
-    off_policy_sequence_mask,
-    policy_loss,
-    ppo_clip,
-    preference_loss,
-    previous_token,
-    rejection_mask,
-    reward_model_loss,
-    select_tokens,
-    sequence_sums,
-    value_loss,
-)
-from rlite.algorithms.kl import KLEstimator
-from rlite.algorithms.preference import Divergence
+from rlite import algorithms
+from rlite.algorithms import LossInputs, Mean, OnLogprobs, PairLoss, TokenLogprobs
 from rlite.errors import ConfigError
-from rlite.trainer.options import AvgLevel, check_kl_loss
-
-PAIR_METRICS = ("accuracy", "margin", "chosen_rewards", "rejected_rewards")
-"""metrics that losses on pairs report"""
+from rlite.trainer.options import PreferenceLossOptions, check_kl_loss
+from rlite.types import Aggregation, KLEstimator
 
 
 def predicts_counted(data: Mapping[str, Any]) -> Tensor:
     """Return whether the token that follows a position counts, `[T]`."""
-    return next_token(data["loss_mask"], data["cu_seqlens"]).bool()
+    return algorithms.next_token(data["loss_mask"], data["cu_seqlens"]).bool()
+
+
+class _OnCounted(OnLogprobs):
+    """A loss on the log-probabilities of the tokens that count."""
+
+    def positions(self, data: Mapping[str, Any]) -> Tensor:
+        """Return the positions that predict a token that counts, `[T]`."""
+        return predicts_counted(data)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _TokenMean:
     """A loss that averages over the tokens that count, by `avg_level`."""
 
-    avg_level: AvgLevel = "token"
+    avg_level: Aggregation = "token"
     max_new_tokens: int | None = None
     """divisor of avg_level "constant" """
 
-    def positions(self, data: Mapping[str, Any]) -> Tensor:
-        """Return the positions that predict a token that counts, `[T]`."""
-        return predicts_counted(data)
-
     def weight(self, data: Mapping[str, Any]) -> Tensor:
         """Return the weight of a microbatch's mean."""
-        return aggregation_weight(predicts_counted(data), self.avg_level, data["cu_seqlens"])
+        return algorithms.aggregation_weight(predicts_counted(data), self.avg_level, data["cu_seqlens"])
 
     def _mean(self, per_token: Tensor, mask: Tensor, data: Mapping[str, Any]) -> Tensor:
-        return aggregate(per_token, mask, self.avg_level, cu_seqlens=data["cu_seqlens"], length=self.max_new_tokens)
+        cu_seqlens, length = data["cu_seqlens"], self.max_new_tokens
+        return algorithms.aggregate(per_token, mask, self.avg_level, cu_seqlens=cu_seqlens, length=length)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLoss(_TokenMean, OnLogprobs):
+class PolicyLoss(_TokenMean, _OnCounted):
     """A policy loss on a pack, Dr. GRPO's by default.
 
     `data` holds `advantages`, `logprobs` (the sampler's) and `loss_mask`, each `[T]`. Without `old_logprobs`, the
     current policy is also the old policy: the ratio is 1 and only carries the gradient. The sampler's log-probabilities
     then only weight tokens (truncated importance sampling). `selected` is the result of `select` over the whole batch.
+    If `data` has kept ids, all policies are compared over them. The entropy and the KL to the reference are over the
+    vocabulary.
     """
 
-    policy_loss: str | PolicyLossFunction = "ppo_clip"
+    policy_loss: str | algorithms.PolicyLossFunction = "ppo_clip"
     """a name of `rlite.algorithms.POLICY_LOSSES`, or a function like them"""
     options: Mapping[str, Any] = field(default_factory=dict)
     """options of that loss"""
@@ -107,11 +85,11 @@ class PolicyLoss(_TokenMean, OnLogprobs):
         if self.avg_level == "constant" and not self.max_new_tokens:
             raise ConfigError("avg_level=constant divides by max_new_tokens: give rollout.train_sampling_params")
         check_kl_loss(self.kl_estimator)
-        check_rejection(self.rejection)
+        algorithms.check_rejection(self.rejection)
         # a worker may not know the name: it is looked up here, and the function travels
-        function = check_policy_loss(self.policy_loss, self.options)
+        function = algorithms.POLICY_LOSSES.check(self.policy_loss, self.options)
         clip = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        if function is ppo_clip:
+        if function is algorithms.ppo_clip:
             object.__setattr__(self, "options", clip | dict(self.options))
         elif clip != {"clip_low": 0.2, "clip_high": 0.2}:
             raise ConfigError(
@@ -129,9 +107,11 @@ class PolicyLoss(_TokenMean, OnLogprobs):
         """
         cu_seqlens, mask = data["cu_seqlens"], predicts_counted(data)
         keys = ("logprobs", "old_logprobs", "advantages", "ref_logprobs", "selected")
-        at = {key: next_token(data[key], cu_seqlens) for key in keys if key in data}
+        at = {key: algorithms.next_token(data[key], cu_seqlens) for key in keys if key in data}
         behaviour, old = at["logprobs"], at.get("old_logprobs", tokens.logprobs.detach())
-        weights = None if self.tis_coef is None else importance_weights(old, behaviour, mask, upper=self.tis_coef)
+        weights = None
+        if self.tis_coef is not None:
+            weights = algorithms.importance_weights(old, behaviour, mask, upper=self.tis_coef)
         kept = self._kept(old, behaviour, mask, cu_seqlens)
         inputs = LossInputs(
             tokens.logprobs,
@@ -143,10 +123,10 @@ class PolicyLoss(_TokenMean, OnLogprobs):
             cu_seqlens=cu_seqlens,
             selected=at["selected"].bool() if "selected" in at else None,
         )
-        loss, metrics = policy_loss(self.policy_loss, inputs, self.options)
+        loss, metrics = algorithms.policy_loss(self.policy_loss, inputs, self.options)
         report = {**metrics, "entropy": tokens.entropy, "logprob_drift": (old - behaviour).abs()}
         if self.off_policy_threshold is not None:
-            near = off_policy_sequence_mask(
+            near = algorithms.off_policy_sequence_mask(
                 tokens.logprobs,
                 behaviour,
                 inputs.advantages,
@@ -157,7 +137,7 @@ class PolicyLoss(_TokenMean, OnLogprobs):
             loss, report["off_policy_dropped"] = torch.where(near, loss, 0.0), (~near).to(loss.dtype)
         loss = loss - self.entropy_coef * tokens.entropy
         if self.kl_coef:
-            report["kl"] = kl_penalty(tokens.logprobs, at["ref_logprobs"], self.kl_estimator)
+            report["kl"] = algorithms.kl_penalty(tokens.full_logprobs, at["ref_logprobs"], self.kl_estimator)
             loss = loss + self.kl_coef * report["kl"]
         if self.rejection:
             loss, report["rejected"] = torch.where(kept, loss, 0.0), (~kept).to(loss.dtype)
@@ -176,15 +156,17 @@ class PolicyLoss(_TokenMean, OnLogprobs):
         old, behaviour = batch.get("old_logprobs", logprobs), batch["logprobs"]
         kept = self._kept(old, behaviour, batch["loss_mask"], None)
         inputs = LossInputs(logprobs, old, batch["advantages"], kept, behaviour_logprobs=behaviour)
-        return select_tokens(self.policy_loss, inputs, self.options)
+        return algorithms.select_tokens(self.policy_loss, inputs, self.options)
 
     def _kept(self, old: Tensor, behaviour: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Return the mask without the rejected tokens."""
-        return rejection_mask(old, behaviour, mask, cu_seqlens=cu_seqlens, **self.rejection) if self.rejection else mask
+        if not self.rejection:
+            return mask
+        return algorithms.rejection_mask(old, behaviour, mask, cu_seqlens=cu_seqlens, **self.rejection)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftLoss(_TokenMean, OnLogprobs):
+class SftLoss(_TokenMean, _OnCounted):
     """The cross entropy of the tokens in `loss_mask`."""
 
     reported: ClassVar[tuple[str, ...]] = ()
@@ -213,8 +195,8 @@ class ValueLoss(_TokenMean):
             data: the pack's keys.
         """
         mask = predicts_counted(data)
-        returns, old = (next_token(data[key], data["cu_seqlens"]) for key in ("returns", "values"))
-        loss, metrics = value_loss(values, returns, old, clip=self.clip)
+        returns, old = (algorithms.next_token(data[key], data["cu_seqlens"]) for key in ("returns", "values"))
+        loss, metrics = algorithms.value_loss(values, returns, old, clip=self.clip)
         report = {**metrics, "value": old, "return": returns}
         return self._mean(loss, mask, data), {key: Mean.of(value, mask) for key, value in report.items()}
 
@@ -225,7 +207,7 @@ class _PairMean:
     `is_chosen` [n] marks each pair's chosen row, which precedes the rejected row.
     """
 
-    reported: ClassVar[tuple[str, ...]] = PAIR_METRICS
+    reported: ClassVar[tuple[str, ...]] = ("accuracy", "margin", "chosen_rewards", "rejected_rewards")
 
     def weight(self, data: Mapping[str, Any]) -> Tensor:
         """Return the number of pairs in a pack, the weight of its mean."""
@@ -236,28 +218,18 @@ class _PairMean:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DpoLoss(_PairMean, OnLogprobs):
+class DpoLoss(_PairMean, _OnCounted):
     """A loss of the DPO family. `data` holds `ref_logprobs` [T], `loss_mask` [T] and `is_chosen` [n]."""
 
-    loss: str = "sigmoid"
-    """a name of `rlite.algorithms.PREFERENCE_LOSSES`"""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """options of that loss"""
+    preference_loss: PreferenceLossOptions = field(default_factory=PreferenceLossOptions)
     beta: float = 0.1
-    is_length_normalised: bool = False
-    """use means of log-probabilities over the answer's tokens instead of sums"""
-    divergence: Divergence = "reverse_kl"
-    """divergence from the reference (f-DPO)"""
-    tail_weight: float = 1.0
-    """weight of the tokens by which the longer answer of a pair exceeds the shorter one (LD-DPO); 1 is DPO"""
+    function: algorithms.PreferenceLossFunction = field(init=False)
+    """the function that `preference_loss.name` names"""
 
     def __post_init__(self) -> None:
         # a worker may not know the name: it is looked up here, and the function travels
-        object.__setattr__(self, "loss", check_preference_loss(self.loss, self.options))
-
-    def positions(self, data: Mapping[str, Any]) -> Tensor:
-        """Return the positions that predict a token that counts, `[T]`."""
-        return predicts_counted(data)
+        chosen = self.preference_loss
+        object.__setattr__(self, "function", algorithms.PREFERENCE_LOSSES.check(chosen.name, chosen.options))
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the scalar loss of a pack, and its metrics.
@@ -266,23 +238,24 @@ class DpoLoss(_PairMean, OnLogprobs):
             tokens: log-probabilities at the positions that predict the tokens, `[T]`.
             data: the pack's keys.
         """
+        options = self.preference_loss
         cu_seqlens, mask, is_chosen = data["cu_seqlens"], predicts_counted(data), data["is_chosen"].bool()
-        reference = next_token(data["ref_logprobs"], cu_seqlens)
-        lengths = sequence_sums(torch.ones_like(reference), mask, cu_seqlens).long()
+        reference = algorithms.next_token(data["ref_logprobs"], cu_seqlens)
+        lengths = algorithms.sequence_sums(torch.ones_like(reference), mask, cu_seqlens).long()
         shared = torch.empty_like(lengths)
         shared[is_chosen] = shared[~is_chosen] = torch.minimum(lengths[is_chosen], lengths[~is_chosen])
         ours, theirs = (
-            desensitised_sums(x, mask, shared, tail_weight=self.tail_weight, cu_seqlens=cu_seqlens)
+            algorithms.desensitised_sums(x, mask, shared, tail_weight=options.tail_weight, cu_seqlens=cu_seqlens)
             for x in (tokens.logprobs, reference)
         )
         sides = [is_chosen, ~is_chosen]
-        chosen_lengths, rejected_lengths = (lengths[side] if self.is_length_normalised else None for side in sides)
-        pairs = preference_loss(
+        chosen_lengths, rejected_lengths = (lengths[side] if options.length_normalised else None for side in sides)
+        pairs = algorithms.preference_loss(
             *(x[side] for x in (ours, theirs) for side in sides),
-            loss=self.loss,
+            loss=self.function,
             beta=self.beta,
-            divergence=self.divergence,
-            options=self.options,
+            divergence=options.divergence,
+            options=options.options,
             chosen_lengths=chosen_lengths,
             rejected_lengths=rejected_lengths,
         )
@@ -307,7 +280,8 @@ class RewardModelLoss(_PairMean):
         last = scores[data["cu_seqlens"][1:].long() - 1]
         margin = data["margin"][is_chosen] if "margin" in data else None
         sides = last[is_chosen], last[~is_chosen]
-        return self._mean(reward_model_loss(*sides, margin=margin, center_coefficient=self.center_coefficient))
+        pairs = algorithms.reward_model_loss(*sides, margin=margin, center_coefficient=self.center_coefficient)
+        return self._mean(pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,6 +289,8 @@ class OwnLogprobs(OnLogprobs):
     """A post_hook for `forward` that returns each token's log-probability."""
 
     temperature: float = 1.0
+    is_full: bool = False
+    """in the whole vocabulary, also for a token that was sampled among kept ids"""
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> Tensor:
         """Return each token's log-probability [T], at the token; 0 for a sequence's first token.
@@ -323,7 +299,25 @@ class OwnLogprobs(OnLogprobs):
             tokens: log-probabilities at the positions that predict the tokens, `[T]`.
             data: the pack's keys.
         """
-        return previous_token(tokens.logprobs, data["cu_seqlens"])
+        logprobs = tokens.full_logprobs if self.is_full else tokens.logprobs
+        return algorithms.previous_token(logprobs, data["cu_seqlens"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class BothLogprobs(OnLogprobs):
+    """A post_hook for `forward` that returns two log-probabilities of each token."""
+
+    temperature: float = 1.0
+
+    def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> Tensor:
+        """Return each token's log-probability over its kept ids, and over the vocabulary, [T, 2]; see `OwnLogprobs`.
+
+        Args:
+            tokens: log-probabilities at the positions that predict the tokens, `[T]`.
+            data: the pack's keys.
+        """
+        both = torch.stack([tokens.logprobs, tokens.full_logprobs], dim=-1)
+        return algorithms.previous_token(both, data["cu_seqlens"])
 
 
 def own_values(values: Tensor, data: Mapping[str, Any]) -> Tensor:
@@ -333,4 +327,4 @@ def own_values(values: Tensor, data: Mapping[str, Any]) -> Tensor:
         values: the critic's values at the positions that predict the tokens, `[T]`.
         data: the pack's keys.
     """
-    return previous_token(values, data["cu_seqlens"])
+    return algorithms.previous_token(values, data["cu_seqlens"])

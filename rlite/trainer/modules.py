@@ -1,20 +1,26 @@
-"""Build the modules to train: any Hugging Face causal model, or a score model, with AdamW and a schedule."""
+"""Build the modules to train: any Hugging Face causal model, or a score model, with AdamW and a schedule.
+
+The tokenizer of a checkpoint is loaded here, too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlite.algorithms import lr_factor
-from rlite.nn.heads import HuggingFaceFsdp2ScoreModule, score_module
-from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, causal_lm_class
+from rlite.engine.train import RliteTrainEngine
+from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, causal_lm_class, local_checkpoint
 from rlite.nn.lora import LoraTrainModule
 from rlite.nn.options import LoraOptions
-from rlite.trainer.options import OptimizerOptions
+from rlite.nn.score import HuggingFaceFsdp2ScoreModule, score_module
+from rlite.trainer.options import ModelOptions, OptimizerOptions
 
 
 class _Optimized(LoraTrainModule):
@@ -104,6 +110,23 @@ def critic_module(
         disable_dropout: train without the dropout of the checkpoint's config.
     """
     return _optimized(score_module(path, _carrier(CriticModule, disable_dropout)), optimizer_options, lora)
+
+
+def trained_engine(make_module: Callable[..., Any], model: ModelOptions, total_steps: int) -> RliteTrainEngine:
+    """Return the engine of a model that is trained; it is not built yet.
+
+    Args:
+        make_module: `policy_module` or `critic_module`.
+        model: options of the model.
+        total_steps: optimizer steps of the whole run.
+    """
+    optimizer = model.optimizer(total_steps)
+    return RliteTrainEngine(make_module(model.model_name, optimizer, model.lora, model.disable_dropout))
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a checkpoint."""
+    return AutoTokenizer.from_pretrained(local_checkpoint(path, weights=False), trust_remote_code=False)
 
 
 def _carrier(carrier: Any, disable_dropout: bool) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -15,10 +15,8 @@ from rlite.engine.fsdp2.options import BalanceBy, Dtype
 from rlite.errors import ConfigError
 from rlite.nn.options import LoraOptions, check_liger_installed
 from rlite.parallel.dims import ParallelDims
+from rlite.types import Aggregation, KLEstimator, PreferenceDivergence, Schedule
 
-AvgLevel = Literal["token", "sequence", "constant"]
-KLEstimator = Literal["k1", "abs", "k2", "k3"]
-Schedule = Literal["constant", "linear", "cosine", "polynomial"]
 Power = Annotated[float, Gt(0), AllowInfNan(False)]
 
 
@@ -66,7 +64,7 @@ class ModelOptions(LayoutOptions):
     """recompute activations in the backward pass"""
     offload_optimizer: bool = True
     """keep AdamW's state in host memory between optimizer steps"""
-    avg_level: AvgLevel = "token"
+    avg_level: Aggregation = "token"
     """mean of the loss over: all tokens; sequences' means; tokens divided by a constant length (Dr. GRPO's paper). A
     sequence is a row: a trajectory of several rows has as many means, not one"""
     lr: Rate = 5e-6
@@ -127,6 +125,14 @@ class ModelOptions(LayoutOptions):
             "offload_optimizer": self.offload_optimizer,
             "seed": seed,
         }
+
+
+def frozen_build_options(build_options: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Return the build options of a frozen model: parameters are stored in the dtype that it computes in.
+
+    Float32 master weights serve the small steps of an optimizer; without one, nothing reads their low bits.
+    """
+    return {**build_options, "param_dtype": "bfloat16" if device == "cuda" else "float32"}
 
 
 def schedule_problems(scheduler: Schedule | None, lr: float, lr_end: float, power: float | None) -> Iterator[str]:
@@ -300,7 +306,17 @@ class SftConfig(SupervisedConfig):
             yield "actor.avg_level=constant divides by the length of generated answers; use token, sequence"
 
 
-class RewardModelOptions(ModelOptions):
+class PairModelOptions(ModelOptions):
+    """A model that learns from preference pairs."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a mean that a loss on pairs does not have, after those of every model."""
+        yield from super().problems()
+        if self.avg_level != "token":
+            yield f"avg_level={self.avg_level}: this loss is a mean over pairs; leave it out"
+
+
+class RewardModelOptions(PairModelOptions):
     """The model that learns to score."""
 
     lr: Rate = 1e-5
@@ -315,11 +331,6 @@ class RmConfig(SupervisedConfig):
     critic: RewardModelOptions
     trainer: EpochOptions = EpochOptions(save_dir="runs/rm")
 
-    def problems(self) -> Iterator[str]:
-        """Yield a message for a mean that this loss does not have."""
-        if self.critic.avg_level != "token":
-            yield f"critic.avg_level={self.critic.avg_level}: this loss is a mean over pairs; leave it out"
-
 
 class PreferenceLossOptions(Options):
     """A loss of DPO's family."""
@@ -330,18 +341,18 @@ class PreferenceLossOptions(Options):
     """keyword parameters of the loss, such as {label_smoothing: 0.1}"""
     length_normalised: bool = False
     """log-probabilities are means over the answer's tokens instead of sums"""
-    divergence: Literal["reverse_kl", "forward_kl", "js"] = "reverse_kl"
+    divergence: PreferenceDivergence = "reverse_kl"
     """divergence from the reference; reverse_kl is DPO's"""
     tail_weight: Annotated[float, Ge(0), AllowInfNan(False)] = 1.0
     """weight of the tokens by which the longer answer of a pair exceeds the shorter one (LD-DPO); 1 is DPO"""
 
     def problems(self) -> Iterator[str]:
         """Yield nothing; raise ConfigError or UnknownOptionError for a loss that cannot be called so."""
-        rlite.algorithms.check_preference_loss(self.name, self.options)
+        rlite.algorithms.PREFERENCE_LOSSES.check(self.name, self.options)
         yield from ()
 
 
-class DpoActorOptions(ModelOptions):
+class DpoActorOptions(PairModelOptions):
     """The policy that learns to prefer."""
 
     lr: Rate = 5e-7
@@ -358,11 +369,6 @@ class DpoConfig(SupervisedConfig):
     actor: DpoActorOptions
     ref_actor: FrozenModelOptions = FrozenModelOptions(offload_model=False)
     trainer: EpochOptions = EpochOptions(save_dir="runs/dpo")
-
-    def problems(self) -> Iterator[str]:
-        """Yield a message for a mean that this loss does not have."""
-        if self.actor.avg_level != "token":
-            yield f"actor.avg_level={self.actor.avg_level}: this loss is a mean over pairs; leave it out"
 
 
 class PlanConfig(LayoutOptions):

@@ -20,7 +20,6 @@ from tensordict import TensorDict
 
 import rlite
 from rlite import config
-from rlite.batch import with_keys
 from rlite.data.chat.special_tokens import EscapingTokenizer
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
@@ -29,24 +28,24 @@ from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
-from rlite.trainer.losses import OwnLogprobs, PolicyLoss
+from rlite.trainer.launch import init_devices, serve_if_worker
+from rlite.trainer.losses import PolicyLoss
+from rlite.trainer.modules import load_tokenizer
 from rlite.trainer.rl.advantages import compute_advantages
+from rlite.trainer.rl.alarms import Alarms
 from rlite.trainer.rl.config import ALIASES, PpoConfig, SamplingOptions
 from rlite.trainer.rl.critic import make_critic
-from rlite.trainer.rl.engines import Engines, init_devices
-from rlite.trainer.rl.evaluation import ErrorLimit, evaluation_metrics
-from rlite.trainer.rl.generated import mean_reward
-from rlite.trainer.rl.kl import KlCoefficient
+from rlite.trainer.rl.engines import Engines
+from rlite.trainer.rl.evaluation import evaluation_metrics
+from rlite.trainer.rl.kl_coefficient import KlCoefficient
 from rlite.trainer.rl.lengths import check_lengths, context_limit
-from rlite.trainer.rl.off_policy_metrics import report_off_policy
-from rlite.trainer.rl.reference import make_reference
+from rlite.trainer.rl.logprob_passes import LogprobPasses
 from rlite.trainer.rl.report import append_samples, batch_plan
+from rlite.trainer.rl.rollout_metrics import mean_reward
 from rlite.trainer.rl.rollouts import make_rollouts
-from rlite.trainer.rl.selection import make_selection
-from rlite.trainer.run.alarms import Alarms
+from rlite.trainer.rl.selection import with_selected
 from rlite.trainer.run.command import run
-from rlite.trainer.run.run import TrainingRun, check_best_metric, step_metrics
-from rlite.trainer.supervised import load_tokenizer, serve_if_worker
+from rlite.trainer.run.training_run import TrainingRun, check_best_metric, step_metrics
 
 SHOWN = (
     "reward",
@@ -101,16 +100,14 @@ class PpoTrainer:
         self.test_rows = list(test_rows)
         self.test_errors: Counter[str] = Counter()
         """episodes that failed in the last evaluation, by reason"""
-        self._error_limit = ErrorLimit(options.test_data.max_error_share, len(self.test_rows))
         self.prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, options.trainer.seed)
-        self.alarms = Alarms(options)
         self.loss = _loss(options)
         self.kl = KlCoefficient(options.kl)
-        self.run = TrainingRun(options.trainer, options, SHOWN, options.trainer.total_steps)
+        self.run = TrainingRun(options, SHOWN, options.trainer.total_steps)
+        self.alarms = Alarms(options, self.run)
         self.engines = Engines(options, self.context.length)
         self.critic = make_critic(options, self.engines)
-        self.reference = make_reference(options, self.engines)
-        self.selection = make_selection(options, self.engines.actor, self.loss)
+        self.logprobs = LogprobPasses(options, self.engines)
         self.rollouts = make_rollouts(options, self.engines, workflow, self.prompts)
 
     def fit(self) -> dict[str, float]:
@@ -124,9 +121,9 @@ class PpoTrainer:
         while self.run.step < self.options.trainer.total_steps:
             with stats_tracker.record_timing("step"), self.run.generating():
                 batch = self.rollouts.next_batch()
-                batch = self.reference.with_logprobs(batch)
+                batch = self.logprobs.with_reference(batch)
                 batch = self.critic.with_values(batch)
-                batch = self.with_old_logprobs(batch)
+                batch = self.logprobs.with_old(batch)
                 batch = self.with_advantages(batch)
                 self.critic.update(batch)
                 self.update(batch)
@@ -140,7 +137,7 @@ class PpoTrainer:
     def start(self) -> None:
         """Build the engines, resume if asked, report the plan, evaluate once."""
         self.engines.build()
-        facts = self.run.restore(self.engines.actor, self.engines.other_trained)
+        facts = self.run.restore(self.engines.actor, **self.engines.other_trained)
         self.engines.begin_turns()
         if facts:
             self.prompts.load_state_dict(facts["prompts"])
@@ -152,19 +149,7 @@ class PpoTrainer:
         self.run.console.report("rlite ppo", batch_plan(self.options, self.engines, self.context))
         if self.run.step == 0 and self.test_rows:
             self.run.log(evaluation := self.evaluate())
-            self._is_kept(evaluation)
-
-    def with_old_logprobs(self, batch: TensorDict) -> TensorDict:
-        """Return a batch with `old_logprobs` [N, L], from before the updates, if something compares with them."""
-        if not self.options.has_old_logprobs:
-            return batch
-        with stats_tracker.record_timing("old_logprobs"):
-            self.engines.move_to_device(self.engines.actor)
-            hook, longest = OwnLogprobs(temperature=self.loss.temperature), self.options.inference_length()
-            batch = with_keys(batch, old_logprobs=self.engines.actor.forward(batch, hook, longest))
-        if self.options.actor.off_policy_metrics:
-            report_off_policy(batch, self.loss.tis_coef)
-        return batch
+            self._is_valid(evaluation)
 
     def with_advantages(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `advantages` [N, L], and with `returns` [N, L] for a critic."""
@@ -177,12 +162,12 @@ class PpoTrainer:
         """Make the optimizer steps of one rollout batch."""
         if self.run.step < self.options.actor.freeze_steps:
             return
-        actor, num_updates = self.engines.actor, self.options.actor.update_per_rollout
+        actor, longest = self.engines.actor, self.options.inference_length()
         loss = replace(self.loss, kl_coef=self.kl.coef) if self.options.kl.type == "loss" else self.loss
         self.engines.move_to_device(actor)
         actor.train()
-        for rows in torch.arange(len(batch)).tensor_split(min(num_updates, len(batch))):
-            stats = actor.train_batch(self.selection.with_selected(batch[rows]), loss, loss.weight)
+        for rows in torch.arange(len(batch)).tensor_split(min(self.options.actor.update_per_rollout, len(batch))):
+            stats = actor.train_batch(with_selected(batch[rows], actor, loss, longest), loss, loss.weight)
             actor.step_lr_scheduler()
             stats_tracker.scalar(**stats)
 
@@ -213,20 +198,20 @@ class PpoTrainer:
         append_samples(self.run.folder / "rollouts.jsonl", batch, self.run.step, self.engines.rollout.tokenizer)
         if self.test_rows and self.run.is_due(self.options.trainer.test_freq):
             metrics |= (evaluation := self.evaluate())
-            if self._is_kept(evaluation) and self.options.trainer.best_metric is not None:
+            if self._is_valid(evaluation) and self.options.trainer.best_metric is not None:
                 with self.engines.trained_on_device():
-                    self.run.save_best(self.engines.actor, evaluation)
+                    self.run.save_best(evaluation)
         self.run.log(metrics)
-        self.alarms.look(self.run.step, metrics, self.engines.rollout.collector.first_losses, self.run.console)
+        self.alarms.look(metrics, self.engines.rollout.collector.first_losses)
         if self.run.is_save_due():
             with self.engines.trained_on_device():
                 kept = {"rollouts": self.rollouts.state_dict()}
                 facts = {"prompts": self.prompts.state_dict(), "kl": self.kl.state_dict()}
-                self.run.save(self.engines.actor, self.engines.other_trained, kept, **facts)
+                self.run.save(kept, **facts)
         return metrics
 
-    def _is_kept(self, evaluation: Mapping[str, float]) -> bool:
-        return self._error_limit.is_kept(evaluation, self.test_errors, self.run.step, self.run.console)
+    def _is_valid(self, evaluation: Mapping[str, float]) -> bool:
+        return self.alarms.is_valid(evaluation, self.test_errors, len(self.test_rows))
 
 
 def _for_evaluation(workflow: RolloutWorkflow, options: PpoConfig) -> RolloutWorkflow:
@@ -271,13 +256,17 @@ def main(argv: Sequence[str]) -> None:
     test_rows = read_rows(options.test_data.path, key="test_data.path") if options.test_data.path else []
     rollout = options.rollout
     make_workflow = environment_workflow(
-        env_path, rollout.env_timeout, rollout.env_processes, rollout.env_memory_limit_gib, rollout.env_vars
+        env_path,
+        timeout=rollout.env_timeout,
+        num_processes=rollout.env_processes,
+        memory_limit_gib=rollout.env_memory_limit_gib,
+        env_vars=rollout.env_vars,
     )
     tokenizer: Any = load_tokenizer(options.actor.model_name)
     if rollout.escape_special_tokens:
         tokenizer = EscapingTokenizer(tokenizer)
     limit = context_limit(options)
-    init_devices(options.launcher, options.num_devices)
+    init_devices(options)
 
     def workflow(sampling: SamplingOptions) -> RolloutWorkflow:
         return make_workflow(sampling.gconfig(), tokenizer, rollout.max_turns, limit)

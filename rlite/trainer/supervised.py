@@ -1,27 +1,33 @@
-"""Shared parts of the trainers that learn from rows (sft, rm, dpo)."""
+"""The loop and the command of the trainers that learn from rows (sft, rm, dpo)."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from tensordict import TensorDict
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import rlite
+from rlite import config
 from rlite.data.loader import BatchLoader
 from rlite.data.packs import sequence_lengths
 from rlite.data.tables import read_rows
 from rlite.data.tokens import TokenRows
-from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
-from rlite.nn.huggingface import local_checkpoint
 from rlite.observability import stats_tracker
-from rlite.trainer.options import DataOptions, EpochOptions, LaunchOptions, ModelOptions
-from rlite.trainer.rl.engines import init_devices
-from rlite.trainer.run.run import TrainingRun, check_best_metric, step_metrics
+from rlite.trainer.launch import init_devices, serve_if_worker
+from rlite.trainer.modules import load_tokenizer, policy_module, trained_engine
+from rlite.trainer.options import ModelOptions, SupervisedConfig
+from rlite.trainer.run.training_run import TrainingRun, check_best_metric, step_metrics
+
+C = TypeVar("C", bound=SupervisedConfig)
+SHOWN_OF_PAIRS = (
+    *("loss", "accuracy", "margin", "test_loss", "test_accuracy"),
+    *("grad_norm", "lr", "tokens_per_second", "seconds"),
+)
+"""metrics for the console of trainers on preference pairs"""
 
 
 class BatchLoss(Protocol):
@@ -36,53 +42,79 @@ class BatchLoss(Protocol):
         """Return the weight of a pack's mean."""
 
 
-class SupervisedRun:
-    """One model, its data and its run; the trainers' loops use it phase by phase.
+class SupervisedTrainer(ABC, Generic[C]):
+    """Trainer of one model on token rows. A subclass names the model, the loss and the kind of rows.
 
     Needs a session: call `rlite.init()` first.
 
     Args:
-        options: the whole config, which is saved with the run.
-        key: key of the model in it, "actor" or "critic".
-        data: options of the data.
-        trainer: options of the run.
-        engine: the trained engine.
-        loss: the loss to minimise.
-        rows: training rows.
-        test_rows: rows for evaluation.
-        shown: metrics for the console.
+        options: the run's config.
+        rows: token rows to learn; for rm and dpo pairs of them.
+        test_rows: token rows to evaluate on.
     """
 
-    def __init__(
-        self,
-        options: Any,
-        key: str,
-        data: DataOptions,
-        trainer: EpochOptions,
-        engine: RliteTrainEngine,
-        loss: BatchLoss,
-        rows: TokenRows,
-        test_rows: TokenRows | None,
-        shown: Sequence[str],
-    ) -> None:
-        model: ModelOptions = getattr(options, key)
-        self.options, self.model, self.engine, self.loss = trainer, model, engine, loss
-        self.rows, self.test_rows, self._batch_size = rows, test_rows, data.batch_size
-        self._lengths: list[int] = []
-        check_best_metric(trainer, test_rows is not None, [f"test_{name}" for name in ("loss", *loss.reported)])
-        self.loader = BatchLoader(rows, data.batch_size, trainer.seed, trainer.n_epochs)
-        self.run = TrainingRun(trainer, options, shown, self.loader.num_batches, has_absolute_loss=True)
-        try:
-            self.build_options = model.build_options(len(rlite.current_session().devices), trainer.seed)
-        except ConfigError as error:
-            sizes = ", ".join(f"{key}.{name}={getattr(model, name)}" for name in ("ddp_size", "sp_size", "tp_size"))
-            raise ConfigError(f"{sizes}: {error}") from error
-        for table, its_rows in (("data", rows), ("test_data", test_rows)):
-            if its_rows is not None:
-                capacity = model.max_length_per_device * model.tp_size * model.sp_size
-                its_rows.check_capacity(capacity, _capacity_name(key, model), table)
+    name: ClassVar[str]
+    """name of the command"""
+    key: ClassVar[Literal["actor", "critic"]] = "actor"
+    """key of the model in the config"""
+    config_class: type[C]
+    module: ClassVar[Callable[..., Any]] = policy_module
+    """makes the module to train"""
+    tokenise: ClassVar[Callable[..., TokenRows]]
+    """makes token rows of the rows of a file"""
+    shown: ClassVar[Sequence[str]]
+    """metrics for the console"""
 
-    def start(self, title: str) -> None:
+    def __init__(self, options: C, rows: TokenRows, test_rows: TokenRows | None = None) -> None:
+        self.options, self.rows, self.test_rows = options, rows, test_rows
+        self.model: ModelOptions = getattr(options, self.key)
+        self.loss = self.make_loss()
+        trainer, batch_size = options.trainer, options.data.batch_size
+        self.loader = BatchLoader(rows, batch_size, trainer.seed, trainer.n_epochs)
+        self.engine = trained_engine(type(self).module, self.model, self.loader.num_batches)
+        check_best_metric(trainer, test_rows is not None, [f"test_{name}" for name in ("loss", *self.loss.reported)])
+        self.run = TrainingRun(options, self.shown, self.loader.num_batches, has_absolute_loss=True)
+        self.build_options = self._build_options()
+
+    @abstractmethod
+    def make_loss(self) -> BatchLoss:
+        """Return the loss to minimise."""
+
+    def _build_options(self) -> dict[str, Any]:
+        """Return the build options of the trained engine.
+
+        Raises:
+            ConfigError: the sizes do not divide the devices, or a row is too long for them.
+        """
+        model, sizes = self.model, ("ddp_size", "sp_size", "tp_size")
+        try:
+            options = model.build_options(len(rlite.current_session().devices), self.options.trainer.seed)
+        except ConfigError as error:
+            given = ", ".join(f"{self.key}.{name}={getattr(model, name)}" for name in sizes)
+            raise ConfigError(f"{given}: {error}") from error
+        factors = [f" x {name}" for name in ("sp_size", "tp_size") if getattr(model, name) > 1]
+        for table, rows in (("data", self.rows), ("test_data", self.test_rows)):
+            if rows is not None:
+                capacity = model.max_length_per_device * model.tp_size * model.sp_size
+                rows.check_capacity(capacity, f"{self.key}.max_length_per_device{''.join(factors)}", table)
+        return options
+
+    def fit(self) -> dict[str, float]:
+        """Train to the last step.
+
+        Returns:
+            The metrics of the last step.
+        """
+        self.start()
+        metrics: dict[str, float] = {}
+        for batch in self.loader:
+            with stats_tracker.record_timing("step"):
+                stats = self.update(self.prepare(batch))
+            metrics = self.finish_step(batch, stats)
+        self.run.close()
+        return metrics
+
+    def start(self) -> None:
         """Build the engine, resume if asked, and report the plan."""
         self.engine.build(**self.build_options)
         facts = self.run.restore(self.engine)
@@ -90,14 +122,13 @@ class SupervisedRun:
             self.loader.load_state_dict(facts["loader"])
             self.run.total_steps = self.run.step + self.loader.num_left  # another batch_size makes others
         self.run.open()
-        self.run.console.report(title, self.plan())
+        self.run.console.report(f"rlite {self.name}", self.plan())
         self.engine.train()
 
     def plan(self) -> dict[str, str]:
         """Return how a step's work is divided, as text by topic."""
-        session, dims, model = rlite.current_session(), self.engine.dims, self.model
-        lengths = self.rows.lengths
-        num_items = min(self._batch_size, len(self.rows))
+        session, dims, model, trainer = rlite.current_session(), self.engine.dims, self.model, self.options.trainer
+        lengths, num_items = self.rows.lengths, min(self.options.data.batch_size, len(self.rows))
         batch_tokens = num_items * self.rows.rows_per_item * lengths.mean()
         return {
             "model": f"{model.model_name}, {self.engine.num_parameters / 1e6:.2f} M parameters",
@@ -106,68 +137,69 @@ class SupervisedRun:
             f"{self.rows.tally}",
             "step": f"{num_items} items, about {batch_tokens:.0f} tokens over {dims.num_data_ranks} data "
             f"rank(s), in packs of at most {model.max_length_per_device * dims.pack_factor} tokens",
-            "run": f"{self.options.n_epochs} epoch(s) of {len(self.loader)} steps = {self.run.total_steps}, "
-            f"checkpoint every {self.options.save_freq}, in {self.options.save_dir}",
+            "run": f"{trainer.n_epochs} epoch(s) of {len(self.loader)} steps = {self.run.total_steps}, "
+            f"checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
         }
 
-    def batches(self) -> Iterator[TensorDict]:
-        """Return an iterator over the remaining batches."""
-        return iter(self.loader)
+    def prepare(self, batch: TensorDict) -> TensorDict:
+        """Return a batch with all keys that the loss reads."""
+        return batch
 
     @stats_tracker.record_timing("update")
-    def train_batch(self, batch: TensorDict) -> dict[str, float]:
+    def update(self, batch: TensorDict) -> dict[str, float]:
         """Make one optimizer step and one step of the learning rate.
 
         Returns:
             The batch's statistics.
         """
-        self._lengths = sequence_lengths(batch)
         stats = self.engine.train_batch(batch, self.loss, self.loss.weight)
         self.engine.step_lr_scheduler()
         return stats
 
-    def finish_step(self, stats: Mapping[str, float], prepare: Any = None) -> dict[str, float]:
+    def finish_step(self, batch: TensorDict, stats: Mapping[str, float]) -> dict[str, float]:
         """Count the step, evaluate and save if due, and log.
 
         Args:
+            batch: the batch of the step.
             stats: the batch's statistics.
-            prepare: adds keys to a batch before evaluation.
 
         Returns:
             The step's metrics.
         """
         self.run.step += 1
-        metrics = {**stats, **step_metrics(self.engine, self._lengths)}
-        if self.test_rows is not None and self.run.is_due(self.options.test_freq):
-            metrics |= (evaluation := self.evaluate(prepare))
-            self.run.save_best(self.engine, evaluation)
+        metrics = {**stats, **step_metrics(self.engine, sequence_lengths(batch))}
+        if self.test_rows is not None and self.run.is_due(self.options.trainer.test_freq):
+            metrics |= (evaluation := self.evaluate(self.test_rows))
+            self.run.save_best(evaluation)
         self.run.log(metrics)
         if self.run.is_save_due():
-            self.run.save(self.engine, loader=self.loader.state_dict())
+            self.run.save(loader=self.loader.state_dict())
         return metrics
 
-    def close(self) -> None:
-        """Close the metric sinks and the progress bar."""
-        self.run.close()
-
-    def evaluate(self, prepare: Any = None) -> dict[str, float]:
-        """Return means of the loss and its metrics over the test rows, as `test_...`.
-
-        `prepare` adds keys to a batch.
-        """
-        assert self.test_rows is not None
+    def evaluate(self, rows: TokenRows) -> dict[str, float]:
+        """Return means of the loss and its metrics over token rows, as `test_...`."""
         sums: dict[str, float] = {}
         total = 0.0
-        for batch in self.test_rows.batches(self._batch_size):
-            stats = self.engine.eval_batch(prepare(batch) if prepare else batch, self.loss, self.loss.weight)
+        for batch in rows.batches(self.options.data.batch_size):
+            stats = self.engine.eval_batch(self.prepare(batch), self.loss, self.loss.weight)
             total += stats["weight"]
             for key in stats.keys() - {"weight", "num_tokens", "num_microbatches"}:
                 sums[key] = sums.get(key, 0.0) + stats[key] * stats["weight"]
         return {f"test_{key}": value / total for key, value in sums.items()}
 
+    @classmethod
+    def main(cls, argv: Sequence[str]) -> None:
+        """Run the trainer from the command line."""
+        options = config.load(cls.config_class, argv)
+        serve_if_worker(options)
+        rows, test_rows = read_tokens(options, getattr(options, cls.key).model_name, cls.tokenise)
+        init_devices(options)
+        cls(options, rows, test_rows).fit()
+        rlite.shutdown()
+
 
 def read_tokens(
-    options: Any, model_name: str, tokenise: Callable[..., TokenRows]
+    options: SupervisedConfig, model_name: str, tokenise: Callable[..., TokenRows]
 ) -> tuple[TokenRows, TokenRows | None]:
     """Return the token rows of options.data and, if given, of options.test_data.
 
@@ -184,24 +216,3 @@ def read_tokens(
 
     test_path = options.test_data.path
     return rows("data.path", options.data.path), rows("test_data.path", test_path) if test_path else None
-
-
-def num_steps(options: Any, rows: TokenRows) -> int:
-    """Return the optimizer steps of the whole run."""
-    return BatchLoader(rows, options.data.batch_size, n_epochs=options.trainer.n_epochs).num_batches
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a checkpoint."""
-    return AutoTokenizer.from_pretrained(local_checkpoint(path, weights=False), trust_remote_code=False)
-
-
-def serve_if_worker(launch: LaunchOptions) -> None:
-    """Under torchrun, let ranks other than 0 serve and exit: only rank 0 reads data."""
-    if int(os.environ.get("RANK", "0")) > 0 and launch.launcher in (None, "torchrun"):
-        init_devices(launch.launcher, launch.num_devices)
-
-
-def _capacity_name(key: str, model: ModelOptions) -> str:
-    sizes = [f" x {name}" for name in ("sp_size", "tp_size") if getattr(model, name) > 1]
-    return f"{key}.max_length_per_device{''.join(sizes)}"

@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 import rlite
+import rlite.control
 import rlite.nn
 import rlite.rollout
 import rlite.rollout.openai
@@ -43,15 +44,31 @@ def test_agents_have_these_names_and_no_others():
     ]
 
 
+def test_the_control_plane_has_these_names_and_no_others():
+    assert rlite.control.__all__ == [
+        "BaseTrainer",
+        "BaseWorkload",
+        "JobHandle",
+        "JobResult",
+        "JobSpec",
+        "RLJob",
+        "RLJobBuilder",
+        "RLRoleType",
+        "RoleGroup",
+        "RoleSpec",
+        "trainer_invocation",
+    ]
+
+
 def test_every_exported_name_exists():
-    for package in (rlite, rlite.nn, rlite.rollout, rlite.rollout.openai, rlite.rollout.rewards):
+    for package in (rlite, rlite.control, rlite.nn, rlite.rollout, rlite.rollout.openai, rlite.rollout.rewards):
         for name in package.__all__:
             assert getattr(package, name) is not None, f"{package.__name__}.{name}"
 
 
 @pytest.mark.parametrize(
     "package",
-    [rlite, rlite.rollout, rlite.rollout.openai, rlite.rollout.rewards],
+    [rlite, rlite.control, rlite.nn, rlite.rollout, rlite.rollout.openai, rlite.rollout.rewards],
     ids=lambda p: p.__name__,
 )
 def test_what_is_loaded_lazily_is_what_type_checkers_see(package: ModuleType):
@@ -64,9 +81,7 @@ def test_what_is_loaded_lazily_is_what_type_checkers_see(package: ModuleType):
     for node in block.body:
         if isinstance(node, ast.ImportFrom):
             home = importlib.import_module(str(node.module))
-            seen |= {alias.name: getattr(home, alias.name) for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            seen[ast.unparse(node.targets[0])] = seen[ast.unparse(node.value)]
+            seen |= {alias.asname or alias.name: getattr(home, alias.name) for alias in node.names}
     assert {name: getattr(package, name) for name in package.__all__ if name != "__version__"} == seen
 
 

@@ -18,9 +18,9 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from rlite import RliteInferenceEngine, RliteTrainEngine, register_executor
 from rlite.algorithms import gather_logprobs, next_token
-from rlite.engine.registry import registered_executors
 from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.rollout import GenerationHyperparameters, LLMRequest, LLMResponse, RewardFunction, RolloutWorkflow
+from tests.contracts.executors import installed_executors
 from tests.integration.modules import on_meta
 from tests.integration.worlds import world
 from tests.tiny import build_model_dir
@@ -120,7 +120,7 @@ def drift(path: Path, engine: RliteTrainEngine, batch: TensorDict) -> float:
     return float(found[batch["loss_mask"][:, 1:].bool()].abs().max())
 
 
-@pytest.mark.parametrize("executor", registered_executors("inference"))
+@pytest.mark.parametrize("executor", installed_executors())
 def test_an_actor_learns_on_rollouts_of_every_executor(executor: str, path: Path) -> None:
     serve = RliteInferenceEngine(path, executor=executor)
     serve.build(tensor_parallel_size=1, data_parallel_size=2)
@@ -148,7 +148,7 @@ def test_an_actor_learns_on_rollouts_of_every_executor(executor: str, path: Path
     serve.release()
 
 
-@pytest.mark.parametrize("executor", registered_executors("inference"))
+@pytest.mark.parametrize("executor", installed_executors())
 def test_a_replica_of_two_workers_chooses_who_is_asked_and_who_answers(executor: str, path: Path) -> None:
     greedy = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
     prompts = [[1, 2, 3], [200, 7, 91, 4, 77, 8], [5]]

@@ -14,14 +14,26 @@ from rlite import RliteInferenceEngine, register_executor
 from rlite.cluster.group import WorkerGroup
 from rlite.engine import replica, workers
 from rlite.engine.embedded import replica as pumped
-from rlite.engine.registry import find_backend, registered_executors
+from rlite.engine.registry import find_backend
 from rlite.engine.replica import InferenceBackend
+from tests.contracts.executors import installed_executors
 from tests.tiny import build_model_dir
 
 ENGINE = Path(inspect.getfile(workers)).parent
-DRIVER = ["base", "inference", "replica", "router", "serving", "weight_sync", "workers", "embedded/replica"]
+DRIVER = [
+    "base",
+    "inference",
+    "inference_lifecycle",
+    "replica",
+    "router",
+    "weight_sync",
+    "workers",
+    "embedded/replica",
+    "sglang/replica",
+    "vllm/replica",
+]
 PROTOCOLS = (workers.Worker, replica.ServingWorker, pumped.PumpedWorker)
-CALLS = {"call", "broadcast", "submit", "ask"}
+CALLS = {"call", "ask"}
 
 register_executor("inference", "pushing", "tests.third_party_executor.backend:BACKEND")
 
@@ -44,16 +56,16 @@ def test_every_declared_method_says_what_it_does(protocol: type) -> None:
     assert [name for name in declared(protocol) if not inspect.getdoc(getattr(protocol, name))] == []
 
 
-@pytest.mark.parametrize("name", registered_executors("inference"))
+@pytest.mark.parametrize("name", installed_executors())
 def test_a_whole_life_calls_declared_methods_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: set[str] = set()
-    submit = WorkerGroup.submit
+    call = WorkerGroup.call
 
-    def recording(group: WorkerGroup, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+    def recording(group: WorkerGroup, method: str, *args: Any, **kwargs: Any) -> Any:
         called.add(method)
-        return submit(group, rank, method, *args, **kwargs)
+        return call(group, method, *args, **kwargs)
 
-    monkeypatch.setattr(WorkerGroup, "submit", recording)
+    monkeypatch.setattr(WorkerGroup, "call", recording)
     rlite.init(device="cpu", num_devices=1, num_threads=1)
     engine = RliteInferenceEngine(build_model_dir(tmp_path / "model", hidden=64, layers=1), executor=name)
     engine.build(max_model_len=64, max_num_seqs=2)

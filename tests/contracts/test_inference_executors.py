@@ -17,22 +17,28 @@ from transformers import AutoModelForCausalLM
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine, register_executor
 from rlite.engine import registry
-from rlite.engine.registry import Backend, find_backend, registered_executors
+from rlite.engine.registry import Backend, find_backend
 from rlite.engine.replica import InferenceBackend, InFlightRequest
 from rlite.errors import ConfigError, DataError, ResidencyError, RliteError, UnknownOptionError, WeightSyncError
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, SequenceRequest, TokenChunk
+from tests.contracts.executors import installed_executors
 from tests.integration.modules import Qwen3Policy, on_meta
 from tests.tiny import build_model_dir
 
 register_executor("inference", "pushing", "tests.third_party_executor.backend:BACKEND")
-EXECUTORS = registered_executors("inference")
+EXECUTORS = installed_executors()
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 PROMPTS = [[1, 2, 3], [200, 7, 91, 4, 77, 8], [5]]
+NUM_LONG = {"vllm": 600}
+"""tokens of a request that runs until it is interrupted, by executor: vLLM generates without being called"""
+MAX_MODEL_LEN = {"vllm": 1024}
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model_dir(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", hidden=64)
+    return build_model_dir(
+        tmp_path_factory.mktemp("models") / "qwen3", "qwen3", hidden=64, head_dim=32
+    )  # vLLM's smallest
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +51,7 @@ def session() -> Iterator[None]:
 @pytest.fixture(scope="module", params=EXECUTORS)
 def engine(request: pytest.FixtureRequest, path: Path, session: None) -> Iterator[RliteInferenceEngine]:
     engine = RliteInferenceEngine(path, executor=request.param)
-    engine.build(max_model_len=256, max_num_seqs=4, seed=3)
+    engine.build(max_model_len=max_model_len(engine), max_num_seqs=4, seed=3)
     yield engine
     engine.release()
 
@@ -57,6 +63,18 @@ def request_of(max_new_tokens: int = 150, extras: tuple[str, ...] = (), **gconfi
         gconfig=GenerationHyperparameters(max_new_tokens=max_new_tokens, **sampling),
         extras=extras,
     )
+
+
+def num_long(engine: RliteInferenceEngine) -> int:
+    return NUM_LONG.get(engine.executor_name, 150)
+
+
+def max_model_len(engine: RliteInferenceEngine) -> int:
+    return MAX_MODEL_LEN.get(engine.executor_name, 256)
+
+
+def long_request(engine: RliteInferenceEngine, **gconfig: Any) -> LLMRequest:
+    return request_of(num_long(engine), **gconfig)
 
 
 class Running:
@@ -95,13 +113,13 @@ def logprobs_of(path: Path, ids: list[int], temperature: float = 1.0) -> Tensor:
 # -- generation --------------------------------------------------------------------------------------------------------
 
 
-def test_the_common_options_are_known_and_others_refused_before_anything_starts(path: Path) -> None:
-    for name in EXECUTORS:
-        options = find_backend("inference", name, InferenceBackend).options
-        common = {"max_model_len": 64, "max_num_seqs": 2, "gpu_memory_utilization": 0.5, "dtype": None, "seed": 1}
-        assert vars(options(**common)).items() >= common.items()
-        with pytest.raises(UnknownOptionError, match="max_num_seqs"):
-            RliteInferenceEngine(path, executor=name).build(max_num_seq=4)
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_the_common_options_are_known_and_others_refused_before_anything_starts(path: Path, name: str) -> None:
+    options = find_backend("inference", name, InferenceBackend).options
+    common = {"max_model_len": 64, "max_num_seqs": 2, "gpu_memory_utilization": 0.5, "dtype": None, "seed": 1}
+    assert vars(options(**common)).items() >= common.items()
+    with pytest.raises(UnknownOptionError, match="max_num_seqs"):
+        RliteInferenceEngine(path, executor=name).build(max_num_seq=4)
 
 
 def test_results_are_the_model_s_in_the_order_of_the_prompts(engine: RliteInferenceEngine, path: Path) -> None:
@@ -112,6 +130,10 @@ def test_results_are_the_model_s_in_the_order_of_the_prompts(engine: RliteInfere
         assert output.token_ids == expected.argmax(-1).tolist()
         assert output.logprobs == pytest.approx(expected.max(-1).values.tolist(), abs=5e-5)
         assert (output.finish_reason, output.versions) == ("length", [engine.get_version()] * 8)
+        assert output.cumulative_logprob == pytest.approx(sum(output.logprobs))
+        assert result.finished
+        assert result.prompt_logprobs is None
+    assert len({result.request_id for result in engine.generate(PROMPTS, GREEDY)}) == len(PROMPTS)
 
 
 def test_sampled_tokens_have_both_kinds_of_logprobs(engine: RliteInferenceEngine, path: Path) -> None:
@@ -140,6 +162,7 @@ def test_stop_conditions_end_a_completion(engine: RliteInferenceEngine) -> None:
     stop = whole.text[2:4]
     by_text = engine.generate(["Hello"], {**GREEDY, "stop": stop})[0].outputs[0]
     assert (by_text.text, by_text.finish_reason) == (whole.text.partition(stop)[0], "stop")
+    assert [output.stop_reason for output in (whole, by_id, by_text)] == [None, whole.token_ids[2], stop]
 
 
 def test_chunks_stream_and_add_up_to_the_response(engine: RliteInferenceEngine) -> None:
@@ -159,7 +182,9 @@ def test_a_prompt_that_is_too_long_and_a_callback_that_raises_end_their_own_requ
     engine: RliteInferenceEngine,
 ) -> None:
     async def together() -> list[Any]:
-        long = LLMRequest(input_ids=[65] * 300, gconfig=GenerationHyperparameters(max_new_tokens=4))
+        long = LLMRequest(
+            input_ids=[65] * (max_model_len(engine) + 44), gconfig=GenerationHyperparameters(max_new_tokens=4)
+        )
         broken = engine.agenerate(request_of(), on_chunk=lambda chunk: chunk.no_such_field)
         return await asyncio.gather(
             engine.agenerate(long), broken, engine.agenerate(request_of()), return_exceptions=True
@@ -167,7 +192,7 @@ def test_a_prompt_that_is_too_long_and_a_callback_that_raises_end_their_own_requ
 
     refused, failed, served = asyncio.run(together())
     assert isinstance(refused, DataError)
-    assert "max_model_len=256" in str(refused)
+    assert f"max_model_len={max_model_len(engine)}" in str(refused)
     assert isinstance(failed, AttributeError)
     assert served.output_len == 150
     engine.pause()
@@ -192,7 +217,7 @@ def test_a_request_goes_on_from_the_tokens_that_another_replica_made(engine: Rli
 
 def whole_seed(engine: RliteInferenceEngine, seed: int) -> int:
     """The seed that the engine gives to a request that asks for this one."""
-    return engine._in_flight([1], GenerationHyperparameters(seed=seed), 0).request.seed
+    return engine._request([1], GenerationHyperparameters(seed=seed)).seed
 
 
 # -- cancel, pause, abort ----------------------------------------------------------------------------------------------
@@ -212,8 +237,8 @@ def test_a_cancelled_request_ends_and_the_others_go_on(engine: RliteInferenceEng
 
 
 def test_pause_rests_at_a_token_boundary_and_resume_goes_on(engine: RliteInferenceEngine) -> None:
-    undisturbed = asyncio.run(engine.agenerate(request_of()))
-    running = Running(engine, request_of())
+    undisturbed = asyncio.run(engine.agenerate(long_request(engine)))
+    running = Running(engine, long_request(engine))
     engine.pause()
     at_rest = len(running.chunks)
     assert running.result is None
@@ -231,7 +256,7 @@ def test_pause_rests_at_a_token_boundary_and_resume_goes_on(engine: RliteInferen
 
 
 def test_abort_all_ends_requests_with_what_they_have(engine: RliteInferenceEngine) -> None:
-    running = [Running(engine, request_of(seed=seed)) for seed in range(6)[:4]]
+    running = [Running(engine, long_request(engine, seed=seed)) for seed in range(4)]
     engine.pause()
     engine.abort_all()
     assert engine.num_in_flight == 0, "paused or not"
@@ -244,7 +269,7 @@ def test_abort_all_ends_requests_with_what_they_have(engine: RliteInferenceEngin
 
 def test_tokens_carry_the_version_that_made_them(engine: RliteInferenceEngine) -> None:
     before = engine.get_version()
-    running = Running(engine, request_of())
+    running = Running(engine, long_request(engine))
     engine.set_version(before + 5)
     versions = running.wait().output_versions
     assert versions == sorted(versions)
@@ -266,13 +291,13 @@ def test_synced_weights_are_served_and_what_runs_goes_on_or_is_aborted(
         return train.release()
     train.train_step([[1, 2, 3, 4, 5, 6]])
     before = engine.get_version()
-    running = Running(engine, request_of())
+    running = Running(engine, long_request(engine))
     report = train.p2p_weight_sync(engine, verify_checksums=True)
     assert report.version == engine.get_version() == before + 1
     versions = running.wait().output_versions
-    assert (len(versions), versions) == (150, sorted(versions))
+    assert (len(versions), versions) == (num_long(engine), sorted(versions))
     assert set(versions) == {before, before + 1}
-    running = Running(engine, request_of())
+    running = Running(engine, long_request(engine))
     train.p2p_weight_sync(engine, on_inflight="abort")
     assert running.wait().stop_reason == "abort"
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -289,7 +314,7 @@ def test_synced_weights_are_served_and_what_runs_goes_on_or_is_aborted(
 
 
 def test_weights_that_did_not_arrive_whole_are_never_served(engine: RliteInferenceEngine, path: Path) -> None:
-    running = Running(engine, request_of())
+    running = Running(engine, long_request(engine))
     with pytest.raises(RuntimeError, match="half-way"), engine.receiving_weights("continue"):
         raise RuntimeError("half-way")
     assert isinstance(running.wait(), WeightSyncError)
@@ -305,10 +330,10 @@ def test_every_residency_state_says_what_it_needs(engine: RliteInferenceEngine, 
         with pytest.raises(ConfigError, match="release"):
             engine.cpu()
         return
-    running = Running(engine, request_of())
+    running = Running(engine, long_request(engine))
     with pytest.raises(ResidencyError, match="in flight"):
         engine.cpu()
-    assert running.wait().output_len == 150
+    assert running.wait().output_len == num_long(engine)
     engine.cpu()
     with pytest.raises(ResidencyError, match=r"cuda\(\)"):
         engine.generate(PROMPTS, GREEDY)
@@ -335,11 +360,19 @@ def test_prompt_logprobs_are_right_or_refused_before_any_work(engine: RliteInfer
     if not engine.capabilities.has_prompt_logprobs:
         with pytest.raises(ConfigError, match=f"prompt_logprobs: the executor '{engine.executor_name}'"):
             engine.prompt_logprobs(PROMPTS)
+        with pytest.raises(ConfigError, match="prompt_logprobs"):
+            engine.generate(PROMPTS, {**GREEDY, "prompt_logprobs": True})
         return
     for prompt, found in zip(PROMPTS, engine.prompt_logprobs(PROMPTS), strict=True):
         rows = logprobs_of(path, prompt) if len(prompt) > 1 else torch.zeros(0, 1)
         expected = rows.gather(1, torch.tensor(prompt[1:], dtype=torch.int64)[:, None])[:, 0]
         assert found == pytest.approx(expected.tolist(), abs=5e-5)
+        (result,) = engine.generate([prompt], {**GREEDY, "prompt_logprobs": True})
+        first, *others = result.prompt_logprobs or ()
+        assert first is None
+        assert others == pytest.approx(expected.tolist(), abs=5e-5)
+    with pytest.raises(ConfigError, match="prompt_logprobs=3"):
+        engine.generate(PROMPTS, {"prompt_logprobs": 3})
 
 
 def test_extras_are_columns_of_the_tokens_and_others_are_refused(engine: RliteInferenceEngine) -> None:
@@ -359,13 +392,14 @@ def test_release_ends_what_is_in_flight_and_the_engine_can_be_built_again(
     engine: RliteInferenceEngine, path: Path
 ) -> None:
     other = RliteInferenceEngine(path, executor=engine.executor_name)
-    other.build(colocate_with=engine, max_model_len=256)
-    running = Running(other, request_of())
+    other.build(colocate_with=engine, max_model_len=max_model_len(engine))
+    running = Running(other, long_request(engine))
+    other.pause()
     other.release()
     assert isinstance(running.wait(), RliteError)
     with pytest.raises(RliteError, match="build"):
         other.generate(PROMPTS, GREEDY)
-    other.build(colocate_with=engine, max_model_len=256)
+    other.build(colocate_with=engine, max_model_len=max_model_len(engine))
     assert len(other.generate(PROMPTS, GREEDY)) == 3
     other.release()
 

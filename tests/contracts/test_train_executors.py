@@ -19,12 +19,13 @@ from rlite.algorithms import TokenLogprobs, on_logprobs
 from rlite.engine.registry import find_backend, register_executor, registered_executors
 from rlite.engine.train_executor import TrainBackend, TrainExecutor
 from rlite.errors import ConfigError, ResidencyError, RliteError
-from rlite.parallel.mesh import ParallelDims
+from rlite.parallel.dims import ParallelDims
 from tests import third_party_pipeline as pipeline
 from tests.integration.modules import Policy, make_batch, next_token_logprobs, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
 from tests.tiny import build_model_dir
 
+pytestmark = pytest.mark.slow
 pipeline.register()
 EXECUTORS = registered_executors("train")
 LENGTHS = [9, 4, 17, 2, 30, 11, 5]

@@ -65,7 +65,7 @@ def steps(run, count):
     """Train so many steps; returns the numbers of the rows that each of them consumed."""
     consumed = []
     for _ in range(count):
-        batch = run.with_advantages(run.with_old_logprobs(run.rollouts.next_batch()))
+        batch = run.with_advantages(run.logprobs.with_old(run.rollouts.next_batch()))
         prompts = [row["input_ids"][row["attention_mask"].bool() & ~row["loss_mask"].bool()] for row in batch]
         consumed.append(sorted({int(run.engines.rollout.tokenizer.decode(ids).rstrip(":")) for ids in prompts}))
         run.update(batch)

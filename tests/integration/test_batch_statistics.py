@@ -15,7 +15,7 @@ from rlite.errors import ConfigError
 from rlite.trainer.losses import PolicyLoss, ValueLoss
 from rlite.trainer.modules import critic_module, policy_module
 from rlite.trainer.options import OptimizerOptions
-from rlite.trainer.rl.selection import Selection
+from rlite.trainer.rl.selection import with_selected
 from tests.integration.modules import make_batch
 from tests.integration.worlds import world
 
@@ -109,7 +109,7 @@ def test_losses_that_choose_tokens_choose_among_the_whole_batch(
     for engine in engines(policy_module):
         batch = rollouts()
         if engine.dims.num_data_ranks > 1 or engine.options.max_tokens_per_microbatch < 1000:
-            batch = Selection(engine, loss).with_selected(batch)
+            batch = with_selected(batch, engine, loss)
             assert 0 < batch["selected"].sum() < batch["loss_mask"].sum()
         stats = engine.train_batch(batch, loss, loss.weight)
         del stats["num_microbatches"]

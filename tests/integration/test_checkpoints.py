@@ -239,17 +239,16 @@ def writing_held_up() -> Iterator[None]:
 @contextmanager
 def disk_full_for(monkeypatch: pytest.MonkeyPatch, path: Path, *names: str) -> Iterator[None]:
     """Inside, those files of the next checkpoint at `path` get no room when they are written."""
-    submit = sharded._writer.submit
+    start_writing = sharded.start_writing
 
-    def submit_later(*args: Any) -> Any:
-        folder = args[2]
+    def start_later(state: Any, folder: Path, *others: Any) -> Any:
         if folder.name == f".{path.name}.writing":
             for name in names:
                 (folder / name).symlink_to("/dev/full")
-        return submit(*args)
+        return start_writing(state, folder, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sharded._writer, "submit", submit_later)
+        patch.setattr(sharded, "start_writing", start_later)
         yield
 
 

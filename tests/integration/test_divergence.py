@@ -220,7 +220,7 @@ def test_a_run_whose_last_updates_were_skipped_ends_with_an_error(model: Path, t
 
 def stop_after(learner: Any, step: int) -> None:
     """Interrupt a run at the end of the step after this one, before that one is saved."""
-    run = learner.run if isinstance(learner, PpoTrainer) else learner.run.run
+    run = learner.run
     log = run.log
 
     def log_and_stop(metrics: Any) -> None:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 def run(*command, cwd):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=110
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

@@ -195,7 +195,7 @@ def test_a_worker_that_is_terminated_in_a_call_is_noticed_as_soon_as_one_that_is
     started = time.monotonic()
     with soon(), pytest.raises(WorkerDied, match="worker process ended") as caught:
         train.wait_for_one_rank(late, timeout=SOON_S)
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < SOON_S / 2, "before the time-out"
     timer.join()
     assert caught.value.workers == (name,)
 
@@ -297,7 +297,7 @@ def run_under_torchrun(
         env=environment(**{MARK: mark}),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     ended = time.time()
     assert processes_with(MARK, mark) == []

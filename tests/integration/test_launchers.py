@@ -45,7 +45,7 @@ def test_one_program_gives_one_result_on_every_launcher_and_leaves_no_process(
             env=environment(**{MARK: mark}),
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=280,
         )
         assert ran.returncode == 0, ran.stderr
         assert processes_with(MARK, mark) == []
@@ -85,14 +85,14 @@ def test_a_killed_driver_takes_its_ray_with_it(models: dict[str, Path], tmp_path
         stderr=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 200
         while not out.exists() and driver.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
         assert out.exists()
         assert len(processes_with(MARK, mark)) > 4, "a driver, Ray's own processes and four workers"
         driver.send_signal(signal.SIGKILL)
         driver.wait()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 100
         while processes_with(MARK, mark) and time.monotonic() < deadline:
             time.sleep(0.5)
         assert processes_with(MARK, mark) == []
@@ -105,7 +105,7 @@ def test_the_address_of_a_cluster_that_was_killed_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     left = tmp_path / "ray_current_cluster"
-    monkeypatch.setattr("rlite.cluster.ray.CURRENT_CLUSTER", left)
+    monkeypatch.setattr("rlite.cluster.ray.connection.CURRENT_CLUSTER", left)
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
     for text in (f"127.0.0.1:{free_port()}", "nonsense"):

@@ -18,6 +18,7 @@ from rlite.nn import BaseTrainModule, linear_logprobs
 from rlite.parallel.processes import subgroup
 from tests.integration.modules import LlamaPolicy, Policy, Qwen2Policy, make_batch, num_counted, on_meta
 from tests.integration.worlds import world
+from tests.replay import kept_columns, kept_sets, pairs_of, sets_of_pack, written_out
 
 Build = Callable[..., RliteTrainEngine]
 
@@ -143,6 +144,55 @@ def test_a_loss_on_log_probabilities_trains_as_on_logits_which_nobody_makes(
     assert engine.last_width() == 259
 
 
+def replayed(tokens: TokenLogprobs, data: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss with gradients of its own for all three."""
+    mask, count = data["loss_mask"], data["loss_mask"].sum()
+    per_token = -tokens.logprobs - 0.1 * tokens.entropy**2 + 0.2 * tokens.full_logprobs**2
+    means = {"kept": tokens.logprobs, "entropy": tokens.entropy, "full": tokens.full_logprobs}
+    return (per_token * mask).sum() / count, {key: (value * mask).sum() / count for key, value in means.items()}
+
+
+class Replayed(Counted):
+    def __call__(self, tokens: TokenLogprobs, data: dict[str, Any]) -> Any:
+        return replayed(tokens, data)
+
+
+def replayed_of_logits(logits: Tensor, data: dict[str, Any]) -> Any:
+    logprobs, entropy = from_logits(logits, data)
+    labels = next_token(data["input_ids"], data["cu_seqlens"])
+    kept = written_out(logits, labels, sets_of_pack(data), 0.7)
+    return replayed(TokenLogprobs(kept, entropy, logprobs), data)
+
+
+@pytest.mark.parametrize(
+    ("module", "size", "layout"),
+    [
+        (Qwen2Policy, 1, {}),
+        (Qwen2Policy, 2, {"tp_size": 2}),
+        (LlamaPolicy, 4, {"tp_size": 2}),
+        (Qwen2Policy, 2, {"sp_size": 2}),
+        (LlamaPolicy, 4, {"tp_size": 2, "sp_size": 2}),
+        (Scaled, 1, {}),
+        (Scaled, 2, {"sp_size": 2}),
+    ],
+)
+def test_kept_ids_are_replayed_in_any_layout_as_by_a_softmax_over_them(
+    build: Build, models: dict[str, Path], module: type, size: int, layout: dict[str, int]
+) -> None:
+    path = models["llama" if issubclass(module, LlamaPolicy) else "qwen2"]
+    batch = make_batch([9, 4, 17, 2, 30, 11])
+    batch |= kept_columns(batch, 40)
+    options = {"param_dtype": "float64", "max_tokens_per_microbatch": 40}
+    engine = build(on_meta(module, path), size, **layout, **options)
+    expected = build(on_meta(module, path), 1, colocate_with=engine, **options)
+    theirs = expected.train_batch(batch, replayed_of_logits, num_counted)
+    ours = engine.train_batch(batch, Replayed(), num_counted)
+    for name in ("loss", "grad_norm", "kept", "entropy", "full"):
+        assert ours[name] == pytest.approx(theirs[name], abs=1e-9), name
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(engine.state_dict()[name], tensor, atol=1e-9, rtol=0)
+
+
 class Vocabulary(BaseTrainModule):
     """Gives each rank its part of a vocabulary."""
 
@@ -154,7 +204,7 @@ class Vocabulary(BaseTrainModule):
         return {"weight": torch.zeros(1)}
 
     def both_ways(self, hidden: Tensor, weight: Tensor, labels: Tensor, borders: list[int]) -> list[list[Tensor]]:
-        """From hidden states and from logits: log-probabilities, entropies, and the gradients of what is given."""
+        """From hidden states, from logits, and over kept ids: log-probabilities, entropies, and gradients."""
         size = len(borders) - 1
         group = subgroup(range(size)) if size > 1 else None
         rank = dist.get_rank() if group else 0
@@ -168,6 +218,11 @@ class Vocabulary(BaseTrainModule):
         ):
             gradients = torch.autograd.grad((outputs[0].square() + outputs[0] * outputs[1]).sum(), leaves)
             results.append([x.detach() for x in (*outputs, *gradients)])
+        kept = kept_sets(labels.tolist(), 13)
+        outputs = linear_logprobs(hidden, part, labels, 0.7, **where, block_size=3, num_kept=20, replay=pairs_of(kept))
+        total = outputs.logprobs.square() + outputs.logprobs * outputs.entropy + outputs.full_logprobs**3
+        gradients = torch.autograd.grad(total.sum(), [hidden, part])
+        results.append([x.detach() for x in (*outputs, outputs.full_logprobs, *gradients)])
         return results
 
 
@@ -179,9 +234,10 @@ def test_a_vocabulary_in_parts_gives_every_rank_the_results_of_the_whole(build: 
     for num_tokens in (0, 1, 26):
         hidden, weight = torch.randn(num_tokens, 4).double(), torch.randn(13, 4).double()
         labels = torch.arange(num_tokens) % 13  # both sides of every border are among them
-        direct, of_whole_logits = module.both_ways(hidden.clone(), weight, labels, [0, 13])
-        for rank, (ours, of_logits) in enumerate(engine.both_ways(hidden, weight, labels, borders)):
+        direct, of_whole_logits, whole_replayed = module.both_ways(hidden.clone(), weight, labels, [0, 13])
+        for rank, (ours, of_logits, replayed) in enumerate(engine.both_ways(hidden, weight, labels, borders)):
             part = slice(borders[rank], borders[rank + 1])
             torch.testing.assert_close(ours, [*direct[:3], direct[3][part]])
             torch.testing.assert_close(of_logits, [*of_whole_logits[:2], of_whole_logits[2][:, part]])
             torch.testing.assert_close(ours[:2], of_logits[:2])
+            torch.testing.assert_close(replayed, [*whole_replayed[:4], whole_replayed[4][part]])

@@ -109,7 +109,7 @@ def test_training_changes_adapted_weights_by_their_adapters_and_nothing_else(
         else:
             assert torch.equal(tensor, expected), name
     assert num_adapted == 14
-    held = sum(part["optimizer"] for part in engine.group.broadcast("memory_bytes")) / copies
+    held = sum(part["optimizer"] for part in engine.memory_bytes()) / copies
     assert held == pytest.approx(2 * sum(tensor.nbytes for tensor in adapter.values()), rel=0.02), "AdamW's two moments"
 
 
@@ -222,9 +222,9 @@ def test_every_trainer_of_rows_trains_adapters(
         pairs = [{"prompt": f"{n}>", "chosen": "yes!", "rejected": "no"} for n in range(16)]
         rows = preference_rows(pairs, byte_tokenizer(), 32)
     made = trainer(load(config, argv), rows)
-    engines.append(made.run.engine)
+    engines.append(made.engine)
     if kind == "dpo":
-        assert made.reference is made.run.engine, "no second model"
+        assert made.reference is made.engine, "no second model"
     made.fit()
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["loss"] < metrics[0]["loss"]

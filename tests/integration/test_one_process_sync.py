@@ -18,8 +18,8 @@ from rlite.cluster.group import apply_on_processes
 from rlite.engine.base import Engine
 from rlite.engine.transport import OwnTensor, open_handle, share
 from rlite.engine.weight_sync import Transport, sync_weights
-from rlite.parallel.arena import DeviceReader
 from rlite.parallel.processes import process_identity
+from rlite.parallel.shared_memory import SharedMemoryReader
 from tests.integration.modules import POLICIES, on_meta
 
 
@@ -44,7 +44,7 @@ def test_a_reader_in_the_same_process_gets_the_tensors_themselves(engines: tuple
     handles = on_worker(engines[0], share, None, False, [process_identity()])
     held = on_worker(engines[0], lambda worker: {n: s.tensor.data_ptr() for n, s in worker.parameter_shards().items()})
     assert {type(handle) for handle in handles.values()} == {OwnTensor}
-    assert {name: open_handle(handle, DeviceReader()).data_ptr() for name, handle in handles.items()} == held
+    assert {name: open_handle(handle, SharedMemoryReader()).data_ptr() for name, handle in handles.items()} == held
     assert pickle.loads(pickle.dumps(handles)) == handles, "a launcher may pickle what travels inside one process"
 
 
@@ -60,7 +60,7 @@ def test_a_process_with_the_same_id_is_another_process() -> None:
     assert other.split("-")[0] == process_identity().split("-")[0]
     assert other != process_identity()
     with pytest.raises(RuntimeError, match=f"a tensor of process {other} was offered"):
-        open_handle(OwnTensor(other, 0), DeviceReader())
+        open_handle(OwnTensor(other, 0), SharedMemoryReader())
 
 
 @pytest.mark.parametrize("transport", ["auto", "shared", "gathered", "broadcast"])

@@ -17,8 +17,8 @@ from rlite.algorithms import TokenLogprobs, on_logprobs
 from rlite.data.packs import pack
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
-from rlite.nn.heads import HuggingFaceFsdp2ScoreModule, score_module
 from rlite.nn.lora import ALL_LINEAR
+from rlite.nn.score import HuggingFaceFsdp2ScoreModule, score_module
 from rlite.parallel.fsdp import local_tensor
 from rlite.trainer.losses import DpoLoss, RewardModelLoss
 from rlite.trainer.modules import policy_module

@@ -83,7 +83,7 @@ def test_each_phase_returns_a_new_batch_with_more_keys_of_the_table(model, tmp_p
     run = openai_ppo(model, tmp_path / "run", 1, actor={"update_per_rollout": 2})
     run.start()
     batch, added = run.rollouts.next_batch(), []
-    for phase in (run.reference.with_logprobs, run.critic.with_values, run.with_old_logprobs, run.with_advantages):
+    for phase in (run.logprobs.with_reference, run.critic.with_values, run.logprobs.with_old, run.with_advantages):
         keys = set(batch.keys())
         after = phase(batch)
         assert set(batch.keys()) == keys, "what a phase gets stays as it is"
@@ -203,7 +203,7 @@ def test_prompts_that_teach_nothing_are_replaced(model, tmp_path):
     run = trainer(model, tmp_path / "run", 1, reward='float("+1" in state)', rollout={"max_refills": 2})
     run.start()
     batch = run.rollouts.next_batch()
-    assert run.prompts.position == 4 + 4 + 4, "all groups are uniform, each round asks for all"
+    assert run.prompts.order.position == 4 + 4 + 4, "all groups are uniform, each round asks for all"
     assert len(batch["group_ids"].unique()) == 4
     assert len(batch) == 16
     run.run.close()

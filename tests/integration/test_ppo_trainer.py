@@ -44,10 +44,11 @@ def session():
 
 def trainer(model, save_dir, total_steps, rows=ROWS, test_rows=(), kind=PpoTrainer, **changes):
     sampling = SamplingOptions(max_new_tokens=8, temperature=changes.pop("temperature", 1.0))
+    rollout = changes.pop("rollout", {})
     options = PpoConfig(
         actor=ActorOptions(model_name=model, lr=3e-3, **changes.pop("actor", {})),
         train_data=PromptOptions(prompts_per_rollout=8, responses_per_prompt=8),
-        rollout=RolloutOptions(train_sampling_params=sampling, max_model_len=64, max_num_seqs=64),
+        rollout=RolloutOptions(train_sampling_params=sampling, max_model_len=64, max_num_seqs=64, **rollout),
         trainer=TrainerOptions(
             save_dir=str(save_dir), total_steps=total_steps, save_freq=4, **{"test_freq": 4, **changes}
         ),
@@ -78,6 +79,19 @@ def test_a_run_learns_and_leaves_metrics_rollouts_config_and_a_model(model, tmp_
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert type(served).__name__ == "Qwen3ForCausalLM"
+
+
+def test_log_probabilities_of_a_deterministic_run_never_drift(model, tmp_path, session):
+    changes = {"actor": {"deterministic": True}, "rollout": {"deterministic": True, "dtype": "float32"}}
+    trainer(model, tmp_path, total_steps=3, temperature=0.7, **changes).fit()
+    assert [row["logprob_drift"] for row in logged(tmp_path)] == [0.0, 0.0, 0.0]
+
+
+def test_a_deterministic_actor_needs_rollouts_with_its_bits(model, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"actor\.deterministic=true .* needs rollout\.deterministic=true rollout\.dtype"
+    ):
+        trainer(model, tmp_path, 1, actor={"deterministic": True}, rollout={"deterministic": True})
 
 
 def test_a_new_run_over_an_old_one_keeps_no_line_and_no_checkpoint_of_it(model, tmp_path, session):
@@ -137,14 +151,14 @@ def test_a_stopped_run_goes_on_from_its_newest_checkpoint(model, tmp_path, sessi
         first.sync()
         first.finish_step(batch)
         if first.run.step == 4:
-            position = first.prompts.position
+            position = first.prompts.order.position
     first.run.close()
     rlite.shutdown()
     rlite.init(num_devices=1)
     second = trainer(model, out, total_steps=8, load_ckpt_from="latest")
     second.start()
     assert second.run.step == 4
-    assert second.prompts.position == position >= 32
+    assert second.prompts.order.position == position >= 32
     assert second.engines.rollout.get_version() == 4
     assert [row["step"] for row in logged(out)] == [1, 2, 3, 4]
     rlite.shutdown()

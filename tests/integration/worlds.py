@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,13 +15,18 @@ import psutil
 import rlite
 
 ROOT = Path(__file__).parents[2]
-# modules are hidden from the garbage collector: every release of an engine collects, and would visit all of them
-SERVE = """
-import gc, rlite
-import rlite.engine.embedded.worker, rlite.engine.fsdp2.worker
-gc.freeze()
-rlite.init(device="cpu", launcher="torchrun")
-"""
+# all ranks are forks of one process that has imported what they need, which takes seconds
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "pytest",
+        "rlite.cluster.torchrun",
+        "rlite.engine.embedded.worker",
+        "rlite.engine.fsdp2.worker",
+        "tests.integration.modules",
+        "tests.integration.worlds",
+    ]
+)
 
 
 def free_port() -> int:
@@ -36,34 +41,51 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 @contextmanager
-def world(num_devices: int) -> Iterator[list[subprocess.Popen]]:
-    """A session of the torchrun launcher with so many CPU devices; yields the processes of ranks 1, 2, ..."""
+def world(num_devices: int) -> Iterator[None]:
+    """A session of the torchrun launcher with so many CPU devices."""
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(num_devices),
         "LOCAL_WORLD_SIZE": str(num_devices),
     }
-    peers = [
-        subprocess.Popen([sys.executable, "-c", SERVE], env=environment(**common, RANK=str(rank), LOCAL_RANK=str(rank)))
-        for rank in range(1, num_devices)
-    ]
     before = dict(os.environ)
-    os.environ.update(common, RANK="0", LOCAL_RANK="0")
+    os.environ.update(environment(**common))
     try:
-        rlite.init(device="cpu", launcher="torchrun", num_threads=1)
-        yield peers
-        rlite.shutdown()
-        for peer in peers:
-            assert peer.wait(timeout=30) == 0
+        with ranks(serve, [(rank, dict(os.environ)) for rank in range(1, num_devices)]):
+            os.environ.update(RANK="0", LOCAL_RANK="0")
+            rlite.init(device="cpu", launcher="torchrun", num_threads=1)
+            yield
+            rlite.shutdown()
     finally:
-        for name in [*common, "RANK", "LOCAL_RANK"]:
-            os.environ.pop(name)
+        os.environ.clear()
         os.environ.update(before)
-        for peer in peers:
-            if peer.poll() is None:
-                peer.kill()
-                peer.wait()
+
+
+@contextmanager
+def ranks(work: Callable[..., None], arguments: Sequence[tuple]) -> Iterator[None]:
+    """Processes that call `work`, each with its arguments; they have ended well after the block."""
+    processes = [FORKS.Process(target=work, args=each) for each in arguments]
+    try:
+        for process in processes:
+            process.start()
+        yield
+        for process in processes:
+            process.join(100)
+            assert process.exitcode == 0
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def serve(rank: int, environment: dict[str, str]) -> None:
+    """Serve as a rank until the driver leaves."""
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    gc.freeze()  # every release of an engine collects garbage, and would visit all modules
+    rlite.init(device="cpu", launcher="torchrun")
 
 
 def processes_with(variable: str, value: str) -> list[psutil.Process]:

@@ -31,5 +31,5 @@ def test_a_missing_key_is_named_with_its_writer_and_meaning() -> None:
 def test_keys_of_trajectories_are_told_from_those_of_later_phases() -> None:
     assert {"logprobs", "versions"} <= PER_TOKEN
     assert PER_TOKEN.isdisjoint({"advantages", "values", "rewards", "position_ids"})
-    assert {"input_ids", "versions"} == INTEGER
+    assert {"input_ids", "versions", "kept_counts"} == INTEGER
     assert KEYS["versions"].padding == -1

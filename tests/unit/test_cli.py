@@ -27,7 +27,7 @@ def test_every_command_describes_its_options(monkeypatch, capsys, command):
         (["pop"], "unknown command 'pop'; did you mean 'ppo'?"),
         (["shcema", "ppo"], "did you mean 'schema'?"),
         (["schema", "pop"], "expected one command; did you mean 'ppo'?"),
-        (["schema"], "expected one command; known: dpo, plan, ppo"),
+        (["schema"], "expected one command; known: dpo, launch, logs, plan, ppo"),
         (["schema", "sft", "ppo"], "expected one command"),
     ],
 )

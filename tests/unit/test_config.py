@@ -12,7 +12,7 @@ from annotated_types import Ge, Le
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.config import Options, describe, from_mapping, inherit, load, save, to_container
+from rlite.config import Options, describe, inherit, load, save, to_container
 from rlite.errors import ConfigError, UnknownOptionError
 
 Kind = Literal["adamw", "sgd"]
@@ -206,7 +206,7 @@ def test_what_a_file_leaves_open_is_required_though_it_has_a_default(tmp_path: P
 
 def test_all_wrong_values_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        from_mapping(Run, {"data": {"path": 3, "batch_size": "x"}, "name": None})
+        Run(data={"path": 3, "batch_size": "x"}, name=None)
     assert str(caught.value).splitlines() == [
         "data.path=3: expected a string (in yaml, quote it)",
         "data.batch_size=x: expected an int",

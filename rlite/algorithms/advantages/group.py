@@ -7,12 +7,14 @@ divided by itself looks like an advantage. Equal rewards give exactly 0. No func
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from rlite.algorithms.advantages.base import register_advantage
 from rlite.algorithms.shapes import GroupIds, Sequences
 from rlite.errors import ConfigError
 
@@ -20,6 +22,7 @@ Level = Literal["group", "batch"]
 Singleton = Literal["zero", "raw"]
 
 
+@register_advantage("dr_grpo")
 def group_advantages(
     rewards: Sequences,
     group_ids: GroupIds,
@@ -48,6 +51,10 @@ def group_advantages(
     return normalize_rewards(rewards, group_ids, std=std, unbiased=unbiased, eps=eps, singleton=singleton)
 
 
+register_advantage("grpo")(partial(group_advantages, norm_std=True))
+
+
+@register_advantage("rloo")
 def rloo_advantages(rewards: Sequences, group_ids: GroupIds, *, singleton: Singleton = "zero") -> Sequences:
     """Return RLOO's advantage of every sequence.
 
@@ -69,6 +76,12 @@ def remax_advantages(rewards: Sequences, greedy_rewards: Sequences) -> Sequences
     return rewards - greedy_rewards
 
 
+@register_advantage("remax", needs=("greedy_rewards",))
+def _remax(rewards: Tensor, group_ids: Tensor, *, greedy_rewards: Tensor) -> Tensor:
+    return remax_advantages(rewards, greedy_rewards)
+
+
+@register_advantage("normalized")
 @torch.no_grad()
 def normalize_rewards(
     rewards: Sequences,
@@ -119,6 +132,7 @@ def normalize_rewards(
     return as_advantages(_with_singletons(centred, scores, groups, singleton), rewards)
 
 
+@register_advantage("gpg")
 def gpg_advantages(rewards: Sequences, group_ids: GroupIds, *, singleton: Singleton = "zero") -> Sequences:
     """Return GPG's advantage of every sequence.
 
@@ -135,13 +149,10 @@ def gpg_advantages(rewards: Sequences, group_ids: GroupIds, *, singleton: Single
     return alpha * group_advantages(rewards, group_ids, singleton=singleton)
 
 
+@register_advantage("opo", needs=("lengths",))
 @torch.no_grad()
 def opo_advantages(
-    rewards: Sequences,
-    group_ids: GroupIds,
-    *,
-    lengths: Shaped[Tensor, " sequences"],
-    singleton: Singleton = "zero",
+    rewards: Sequences, group_ids: GroupIds, *, lengths: Shaped[Tensor, " sequences"], singleton: Singleton = "zero"
 ) -> Sequences:
     """Return OPO's advantage of every sequence.
 
@@ -165,6 +176,7 @@ def opo_advantages(
     return as_advantages(_with_singletons(advantages, scores, groups, singleton), rewards)
 
 
+@register_advantage("pass_at_k")
 @torch.no_grad()
 def pass_at_k_advantages(
     rewards: Sequences, group_ids: GroupIds, *, norm_std: bool = False, eps: float = 1e-6
@@ -194,6 +206,7 @@ def pass_at_k_advantages(
     return as_advantages(advantages, rewards)
 
 
+@register_advantage("gdpo")
 @torch.no_grad()
 def gdpo_advantages(
     rewards: Float[Tensor, "kinds sequences"],

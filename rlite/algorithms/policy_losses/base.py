@@ -1,15 +1,16 @@
-"""Define the inputs of a policy loss, and the table in which every loss registers itself."""
+"""Define the inputs of a policy loss, the table in which every loss registers itself, and calls of its losses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlite.algorithms.reduce import TokenLoss, sequence_log_ratio
-from rlite.algorithms.registry import register
+from rlite.algorithms.registry import Table
 from rlite.algorithms.shapes import CuSeqlens, Flags, Mask, Tokens
 from rlite.errors import ConfigError
 
@@ -85,7 +86,7 @@ class LossInputs:
 PolicyLossFunction = Callable[..., TokenLoss]
 Selection = Callable[..., Flags]
 
-POLICY_LOSSES: dict[str, PolicyLossFunction] = {}
+POLICY_LOSSES: Table[PolicyLossFunction] = Table("policy loss", given=("inputs",))
 """policy losses by name"""
 SELECTIONS: dict[str, Selection] = {}
 """for a loss that treats a few tokens of the batch apart: the function that chooses them, by the loss's name"""
@@ -114,12 +115,59 @@ def register_policy_loss(
     """
 
     def enter(function: PolicyLossFunction) -> PolicyLossFunction:
-        register(POLICY_LOSSES, name, function)
+        POLICY_LOSSES.register(name)(function)
         if select is not None:
             SELECTIONS[name] = select
         return function
 
     return enter
+
+
+def policy_loss(
+    loss: str | PolicyLossFunction, inputs: LossInputs, options: Mapping[str, Any] | None = None
+) -> TokenLoss:
+    """Return the loss of every token.
+
+    `inputs.weights` multiply the loss, unless the loss function has applied them itself.
+
+    Args:
+        loss: a name of `POLICY_LOSSES`, or a function `(inputs, *, ...) -> TokenLoss`.
+        inputs: per-token tensors, `[T]` or `[B, L]`.
+        options: keyword arguments of the loss.
+
+    Raises:
+        ConfigError: the name is unknown, an option has a value of the wrong kind, or `inputs` lacks a tensor that the
+            loss needs.
+        UnknownOptionError: the loss has no such option.
+    """
+    function = POLICY_LOSSES.check(loss, options or {})
+    token = function(inputs, **(options or {}))
+    return token if isinstance(token, WeightedTokenLoss) else inputs.weighted(*token)
+
+
+def select_tokens(
+    loss: str | PolicyLossFunction, inputs: LossInputs, options: Mapping[str, Any] | None = None
+) -> Flags:
+    """Return the tokens that a loss of `SELECTIONS` treats apart, chosen by a statistic over all tokens of `inputs`.
+
+    A loss that gets its part of the result as `LossInputs.selected` has the same value however the batch is split.
+
+    Args:
+        loss: a name of `SELECTIONS`, or the function registered under it.
+        inputs: tensors of the whole batch, `[T]` or `[B, L]`.
+        options: keyword arguments of the loss.
+
+    Raises:
+        ConfigError: the name is unknown, or an option has a value of the wrong kind.
+        UnknownOptionError: the loss has no such option.
+    """
+    POLICY_LOSSES.check(loss, options or {})
+    return SELECTIONS[POLICY_LOSSES.name_of(loss)](inputs, **(options or {}))
+
+
+def is_selective(loss: str | PolicyLossFunction) -> bool:
+    """Return whether a loss treats tokens apart that `select_tokens` chooses."""
+    return POLICY_LOSSES.name_of(loss) in SELECTIONS
 
 
 def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:

@@ -21,12 +21,7 @@ _LOG_SMALLEST_WEIGHT = math.log(1e-8)
 
 @register_policy_loss("vespo")
 def vespo(
-    inputs: LossInputs,
-    *,
-    k_pos: float = 2.0,
-    lambda_pos: float = 3.0,
-    k_neg: float = 3.0,
-    lambda_neg: float = 2.0,
+    inputs: LossInputs, *, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0
 ) -> TokenLoss:
     """Return VESPO's loss of every token.
 

@@ -29,14 +29,6 @@ _BASIC_ROLES = ("user", "assistant")
 
 
 @dataclass(frozen=True)
-class RenderedChat:
-    """A conversation as text. `turns` has the characters [start, end) of each turn of the assistant."""
-
-    text: str
-    turns: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
 class EncodedChat:
     """A conversation as tokens. `turns` has the tokens [start, end) of each turn of the assistant."""
 
@@ -133,10 +125,10 @@ class ChatEncoder:
         tools = tools or [None] * len(chats)
         if self._is_marked:
             return [self._encode_marked(*chat) for chat in zip(chats, where, tools, strict=True)]
-        rendered = [self.render(*chat) for chat in zip(chats, where, tools, strict=True)]
+        rendered = [self._render(*chat) for chat in zip(chats, where, tools, strict=True)]
         # `verbose` warns of texts longer than the model's context; what is too long is counted elsewhere.
         encoded = self._template.tokenizer(
-            [chat.text for chat in rendered],
+            [text for text, _ in rendered],
             add_special_tokens=False,
             return_attention_mask=False,
             return_token_type_ids=False,
@@ -144,20 +136,12 @@ class ChatEncoder:
             verbose=False,
         )
         return [
-            EncodedChat(np.asarray(ids, dtype=np.int32), _tokens_of(chat.turns, offsets))
-            for chat, ids, offsets in zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+            EncodedChat(np.asarray(ids, dtype=np.int32), _tokens_of(turns, offsets))
+            for (_, turns), ids, offsets in zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True)
         ]
 
-    def render(self, messages: Messages, where: str, tools: Any = None) -> RenderedChat:
-        """Render a conversation and find the assistant's turns, for a template without `{% generation %}` marks.
-
-        Args:
-            messages: the conversation.
-            where: names the conversation in errors.
-            tools: JSON schemas, or None.
-
-        Returns:
-            The text with the characters of each turn.
+    def _render(self, messages: Messages, where: str, tools: Any) -> tuple[str, list[tuple[int, int]]]:
+        """Return the conversation as text, with the characters [start, end) of each turn of the assistant.
 
         Raises:
             DataError: as for `encode`.
@@ -174,7 +158,7 @@ class ChatEncoder:
                     raise DataError(_cannot_tell(where, number, "it is rendered inside the assistant's turn"))
         if any(later[0] < earlier[1] for earlier, later in pairwise(turns)):
             raise DataError(_cannot_tell(where, len(messages) - 1, "turns overlap"))
-        return RenderedChat(text, tuple(turns))
+        return text, turns
 
     # -- templates with marks ------------------------------------------------------------------------------------
 

@@ -1,13 +1,14 @@
-"""Raw texts to tokens: prompts, and responses with their end."""
+"""Raw texts to tokens: prompts, and answers with their end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rlite.data.tokens import Tokens
 from rlite.errors import ConfigError, DataError
 
 CHARACTERS_PER_TOKEN = 16
@@ -76,36 +77,36 @@ def bounded_tokens(tokenizer: TextTokenizer, text: str, limit: int | None) -> li
     return raw_tokens(tokenizer, [text])[0]
 
 
-class RawEncoder:
-    """Tokenises raw prompts and responses.
+def answer_encoder(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], answers: Sequence[str]
+) -> Callable[[range], list[list[Tokens]]]:
+    """Return a function that tokenises a raw `prompt` with each of its answers.
 
-    Prompt and response are tokenised apart, as they are when a response is generated. A response ends with the
-    end-of-sequence token.
+    Prompt and answer are tokenised apart, as they are when an answer is generated. An answer ends with one
+    end-of-sequence token, and is what is learnt.
 
     Args:
         tokenizer: the model's tokenizer.
+        rows: the table.
+        answers: columns with answers.
+
+    Returns:
+        A function: row numbers -> for each row, one sequence for each answer.
 
     Raises:
         ConfigError: the tokenizer has no end-of-sequence token.
     """
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise ConfigError("the model's tokenizer has no eos_token, which raw responses end with")
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        if tokenizer.eos_token_id is None:
-            raise ConfigError("the model's tokenizer has no eos_token, which raw responses end with")
-        self._tokenizer = tokenizer
-        self._end = tokenizer.eos_token_id
+    def joined(prompt: list[int], answer: list[int]) -> Tokens:
+        ids = [*prompt, *answer] if answer[-1:] == [end] else [*prompt, *answer, end]
+        return np.asarray(ids, dtype=np.int32), np.arange(len(ids)) >= len(prompt)
 
-    def prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of prompts (see `raw_prompts`)."""
-        return raw_prompts(self._tokenizer, texts)
+    def encode(numbers: range) -> list[list[Tokens]]:
+        prompts = raw_prompts(tokenizer, [rows[number]["prompt"] for number in numbers])
+        columns = [raw_tokens(tokenizer, [rows[number][name] for number in numbers]) for name in answers]
+        return [[joined(prompt, answer) for answer in own] for prompt, *own in zip(prompts, *columns, strict=True)]
 
-    def responses(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of responses, each with one end-of-sequence token at its end."""
-        return [ids if ids[-1:] == [self._end] else [*ids, self._end] for ids in raw_tokens(self._tokenizer, texts)]
-
-
-def joined(prompt: Sequence[int], response: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (input_ids [L] int32, loss_mask [L] bool) for a prompt and a response that is trained on."""
-    mask = np.zeros(len(prompt) + len(response), dtype=bool)
-    mask[len(prompt) :] = True
-    return np.asarray([*prompt, *response], dtype=np.int32), mask
+    return encode

@@ -7,30 +7,39 @@ name, so transformers builds no masks.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import reduce
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AttentionInterface
 
-from rlite.engine.embedded.cache import BLOCK, Bags, SlotCache
+from rlite.engine.embedded.cache import Bags, SlotCache, Targets
+from rlite.engine.embedded.native import decode_attention
 from rlite.engine.embedded.scheduler import Chunk
-from rlite.nn.attention import Bounds, causal_mask, refuse_other_attention, varlen
+from rlite.nn.attention import Bounds, causal_attention, causal_mask, refuse_other_attention, varlen
+from rlite.nn.batch_invariant import BLOCK, SUM, attend
 
 ATTENTION = "rlite_slots"
 TILE_ROWS = BLOCK
 """number of tokens of a `TilePlan`"""
 
 
-class AttentionPlan(Protocol):
+class AttentionPlan(ABC):
     """The attention of one forward pass: the positions that queries see, and the cache rows that keys and values fill.
 
     All tensors are `[tokens, (kv_)heads, head_dim]`.
     """
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    cache: SlotCache
+    targets: Targets
+    """rows of the cache for the keys and values of this pass"""
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write keys and values to the cache, for later tokens to read.
 
         Args:
@@ -38,18 +47,12 @@ class AttentionPlan(Protocol):
             key: `[tokens, kv_heads, head_dim]`.
             value: `[tokens, kv_heads, head_dim]`.
         """
-        ...
+        self.cache.write(layer, self.targets, key, value)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-    ) -> torch.Tensor:
-        """Write keys and values to the cache and return the attention output, in the shape of the queries.
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        """Write keys and values to the cache and compute the attention.
 
         Args:
             layer: index of the layer.
@@ -59,21 +62,29 @@ class AttentionPlan(Protocol):
             scale: factor of the scores before the softmax.
             window: number of positions that each query sees, its own position included. None is all positions up to its
                 own.
+
+        Returns:
+            The attention output, in the shape of the queries.
         """
-        ...
+        self.write(layer, key, value)
+        return self._read(layer, query, key, value, scale, window)
+
+    @abstractmethod
+    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return the attention output. The keys and values of this pass are already in the cache."""
 
 
 def slot_attention(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float,
     plan: AttentionPlan,
     sliding_window: int | None = None,
     **asked: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Compute the attention of one layer with the plan; transformers calls this function.
 
     Args:
@@ -100,7 +111,7 @@ def slot_attention(
 AttentionInterface.register(ATTENTION, slot_attention)
 
 
-class PrefillPlan:
+class PrefillPlan(AttentionPlan):
     """Chunks of many prompts packed in one row. Each chunk attends to its own slot alone."""
 
     def __init__(self, cache: SlotCache, chunks: Sequence[Chunk], device: torch.device) -> None:
@@ -111,7 +122,7 @@ class PrefillPlan:
         slots = torch.tensor([c.slot for c in chunks for _ in c.tokens], device=device)
         self.tokens = torch.tensor([t for c in chunks for t in c.tokens], device=device)
         self.positions = torch.tensor([p for c in chunks for p in range(c.start, c.stop)], device=device)
-        self._targets = cache.targets(slots, self.positions)
+        self.targets = cache.targets(slots, self.positions)
         is_varlen = (
             device.type == "cuda"
             and cache.values.dtype in (torch.float16, torch.bfloat16)
@@ -123,36 +134,7 @@ class PrefillPlan:
             ends = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
             self._bounds = Bounds(ends, ends, max(lengths), max(lengths))
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write keys and values to the cache; see `AttentionPlan.write`.
-
-        Args:
-            layer: index of the layer.
-            key: `[tokens, kv_heads, head_dim]`.
-            value: `[tokens, kv_heads, head_dim]`.
-        """
-        self.cache.write(layer, self._targets, key, value)
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-    ) -> torch.Tensor:
-        """Return the attention output `[tokens, heads, head_dim]`; see `AttentionPlan.attend`.
-
-        Args:
-            layer: index of the layer.
-            query: `[tokens, heads, head_dim]`.
-            key: `[tokens, kv_heads, head_dim]`.
-            value: `[tokens, kv_heads, head_dim]`.
-            scale: factor of the scores before the softmax.
-            window: number of positions that each query sees. None is no window.
-        """
-        self.write(layer, key, value)
+    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         if self._bounds is not None:
             return varlen(query, key, value, self._bounds, scale, window)
         query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
@@ -161,20 +143,26 @@ class PrefillPlan:
         for chunk in self.chunks:
             num = chunk.stop - chunk.start
             q, k, v = (t[:, :, begin : begin + num] for t in (query, key, value))
-            mask = None
             if chunk.start > 0:
                 k, v = self.cache.sequence(layer, chunk.slot, chunk.stop)
-            if chunk.start > 0 or (window is not None and window < num):
-                mask = causal_mask(num, chunk.stop, window, q.device)
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-            )
-            outputs.append(out[0].transpose(0, 1))
+            outputs.append(causal_attention(q, k, v, scale, window)[0].transpose(0, 1))
             begin += num
         return torch.cat(outputs)
 
 
-class TilePlan:
+class InvariantPrefillPlan(PrefillPlan):
+    """Chunks of many prompts, whose tokens get the bits that decode steps would compute."""
+
+    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        assert window is None
+        outputs = []
+        for chunk, queries in zip(self.chunks, query.split([c.stop - c.start for c in self.chunks]), strict=True):
+            keys, values = self.cache.sequence(layer, chunk.slot, _round_up(chunk.stop))
+            outputs.append(attend(queries.transpose(0, 1), keys[0], values[0], chunk.start, scale).transpose(0, 1))
+        return torch.cat(outputs)
+
+
+class TilePlan(AttentionPlan):
     """TILE_ROWS tokens of one sequence that attend to its slot. Rows after the last token are padding.
 
     Padding is written to the cache positions of the next tokens. These tokens overwrite it before it is read.
@@ -188,39 +176,10 @@ class TilePlan:
         self.tokens = torch.tensor([*tokens, *[0] * (TILE_ROWS - len(tokens))], device=device)
         places = torch.arange(start, self._stop, device=device)
         self.positions = places.clamp(max=last)  # the table of rotary angles may end here
-        self._targets = cache.targets(torch.full_like(places, slot), places)
+        self.targets = cache.targets(torch.full_like(places, slot), places)
         self._mask = causal_mask(TILE_ROWS, self._stop, None, device)
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write keys and values to the cache; see `AttentionPlan.write`.
-
-        Args:
-            layer: index of the layer.
-            key: `[TILE_ROWS, kv_heads, head_dim]`.
-            value: `[TILE_ROWS, kv_heads, head_dim]`.
-        """
-        self.cache.write(layer, self._targets, key, value)
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-    ) -> torch.Tensor:
-        """Return the attention output `[TILE_ROWS, heads, head_dim]`; see `AttentionPlan.attend`.
-
-        Args:
-            layer: index of the layer.
-            query: `[TILE_ROWS, heads, head_dim]`.
-            key: `[TILE_ROWS, kv_heads, head_dim]`.
-            value: `[TILE_ROWS, kv_heads, head_dim]`.
-            scale: factor of the scores before the softmax.
-            window: number of positions that each query sees. None is no window.
-        """
-        self.write(layer, key, value)
+    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         keys, values = self.cache.sequence(layer, self._slot, self._stop)
         mask = self._mask if window is None else causal_mask(TILE_ROWS, self._stop, window, query.device)
         out = F.scaled_dot_product_attention(
@@ -229,7 +188,38 @@ class TilePlan:
         return out[0].transpose(0, 1)
 
 
-class DecodePlan:
+class NativeDecodePlan(AttentionPlan):
+    """One token of each of the first slots, computed by `decode.c`: each sequence at its own length.
+
+    Args:
+        cache: the cache of the slots, whose keys are blocked.
+        positions: positions of the tokens, `[steps, rows]`.
+    """
+
+    def __init__(self, cache: SlotCache, positions: Tensor) -> None:
+        self.cache = cache
+        self._positions = positions
+        self._step = 0
+
+    def go_to(self, step: int) -> None:
+        """Advance to this step."""
+        self._step = step
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write nothing: the function in C that reads the cache writes it first.
+
+        Args:
+            layer: index of the layer.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+        """
+
+    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        return decode_attention(query, key, value, self._positions[self._step], keys, values, scale, window)
+
+
+class DecodePlan(AttentionPlan):
     """One token of each of the first slots. The given sequence lengths include this token.
 
     Neighbouring rows form groups. A group is computed at the length of its longest row, so that little padding is read.
@@ -249,9 +239,10 @@ class DecodePlan:
         self,
         cache: SlotCache,
         lengths: Sequence[int],
-        positions: torch.Tensor,
+        positions: Tensor,
         first_slot: int = 0,
         is_padded: bool = True,
+        is_invariant: bool = False,
     ) -> None:
         """Plan the first step.
 
@@ -263,6 +254,7 @@ class DecodePlan:
             first_slot: slot of the first row.
             is_padded: compute rows at the length of their group. Otherwise compute each row at its own length, rounded
                 up to whole blocks.
+            is_invariant: sum values as `rlite.nn.batch_invariant.attend` does.
         """
         self.cache = cache
         self._first_slot = first_slot
@@ -270,10 +262,10 @@ class DecodePlan:
         self._positions = positions
         self._lengths = lengths
         self._is_padded = is_padded
+        self._is_invariant = is_invariant
         self._groups = row_groups(lengths, self.GROUP) if is_padded else equal_groups(lengths)
-        self._width = min(_round_up(max(lengths) + len(positions)), cache.max_len)
-        self._bias = _bias(positions[0], self._width, cache)
-        self._window_biases: dict[int, torch.Tensor] = {}
+        self._width = min(_round_up(max(lengths) + len(positions) - 1), cache.max_len)
+        self._biases: dict[int | None, Tensor] = {None: _bias(positions[0], self._width, cache)}
         """biases of the current step, by window"""
         self._look_up(0)
 
@@ -284,20 +276,14 @@ class DecodePlan:
         else:
             self._groups = equal_groups([length + step for length in self._lengths])
         self._look_up(step)
-        self._bias[self._rows, :, :, self._positions[step]] = 0
-        self._window_biases.clear()
-
-    def _bias_of(self, window: int | None) -> torch.Tensor:
-        if window is None or window >= self._width:
-            return self._bias
-        if window not in self._window_biases:
-            self._window_biases[window] = _bias(self._positions[self._step], self._width, self.cache, window)
-        return self._window_biases[window]
+        bias = self._biases[None]
+        bias[self._rows, :, :, self._positions[step]] = 0
+        self._biases = {None: bias}
 
     def _look_up(self, step: int) -> None:
         self._step = step
         first = self._first_slot
-        self._targets = self.cache.targets(self._rows + first, self._positions[step])
+        self.targets = self.cache.targets(self._rows + first, self._positions[step])
         if self.cache.is_blocked:
             # held here besides: the cache may forget them
             self._bags = [
@@ -305,37 +291,12 @@ class DecodePlan:
                 for start, stop, length in self._groups
             ]
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write keys and values to the cache; see `AttentionPlan.write`.
-
-        Args:
-            layer: index of the layer.
-            key: `[rows, kv_heads, head_dim]`.
-            value: `[rows, kv_heads, head_dim]`.
-        """
-        self.cache.write(layer, self._targets, key, value)
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-    ) -> torch.Tensor:
-        """Return the attention output `[rows, heads, head_dim]`; see `AttentionPlan.attend`.
-
-        Args:
-            layer: index of the layer.
-            query: `[rows, heads, head_dim]`.
-            key: `[rows, kv_heads, head_dim]`.
-            value: `[rows, kv_heads, head_dim]`.
-            scale: factor of the scores before the softmax.
-            window: number of positions that each query sees. None is no window.
-        """
-        self.write(layer, key, value)
-        bias = self._bias_of(window)
+    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        if window is not None and window >= self._width:
+            window = None
+        if window not in self._biases:
+            self._biases[window] = _bias(self._positions[self._step], self._width, self.cache, window)
+        bias = self._biases[window]
         if self.cache.is_blocked:
             parts = [
                 self._weighted_sums(layer, query[start:stop] * scale, bias[start:stop, 0], bags)
@@ -343,79 +304,42 @@ class DecodePlan:
             ]
         else:
             parts = [
-                _product(
-                    self.cache,
-                    layer,
-                    query[start:stop],
-                    bias[start:stop, ..., :length],
-                    self._first_slot + start,
-                    scale,
-                )
+                self._product(layer, query[start:stop], bias[start:stop, ..., :length], start, scale)
                 for start, stop, length in self._groups
             ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out.view(query.shape)
+        return out.reshape(query.shape)
 
-    def _weighted_sums(self, layer: int, query: torch.Tensor, bias: torch.Tensor, bags: Bags) -> torch.Tensor:
+    def _weighted_sums(self, layer: int, query: Tensor, bias: Tensor, bags: Bags) -> Tensor:
         num, heads, dim = query.shape
         weights = query[:, :, None].expand(num, heads, bags.num_blocks, dim).flatten()
         scores = _weighted_sum(self.cache.key_rows[layer], bags.key_rows, bags.key_starts, weights)
         scores = scores.view(num, heads, bags.num_blocks * BLOCK)
         scores += bias[..., : scores.shape[-1]]
         probs = torch.softmax(scores, dim=-1).flatten()
-        return _weighted_sum(self.cache.value_rows[layer], bags.value_rows, bags.value_starts, probs)
+        values, starts = self.cache.value_rows[layer], bags.value_starts
+        if not self._is_invariant or bags.num_blocks * BLOCK <= SUM:
+            return _weighted_sum(values, bags.value_rows, starts, probs)
+        starts = starts[:, None] + torch.arange(
+            0, bags.num_blocks * BLOCK, SUM, dtype=starts.dtype, device=starts.device
+        )
+        parts = _weighted_sum(values, bags.value_rows, starts.flatten(), probs).view(*starts.shape, dim)
+        return reduce(torch.add, parts.unbind(1))
+
+    def _product(self, layer: int, query: Tensor, bias: Tensor, start: int, scale: float) -> Tensor:
+        """Return the attention of the rows from `start` on, over the positions of `bias` [rows, 1, 1, positions]."""
+        rows, heads, dim = query.shape
+        slots, kv_heads = slice(self._first_slot + start, self._first_slot + start + rows), self.cache.num_kv_heads
+        return F.scaled_dot_product_attention(
+            query.reshape(rows, kv_heads, heads // kv_heads, dim),
+            self.cache.keys[layer, slots, :, : bias.shape[-1]],
+            self.cache.values[layer, slots, :, : bias.shape[-1]],
+            attn_mask=bias,
+            scale=scale,
+        )
 
 
-class FixedDecodePlan:
-    """One token of each of the first slots, over the first `width` positions regardless of the sequence lengths.
-
-    Its kernels do not depend on the values of the positions, as a captured step requires. It does not support blocked
-    keys.
-    """
-
-    def __init__(self, cache: SlotCache, positions: torch.Tensor, width: int) -> None:
-        self.cache = cache
-        self._targets = cache.targets(torch.arange(len(positions), device=positions.device), positions)
-        self._positions = positions
-        self._width = width
-        self._biases: dict[int | None, torch.Tensor] = {}
-
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write keys and values to the cache; see `AttentionPlan.write`.
-
-        Args:
-            layer: index of the layer.
-            key: `[rows, kv_heads, head_dim]`.
-            value: `[rows, kv_heads, head_dim]`.
-        """
-        self.cache.write(layer, self._targets, key, value)
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-    ) -> torch.Tensor:
-        """Return the attention output `[rows, heads, head_dim]`; see `AttentionPlan.attend`.
-
-        Args:
-            layer: index of the layer.
-            query: `[rows, heads, head_dim]`.
-            key: `[rows, kv_heads, head_dim]`.
-            value: `[rows, kv_heads, head_dim]`.
-            scale: factor of the scores before the softmax.
-            window: number of positions that each query sees. None is no window.
-        """
-        self.write(layer, key, value)
-        if window not in self._biases:
-            self._biases[window] = _bias(self._positions, self._width, self.cache, window)
-        return _product(self.cache, layer, query, self._biases[window], 0, scale)
-
-
-def _bias(positions: torch.Tensor, width: int, cache: SlotCache, window: int | None = None) -> torch.Tensor:
+def _bias(positions: Tensor, width: int, cache: SlotCache, window: int | None = None) -> Tensor:
     """Return the additive mask `[rows, 1, 1, width]`: -inf after each row's position and before its window, else 0."""
     steps_back = positions[:, None] - torch.arange(width, device=positions.device)
     is_hidden = steps_back < 0
@@ -425,23 +349,7 @@ def _bias(positions: torch.Tensor, width: int, cache: SlotCache, window: int | N
     return bias.masked_fill_(is_hidden[:, None, None], float("-inf"))
 
 
-def _product(
-    cache: SlotCache, layer: int, query: torch.Tensor, bias: torch.Tensor, start: int, scale: float
-) -> torch.Tensor:
-    """Return the attention of the slots from `start` on, over the `width` positions of `bias` `[rows, 1, 1, width]`."""
-    rows, heads, dim = query.shape
-    kv_heads, width = cache.num_kv_heads, bias.shape[-1]
-    out = F.scaled_dot_product_attention(
-        query.reshape(rows, kv_heads, heads // kv_heads, dim),
-        cache.keys[layer, start : start + rows, :, :width],
-        cache.values[layer, start : start + rows, :, :width],
-        attn_mask=bias,
-        scale=scale,
-    )
-    return out.reshape(rows, heads, dim)
-
-
-def _weighted_sum(table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _weighted_sum(table: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
     """Return `F.embedding_bag` in mode "sum" `[bags, width]`, without its checks, which take as long as a short sum."""
     return torch.embedding_bag(table, rows, starts, False, 0, False, weights)[0]
 

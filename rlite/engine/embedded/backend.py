@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlite.cluster.host import WorkerContext
-from rlite.engine.embedded.check import check_served
+from rlite.engine.embedded.architecture_check import check_served
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.replica import PumpedReplica
 from rlite.engine.embedded.worker import EmbeddedWorker
@@ -29,5 +29,9 @@ def make_worker(context: WorkerContext, path: str, options: EmbeddedOptions, exe
 
 
 BACKEND = InferenceBackend(
-    options=EmbeddedOptions, worker=make_worker, replica=PumpedReplica, check=check_served, capabilities=Capabilities()
+    options=EmbeddedOptions,
+    worker=make_worker,
+    replica=PumpedReplica,
+    check=check_served,
+    capabilities=Capabilities(extras=frozenset({"kept_ids"})),
 )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from rlite.engine.embedded.scheduler import Move
+from rlite.engine.embedded.kept_caches import Move
+from rlite.nn.batch_invariant import BLOCK
 
-BLOCK = 64
-"""positions of a key block; smaller blocks need more sums, larger blocks more padding"""
 BAG_BYTES = 64 << 20
 """bytes for cached row indices of slot groups; the oldest are evicted first"""
 
@@ -20,11 +21,11 @@ BAG_BYTES = 64 << 20
 class Targets:
     """Row indices at which keys and values of some tokens are stored: `[tokens * kv_heads]` each, token-major."""
 
-    rows: torch.Tensor
+    rows: Tensor
     """rows of the flat values, and of the flat keys unless keys are blocked"""
-    blocks: torch.Tensor
+    blocks: Tensor
     """rows of the flat blocked keys"""
-    offsets: torch.Tensor
+    offsets: Tensor
     """positions within a block"""
 
 
@@ -33,17 +34,30 @@ class Bags:
     """Arguments of `embedding_bag` to decode some slots over their first `num_blocks` blocks."""
 
     num_blocks: int
-    key_rows: torch.Tensor
-    key_starts: torch.Tensor
+    key_rows: Tensor
+    key_starts: Tensor
     """start of each bag; one bag per slot, query head and block"""
-    value_rows: torch.Tensor
-    value_starts: torch.Tensor
+    value_rows: Tensor
+    value_starts: Tensor
     """start of each bag; one bag per slot and query head"""
 
     @property
     def nbytes(self) -> int:
         """Size of the index tensors in bytes."""
         return self.key_rows.nbytes + self.key_starts.nbytes + self.value_rows.nbytes + self.value_starts.nbytes
+
+
+class CacheShape(NamedTuple):
+    """Sizes of a cache."""
+
+    num_layers: int
+    num_slots: int
+    num_heads: int
+    """number of query heads"""
+    num_kv_heads: int
+    max_len: int
+    """positions of a slot; the cache rounds them up to whole blocks"""
+    head_dim: int
 
 
 class SlotCache:
@@ -56,43 +70,29 @@ class SlotCache:
     The cache begins as zeros: a masked position still takes part in the product, with weight zero.
 
     Args:
-        num_layers: number of layers.
-        num_slots: number of sequences.
-        num_heads: number of query heads.
-        num_kv_heads: number of key-value heads.
-        max_len: positions of a slot, rounded up to whole blocks.
-        head_dim: width of a head.
+        shape: sizes of the cache.
         dtype: dtype of keys and values.
         device: device of the memory.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_slots: int,
-        num_heads: int,
-        num_kv_heads: int,
-        max_len: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         # torch has the weighted sum of rows as a fast kernel where it has fbgemm
         self.is_blocked = (
             device.type == "cpu" and dtype == torch.float32 and "fbgemm" in torch.backends.quantized.supported_engines
         )
-        max_len = -(-max_len // BLOCK) * BLOCK
-        shape = (num_layers, num_slots, num_kv_heads, max_len, head_dim)
-        blocked = (num_layers, num_slots, num_kv_heads, max_len // BLOCK, head_dim, BLOCK)
-        self.keys = _zeros(blocked if self.is_blocked else shape, dtype, device)
-        self.values = _zeros(shape, dtype, device)
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.max_len, self.head_dim = max_len, head_dim
-        self._flat_keys = [k.view(-1, head_dim, BLOCK) if self.is_blocked else k.view(-1, head_dim) for k in self.keys]
-        self._flat_values = [v.view(-1, head_dim) for v in self.values]
-        self.key_rows = [k.view(-1, BLOCK) for k in self.keys] if self.is_blocked else []
+        self.num_heads, self.num_kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self.max_len = -(-shape.max_len // BLOCK) * BLOCK
+        slots = (shape.num_layers, shape.num_slots, shape.num_kv_heads)
+        plain = (*slots, self.max_len, self.head_dim)
+        blocked = (*slots, self.max_len // BLOCK, self.head_dim, BLOCK)
+        self.keys = _zeros(blocked if self.is_blocked else plain, dtype, device)
+        self.values = _zeros(plain, dtype, device)
+        row: tuple[int, ...] = (self.head_dim, BLOCK) if self.is_blocked else (self.head_dim,)
+        self._flat_keys = [keys.view(-1, *row) for keys in self.keys]
+        self.value_rows = [values.view(-1, self.head_dim) for values in self.values]
+        """the rows that `Bags.value_rows` indexes, per layer"""
+        self.key_rows = [keys.view(-1, BLOCK) for keys in self.keys] if self.is_blocked else []
         """the rows that `Bags.key_rows` indexes, per layer"""
-        self.value_rows = self._flat_values
         self._bags: dict[tuple[int, int, int], Bags] = {}
 
     @property
@@ -100,13 +100,13 @@ class SlotCache:
         """Size of keys and values in bytes."""
         return self.keys.nbytes + self.values.nbytes
 
-    def targets(self, slots: torch.Tensor, positions: torch.Tensor) -> Targets:
+    def targets(self, slots: Tensor, positions: Tensor) -> Targets:
         """Return the row indices of tokens at (slot, position). Both arguments are `[tokens]`."""
         heads = torch.arange(self.num_kv_heads, device=slots.device)
         rows = ((slots[:, None] * self.num_kv_heads + heads) * self.max_len + positions[:, None]).flatten()
         return Targets(rows, rows // BLOCK, rows % BLOCK)
 
-    def write(self, layer: int, targets: Targets, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, layer: int, targets: Targets, key: Tensor, value: Tensor) -> None:
         """Write keys and values into one layer.
 
         Args:
@@ -120,9 +120,9 @@ class SlotCache:
             self._flat_keys[layer][targets.blocks, :, targets.offsets] = key
         else:
             self._flat_keys[layer].index_copy_(0, targets.rows, key)
-        self._flat_values[layer].index_copy_(0, targets.rows, value)
+        self.value_rows[layer].index_copy_(0, targets.rows, value)
 
-    def sequence(self, layer: int, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def sequence(self, layer: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of the first positions of one slot, `[1, kv_heads, length, head_dim]` each.
 
         Args:
@@ -172,18 +172,14 @@ class SlotCache:
         self.values[:, slot] = 0
 
     def apply(self, moves: list[Move]) -> None:
-        """Copy slots. No move's source may be another move's target."""
-        targets: dict[tuple[int, int], list[int]] = {}
+        """Copy slots, one move after the other."""
         for move in moves:
-            targets.setdefault((move.source, move.length), []).append(move.target)
-        for (source, length), slots in targets.items():
-            blocks = -(-length // BLOCK) if self.is_blocked else length
-            for storage, stop in ((self.keys, blocks), (self.values, length)):
-                for slot in slots:
-                    storage[:, slot, :, :stop] = storage[:, source, :, :stop]
+            blocks = -(-move.length // BLOCK) if self.is_blocked else move.length
+            for storage, stop in ((self.keys, blocks), (self.values, move.length)):
+                storage[:, move.target, :, :stop] = storage[:, move.source, :, :stop]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros. On CPU, numpy reserves memory only for written pages, while torch would write all of them."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from rlite.engine.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, TilePlan
-from rlite.engine.embedded.lean import LeanDecoder
+from rlite.engine.embedded.lean_decoder import LeanDecoder
 from rlite.errors import CheckpointError
+from rlite.nn.batch_invariant import make_invariant, obstacle
 from rlite.nn.linear import speed_up_linear_layers
 from rlite.nn.meta import meta_parameters, real_tensors
 from rlite.parallel.shards import Box, CheckpointReader, ParameterShard, nonfinite_names
-from rlite.parallel.tensor import TensorParallelPlan
+from rlite.parallel.tensor_inference import TensorParallelPlan
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class _Place:
         module, name = self.owners[0]
         return module.get_parameter(name)
 
-    def set(self, tensor: torch.Tensor) -> None:
+    def set(self, tensor: Tensor) -> None:
         parameter = nn.Parameter(tensor, requires_grad=False)
         for module, name in self.owners:
             module._parameters[name] = parameter
@@ -49,13 +50,21 @@ class ShardedModel:
         dtype: name of a torch dtype; None is the checkpoint's dtype.
         device: device of this rank.
         tp_group: the ranks that share the heads; None is one rank.
+        is_deterministic: compute by `rlite.nn.batch_invariant` if it knows the model.
 
     Raises:
         ConfigError: the model cannot be served, because it has no attention backend or its heads do not divide.
         CheckpointError: `path` holds no usable checkpoint.
     """
 
-    def __init__(self, path: str, dtype: str | None, device: torch.device, tp_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        path: str,
+        dtype: str | None,
+        device: torch.device,
+        tp_group: dist.ProcessGroup | None,
+        is_deterministic: bool = False,
+    ) -> None:
         self.path = path
         self.device = device
         try:
@@ -70,10 +79,16 @@ class ShardedModel:
         self.model = self._build()
         plan = TensorParallelPlan(self.model, tp_group)
         self.tp_size = plan.world_size
+        self.num_vocabulary_shards = 1 if self.config.get_text_config().vocab_size % self.tp_size else self.tp_size
+        """parts into which training divides the vocabulary"""
         self._places = self._find_places(plan)
         for place in self._places.values():
             place.set(torch.empty(place.local_shape, dtype=self.dtype, device="meta"))
-        if device.type == "cpu":
+        self.is_invariant = is_deterministic and obstacle(self.model, device.type, self.dtype) is None
+        """whether the bits of a token depend on its sequence alone, by whatever forward pass it is computed"""
+        if self.is_invariant:
+            make_invariant(self.model)
+        elif device.type == "cpu":
             speed_up_linear_layers(self.model)
         plan.install()
         self._lean: LeanDecoder | None = None
@@ -104,7 +119,7 @@ class ShardedModel:
 
     def specialise(self, max_len: int) -> None:
         """Use the faster forward for sequences of at most `max_len` tokens, if this model has one."""
-        self._lean = LeanDecoder.of(self.model, self.device, max_len)
+        self._lean = LeanDecoder.of(self.model, self.device, max_len, self.is_invariant)
 
     def prefill(self, plan: PrefillPlan | TilePlan) -> None:
         """Fill the cache with the keys and values of the plan's tokens."""
@@ -115,7 +130,7 @@ class ShardedModel:
                 input_ids=plan.tokens[None], position_ids=plan.positions[None], use_cache=False, plan=plan
             )
 
-    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    def logits(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Return the logits `[rows, vocabulary]` of one decode step.
 
         Args:

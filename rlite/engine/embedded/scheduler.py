@@ -6,6 +6,9 @@ Running sequences are compact: `running[i]` lives in slot i of the KV cache, so 
 cache. They are kept roughly longest first. When a sequence ends, the last sequence takes its slot. The owner of the
 cache performs this `Move`.
 
+The slots behind the running sequences keep what sequences that have ended left there, until others need the room. The
+next turn of a session, and any request that begins like an earlier one, continues from these keys and values.
+
 Prefill stops one token short: it fills the cache for all tokens but the last. The decode step that reads the last token
 generates the first new token. Only decode steps compute logits. Siblings that copy a prompt's cache need no other
 state. Recomputing the cache after new weights is a prefill of prompt and completion.
@@ -17,7 +20,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from rlite.engine.embedded.kept_caches import KeptCaches, Move
 from rlite.types import SequenceRequest, StopReason, TokenChunk
+
+
+def token_key(tokens: Sequence[int]) -> bytes:
+    """Return tokens as bytes. Python hashes bytes once, and a tuple at each look-up."""
+    return np.asarray(tokens, dtype=np.int64).tobytes()
 
 
 @dataclass(eq=False, slots=True)
@@ -41,6 +52,15 @@ class RunningSequence:
     logprobs: list[float] = field(default_factory=list)
     """log-probabilities of the tokens that are not reported yet"""
     sampling_logprobs: list[float] = field(default_factory=list)
+    kept_ids: list[list[int]] = field(default_factory=list)
+    """ids among which each token was sampled that is not reported yet"""
+    has_failed: bool = False
+    """its keys and values are not finite"""
+    prompt_key: bytes = field(init=False)
+    """equal for sequences of equal prompts"""
+
+    def __post_init__(self) -> None:
+        self.prompt_key = token_key(self.request.input_ids)
 
     @property
     def prompt_len(self) -> int:
@@ -48,18 +68,24 @@ class RunningSequence:
         return len(self.request.input_ids)
 
     @property
+    def has_kept_ids(self) -> bool:
+        """True if the request asks for kept ids."""
+        return "kept_ids" in self.request.extras
+
+    @property
+    def cached_tokens(self) -> list[int]:
+        """The leading tokens whose keys and values later sequences may continue."""
+        return [] if self.has_failed else self.tokens[: self.num_cached]
+
+    @property
+    def banned_ids(self) -> frozenset[int]:
+        """Tokens that may not be generated yet."""
+        return self.stop_ids if len(self.tokens) < self.min_tokens else frozenset()
+
+    @property
     def is_prefilled(self) -> bool:
         """True if the cache holds all tokens but the last."""
         return self.num_cached >= len(self.tokens) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Copy the first `length` positions of slot `source` to slot `target`."""
-
-    source: int
-    target: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +99,20 @@ class Chunk:
 
 
 class Scheduler:
-    """The queues and slots of one worker."""
+    """The queues and slots of one worker.
 
-    def __init__(self, num_slots: int, max_prefill_tokens: int) -> None:
+    Args:
+        num_slots: number of slots.
+        max_prefill_tokens: number of tokens of one prefill forward.
+        keeps_caches: later sequences may continue from the cache of sequences that have ended.
+    """
+
+    def __init__(self, num_slots: int, max_prefill_tokens: int, keeps_caches: bool = True) -> None:
         self.num_slots = num_slots
         self.max_prefill_tokens = max_prefill_tokens
+        self.num_reused = 0
+        """number of tokens that were not prefilled again"""
+        self._kept = KeptCaches(num_slots if keeps_caches else 0)
         self.waiting: deque[RunningSequence] = deque()
         self.running: list[RunningSequence] = []
         self._ended: list[tuple[RunningSequence, StopReason]] = []
@@ -91,19 +126,23 @@ class Scheduler:
         """Append a sequence to the waiting queue."""
         self.waiting.append(sequence)
 
-    def admit(self) -> bool:
+    def admit(self) -> list[Move]:
         """Move waiting sequences into free slots in queue order. Sequences of one call are placed longest first.
 
         Returns:
-            Whether any sequence was moved.
+            The copies of kept caches from which some of them continue.
         """
         num = min(self.num_slots - len(self.running), len(self.waiting))
         admitted = [self.waiting.popleft() for _ in range(num)]
         admitted.sort(key=lambda s: -len(s.tokens))
+        moves: list[Move] = []
         for sequence in admitted:
             sequence.slot = len(self.running)
             self.running.append(sequence)
-        return num > 0
+            sequence.num_cached, copies = self._kept.take(sequence.tokens[:-1], sequence.slot)
+            self.num_reused += sequence.num_cached
+            moves += copies
+        return moves
 
     def next_prefill(self) -> tuple[list[Move], list[Chunk]]:
         """Return the next cache copies, and the chunks of the forward that follows them. Both are empty at the end.
@@ -114,22 +153,20 @@ class Scheduler:
         """
         moves: list[Move] = []
         chunks: list[Chunk] = []
-        owners: dict[tuple[int, ...], RunningSequence] = {}
-        todo: list[RunningSequence] = []
-        for sequence in self.running:
-            if sequence.is_prefilled:
-                owners.setdefault(tuple(sequence.request.input_ids), sequence)
-            else:
-                todo.append(sequence)
+        todo = [sequence for sequence in self.running if not sequence.is_prefilled]
         if not todo:
             return moves, chunks
+        owners: dict[bytes, RunningSequence] = {}
+        for sequence in self.running:
+            if sequence.is_prefilled:
+                owners.setdefault(sequence.prompt_key, sequence)
         # the furthest of several siblings leads, so that a prompt in the middle of its chunks is not begun again
         todo.sort(key=lambda s: -s.num_cached)
         budget = self.max_prefill_tokens
         for sequence in todo:
             shared = sequence.prompt_len - 1
             if sequence.num_cached < shared:
-                owner = owners.setdefault(tuple(sequence.request.input_ids), sequence)
+                owner = owners.setdefault(sequence.prompt_key, sequence)
                 if owner is not sequence:
                     if owner.num_cached < shared:
                         continue
@@ -166,6 +203,7 @@ class Scheduler:
         logprobs: list[list[float]],
         sampling_logprobs: list[list[float]],
         find_stop: Callable[[RunningSequence, int], int | None],
+        kept_ids: Sequence[list[list[int]]] = (),
     ) -> list[Move]:
         """Append the tokens of one burst, end finished sequences, and close the gaps.
 
@@ -175,6 +213,8 @@ class Scheduler:
             sampling_logprobs: `[row][step]`, under the truncated distribution.
             find_stop: `find_stop(sequence, start)` returns the length at which a completion contains a stop string, or
                 None. It is called for requests with stop strings; tokens from `start` on are new.
+            kept_ids: `[step][row]`, ids among which the token was sampled, [] if nothing was removed; for requests that
+                ask for them.
 
         Returns:
             The copies of slots that close the gaps.
@@ -198,6 +238,8 @@ class Scheduler:
             sequence.num_cached = len(sequence.tokens) - 1
             sequence.logprobs += logprobs[row][:num]
             sequence.sampling_logprobs += sampling_logprobs[row][:num]
+            if sequence.has_kept_ids:
+                sequence.kept_ids += [kept_ids[step][row] for step in range(num)]
             if reason is None and len(sequence.tokens) >= sequence.max_tokens:
                 reason = "length"
             if reason is not None:
@@ -223,6 +265,7 @@ class Scheduler:
 
     def forget_cache(self) -> None:
         """Mark the cache as empty. Every running sequence is prefilled again."""
+        self._kept.clear()
         for sequence in self.running:
             sequence.num_cached = 0
 
@@ -235,17 +278,19 @@ class Scheduler:
 
     def _remove(self, finished: list[tuple[RunningSequence, StopReason]]) -> list[Move]:
         self._ended += finished
-        gone = {sequence for sequence, _ in finished}
+        gone = {sequence.slot: sequence for sequence, _ in finished}
         moves: list[Move] = []
-        for hole in sorted(sequence.slot for sequence in gone):
-            while self.running and self.running[-1] in gone:
+        for slot in sorted(gone):
+            while self.running and (ended := gone.pop(self.running[-1].slot, None)) is not None:
                 self.running.pop()
-            if hole >= len(self.running):
+                self._kept.keep(ended.cached_tokens, ended.slot, ended.slot)
+            if slot not in gone:
                 break
-            last = self.running.pop()
-            moves.append(Move(last.slot, hole, last.num_cached))
-            last.slot = hole
-            self.running[hole] = last
+            last, ended = self.running.pop(), gone.pop(slot)
+            moves += self._kept.keep(ended.cached_tokens, slot, last.slot + 1)
+            moves.append(Move(last.slot, slot, last.num_cached))
+            last.slot = slot
+            self.running[slot] = last
         return moves
 
 
@@ -257,7 +302,8 @@ def _report(sequence: RunningSequence, version: int, reason: StopReason | None) 
         sampling_logprobs=sequence.sampling_logprobs,
         version=version,
         finish_reason=reason,
+        extras={"kept_ids": sequence.kept_ids} if sequence.has_kept_ids else {},
     )
     sequence.num_reported = len(sequence.tokens)
-    sequence.logprobs, sequence.sampling_logprobs = [], []
+    sequence.logprobs, sequence.sampling_logprobs, sequence.kept_ids = [], [], []
     return chunk

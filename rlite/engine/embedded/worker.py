@@ -12,19 +12,19 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from rlite.engine.embedded.budget import CacheBudget, longest_sequence
 from rlite.engine.embedded.cache import SlotCache
-from rlite.engine.embedded.graphs import DecodeGraphs, is_capturable
+from rlite.engine.embedded.cuda_graphs import DecodeGraphs, is_capturable
+from rlite.engine.embedded.deterministic import check_rows
+from rlite.engine.embedded.forward_passes import ForwardPasses
+from rlite.engine.embedded.memory_plan import MemoryPlan
 from rlite.engine.embedded.model import ShardedModel
 from rlite.engine.embedded.options import EmbeddedOptions
-from rlite.engine.embedded.passes import ForwardPasses, agreed
-from rlite.engine.embedded.requests import RequestRules
+from rlite.engine.embedded.request_rules import RequestRules
 from rlite.engine.embedded.scheduler import Scheduler
-from rlite.engine.embedded.tiles import check_rows
 from rlite.engine.workers import Part
 from rlite.errors import ResidencyError
+from rlite.parallel.memory_usage import give_back_cached_memory
 from rlite.parallel.shards import ParameterShard
-from rlite.parallel.usage import give_back_cached_memory
 from rlite.types import SequenceRequest, TokenChunk
 
 
@@ -43,50 +43,38 @@ class EmbeddedWorker:
     """
 
     def __init__(
-        self,
-        path: str,
-        options: EmbeddedOptions,
-        device: torch.device,
-        tp_group: dist.ProcessGroup | None = None,
+        self, path: str, options: EmbeddedOptions, device: torch.device, tp_group: dist.ProcessGroup | None = None
     ) -> None:
         self.options = options
         self.device = torch.device(device)
         self.version = 0
         group = tp_group if tp_group is not None and tp_group.size() > 1 else None
-        self._weights = weights = ShardedModel(path, options.dtype, self.device, group)
+        self._weights = weights = ShardedModel(path, options.dtype, self.device, group, options.deterministic)
         config = weights.config.get_text_config()
         self.vocab_size: int = config.vocab_size
-        self.max_model_len = longest_sequence(options, config)
+        self._plan = MemoryPlan(options, weights.config, weights.dtype, weights.tp_size)
+        self.max_model_len = self._plan.max_model_len
         weights.specialise(self.max_model_len)
         self._are_weights_here = False
         self._cache: SlotCache | None = None
         self.load_weights()
-        self._budget = CacheBudget(options, weights.config, self.max_model_len, weights.dtype, weights.tp_size)
-        self._num_slots = self._budget.affordable_slots(self.device, group)
+        self._num_slots = self._plan.affordable_slots(self.device, group)
+        has_tiles = options.deterministic and not weights.is_invariant
         # fixed shapes cut prompts at fixed places, not where a forward happens to be full
-        most = self.max_model_len * self._num_slots if options.deterministic else options.max_prefill_tokens
-        self._scheduler = Scheduler(self._num_slots, most)
+        most = self.max_model_len * self._num_slots if has_tiles else options.max_prefill_tokens
+        # in tiles, a cache that decode steps wrote differs from one that prefill writes, in its last bits
+        self._scheduler = Scheduler(self._num_slots, most, keeps_caches=not has_tiles)
         self._failed: dict[int, TokenChunk] = {}
         self.to_device("kv_cache")
         self._graphs: DecodeGraphs | None = None
         is_recorded = options.cuda_graphs and not options.deterministic and self.device.type == "cuda"
         if is_recorded and group is None and is_capturable(config):
             self._graphs = DecodeGraphs(weights, self._num_slots)
-        self._rules = RequestRules(
-            path,
-            options,
-            self.vocab_size,
-            self.max_model_len,
-            weights.end_ids(),
-            partial(agreed, group, self.device),
-        )
+        agree = partial(agreed, group, self.device)
+        self._rules = RequestRules(path, options, self.vocab_size, self.max_model_len, weights.end_ids(), agree)
         self._passes = ForwardPasses(weights, self._scheduler, self._rules, options, group, self._graphs)
         if options.deterministic:
-            self._check_determinism()
-
-    @torch.inference_mode()
-    def _check_determinism(self) -> None:
-        check_rows(self._weights, self._serving_cache())
+            check_rows(weights, self._serving_cache())
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -118,12 +106,15 @@ class EmbeddedWorker:
         """
         cache = self._serving_cache()
         for request in new:
-            self._accept(request)
+            if (error := self._rules.objection(request)) is not None:
+                self._fail(request.request_id, error)
+            else:
+                self._scheduler.add(self._rules.sequence(request))
         if aborted:
             cache.apply(self._scheduler.abort(set(aborted)))
         steps = 0
         while steps < max_steps:
-            self._scheduler.admit()
+            cache.apply(self._scheduler.admit())
             self._passes.prefill(cache)
             if not self._scheduler.running:
                 break
@@ -131,15 +122,6 @@ class EmbeddedWorker:
             steps += num
             for number, error in failed.items():
                 self._fail(number, error, is_nonfinite=True)
-        return self._drain()
-
-    def abort_all(self) -> list[TokenChunk]:
-        """End every request with its tokens so far.
-
-        Returns:
-            One chunk for each request.
-        """
-        self._scheduler.abort()
         return self._drain()
 
     def weights_changed(self, version: int) -> None:
@@ -155,20 +137,8 @@ class EmbeddedWorker:
     def _fail(self, request_id: int, error: str, is_nonfinite: bool = False) -> None:
         """Answer a request with the reason why it cannot be served."""
         self._failed[request_id] = TokenChunk(
-            request_id=request_id,
-            token_ids=[],
-            logprobs=[],
-            sampling_logprobs=[],
-            version=self.version,
-            error=error,
-            is_nonfinite=is_nonfinite,
+            request_id=request_id, version=self.version, error=error, is_nonfinite=is_nonfinite
         )
-
-    def _accept(self, request: SequenceRequest) -> None:
-        if (error := self._rules.objection(request)) is not None:
-            self._fail(request.request_id, error)
-        else:
-            self._scheduler.add(self._rules.sequence(request))
 
     # --- residency --------------------------------------------------------------------------------------------------
 
@@ -187,7 +157,7 @@ class EmbeddedWorker:
             self._weights.allocate()
             self._are_weights_here = True
         if what in ("all", "kv_cache") and self._cache is None:
-            self._cache = SlotCache(*self._budget.shape(self._num_slots), dtype=self._weights.dtype, device=self.device)
+            self._cache = SlotCache(self._plan.cache_shape(self._num_slots), self._weights.dtype, self.device)
 
     def to_cpu(self) -> None:
         """Move weights to host memory and free the KV cache. Running requests recompute their cache later."""
@@ -219,3 +189,18 @@ class EmbeddedWorker:
             self._graphs.clear()
         self._scheduler.forget_cache()
         give_back_cached_memory()
+
+
+def agreed(group: dist.ProcessGroup | None, device: torch.device, flags: list[bool]) -> list[bool]:
+    """Return for each flag whether it is set on all ranks.
+
+    Args:
+        group: the ranks of the replica; None is one rank.
+        device: device of this rank.
+        flags: flags of this rank; equally many on each rank.
+    """
+    if group is None:
+        return flags
+    votes = torch.tensor(flags, dtype=torch.uint8, device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
+    return votes.bool().tolist()

@@ -34,6 +34,8 @@ def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
     module.check_architecture()
     if options.tp_size > 1:
         module.check_parallel(options.tp_size)
+    if options.deterministic:
+        module.check_deterministic(current_session().device)
     if options.use_liger_kernel:
         check_liger(module, current_session().device)
 

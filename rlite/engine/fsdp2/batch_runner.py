@@ -13,9 +13,8 @@ from torch import Tensor
 
 from rlite.algorithms.on_logprobs import OnLogprobs, TokenLogprobs
 from rlite.data.packs import Pack, companions, lazy_pack, unpack
-from rlite.engine.batch_shares import BatchShare
-from rlite.engine.loss_reports import LossSums, call_loss
-from rlite.engine.train_executor import Loss, Weight
+from rlite.engine.fsdp2.options import Fsdp2Options
+from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.observability import stats_tracker
@@ -24,26 +23,38 @@ from rlite.parallel.mesh import TrainMesh
 
 
 class BatchRunner:
-    """Gradients, steps and evaluation of one rank's module, as `TrainExecutor` declares them.
+    """The batch operations of one rank, as `TrainExecutor` declares them. `Fsdp2Worker` holds the module."""
 
-    Args:
-        module: the sharded module.
-        mesh: this rank's place in the mesh.
-        everyone: process group of all ranks.
-        device: device of this rank.
-    """
-
-    def __init__(self, module: BaseTrainModule, mesh: TrainMesh, everyone: Any, device: torch.device) -> None:
-        self._module = module
-        self._mesh = mesh
-        self._everyone = everyone
-        self._device = device
-        self._weight = 0.0
-        """weight of the accumulated gradients, which are gradients of a mean"""
-        self._is_finite = True
-        """whether every loss with accumulated gradients is finite"""
+    module: BaseTrainModule
+    """the sharded module"""
+    _options: Fsdp2Options
+    _mesh: TrainMesh
+    """this rank's place in the mesh"""
+    _everyone: dist.ProcessGroup
+    """all ranks"""
+    _device: torch.device
+    _weight = 0.0
+    """weight of the accumulated gradients, which are gradients of a mean"""
+    _is_finite = True
+    """whether every loss with accumulated gradients is finite"""
 
     # -- training ------------------------------------------------------------------------------------------------
+
+    def train_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
+        """Make one optimizer step on a batch; see `TrainExecutor.train_batch`.
+
+        Args:
+            share: this data rank's rows and microbatches.
+            loss_fn: the mean loss of a pack.
+            loss_weight_fn: weight of a pack's mean.
+
+        Returns:
+            The results of `forward_backward` and `optimizer_step`.
+        """
+        self._optimizer("train_batch")
+        self._forget()
+        means = self.forward_backward(share, loss_fn, loss_weight_fn)
+        return {**means, **self.optimizer_step()}
 
     def forward_backward(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
         """Accumulate the gradients of a batch; see `TrainExecutor.forward_backward`.
@@ -63,24 +74,30 @@ class BatchRunner:
         packs, weights, added = self._packs(share, loss_weight_fn)
         if added == 0:
             return {"loss": 0.0, "weight": 0.0}
-        before, total = self._weight, self._weight + added
+        before, total, sums = self._weight, self._weight + added, LossSums()
         try:
             if before:
                 self._scale_gradients(before / total)
-            parts = [weight / added for weight in weights]
-            means = self._accumulate(packs, share.microbatches, parts, added / total, loss_fn)
+            for rows, weight in zip(share.microbatches, weights, strict=True):
+                data = packs.pop(0)
+                set_gradient_sync(self.module, is_last=not packs)
+                outputs, loss, means = self._loss(loss_fn, rows, data)
+                if weight == 0:
+                    values = outputs.logprobs if isinstance(outputs, TokenLogprobs) else outputs
+                    loss = values.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
+                # FSDP averages gradients over ranks; the weights already divide by the whole batch
+                (loss * (weight / total * self._mesh.num_averaged)).backward()
+                sums.add(means, weight)
+            summed = sums.means(self._sum, self._mesh.dims.num_data_ranks)
         except Exception:  # a loss that raises must not leave its first microbatches to the next step
-            forget_gradients(self._module)
+            forget_gradients(self.module)
             raise
         self._weight = total
-        self._is_finite &= math.isfinite(means["loss"])
-        return {**means, "weight": added}
+        self._is_finite &= math.isfinite(summed["loss"])
+        return {**summed, "weight": added}
 
-    def optimizer_step(self, max_norm: float) -> dict[str, float]:
+    def optimizer_step(self) -> dict[str, float]:
         """Clip gradients and make one optimizer step; see `TrainExecutor.optimizer_step`.
-
-        Args:
-            max_norm: gradients are scaled down to this global norm.
 
         Returns:
             `grad_norm`, `lr`, `weight` and `is_skipped`.
@@ -89,7 +106,7 @@ class BatchRunner:
         lr = float(optimizer.param_groups[0]["lr"])
         if not self._has_gradients():
             return {"grad_norm": 0.0, "lr": lr, "weight": 0.0, "is_skipped": 1.0}
-        grad_norm = clip_gradients(self._module.parameters(), max_norm, self._mesh, self._everyone)
+        grad_norm = clip_gradients(self.module.parameters(), self._options.max_grad_norm, self._mesh, self._everyone)
         is_skipped = not (math.isfinite(grad_norm) and self._is_finite)
         if not is_skipped:
             optimizer.step()
@@ -97,63 +114,23 @@ class BatchRunner:
         self._forget()  # else gradients take memory, and are offloaded and saved
         return {"grad_norm": grad_norm, "lr": lr, "weight": weight, "is_skipped": float(is_skipped)}
 
-    def start(self, what: str) -> None:
-        """Drop accumulated gradients.
-
-        Raises:
-            ConfigError: the module has no optimizer.
-        """
-        self._optimizer(what)
-        self._forget()
-
-    def accumulated(self) -> dict[str, Any]:
-        """Return the state of the accumulation that a checkpoint keeps beside the gradients."""
-        return {"weight": self._weight, "is_finite": self._is_finite}
-
-    def resume(self, accumulated: dict[str, Any]) -> None:
-        """Restore the state that `accumulated` returned. Without it, accumulated gradients have weight zero."""
-        self._weight, self._is_finite = accumulated.get("weight", 0.0), accumulated.get("is_finite", True)
-
-    def _accumulate(
-        self, packs: list[Pack], microbatches: list[list[int]], parts: list[float], factor: float, loss_fn: Loss
-    ) -> dict[str, float]:
-        """Accumulate the gradients of this rank's microbatches, each weighted by its part of the batch times `factor`.
-
-        Returns:
-            The batch's means, by name.
-        """
-        sums = LossSums()
-        for rows, part in zip(microbatches, parts, strict=True):
-            data = packs.pop(0)
-            set_gradient_sync(self._module, is_last=not packs)
-            outputs = self._outputs(loss_fn, data)
-            with _counting(rows):
-                loss, report = call_loss(loss_fn, outputs, data)
-            if part == 0:
-                values = outputs.logprobs if isinstance(outputs, TokenLogprobs) else outputs
-                loss = values.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
-            # FSDP averages gradients over ranks; the parts already divide by the whole batch
-            (loss * (part * factor * self._mesh.num_averaged)).backward()
-            sums.add({"loss": loss, **report}, part)
-        return self._means(sums)
-
     def _optimizer(self, what: str) -> torch.optim.Optimizer:
-        if self._module.optimizer is None:
+        if self.module.optimizer is None:
             raise ConfigError(f"{what} needs self.optimizer: set it in on_weights_materialized")
-        return self._module.optimizer
+        return self.module.optimizer
 
     def _has_gradients(self) -> bool:
         """Return whether any gradient is accumulated. A method of the user's module may have made or dropped it."""
-        optimizer = self._module.optimizer
-        groups = [{"params": self._module.parameters()}] if optimizer is None else optimizer.param_groups
+        optimizer = self.module.optimizer
+        groups = [{"params": self.module.parameters()}] if optimizer is None else optimizer.param_groups
         return any(parameter.grad is not None for group in groups for parameter in group["params"])
 
     def _forget(self) -> None:
-        (self._module.optimizer or self._module).zero_grad(set_to_none=True)
+        (self.module.optimizer or self.module).zero_grad(set_to_none=True)
         self._weight, self._is_finite = 0.0, True
 
     def _scale_gradients(self, factor: float) -> None:
-        held = [local_tensor(parameter.grad) for parameter in self._module.parameters() if parameter.grad is not None]
+        held = [local_tensor(parameter.grad) for parameter in self.module.parameters() if parameter.grad is not None]
         torch._foreach_mul_(held, factor)
 
     # -- without gradients ---------------------------------------------------------------------------------------
@@ -172,14 +149,11 @@ class BatchRunner:
         """
         packs, weights, total = self._packs(share, loss_weight_fn)
         sums = LossSums()
-        with resharded(self._module), _evaluating(self._module):
+        with resharded(self.module), _evaluating(self.module):
             for rows, weight in zip(share.microbatches, weights, strict=True):
-                data = packs.pop(0)
-                outputs = self._outputs(loss_fn, data)
-                with _counting(rows):
-                    loss, report = call_loss(loss_fn, outputs, data)
-                sums.add({"loss": loss, **report}, weight / total if total else 0.0)
-        return {**self._means(sums), "weight": total}
+                _, _, means = self._loss(loss_fn, rows, packs.pop(0))
+                sums.add(means, weight)
+        return {**sums.means(self._sum, self._mesh.dims.num_data_ranks), "weight": total}
 
     @torch.no_grad()
     def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> dict[int, Tensor]:
@@ -195,8 +169,8 @@ class BatchRunner:
         """
         width = share.batch["attention_mask"].shape[1]
         results: dict[int, Tensor] = {}
-        base = self._module.without_adapters() if without_adapters else nullcontext()
-        with resharded(self._module), _evaluating(self._module), base:
+        base = self.module.without_adapters() if without_adapters else nullcontext()
+        with resharded(self.module), _evaluating(self.module), base:
             for rows in share.microbatches:
                 data = self._pack(share, rows)
                 outputs = self._outputs(post_hook, data)
@@ -219,11 +193,15 @@ class BatchRunner:
     def _outputs(self, function: Callable[..., Any], data: Pack) -> Tensor | TokenLogprobs:
         """Return the input of a loss or post_hook: logits, or log-probabilities if they suffice."""
         if isinstance(function, OnLogprobs):
-            return self._module.compute_logprobs(data, function.temperature, function.positions(data))
-        return self._module.compute_logits(data)
+            return self.module.compute_logprobs(data, function.temperature, function.positions(data))
+        return self.module.compute_logits(data)
 
-    def _means(self, sums: LossSums) -> dict[str, float]:
-        return sums.means(self._sum, self._mesh.dims.num_data_ranks)
+    def _loss(self, loss_fn: Loss, rows: list[int], data: Pack) -> tuple[Any, Tensor, dict[str, Any]]:
+        """Return the outputs of a pack, its loss, and the loss with the means that loss_fn reports."""
+        outputs = self._outputs(loss_fn, data)
+        with _counting(rows):
+            loss, report = call_loss(loss_fn, outputs, data)
+        return outputs, loss, {"loss": loss, **report}
 
     def _sum(self, values: list[float]) -> list[float]:
         """Return the sums over ranks with different data, in float64."""

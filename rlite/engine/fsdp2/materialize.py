@@ -15,10 +15,10 @@ from rlite.nn.base import BaseTrainModule
 from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, local_checkpoint
 from rlite.nn.liger import use_liger_kernels
 from rlite.nn.linear import speed_up_linear_layers
-from rlite.parallel.arena import SharedArena
 from rlite.parallel.fsdp import allocate, local_shard, shard
 from rlite.parallel.mesh import TrainMesh
 from rlite.parallel.shards import CheckpointReader, nonfinite_names
+from rlite.parallel.shared_memory import SharedArena
 
 
 def make_module(
@@ -41,7 +41,9 @@ def make_module(
         use_liger_kernels(module)
     if options.gradient_checkpointing:
         module.recompute_activations()
-    if device.type == "cpu":
+    if options.deterministic:
+        module.make_deterministic()
+    elif device.type == "cpu":
         speed_up_linear_layers(module)
     if mesh.dims.tensor > 1:
         module.parallelize(mesh.tensor)
@@ -81,19 +83,15 @@ def read_weights(module: BaseTrainModule, path: str | None = None) -> None:
         raise CheckpointError(f"{where}: the weights are not finite: {names[0]} holds NaN or infinity")
 
 
-class _Tensors:
+class _Tensors(dict[str, Tensor]):
     """A dict of tensors with the interface of `CheckpointReader`."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def names(self) -> list[str]:
-        return list(self._tensors)
+    names = dict.keys
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if name not in self._tensors:
+        if name not in self:
             raise CheckpointError(f"materialization_source() has no tensor named {name!r}")
-        return tuple(self._tensors[name].shape)
+        return tuple(self[name].shape)
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        return self._tensors[name][box]
+        return self[name][box]

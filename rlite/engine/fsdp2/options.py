@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
 from rlite.config import Count, Options, Positive
-from rlite.data.packing import PackingMethod
+from rlite.data.microbatch_plan import PackingMethod
 
 
 def _refuse_float16(value: Any) -> Any:
@@ -46,9 +47,21 @@ class Fsdp2Options(Options):
     """workers that share the tokens of each microbatch (context parallel); divides the workers that hold one copy"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
+    deterministic: bool = False
+    """log-probabilities whose bits depend on the sequence alone, not on its batch, packing or shards: for Llama, Qwen2
+    and Qwen3 in float32 on CPU. They equal those that executor "torch" serves with deterministic=true. Slower"""
     use_liger_kernel: bool = False
     """compute RMSNorm, rotary embedding and SwiGLU with Triton kernels (package liger-kernel); GPUs only"""
     offload_optimizer: bool = False
     """keep the optimizer state in host memory except during a step; on CPU slots it is there anyway"""
     seed: int = 0
     """seed of torch's generator in each worker's process when the engine is built; the data rank is added"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each option that contradicts deterministic=true."""
+        if not self.deterministic:
+            return
+        if (dtype := self.compute_dtype or self.param_dtype) != "float32":
+            yield f"deterministic=true computes in float32, not in {dtype}; leave param_dtype and compute_dtype out"
+        if self.sp_size > 1:
+            yield f"deterministic=true cannot divide sequences over sp_size={self.sp_size} workers; use sp_size=1"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -13,28 +12,24 @@ from torch import Tensor
 
 from rlite.checkpoint import sharded
 from rlite.cluster.host import WorkerContext
-from rlite.engine.batch_shares import BatchShare
 from rlite.engine.fsdp2.batch_runner import BatchRunner
 from rlite.engine.fsdp2.export import export
 from rlite.engine.fsdp2.materialize import make_module, read_weights
 from rlite.engine.fsdp2.options import Fsdp2Options
-from rlite.engine.fsdp2.served import ServedParameters
-from rlite.engine.train_executor import Loss, Weight
 from rlite.engine.workers import Part
 from rlite.errors import ConfigError
-from rlite.nn.base import BaseTrainModule
 from rlite.nn.meta import real_tensors
-from rlite.parallel.arena import HostMemory, SharedArena
 from rlite.parallel.dims import ParallelDims
-from rlite.parallel.fsdp import local_shard, local_tensor, resharded
+from rlite.parallel.fsdp import full_tensor, local_shard, local_tensor, resharded
+from rlite.parallel.host_memory import HostMemory, keep_on_host_between_steps, move_state
+from rlite.parallel.memory_usage import DeviceUsage, device_usage, give_back_cached_memory
 from rlite.parallel.mesh import make_mesh
-from rlite.parallel.offload import keep_on_host_between_steps, move_state
 from rlite.parallel.processes import subgroup
 from rlite.parallel.shards import ParameterShard, nonfinite_names
-from rlite.parallel.usage import DeviceUsage, device_usage, give_back_cached_memory
+from rlite.parallel.shared_memory import SharedArena
 
 
-class Fsdp2Worker:
+class Fsdp2Worker(BatchRunner):
     """One rank of a train engine; `TrainExecutor` documents the meaning of each method.
 
     Args:
@@ -54,11 +49,10 @@ class Fsdp2Worker:
         dims = ParallelDims.of(context.world_size, executor_size, options.sp_size, options.tp_size)
         self._mesh = make_mesh(self._device.type, context.world_ranks, context.rank, dims)
         self._everyone = subgroup(context.world_ranks)
-        self.module: BaseTrainModule
         self.arena: SharedArena | None = None
         self.staged: Any = None
-        self._batches: BatchRunner
-        self._served: ServedParameters
+        self._own_names: dict[str, str] = {}
+        """parameter name of each served name"""
         self._writing: Future[None] | None = None
         self._snapshot_memory = HostMemory()
         # who shares the work must draw alike
@@ -69,76 +63,13 @@ class Fsdp2Worker:
         """Make the module, and read its weights or leave them unwritten for a sync to fill."""
         with real_tensors(self._device):
             self.module, self.arena = make_module(self._source, self._options, self._mesh, self._device)
-            self._batches = BatchRunner(self.module, self._mesh, self._everyone, self._device)
-            self._served = ServedParameters(self.module, self._mesh)
+            self._weight, self._is_finite = 0.0, True
             if is_read:
                 read_weights(self.module, path)
             self.module.on_weights_materialized()
             self._rest_optimizer()
 
-    # -- atomic operations ---------------------------------------------------------------------------------------
-
-    def forward_backward(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
-        """Accumulate the gradients of a batch; see `TrainExecutor.forward_backward`.
-
-        Args:
-            share: this data rank's rows and microbatches.
-            loss_fn: the mean loss of a pack.
-            loss_weight_fn: weight of a pack's mean.
-
-        Returns:
-            Weighted means over all ranks, by name, and `weight`.
-        """
-        return self._batches.forward_backward(share, loss_fn, loss_weight_fn)
-
-    def optimizer_step(self) -> dict[str, float]:
-        """Clip gradients and make one optimizer step; see `TrainExecutor.optimizer_step`.
-
-        Returns:
-            `grad_norm`, `lr`, `weight` and `is_skipped`.
-        """
-        return self._batches.optimizer_step(self._options.max_grad_norm)
-
-    def train_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
-        """Make one optimizer step on a batch; see `TrainExecutor.train_batch`.
-
-        Args:
-            share: this data rank's rows and microbatches.
-            loss_fn: the mean loss of a pack.
-            loss_weight_fn: weight of a pack's mean.
-
-        Returns:
-            The results of `forward_backward` and `optimizer_step`.
-        """
-        self._batches.start("train_batch")
-        means = self.forward_backward(share, loss_fn, loss_weight_fn)
-        return {**means, **self.optimizer_step()}
-
-    def eval_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
-        """Evaluate a batch without gradients; see `TrainExecutor.eval_batch`.
-
-        Args:
-            share: this data rank's rows and microbatches.
-            loss_fn: the mean loss of a pack.
-            loss_weight_fn: weight of a pack's mean.
-
-        Returns:
-            Weighted means over all ranks, by name, and `weight`.
-        """
-        return self._batches.eval_batch(share, loss_fn, loss_weight_fn)
-
-    def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> dict[int, Tensor]:
-        """Apply `post_hook` to every pack; see `TrainExecutor.forward`.
-
-        Args:
-            share: this data rank's rows and microbatches.
-            post_hook: `post_hook(logits [T, V], data) -> [T, ...]`.
-            without_adapters: switch the module's adapters off meanwhile.
-
-        Returns:
-            The values of each row on CPU, by row number in the share.
-        """
-        return self._batches.forward(share, post_hook, without_adapters)
+    # -- methods of the module -----------------------------------------------------------------------------------
 
     def invoke(self, args: tuple, kwargs: dict, method: str) -> Any:
         """Return the result of a method of the user's module.
@@ -176,16 +107,40 @@ class Fsdp2Worker:
         return {name: local_shard(parameter) for name, parameter in self.module.named_parameters()}
 
     def served_shards(self, has_values: bool = True) -> dict[str, ParameterShard]:
-        """Return this rank's served boxes; see `SourceWorker.served_shards`."""
-        return self._served.shards(has_values)
+        """Return this rank's served boxes, after the module's hooks; see `SourceWorker.served_shards`.
+
+        Tensors that all tensor-parallel ranks hold are served by the first of them.
+        """
+        served, self._own_names = {}, {}
+        for name, parameter in self.module.named_parameters():
+            box = local_shard(self.module.served_parameter(name, parameter) if has_values else parameter)
+            out = self.module.postprocess_named_parameter(name, box.tensor)
+            if out is None:
+                continue
+            self._own_names[out[0]] = name
+            if self._mesh.tensor_rank == 0 or not parameter.placements[-1].is_replicate():  # type: ignore[attr-defined]
+                served[out[0]] = ParameterShard(out[1], box.offset, box.global_shape)
+        return served
 
     def aliases(self) -> dict[str, str]:
         """Return the other served names of tied tensors; see `SourceWorker.aliases`."""
-        return self._served.aliases()
+        first = {id(p): name for name, p in self.module.named_parameters()}
+        further: dict[str, str] = {}
+        for name, p in self.module.named_parameters(remove_duplicate=False):
+            if name != first[id(p)]:
+                names = (name, first[id(p)])
+                out = [self.module.postprocess_named_parameter(n, local_tensor(p.detach())) for n in names]
+                if out[0] is not None and out[1] is not None:
+                    further[out[0][0]] = out[1][0]
+        return further
 
     def full_tensor(self, name: str) -> Tensor:
-        """Return a served tensor, gathered whole; see `SourceWorker.full_tensor`."""
-        return self._served.full_tensor(name)
+        """Return a served tensor, gathered whole; see `SourceWorker.full_tensor`. Call `served_shards` first."""
+        own = self._own_names[name]
+        parameter = self.module.served_parameter(own, self.module.get_parameter(own))
+        out = self.module.postprocess_named_parameter(own, full_tensor(parameter))
+        assert out is not None  # else it were not served
+        return out[1]
 
     def export_values(self) -> dict[str, tuple[tuple[slice, ...], tuple[int, ...], Tensor]]:
         """Return copies of this rank's served boxes on CPU: name -> (box, global shape, values)."""
@@ -225,7 +180,7 @@ class Fsdp2Worker:
         """
         module = self.module
         memory = self._snapshot_memory if self._device.type == "cuda" else None  # elsewhere it need not be pinned
-        accumulated = self._batches.accumulated()
+        accumulated = {"weight": self._weight, "is_finite": self._is_finite}
         state = sharded.snapshot(
             module, module.optimizer, module.lr_scheduler, is_asynchronous, memory, accumulated=accumulated
         )
@@ -250,7 +205,7 @@ class Fsdp2Worker:
         accumulated = sharded.load(
             Path(path), module, module.optimizer, module.lr_scheduler, self._context.rank, self._everyone
         )
-        self._batches.resume(accumulated)
+        self._weight, self._is_finite = accumulated.get("weight", 0.0), accumulated.get("is_finite", True)
         module.on_state_loaded()
         self._rest_optimizer()
 
@@ -275,7 +230,7 @@ class Fsdp2Worker:
     def to_meta(self) -> None:
         """Free the module, the optimizer and shared memory."""
         if hasattr(self, "module"):
-            del self.module, self._batches, self._served
+            del self.module
             for arena in (self.arena, self.staged):
                 if isinstance(arena, SharedArena):
                     arena.discard()
@@ -311,17 +266,11 @@ class Fsdp2Worker:
         """Return the bytes that this rank holds, by part: weights, optimizer."""
         if not hasattr(self, "module"):
             return {"weights": 0, "optimizer": 0}
-        weights = sum(_bytes(parameter) for parameter in self.module.parameters())
-        optimizer = self.module.optimizer
-        states = optimizer.state.values() if optimizer else ()
-        held = sum(_bytes(value) for state in states for value in state.values() if isinstance(value, Tensor))
-        return {"weights": weights, "optimizer": held}
+        weights = sum(local_tensor(parameter).nbytes for parameter in self.module.parameters())
+        states = self.module.optimizer.state.values() if self.module.optimizer else ()
+        values = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return {"weights": weights, "optimizer": sum(local_tensor(value).nbytes for value in values)}
 
     def device_usage(self) -> DeviceUsage:
         """Return this rank's device and the peak memory of its process there since the last call."""
         return device_usage(self._device)
-
-
-def _bytes(tensor: Tensor) -> int:
-    local = local_tensor(tensor)
-    return local.numel() * local.element_size()

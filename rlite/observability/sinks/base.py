@@ -58,19 +58,8 @@ class MetricSinks:
                 stack.callback(sink.close)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    module: str
-    opener: str
-    extra: str | None = None
-
-
-_REGISTRY = {
-    "jsonl": _Entry("rlite.observability.sinks.jsonl", "open_jsonl"),
-    "tensorboard": _Entry("rlite.observability.sinks.tensorboard", "open_tensorboard", "tensorboard"),
-    "wandb": _Entry("rlite.observability.sinks.wandb", "open_wandb", "wandb"),
-    "trackio": _Entry("rlite.observability.sinks.trackio", "open_trackio", "trackio"),
-}
+_CLASSES = {"jsonl": "JsonlSink", "tensorboard": "TensorBoardSink", "wandb": "WandbSink", "trackio": "TrackioSink"}
+"""name of a sink, of its module and of the package that it needs -> its class, which takes the run"""
 
 
 def open_sinks(names: Sequence[str], run: Run) -> MetricSinks:
@@ -84,25 +73,22 @@ def open_sinks(names: Sequence[str], run: Run) -> MetricSinks:
         ConfigError: a package is missing; the message names the extra to install.
     """
     for name in names:
-        if name not in _REGISTRY:
-            raise UnknownOptionError(f"unknown metric sink {name!r}; {did_you_mean(name, _REGISTRY)}")
-    openers = [_opener(name) for name in names]
+        if name not in _CLASSES:
+            raise UnknownOptionError(f"unknown metric sink {name!r}; {did_you_mean(name, _CLASSES)}")
+    classes = [_class_of(name) for name in names]
     with contextlib.ExitStack() as stack:
         sinks = []
-        for opener in openers:
-            sinks.append(opener(run))
+        for sink_class in classes:
+            sinks.append(sink_class(run))
             stack.callback(sinks[-1].close)
         stack.pop_all()
     return MetricSinks(sinks)
 
 
-def _opener(name: str) -> Any:
-    entry = _REGISTRY[name]
+def _class_of(name: str) -> Any:
     try:
-        return getattr(importlib.import_module(entry.module), entry.opener)
+        return getattr(importlib.import_module(f"rlite.observability.sinks.{name}"), _CLASSES[name])
     except ModuleNotFoundError as error:
-        if entry.extra is None or (error.name or "").partition(".")[0] != entry.extra:
+        if (error.name or "").partition(".")[0] != name:
             raise
-        raise ConfigError(
-            f"metric sink {name!r} needs the package {entry.extra}: pip install 'rlite[{entry.extra}]'"
-        ) from error
+        raise ConfigError(f"metric sink {name!r} needs the package {name}: pip install 'rlite[{name}]'") from error

@@ -9,19 +9,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlite.errors import ConfigError, writing
-from rlite.observability.sinks.base import MetricSink, Run
+from rlite.observability.sinks.base import Run
 
 
 class JsonlSink:
     """One JSON object per step: `{"step": 3, "loss": 0.25, ...}`, on disk when `log` returns.
 
-    JSON has no nan and no infinity: they are written as the strings "nan", "inf" and "-inf".
+    JSON has no nan and no infinity: they are written as the strings "nan", "inf" and "-inf". Half a line that a killed
+    process left is dropped, and so are lines of later steps that an exact resume writes again.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._drop_torn_line()
+    def __init__(self, run: Run) -> None:
+        self.path = run.directory / "metrics.jsonl"
+        run.directory.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            drop_later_lines(self.path, math.inf if run.resume_after is None else run.resume_after)
         self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -38,35 +40,12 @@ class JsonlSink:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
 
-    def truncate_after(self, step: int) -> None:
-        """Drop the lines of later steps, which an exact resume writes again."""
-        self._file.close()
-        drop_later_lines(self.path, step)
-        self._file = self.path.open("a", encoding="utf-8")
-
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _drop_torn_line(self) -> None:
-        """Remove half a line that a killed process left; appending to it would spoil the next line, too."""
-        if not self.path.exists():
-            return
-        written = self.path.read_bytes()
-        whole = written.rfind(b"\n") + 1
-        if whole < len(written):
-            os.truncate(self.path, whole)
 
-
-def open_jsonl(run: Run) -> MetricSink:
-    """Return a sink that writes `DIRECTORY/metrics.jsonl`."""
-    sink = JsonlSink(run.directory / "metrics.jsonl")
-    if run.resume_after is not None:
-        sink.truncate_after(run.resume_after)
-    return sink
-
-
-def drop_later_lines(path: Path, step: int) -> None:
+def drop_later_lines(path: Path, step: float) -> None:
     """Rewrite a JSONL file without the lines of later steps and without torn lines."""
     with path.open("rb") as file:
         kept = [line for line in file if (found := _step_of(line)) is not None and found <= step]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from rlite.observability.sinks.base import MetricSink, Run
+from rlite.observability.sinks.base import Run
 
 
 class TensorBoardSink:
-    """Scalars in `directory`; `resume_after` hides events of later steps that an earlier attempt logged."""
+    """Scalars in `DIRECTORY/tensorboard`; events of later steps that an earlier attempt logged are hidden."""
 
-    def __init__(self, directory: str | Path, *, resume_after: int | None = None) -> None:
-        purge_step = None if resume_after is None else resume_after + 1
-        self._writer = SummaryWriter(str(directory), purge_step=purge_step)
+    def __init__(self, run: Run) -> None:
+        purge_step = None if run.resume_after is None else run.resume_after + 1
+        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purge_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one event per metric."""
@@ -25,8 +24,3 @@ class TensorBoardSink:
     def close(self) -> None:
         """Flush and close the event file."""
         self._writer.close()
-
-
-def open_tensorboard(run: Run) -> MetricSink:
-    """Return a sink that writes into `DIRECTORY/tensorboard`."""
-    return TensorBoardSink(run.directory / "tensorboard", resume_after=run.resume_after)

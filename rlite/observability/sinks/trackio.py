@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import trackio
 
-from rlite.observability.sinks.base import MetricSink, Run
+from rlite.observability.sinks.base import Run
 
 
 class TrackioSink:
-    """One trackio run in trackio's own directory (`TRACKIO_DIR`); `resume` continues the run of that name."""
+    """One trackio run in trackio's own directory (`TRACKIO_DIR`); a resumed run continues the run of its name."""
 
-    def __init__(
-        self, *, project: str, name: str, config: Mapping[str, Any] | None = None, resume: bool = False
-    ) -> None:
+    def __init__(self, run: Run) -> None:
+        resume = "never" if run.resume_after is None else "allow"
         self._run = trackio.init(
-            project=project, name=name, config=dict(config or {}), resume="allow" if resume else "never", embed=False
+            project=run.project, name=run.name, config=dict(run.config), resume=resume, embed=False
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -27,8 +25,3 @@ class TrackioSink:
     def close(self) -> None:
         """Finish the run, after everything that is buffered is written."""
         self._run.finish()
-
-
-def open_trackio(run: Run) -> MetricSink:
-    """Return a sink that logs a run of `run.project`."""
-    return TrackioSink(project=run.project, name=run.name, config=run.config, resume=run.resume_after is not None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
-from rlite.data.chat.raw import TooManyTokens, bounded_tokens
+from rlite.data.chat.raw import TooManyTokens, bounded_tokens, raw_prompts
 from rlite.data.chat.template import ChatTemplate, Message, TemplateRefusal, Tokenizer
 from rlite.errors import ConfigError
 from rlite.rollout.background import beside_loop
@@ -69,7 +69,8 @@ class Conversation:
         self.messages: list[Message] = list(messages) if isinstance(messages, list) else []
         """all of them so far; empty for a raw prompt"""
         self.is_chat = bool(self.messages)
-        self._text = self.prompt
+        self.text = self.prompt
+        """what the model was asked last, from its beginning; answers in it come without special tokens"""
         self._response: LLMResponse | None = None
 
     async def ask(self, engine: AsyncInference, gconfig: GenerationHyperparameters) -> LLMResponse | None:
@@ -138,32 +139,36 @@ class Conversation:
         self.messages += [answer, *messages]
         try:
             if self._is_rendered_anew:
-                self._read_rendered()
+                self.rewrite(self._template.render(self.messages, add_generation_prompt=True))
             else:
                 self._read_later(self._template.between(messages))
         except TemplateRefusal as error:
             raise ConfigError(str(error)) from error
 
+    def rewrite(self, text: str) -> None:
+        """Let the model read this whole text next. Another sequence begins, unless the text continues the current one.
+
+        Args:
+            text: continues the current sequence if it begins with `self.text` and the answer.
+        """
+        said = self.text + self.answer
+        if text.startswith(said):
+            self._read_later(text[len(said) :])
+            return
+        transcript, self.text, self._num_unread = self.transcript, text, len(text)
+        self._unread = lambda limit: transcript.begin(self._first_tokens(text, limit))
+
+    def _first_tokens(self, text: str, limit: int | None) -> list[int]:
+        if self._is_rendered_anew:  # the template writes what a text begins with
+            return bounded_tokens(self._tokenizer, text, limit)
+        return raw_prompts(self._tokenizer, [text], limit)[0]
+
     def _read_later(self, text: str) -> None:
         """Append the text to the tokens when the model is asked."""
         transcript, response = self.transcript, self._latest()
+        self.text += self.answer + text
         self._num_unread = len(text)
         self._unread = lambda limit: transcript.read(continuation(self._tokenizer, text, response, limit))
-
-    def _begin_later(self, text: str) -> None:
-        """Begin another sequence with the text when the model is asked."""
-        transcript, self._num_unread = self.transcript, len(text)
-        self._unread = lambda limit: transcript.begin(bounded_tokens(self._tokenizer, text, limit))
-
-    def _read_rendered(self) -> None:
-        """Append the rest of the rendered conversation, or begin anew if it does not continue the text."""
-        text = self._template.render(self.messages, add_generation_prompt=True)
-        said = self._text + self.answer
-        if text.startswith(said):
-            self._read_later(text[len(said) :])
-        else:
-            self._begin_later(text)
-        self._text = text
 
     def _latest(self) -> LLMResponse:
         if self._response is None:
@@ -171,20 +176,45 @@ class Conversation:
         return self._response
 
 
+class ConversationOptions(TypedDict, total=False):
+    """Keyword arguments that workflows pass on to `ConversationWorkflow`."""
+
+    chat_template_options: Mapping[str, Any] | None
+    """further keyword arguments for `apply_chat_template`, e.g. {"enable_thinking": False}"""
+    history: History
+    """"tokens" or "template". See `Conversation`"""
+
+
 class ConversationWorkflow(PromptWorkflow):
     """Base of workflows that hold a `Conversation` in each episode.
 
     Args:
+        gconfig: see `PromptWorkflow`.
+        tokenizer: see `PromptWorkflow`.
+        max_turns: turns of the model in one episode.
+        max_length: tokens of one sequence at which generation stops; None means the engine's limit.
+        chat_template_options: see `PromptWorkflow`.
         history: "tokens" or "template". See `Conversation`.
-        options: arguments of `PromptWorkflow`.
 
     Raises:
         ConfigError: an option is out of range.
     """
 
-    def __init__(self, *, history: History, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self,
+        gconfig: GenerationHyperparameters | Mapping[str, Any],
+        tokenizer: Tokenizer,
+        max_turns: int,
+        max_length: int | None,
+        chat_template_options: Mapping[str, Any] | None = None,
+        history: History = "tokens",
+    ) -> None:
+        super().__init__(gconfig, tokenizer, chat_template_options)
+        if max_turns < 1:
+            raise ConfigError(f"max_turns={max_turns}: expected at least 1")
         check_history(history)
+        self.max_turns = max_turns
+        self.max_length = max_length
         self.history: History = history
 
     def begin(self, data: Mapping[str, Any]) -> Conversation:

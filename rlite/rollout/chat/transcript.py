@@ -1,103 +1,17 @@
-"""Token histories: the tokens that a model reads and writes in one episode, which become a trajectory."""
+"""Transcripts: the tokens that a model reads and writes in one episode, which become a trajectory."""
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-import torch
 from tensordict import TensorDict
 
 from rlite.data.chat.raw import bounded_tokens
 from rlite.errors import ConfigError, DataError
-from rlite.rollout.trajectories import of_trajectory, pad_trajectories, sequence_row
+from rlite.rollout.trajectories import TokenHistory, join_histories, of_trajectory
 from rlite.rollout.workflow import RolloutError, Tokenizer
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse
-
-
-@dataclass(eq=False)
-class TokenHistory:
-    """Tokens of one sequence in the order in which the model reads and writes them. Each list has one entry per token.
-
-    Tokens that the model has written are trained on, once, with their log-probabilities and versions. Tokens that it
-    has only read are not.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    loss_mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    is_truncated: bool = False
-
-    def read(self, tokens: Sequence[int]) -> None:
-        """Append tokens of a prompt, an environment or a tool."""
-        self._append(tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
-
-    def write(
-        self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, is_truncated: bool
-    ) -> None:
-        """Append one turn of the model.
-
-        Args:
-            tokens: the output.
-            logprobs: one per token.
-            versions: the version of the weights, one per token.
-            is_truncated: the turn has no end of its own.
-        """
-        self._append(tokens, True, logprobs, versions)
-        self.is_truncated |= is_truncated
-
-    def reward(self, reward: float) -> None:
-        """Add the reward of the turn that was written last, on its last token.
-
-        Raises:
-            RolloutError: the last tokens are not the model's.
-        """
-        if not self.loss_mask[-1]:
-            raise RolloutError("a reward belongs to a turn of the model, and the last tokens are not the model's")
-        self.rewards[-1] += reward
-
-    def drop_unanswered(self) -> None:
-        """Remove the tokens after the last turn of the model."""
-        while self.loss_mask and not self.loss_mask[-1]:
-            for values in (self.tokens, self.loss_mask, self.logprobs, self.versions, self.rewards):
-                values.pop()
-
-    def row(self) -> TensorDict:
-        """Return the sequence as a trajectory of batch size [1], with `token_rewards` [1, L] float32."""
-        row = sequence_row(self.tokens, self.loss_mask, self.logprobs, self.versions, is_truncated=self.is_truncated)
-        row["token_rewards"] = torch.tensor([self.rewards], dtype=torch.float32)
-        return row
-
-    def _append(
-        self, tokens: Sequence[int], is_action: bool, logprobs: Sequence[float], versions: Sequence[int]
-    ) -> None:
-        self.tokens += tokens
-        self.loss_mask += [is_action] * len(tokens)
-        self.logprobs += logprobs
-        self.versions += versions
-        self.rewards += [0.0] * len(tokens)
-
-
-def join_histories(histories: Sequence[TokenHistory], num_turns: int) -> TensorDict:
-    """Return the sequences of one episode as the rows of one trajectory.
-
-    Args:
-        histories: at least one, each with a turn of the model.
-        num_turns: the turns of the episode.
-
-    Returns:
-        A TensorDict of batch size [k] with the keys of `rlite.rollout.workflow.trajectory`, `token_rewards` [k, L],
-        `sequence_index` [k] from 0, `num_turns` [k], and `rewards` [k], the sum of the token rewards of all rows.
-    """
-    rows, count = pad_trajectories([history.row() for history in histories]).exclude("group_ids"), len(histories)
-    reward = math.fsum(reward for history in histories for reward in history.rewards)
-    rows["sequence_index"] = torch.arange(count)
-    rows["num_turns"] = torch.full((count,), num_turns)
-    return rows.update(of_trajectory(count, rewards=reward))
 
 
 class Transcript:
@@ -145,8 +59,7 @@ class Transcript:
 
     def write(self, response: LLMResponse) -> None:
         """Append a turn of the model."""
-        made = response.output_tokens, response.output_logprobs, response.output_versions
-        self._sequences[-1].write(*made, is_truncated=response.stop_reason == "length")
+        self._sequences[-1].add(response)
         self.num_turns += 1
 
     async def generate(self, engine: AsyncInference, gconfig: GenerationHyperparameters) -> LLMResponse | None:
@@ -183,7 +96,13 @@ class Transcript:
         self._sequences[-1].is_truncated = True
 
     def reward(self, reward: float) -> None:
-        """Add the reward of the turn that was written last. Errors are those of `TokenHistory.reward`."""
+        """Add the reward of the turn that was written last.
+
+        Raises:
+            RolloutError: the last tokens are not the model's.
+        """
+        if not self._sequences[-1].loss_mask[-1]:
+            raise RolloutError("a reward belongs to a turn of the model, and the last tokens are not the model's")
         self._sequences[-1].reward(reward)
 
     def trajectory(self, reward: float | None = None, **values: float) -> TensorDict:

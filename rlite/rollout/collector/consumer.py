@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from tensordict import TensorDict
 
 from rlite.errors import CallTimeout
-from rlite.rollout.collector.group import Group, Queue, misfits
+from rlite.rollout.collector.group import Group, Queue
 from rlite.rollout.collector.lost import CANCELLED, TOO_OLD
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.runner import GroupRunner
-from rlite.rollout.trajectories import pad_trajectories
+from rlite.rollout.trajectories import layout, pad_trajectories
 from rlite.rollout.workflow import RolloutError
 from rlite.types import AsyncInference
 
@@ -151,10 +152,18 @@ class GroupConsumer:
         return counters.running > 0 or self._runner.is_paused or can_start
 
     def _drop_misfits(self, queue: Queue, groups: Sequence[Group]) -> bool:
-        odd = misfits(groups)
-        for group, reason in odd:
-            self._runner.drop(queue, group, reason)
-        return bool(odd)
+        """Drop the groups whose keys or types differ from those of most groups.
+
+        Returns:
+            True if there are any.
+        """
+        layouts = [layout(group.trajectories[0]) if group.trajectories else frozenset() for group in groups]
+        common = Counter(layouts).most_common(1)[0][0] if layouts else frozenset()
+        misfits = [(group, own ^ common) for group, own in zip(groups, layouts, strict=True) if own != common]
+        for group, odd in misfits:
+            keys = ", ".join(sorted({key for key, *_ in odd}))
+            self._runner.drop(queue, group, f"unlike the others of its batch in {keys}")
+        return bool(misfits)
 
     def _too_few_error(self, queue: Queue, count: int) -> RolloutError:
         """Return an error that says why `count` groups will never be ready."""

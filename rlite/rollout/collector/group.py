@@ -15,7 +15,6 @@ from tensordict import TensorDict
 from rlite.errors import CheckpointError, DataError
 from rlite.observability import trace
 from rlite.rollout.collector.ledger import RolloutLedger
-from rlite.rollout.trajectories import layout
 from rlite.rollout.workflow import RolloutWorkflow
 
 Item = Mapping[str, Any]
@@ -201,17 +200,6 @@ class Queue:
                 self.ledger.submit(group.id)
             else:
                 self.ledger.restore_ready(group.id, version if group.age is None else group.age)
-
-
-def misfits(groups: Sequence[Group]) -> list[tuple[Group, str]]:
-    """Return the groups whose keys or types differ from those of most groups, each with the reason to drop it."""
-    layouts = [layout(group.trajectories[0]) if group.trajectories else frozenset() for group in groups]
-    common = Counter(layouts).most_common(1)[0][0] if layouts else frozenset()
-    return [
-        (group, f"unlike the others of its batch in {', '.join(sorted({key for key, *_ in own ^ common}))}")
-        for group, own in zip(groups, layouts, strict=True)
-        if own != common
-    ]
 
 
 def response_lengths(trajectories: Sequence[TensorDict]) -> list[int]:

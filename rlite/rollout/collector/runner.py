@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from rlite.observability import trace
 from rlite.rollout.collector import lost
-from rlite.rollout.collector.episodes import ENGINE_FAILURES, EpisodeFailed, run_episodes
+from rlite.rollout.collector.attempts import ENGINE_FAILURES, EpisodeFailed, Episodes
 from rlite.rollout.collector.group import Group, Queue
 from rlite.rollout.collector.ledger import FailureStreaks
 from rlite.rollout.collector.lost import LostGroups, reason_of
@@ -70,10 +70,7 @@ class GroupRunner:
         self.admit()
 
     def wait_until(
-        self,
-        is_settled: Callable[[], bool],
-        deadline: float | None,
-        is_due: Callable[[], bool] = lambda: False,
+        self, is_settled: Callable[[], bool], deadline: float | None, is_due: Callable[[], bool] = lambda: False
     ) -> bool:
         """Wait until a condition holds.
 
@@ -190,7 +187,7 @@ class GroupRunner:
 
     async def _run(self, queue: Queue, group: Group) -> None:
         try:
-            trajectories = await run_episodes(group, self._engine, self._options, queue.failed_attempts)
+            trajectories = await Episodes(group, self._engine, self._options, queue.failed_attempts).run()
             is_accepted = group.should_accept is None or (
                 trajectories is not None and group.should_accept(pad_trajectories(trajectories))
             )

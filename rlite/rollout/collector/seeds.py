@@ -37,12 +37,15 @@ class SampleInference:
     A request without a seed gets one from the group's seed, the episode's number and the turn, if the group has a seed.
     A request with a seed keeps it in the first episode, and gets a different one in each other episode.
 
+    A request that truncates asks for `kept_ids`, if the episode is trained on and the engine offers them.
+
     Args:
         engine: generates; its other attributes are available, too.
         sample: the episode's number in its group.
         group_seed: see `group_seed`.
         tokens: counts the generated tokens, by episode.
         affinity: replaces the `rid` of all requests: siblings share a replica, which prefills their prompt once.
+        is_trained_on: whether the episode is trained on.
     """
 
     def __init__(
@@ -52,8 +55,10 @@ class SampleInference:
         group_seed: int | None = None,
         tokens: Counter[int] | None = None,
         affinity: str | None = None,
+        is_trained_on: bool = True,
     ) -> None:
         self._engine = engine
+        self._has_kept_ids = is_trained_on and "kept_ids" in getattr(engine, "extras", ())
         self._affinity = affinity
         self._tokens = Counter() if tokens is None else tokens
         self._tokens[sample] = 0
@@ -72,19 +77,23 @@ class SampleInference:
             if on_chunk is not None:
                 on_chunk(chunk)
 
-        return await self._engine.agenerate(self._seeded(request), count)
+        return await self._engine.agenerate(self._own(request), count)
 
     async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
         """Yield the engine's answer to a request with this episode's seed."""
-        async with aclosing(self._engine.stream(self._seeded(request))) as chunks:  # type: ignore[type-var]
+        async with aclosing(self._engine.stream(self._own(request))) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 self._tokens[self._sample] += len(chunk.token_ids)
                 yield chunk
 
-    def _seeded(self, request: LLMRequest) -> LLMRequest:
+    def _own(self, request: LLMRequest) -> LLMRequest:
         turn, seed = next(self._turns), request.gconfig.seed
         if seed is None and self._seed is not None:
             seed = mix(self._seed, turn)
         elif seed is not None and self._sample > 0:
             seed = mix(seed, self._sample)
-        return replace(request, gconfig=replace(request.gconfig, seed=seed), rid=self._affinity or request.rid)
+        extras = request.extras
+        if self._has_kept_ids and request.gconfig.is_truncating and "kept_ids" not in extras:
+            extras = (*extras, "kept_ids")
+        gconfig = replace(request.gconfig, seed=seed)
+        return replace(request, gconfig=gconfig, rid=self._affinity or request.rid, extras=extras)

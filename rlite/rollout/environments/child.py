@@ -93,8 +93,8 @@ class StepFile(EnvironmentFile):
         if method == "step":
             return _checked_response(await module.step(state, action, info), self.path)
         first = await module.reset(info)
-        if not isinstance(first, str):
-            raise ConfigError(f"reset() in {self.path} returned {type(first).__name__}; expected a text")
+        if not isinstance(first, str) or not first:
+            raise ConfigError(f"reset() in {self.path} returned {first!r:.200}; expected a text, not empty")
         return pickle.dumps(info), Turn(first)
 
 

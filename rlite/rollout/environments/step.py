@@ -1,29 +1,30 @@
-"""Run rollouts of several turns in environments: Python files with `async step(state, action, extra_info)`."""
+"""Run environments that are functions of the whole state: Python files with `async step(state, action, extra_info)`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack
 
-import cloudpickle
-from tensordict import TensorDict
-
-from rlite.data.chat.raw import TooManyTokens, raw_prompts
-from rlite.rollout.background import beside_loop
-from rlite.rollout.chat.transcript import Transcript, continuation
-from rlite.rollout.environments.child import MAX_MEMORY, STEP_KEYS, StepFile, Turn, read_turn
+from rlite.rollout.environments.child import MAX_MEMORY, StepFile, Turn, read_turn
 from rlite.rollout.environments.errors import ENVIRONMENT_ERRORS
-from rlite.rollout.workflow import PromptWorkflow, Tokenizer, context_length, prompt_ids, prompt_text
 from rlite.sandbox.function import SandboxFunction
-from rlite.types import AsyncInference, GenerationHyperparameters, LLMResponse
 
 sandboxed = partial(SandboxFunction, max_answer=MAX_MEMORY, errors=ENVIRONMENT_ERRORS)
 """makes a kind of environments a function that runs in sandbox processes"""
 
-_NOT_EXTRA = ("prompt", "messages", "input_ids", "extra_info")
+
+class ProcessOptions(TypedDict, total=False):
+    """Keyword arguments of every kind of environment, for its processes."""
+
+    num_processes: int | None
+    """number of calls that run at the same time. Default: the cores, at most 8"""
+    memory_limit_gib: float | None
+    """resident memory that a process may have, in GiB. None sets no limit"""
+    env_vars: Sequence[str]
+    """names of environment variables that the process also receives (see RewardFunction)"""
 
 
 class Environment:
@@ -40,24 +41,14 @@ class Environment:
     Args:
         path: path of the file.
         timeout: seconds for one call.
-        num_processes: number of calls that run at the same time. Default: the cores, at most 8.
-        memory_limit_gib: resident memory that a process may have, in GiB. None sets no limit.
-        env_vars: names of environment variables that the process also receives (see RewardFunction).
+        **options: see `ProcessOptions`.
 
     Raises:
         ConfigError: the file does not exist, or an option is out of range.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        timeout: float = 60.0,
-        num_processes: int | None = None,
-        memory_limit_gib: float | None = None,
-        env_vars: Sequence[str] = (),
-    ) -> None:
-        what = f"the environment {path}"
-        self._ask = sandboxed(StepFile(path), timeout, num_processes, memory_limit_gib, what, env_vars).ask
+    def __init__(self, path: str | Path, timeout: float = 60.0, **options: Unpack[ProcessOptions]) -> None:
+        self._ask = sandboxed(StepFile(path), timeout, what=f"the environment {path}", **options).ask
         self._has_reset: bool | None = None
 
     @property
@@ -109,112 +100,3 @@ class Environment:
             EnvironmentFailure: the call failed. The class depends on the outcome.
         """
         return await self._ask(read_turn, method="step", memory=extra_info, state=state, action=action)
-
-
-class EnvironmentWorkflow(PromptWorkflow):
-    """A workflow that alternates turns of the model and of an environment.
-
-    An episode ends when the environment is done or after `max_turns` turns. If the next state begins with state +
-    action, the rest of it is tokenised and appended to the same sequence. Otherwise a new sequence begins in the same
-    trajectory. The item has the form that `SingleTurnWorkflow` takes. The environment's first `extra_info` is the
-    item's `extra_info` with the item's other columns, except for the prompt.
-
-    A trajectory has one row for each sequence, with the keys of `trajectory()` and `token_rewards` [k, L], the reward
-    of each turn on its last token. Each row has `sequence_index` [k], from 0. The whole trajectory has `rewards` and
-    `scores`, both summed over turns, and `num_turns` [k].
-
-    Args:
-        environment: answers each turn of the model.
-        gconfig: sampling parameters. `max_new_tokens` applies to each turn.
-        tokenizer: the model's tokenizer.
-        max_turns: maximum number of the model's turns in one episode.
-        max_length: number of tokens of one sequence at which generation stops. None is the engine's maximum.
-        chat_template_options: further keyword arguments for `apply_chat_template`.
-    """
-
-    def __init__(
-        self,
-        environment: Environment,
-        gconfig: GenerationHyperparameters | Mapping[str, Any],
-        tokenizer: Tokenizer,
-        max_turns: int = 1,
-        max_length: int | None = None,
-        chat_template_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(gconfig, tokenizer, chat_template_options, max_turns, max_length)
-        self.environment = environment
-
-    def opening(self, data: Mapping[str, Any]) -> list[int] | None:
-        """Return the tokens of the row's prompt if episodes begin with it, else None."""
-        return super().opening(data) if self.environment.begins_with_prompt else None
-
-    def longest_sequence(self, opening: int) -> int | None:
-        """Return the maximum length of a sequence in tokens if it is known, else None.
-
-        Args:
-            opening: number of tokens of the prompt.
-        """
-        return opening + self.gconfig.max_new_tokens if self.max_turns == 1 else None
-
-    async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
-        """Return the trajectory of one episode.
-
-        Args:
-            engine: generates the model's turns.
-            data: the item.
-
-        Raises:
-            TooManyTokens: a state exceeds the engine's context, and no `max_length` is set.
-        """
-        limit = context_length(engine, self.max_length)
-        state, tokens, info = await self._start(data, limit)
-        transcript, score = Transcript(tokens, self.max_length), 0.0
-        while (response := await transcript.generate(engine, self.gconfig)) is not None:
-            action = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
-            info, turn = await self.environment.step(state, action, info)
-            transcript.reward(turn.reward)
-            score += turn.score
-            if turn.is_done or turn.observation is None or transcript.num_turns == self.max_turns:
-                break
-            try:
-                await self._read(transcript, state + action, turn.observation, response, limit)
-            except TooManyTokens:
-                if self.max_length is None:
-                    raise
-                transcript.give_up()
-                break
-            state = turn.observation
-        return transcript.trajectory(scores=score)
-
-    async def _read(
-        self, transcript: Transcript, said: str, next_state: str, response: LLMResponse, limit: int | None
-    ) -> None:
-        """Append the new part of the next state, or begin another sequence with the whole next state."""
-        if next_state.startswith(said):
-            rest = next_state[len(said) :]
-            transcript.read(await beside_loop(len(rest), continuation, self.tokenizer, rest, response, limit))
-        else:
-            transcript.begin(await self._prompt(next_state, limit))
-
-    async def _start(self, data: Mapping[str, Any], limit: int | None) -> tuple[str, list[int], bytes]:
-        """Return the first state, as text and as tokens, and the pickled extra_info."""
-        info, turn = await self.environment.reset(cloudpickle.dumps(_extra_info(data)))
-        if turn.observation is not None:
-            return turn.observation, await self._prompt(turn.observation, limit), info
-        state = prompt_text(data, self.tokenizer, self.chat_template_options)
-        tokens = await beside_loop(len(state), prompt_ids, data, self.tokenizer, self.chat_template_options, limit)
-        return state, tokens, info
-
-    async def _prompt(self, state: str, limit: int | None) -> list[int]:
-        return (await beside_loop(len(state), raw_prompts, self.tokenizer, [state], limit))[0]
-
-
-def _extra_info(data: Mapping[str, Any]) -> Any:
-    """Return a row's `extra_info`, completed by the row's other columns except the prompt."""
-    info = data.get("extra_info") or {}
-    if not isinstance(info, Mapping):
-        return info
-    return {**{name: value for name, value in data.items() if name not in _NOT_EXTRA}, **info}
-
-
-__all__ = ["STEP_KEYS", "Environment", "EnvironmentWorkflow", "Turn"]

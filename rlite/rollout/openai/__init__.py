@@ -19,13 +19,4 @@ if TYPE_CHECKING:
     from rlite.rollout.openai.workflow import AgentWorkflow
 
 # lazy: the client needs the openai package, the endpoint aiohttp; the rest needs neither
-__all__, __getattr__, __dir__ = lazy.exports(
-    __name__,
-    {
-        "rlite.rollout.openai.client": "AgentClient",
-        "rlite.rollout.openai.endpoint": "Access AgentEndpoint",
-        "rlite.rollout.openai.recording": "Recording Turn",
-        "rlite.rollout.openai.session": "AgentSession",
-        "rlite.rollout.openai.workflow": "AgentWorkflow",
-    },
-)
+__all__, __getattr__, __dir__ = lazy.exports()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 from rlite.errors import ConfigError
-from rlite.rollout.openai.recording import Style
+from rlite.rollout.openai.recording import RecordingOwner
 from rlite.rollout.openai.requests import ApiError
-from rlite.rollout.openai.responses import description, server_sent_events
+from rlite.rollout.openai.responses import Reply
 from rlite.rollout.openai.session import AgentSession
 
 try:
@@ -23,7 +22,7 @@ _http: Any = sys.modules[openai.DefaultAsyncHttpxClient.__bases__[0].__module__.
 _BASE_URL = "http://session.invalid/v1"
 
 
-class AgentClient(openai.AsyncOpenAI):
+class AgentClient(RecordingOwner, openai.AsyncOpenAI):
     """An `openai.AsyncOpenAI` that a session answers.
 
     Its methods for chats, completions and models work, with their types and errors. Frameworks that accept the class
@@ -39,7 +38,7 @@ class AgentClient(openai.AsyncOpenAI):
             transport = _SessionTransport(session)
             options["http_client"] = _http.AsyncClient(transport=transport, base_url=_BASE_URL, trust_env=False)
         super().__init__(**{"api_key": "in-process", "base_url": _BASE_URL, **options})
-        self.session = session
+        self.session, self.recording = session, session.recording
         self.model = session.model
 
     def copy(self, **options: Any) -> AgentClient:
@@ -49,22 +48,6 @@ class AgentClient(openai.AsyncOpenAI):
         )
 
     with_options = copy
-
-    def set_reward(self, interaction_id: str, reward: float) -> None:
-        """Set the reward of the answer with this id. See `AgentSession.set_reward`."""
-        self.session.set_reward(interaction_id, reward)
-
-    def set_last_reward(self, reward: float) -> None:
-        """Set the reward of the latest answer."""
-        self.session.set_last_reward(reward)
-
-    def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Let earlier answers share in later rewards. See `Recording.apply_reward_discount`."""
-        self.session.apply_reward_discount(turn_discount)
-
-    def export(self, style: Style = "concat", include_aborted: bool = False) -> Any:
-        """Return the trajectory of the session. See `rlite.rollout.openai.recording.export`."""
-        return self.session.export(style, include_aborted)
 
 
 class _SessionTransport(_http.AsyncBaseTransport):
@@ -83,36 +66,31 @@ class _SessionTransport(_http.AsyncBaseTransport):
         match method, path.removeprefix("/v1"):
             case "POST", "/chat/completions" | "/completions" as asked:
                 reply = await self._session.answer(asked, body)
-            case "GET", "/models":
-                return _http.Response(200, json={"object": "list", "data": [description(self._session.model)]})
-            case "GET", other if other == f"/models/{self._session.model}":
-                return _http.Response(200, json=description(self._session.model))
+            case "GET", asked if asked.startswith("/models"):
+                name = asked.removeprefix("/models").removeprefix("/")
+                return _http.Response(200, json=self._session.models(name or None))
             case _:
                 raise ApiError(f"{method} {path}: Not Found", 404)
-        if reply.is_stream:
-            stream = _Events(reply.messages)
-            await stream.begin()
-            return _http.Response(200, headers={"content-type": "text/event-stream"}, stream=stream)
-        async with contextlib.aclosing(reply.messages) as messages:
-            [message] = [message async for message in messages]
-        return _http.Response(200, json=message)
+        stream = _Body(reply)
+        await stream.begin()
+        return _http.Response(200, headers={"content-type": reply.content_type}, stream=stream)
 
 
-class _Events(_http.AsyncByteStream):
-    """A reply as server-sent events."""
+class _Body(_http.AsyncByteStream):
+    """A reply as the body of a response."""
 
-    def __init__(self, messages: AsyncGenerator[dict[str, Any], None]) -> None:
-        self._events = server_sent_events(messages)
+    def __init__(self, reply: Reply) -> None:
+        self._parts = reply.encoded()
         self._first = b""
 
     async def begin(self) -> None:
-        """Wait for the first event. An ApiError here becomes the status of the response."""
-        self._first = await anext(self._events)
+        """Wait for the first part. An ApiError here becomes the status of the response."""
+        self._first = await anext(self._parts)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         yield self._first
-        async for event in self._events:
-            yield event
+        async for part in self._parts:
+            yield part
 
     async def aclose(self) -> None:
-        await self._events.aclose()
+        await self._parts.aclose()

@@ -20,6 +20,7 @@ import resource
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import cast
 
 from rlite.errors import ConfigError
 
@@ -41,28 +42,26 @@ _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Connection(asyncio.Protocol):
     """One client's connection; `inner` speaks HTTP on it."""
 
+    transport: asyncio.Transport
+    since: float
+    """when it began, or was last busy, by the loop's clock"""
+    _timer: asyncio.TimerHandle
+
     def __init__(self, owner: Listener, inner: asyncio.Protocol) -> None:
         self._owner, self._inner = owner, inner
         self.is_trusted = False
         """a request with a session's token has arrived"""
-        self.num_busy = 0
-        """requests under way"""
         self.has_asked = False
         """the head of a request has arrived that is not yet answered"""
         self._is_flushed = asyncio.Event()
         self._is_flushed.set()
-        self.since = 0.0
-        """when it began, or was last busy, by the loop's clock"""
-        self.transport: asyncio.Transport | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the connection's timer."""
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        transport.set_write_buffer_limits(high=0)  # what was not handed to the system yet holds writers
-        self._owner.began(self, transport)
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self.transport.set_write_buffer_limits(high=0)  # what was not handed to the system yet holds writers
+        self._owner.began(self)
         loop = asyncio.get_running_loop()
         self.since = loop.time()
         self._timer = loop.call_later(self._owner.header_seconds, self._owner.time_out, self)
@@ -70,7 +69,6 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
-        assert self._timer is not None
         self._timer.cancel()
         self._is_flushed.set()
         self._owner.ended(self)
@@ -90,9 +88,7 @@ class Connection(asyncio.Protocol):
     @property
     def useless_at(self) -> float:
         """Time, by the loop's clock, from which another connection may take the place of this one."""
-        if self.num_busy or self.has_asked:
-            return math.inf
-        return self.since + IDLE_SECONDS
+        return math.inf if self.has_asked else self.since + IDLE_SECONDS
 
     def eof_received(self) -> bool | None:
         """Return what the inner protocol answers to the end of the client's data."""
@@ -115,7 +111,7 @@ class Connection(asyncio.Protocol):
             ConnectionResetError: the client has left.
         """
         await self._is_flushed.wait()
-        if self.transport is None or self.transport.is_closing():
+        if self.transport.is_closing():
             raise ConnectionResetError("the client has left before the end of its answer")
 
     def check_open(self) -> None:
@@ -124,7 +120,6 @@ class Connection(asyncio.Protocol):
         Raises:
             ConnectionResetError: the client has left.
         """
-        assert self.transport is not None
         if self.transport.is_closing() or _has_ended(self.transport.get_extra_info("socket").fileno()):
             raise ConnectionResetError("the client has left before the end of its answer")
 
@@ -184,11 +179,10 @@ class Listener:
         connection = None if transport is None else self._open.get(transport)
         if connection is None:
             raise ConnectionResetError("the client has left")
-        connection.num_busy += 1
+        connection.has_asked = True
         try:
             yield connection
         finally:
-            connection.num_busy -= 1
             connection.answered()
             self._changed.set()
 
@@ -197,9 +191,9 @@ class Listener:
         """True if further connections wait, or soon will."""
         return len(self._open) >= self.capacity
 
-    def began(self, connection: Connection, transport: asyncio.Transport) -> None:
+    def began(self, connection: Connection) -> None:
         """Count a connection."""
-        self._open[transport] = connection
+        self._open[connection.transport] = connection
 
     def time_out(self, connection: Connection) -> None:
         """Drop a connection whose time is over, unless it is trusted."""
@@ -208,8 +202,7 @@ class Listener:
 
     def ended(self, connection: Connection) -> None:
         """Forget a connection."""
-        if connection.transport is not None:
-            self._open.pop(connection.transport, None)
+        self._open.pop(connection.transport, None)
         self._changed.set()
 
     async def _accept(self) -> None:
@@ -254,8 +247,7 @@ class Listener:
             )
         self._dropped[reason] += 1
         self.ended(connection)
-        if connection.transport is not None:
-            connection.transport.abort()
+        connection.transport.abort()
 
 
 def _has_ended(descriptor: int) -> bool:

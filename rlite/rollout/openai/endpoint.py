@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import hmac
-import json
 import logging
 import secrets
 from collections import Counter
@@ -17,9 +15,9 @@ from weakref import WeakKeyDictionary
 
 from rlite.errors import ConfigError
 from rlite.rollout.openai.connections import Connection, Listener
-from rlite.rollout.openai.requests import ApiError, unknown_model
-from rlite.rollout.openai.responses import description, server_sent_events
-from rlite.rollout.openai.session import MAX_BODY_BYTES, AgentSession, Reply, too_large
+from rlite.rollout.openai.requests import ApiError
+from rlite.rollout.openai.responses import Reply
+from rlite.rollout.openai.session import MAX_BODY_BYTES, AgentSession, too_large
 
 try:
     from aiohttp import web
@@ -50,10 +48,9 @@ class Access:
 
 @dataclass(eq=False)
 class _Guest:
-    """A session with its token and its requests under way."""
+    """A session with its requests under way."""
 
     session: AgentSession
-    token: str
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
@@ -63,9 +60,9 @@ class AgentEndpoint:
         async with AgentEndpoint() as endpoint, endpoint.serving(session) as access:
             client = AsyncOpenAI(base_url=access.base_url, api_key=access.api_key)
 
-    It is open while any user is inside `async with`, in each event loop that uses it. It serves POST
-    /v1/chat/completions, POST /v1/completions and GET /v1/models. A client that leaves ends its generation. Connections
-    beyond the file descriptors wait; connections without a session's key are dropped.
+    It is open while any user is inside `async with`, or serves a session, in each event loop that uses it. It serves
+    POST /v1/chat/completions, POST /v1/completions and GET /v1/models. A client that leaves ends its generation.
+    Connections beyond the file descriptors wait; connections without a session's key are dropped.
     """
 
     def __init__(self) -> None:
@@ -88,16 +85,17 @@ class AgentEndpoint:
         Yields:
             The agent's access.
         """
-        server = self._servers[asyncio.get_running_loop()]
-        guest = _Guest(session, secrets.token_urlsafe(32))
-        server.guests[_digest(guest.token)] = guest
-        try:
-            yield Access(f"http://127.0.0.1:{server.port}/v1", guest.token, session.model)
-        finally:
-            del server.guests[_digest(guest.token)]
-            for request in guest.requests:
-                request.cancel()
-            await asyncio.gather(*guest.requests, return_exceptions=True)
+        async with self:
+            server = self._servers[asyncio.get_running_loop()]
+            guest, token = _Guest(session), secrets.token_urlsafe(32)
+            server.guests[_digest(token)] = guest
+            try:
+                yield Access(server.url, token, session.model)
+            finally:
+                del server.guests[_digest(token)]
+                for request in guest.requests:
+                    request.cancel()
+                await asyncio.gather(*guest.requests, return_exceptions=True)
 
 
 class _RefusalLog(logging.LoggerAdapter[logging.Logger]):
@@ -126,19 +124,19 @@ class _RefusalLog(logging.LoggerAdapter[logging.Logger]):
 class _Server:
     """Server of one event loop."""
 
+    _runner: web.AppRunner
+    _listener: Listener
+
     def __init__(self, dropped: Counter[str]) -> None:
         self.guests: dict[bytes, _Guest] = {}
-        self.port = 0
         self._dropped = dropped
-        self._listener: Listener | None = None
         self._num_users = 0
         self._turn = asyncio.Lock()
-        self._runner: web.AppRunner | None = None
 
     async def enter(self) -> None:
         """Start the server for its first user."""
         async with self._turn:
-            if self._runner is None:
+            if not self._num_users:
                 await self._start()
             self._num_users += 1
 
@@ -146,23 +144,26 @@ class _Server:
         """Stop the server after its last user."""
         async with self._turn:
             self._num_users -= 1
-            if not self._num_users and self._runner is not None:
-                runner, self._runner = self._runner, None
-                assert self._listener is not None
+            if not self._num_users:
                 await self._listener.close()
-                await runner.cleanup()
+                await self._runner.cleanup()
+
+    @property
+    def url(self) -> str:
+        """Address for clients."""
+        return f"http://127.0.0.1:{self._listener.port}/v1"
 
     async def _start(self) -> None:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
         app.add_routes(
             [
-                web.post("/v1/chat/completions", self._answering("/chat/completions")),
-                web.post("/v1/completions", self._answering("/completions")),
+                web.post("/v1/chat/completions", self._answer),
+                web.post("/v1/completions", self._answer),
                 web.get("/v1/models", self._models),
-                web.get("/v1/models/{model:.+}", self._model),
+                web.get("/v1/models/{model:.+}", self._models),
             ]
         )
-        runner = web.AppRunner(
+        self._runner = web.AppRunner(
             app,
             handler_cancellation=True,
             access_log=None,
@@ -170,41 +171,30 @@ class _Server:
             shutdown_timeout=CLOSE_SECONDS,
             lingering_time=LINGER_SECONDS,
         )
-        await runner.setup()
-        assert runner.server is not None
+        await self._runner.setup()
+        assert self._runner.server is not None
         try:
-            self._listener = Listener(runner.server, self._dropped)
+            self._listener = Listener(self._runner.server, self._dropped)
         except BaseException:
-            await runner.cleanup()
+            await self._runner.cleanup()
             raise
-        self.port = self._listener.port
-        self._runner = runner
 
-    def _answering(self, path: str) -> Handler:
-        async def answer(request: web.Request) -> web.StreamResponse:
-            guest = self._guest(request)
-            task = asyncio.current_task()
-            assert task is not None
-            assert self._listener is not None
-            guest.requests.add(task)
-            try:
-                with self._listener.busy(request.transport) as connection:
-                    body = await _body(request, guest.session.max_body_bytes)
-                    reply = await guest.session.answer(path, body)
-                    return await _send(request, reply, connection, self._listener.is_full)
-            finally:
-                guest.requests.discard(task)
-
-        return answer
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        guest, task = self._guest(request), asyncio.current_task()
+        assert task is not None
+        guest.requests.add(task)
+        try:
+            with self._listener.busy(request.transport) as connection:
+                body = await _body(request, guest.session.max_body_bytes)
+                reply = await guest.session.answer(request.path.removeprefix("/v1"), body)
+                return await _send(request, reply, connection, self._listener.is_full)
+        finally:
+            guest.requests.discard(task)
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [description(self._guest(request).session.model)]})
-
-    async def _model(self, request: web.Request) -> web.Response:
-        model, asked = self._guest(request).session.model, request.match_info["model"]
-        if asked != model:
-            raise unknown_model(asked, model)
-        return web.json_response(description(model))
+        guest = self._guest(request)
+        with self._listener.busy(request.transport):
+            return web.json_response(guest.session.models(request.match_info.get("model")))
 
     def _guest(self, request: web.Request) -> _Guest:
         """Return the session of a request's token.
@@ -215,9 +205,8 @@ class _Server:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         # looked up by its digest, so that the time it takes tells nothing of other tokens
         guest = self.guests.get(_digest(token))
-        if scheme.lower() != "bearer" or guest is None or not hmac.compare_digest(_digest(guest.token), _digest(token)):
+        if scheme.lower() != "bearer" or guest is None:
             raise ApiError("the API key is not that of a session under way", 401, code="invalid_api_key")
-        assert self._listener is not None
         self._listener.trust(request.transport)
         return guest
 
@@ -257,30 +246,18 @@ async def _send(request: web.Request, reply: Reply, connection: Connection, is_l
         ConnectionResetError: the client has left.
         ApiError: the request is refused before anything was sent.
     """
-    response = web.StreamResponse()
+    response = web.StreamResponse(headers={"Content-Type": reply.content_type, "Cache-Control": "no-cache"})
     if is_last:
         response.force_close()
-
-    async def write(part: bytes) -> None:
-        connection.check_open()
-        if not response.prepared:  # only now is it sure that the engine takes the prompt
-            await response.prepare(request)
-        await response.write(part)
-        await connection.flush()
-
-    if reply.is_stream:
-        response.content_type = "text/event-stream"
-        response.headers["Cache-Control"] = "no-cache"
-        async with contextlib.aclosing(server_sent_events(reply.messages)) as events:
-            async for event in events:
-                await write(event)
-    else:
-        response.content_type = "application/json"
-        async with contextlib.aclosing(reply.messages) as messages:
-            async for message in messages:
-                body = json.dumps(message).encode()
-                response.content_length = len(body)
-                await write(body)
+    async with contextlib.aclosing(reply.encoded()) as parts:
+        async for part in parts:
+            connection.check_open()
+            if not response.prepared:  # only now is it sure that the engine takes the prompt
+                if not reply.is_stream:
+                    response.content_length = len(part)
+                await response.prepare(request)
+            await response.write(part)
+            await connection.flush()
     await response.write_eof()
     return response
 

@@ -15,6 +15,7 @@ from rlite.data.chat.raw import bounded_tokens, raw_prompts
 from rlite.data.chat.template import ChatTemplate, Ending, Message, Tokenizer, called_names
 from rlite.errors import DataError
 from rlite.rollout.openai.recording import Turn
+from rlite.rollout.openai.requests import ModelRequest
 
 
 class Prompt(NamedTuple):
@@ -36,14 +37,17 @@ class ChatPrompts:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        chat_template_options: Mapping[str, Any] | None = None,
-        limit: int | None = None,
+        self, tokenizer: Tokenizer, chat_template_options: Mapping[str, Any] | None = None, limit: int | None = None
     ) -> None:
         self.tokenizer = tokenizer
         self._limit = limit
         self._template = ChatTemplate(tokenizer, chat_template_options)
+
+    def of(self, request: ModelRequest, turns: Sequence[Turn]) -> Prompt:
+        """Return the prompt of a request. Errors are those of `chat`."""
+        if request.messages is None:
+            return self.text(request.prompt, turns)
+        return self.chat(request.messages, request.tools, turns)
 
     def chat(self, messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -> Prompt:
         """Return the prompt for the answer to a conversation.

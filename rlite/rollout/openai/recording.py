@@ -18,9 +18,9 @@ from tensordict import TensorDict
 
 from rlite.data.chat.template import Message
 from rlite.errors import ConfigError, DataError
-from rlite.rollout.chat.transcript import TokenHistory, check_turn_discount, join_histories
+from rlite.rollout.chat.transcript import check_turn_discount
 from rlite.rollout.rewards.score import as_number
-from rlite.rollout.trajectories import of_trajectory, pad_trajectories
+from rlite.rollout.trajectories import TokenHistory, join_histories, of_trajectory, pad_trajectories
 from rlite.rollout.workflow import RolloutError
 from rlite.types import StopReason
 
@@ -29,14 +29,16 @@ Style = Literal["individual", "concat"]
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Turn:
-    """One answer of the model. `logprobs` and `versions` have one value per output token."""
+    """One answer of the model. `logprobs` and `versions` have one value per output token, `kept_ids` one or none."""
 
     id: str
     prompt_ids: list[int]
-    output_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish_reason: StopReason
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kept_ids: list[list[int]] = field(default_factory=list)
+    """the ids among which each token was sampled, if the request truncated"""
+    finish_reason: StopReason = "abort"
     parent: Turn | None = None
     """the turn whose prompt and output the prompt begins with"""
     messages: Sequence[Message] | None = None
@@ -147,6 +149,31 @@ class Recording:
             raise RolloutError(f"{what}: the rewards of this session were discounted before, which is final")
 
 
+class RecordingOwner:
+    """Base of a session and of its clients, which reward and export the session's recording."""
+
+    recording: Recording
+
+    def set_reward(self, interaction_id: str, reward: float) -> None:
+        """Set the reward of the answer with this id; see `Recording.set_reward`.
+
+        The id is the response's. In a response with several choices it is `ID:INDEX`.
+        """
+        self.recording.set_reward(interaction_id, reward)
+
+    def set_last_reward(self, reward: float) -> None:
+        """Set the reward of the latest answer."""
+        self.recording.set_last_reward(reward)
+
+    def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
+        """Share the rewards of later answers with earlier ones; see `Recording.apply_reward_discount`."""
+        self.recording.apply_reward_discount(turn_discount)
+
+    def export(self, style: Style = "concat", include_aborted: bool = False) -> TensorDict:
+        """Return the trainable data; see `rlite.rollout.openai.recording.export`."""
+        return export(self.recording, style, include_aborted)
+
+
 def path(turn: Turn) -> list[Turn]:
     """Return a turn with all turns that it continues, the first turn first.
 
@@ -205,7 +232,7 @@ def export(recording: Recording, style: Style = "concat", include_aborted: bool 
         raise RolloutError("the agent has no completed interaction: there is nothing to train on")
     if style == "individual":
         worths = recording.worths()
-        rows = [_line([turn], {turn: 0.0}).row().exclude("token_rewards") for turn in turns]
+        rows = [_line([turn], {turn: 0.0}).row() for turn in turns]
         batch = pad_trajectories(rows).exclude("group_ids")
         batch["rewards"] = torch.tensor([worths.get(turn, 0.0) for turn in turns], dtype=torch.float32)
         return batch
@@ -226,7 +253,6 @@ def _line(line: Sequence[Turn], rewards: Mapping[Turn, float]) -> TokenHistory:
     for turn in line:
         if turn in rewards:
             history.read(turn.prompt_ids[len(history.tokens) :])
-            is_truncated = turn.finish_reason == "length"
-            history.write(turn.output_ids, turn.logprobs, turn.versions, is_truncated=is_truncated)
+            history.write(turn.output_ids, turn.logprobs, turn.versions, turn.finish_reason, turn.kept_ids or None)
             history.reward(rewards[turn])
     return history

@@ -6,41 +6,20 @@ A parameter at the value that means "off" is treated as absent. So is a paramete
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, from_json
 from pydantic_core.core_schema import custom_error_schema
 
 from rlite.data.chat.template import Message
 from rlite.errors import RliteError
 from rlite.types import GenerationHyperparameters
 
-SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "seed": "seed",
-    "stop": "stop",
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    # vLLM's further ones
-    "top_k": "top_k",
-    "min_tokens": "min_new_tokens",
-    "stop_token_ids": "stop_token_ids",
-    "ignore_eos": "ignore_eos",
-}
-"""parameters of a request, with the sampling parameter that each sets"""
+RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+"""parameters of a request that GenerationHyperparameters names differently"""
 OFF: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -63,11 +42,11 @@ MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 """stop strings of a request, and characters of one: they are searched after each token in the event loop"""
 MAX_DEPTH = 100
 """levels of a body, including schemas of tools"""
-JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 UNSUPPORTED = "unsupported_value"
 STOPS = f"a text or a list of texts, at most {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters"
 TOOL_CHOICE = "'auto' or 'none': nothing makes the model call a tool"
 PROMPT = "one text or one list of token ids, not empty"
+WORDS = {"list_type": "a list", "dict_type": "an object", "model_type": "an object", "too_short": "a list, not empty"}
 LOGPROBS = "0, the log-probability of the tokens that were sampled"
 
 
@@ -116,7 +95,12 @@ class ModelRequest:
     tools: list[dict[str, Any]] | None = None
     may_call: bool = False
     """calls of tools are searched in the answer"""
-    prompt: str | list[int] | None = None
+    prompt: str | list[int] = ""
+
+    @property
+    def is_chat(self) -> bool:
+        """True for a conversation."""
+        return self.messages is not None
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
@@ -185,8 +169,8 @@ class _Call(_Object):
     def plain(self) -> dict[str, Any]:
         """Return the call as templates take it."""
         arguments: Any = self.function.arguments
-        with contextlib.suppress(ValueError, RecursionError):  # a template gets text that is not a JSON object as it is
-            values = json.loads(arguments)
+        with contextlib.suppress(ValueError):  # a template gets text that is not a JSON object as it is
+            values = from_json(arguments)
             arguments = values if isinstance(values, dict) else arguments
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
@@ -215,10 +199,25 @@ class _Message(_Object):
         return message | {key: name for key in ("name", "tool_call_id") if (name := getattr(self, key)) is not None}
 
 
+JsonType = Literal["object", "array", "string", "number", "integer", "boolean", "null"]
+JsonTypes = Annotated[JsonType | list[JsonType], Expected(f"one of {', '.join(get_args(JsonType))}, or a list of them")]
+Names = Annotated[list[str], Field(fail_fast=True), Expected("a list of names")]
+Inner = Annotated["_Schema | None", BeforeValidator(lambda schema: None if isinstance(schema, bool) else schema)]
+
+
+class _Schema(_Object):
+    """A JSON schema, as far as templates look into it."""
+
+    type: JsonTypes | None = None
+    properties: dict[str, Inner] | None = None
+    required: Names | None = None
+    items: Inner = None
+
+
 class _Function(_Object):
     name: Name = ABSENT
     description: Text | None = None
-    parameters: Any = None
+    parameters: _Schema | None = None
 
 
 class _Tool(_Object):
@@ -239,12 +238,9 @@ def _check_stops(stop: str | list[Any]) -> str | list[Any]:
     return stop
 
 
-class _Body(_Object):
-    """Parameters that both kinds of requests have."""
+class _Sampling(_Object):
+    """Sampling parameters, in OpenAI's names, and vLLM's further ones."""
 
-    stream: Flag = False
-    stream_options: Annotated[_StreamOptions, Expected("include_usage", UNSUPPORTED)] = _StreamOptions()
-    n: Annotated[int, Field(ge=1, le=128), Expected("an integer from 1 to 128")] = 1
     temperature: Number | None = None
     top_p: Number | None = None
     seed: Integer | None = None
@@ -256,20 +252,15 @@ class _Body(_Object):
     stop_token_ids: Annotated[list[Any], Expected("a list of integers")] | None = None
     ignore_eos: Flag | None = None
 
-    def common(self, defaults: GenerationHyperparameters) -> dict[str, Any]:
-        """Return the fields of a ModelRequest that both kinds of requests have."""
-        gconfig = self._sampling(defaults)
-        for key, value in (self.model_extra or {}).items():
-            if key not in OFF and key not in NOTES:
-                raise ApiError(f"the parameter {key!r} is not supported", param=key, code="unsupported_parameter")
-            if key in OFF and value not in OFF[key]:
-                raise _unsupported(key, value, " or ".join(map(repr, OFF[key])))
-        has_usage = bool(self.stream_options.include_usage)
-        return {"gconfig": gconfig, "num_choices": self.n, "is_stream": self.stream, "has_usage": has_usage}
+    def applied_to(self, defaults: GenerationHyperparameters) -> GenerationHyperparameters:
+        """Return the sampling parameters of a request, completed by the session's.
 
-    def _sampling(self, defaults: GenerationHyperparameters) -> GenerationHyperparameters:
+        Raises:
+            ApiError: a value is out of range, or two values contradict each other.
+        """
         changes: dict[str, Any] = {}
-        for key, name in SAMPLING.items():
+        for key in _Sampling.model_fields:
+            name = RENAMED.get(key, key)
             if (value := getattr(self, key)) is not None and changes.setdefault(name, value) != value:
                 raise _invalid(key, value, f"{changes[name]!r}, which max_tokens says")
         if changes.get("temperature", 0) > 0:
@@ -279,8 +270,27 @@ class _Body(_Object):
         try:
             return defaults.new(n_samples=1, **changes)
         except RliteError as error:
-            names = [key for key, name in SAMPLING.items() if f"parameter {name}=" in str(error)]
+            names = [key for key in _Sampling.model_fields if f"parameter {RENAMED.get(key, key)}=" in str(error)]
             raise ApiError(str(error), param=names[0] if names else None, code="invalid_value") from error
+
+
+class _Body(_Sampling):
+    """Parameters that both kinds of requests have."""
+
+    stream: Flag = False
+    stream_options: Annotated[_StreamOptions, Expected("include_usage", UNSUPPORTED)] = _StreamOptions()
+    n: Annotated[int, Field(ge=1, le=128), Expected("an integer from 1 to 128")] = 1
+
+    def common(self, defaults: GenerationHyperparameters) -> dict[str, Any]:
+        """Return the fields of a ModelRequest that both kinds of requests have."""
+        gconfig = self.applied_to(defaults)
+        for key, value in (self.model_extra or {}).items():
+            if key not in OFF and key not in NOTES:
+                raise ApiError(f"the parameter {key!r} is not supported", param=key, code="unsupported_parameter")
+            if key in OFF and value not in OFF[key]:
+                raise _unsupported(key, value, " or ".join(map(repr, OFF[key])))
+        has_usage = bool(self.stream_options.include_usage)
+        return {"gconfig": gconfig, "num_choices": self.n, "is_stream": self.stream, "has_usage": has_usage}
 
 
 class _ChatBody(_Body):
@@ -310,14 +320,11 @@ def parse_json(body: bytes) -> Any:
         ApiError: the body is not JSON. The message says where.
     """
     try:
-        return json.loads(body.decode("utf-8"), parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        reason = f"JSON: {error.msg}, at line {error.lineno}, column {error.colno}"
+        return from_json(body.decode(), allow_inf_nan=False)
     except UnicodeDecodeError as error:
-        reason = f"UTF-8 at byte {error.start}"
-    except (ValueError, RecursionError) as error:
-        reason = f"JSON: {error}"
-    raise ApiError(f"the body is not valid {reason}", code="invalid_json")
+        raise ApiError(f"the body is not valid UTF-8 at byte {error.start}", code="invalid_json") from error
+    except ValueError as error:
+        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from error
 
 
 def read_chat(body: Any, model: str, defaults: GenerationHyperparameters) -> ModelRequest:
@@ -335,9 +342,6 @@ def read_chat(body: Any, model: str, defaults: GenerationHyperparameters) -> Mod
         ApiError: the body cannot be honoured. The error names the parameter.
     """
     read = _validated(_ChatBody, body, model)
-    for number, tool in enumerate(read.tools):
-        if tool.function.parameters is not None:
-            _check_schema(tool.function.parameters, f"tools[{number}].function.parameters")
     return ModelRequest(
         messages=[message.plain(f"messages[{number}]") for number, message in enumerate(read.messages)],
         tools=body["tools"] if read.tools else None,
@@ -385,32 +389,8 @@ def _refusal(error: ValidationError) -> ApiError:
     """Return the error for the first invalid parameter, with its path."""
     first = error.errors(include_url=False, include_context=False)[0]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
-    words = {"list_type": "a list", "model_type": "an object", "too_short": "a list that is not empty"}
-    expected = words.get(first["type"], first["msg"])
+    expected = WORDS.get(first["type"], first["msg"])
     return (_unsupported if first["type"] == UNSUPPORTED else _invalid)(param, first["input"], expected)
-
-
-def _check_schema(schema: Any, at: str) -> None:
-    """Check the form of a JSON schema, as far as templates look into it.
-
-    Raises:
-        ApiError: the schema has another form.
-    """
-    if not isinstance(schema, Mapping):
-        raise _invalid(at, schema, "a JSON schema, an object")
-    kinds = schema.get("type", "object")
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if kind not in JSON_TYPES:
-            raise _invalid(f"{at}.type", kind, f"one of {', '.join(JSON_TYPES)}")
-    properties, required, items = (schema.get(key) for key in ("properties", "required", "items"))
-    if properties is not None and not isinstance(properties, Mapping):
-        raise _invalid(f"{at}.properties", properties, "an object")
-    if required is not None and not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
-        raise _invalid(f"{at}.required", required, "a list of names")
-    inner = {f"properties.{name}": value for name, value in (properties or {}).items()} | {"items": items}
-    for name, value in inner.items():
-        if value is not None and not isinstance(value, bool):
-            _check_schema(value, f"{at}.{name}")
 
 
 def _check_depth(body: Any) -> None:
@@ -426,10 +406,6 @@ def _check_depth(body: Any) -> None:
         if not level:
             return
     raise ApiError(f"the body is nested more than {MAX_DEPTH} levels deep", code="invalid_value")
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON value")
 
 
 def _invalid(param: str, value: Any, expected: str) -> ApiError:

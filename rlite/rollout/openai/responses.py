@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlite.data.chat.template import Message
+from rlite.rollout.openai.prompts import Prompt
 from rlite.rollout.openai.recording import Turn
 from rlite.rollout.openai.requests import ApiError, ModelRequest
 from rlite.rollout.tools.formats import ToolCall, numbered
@@ -24,7 +25,6 @@ class Delta:
 
     index: int
     text: str
-    turn: Turn
     chunk: TokenChunk
 
 
@@ -38,21 +38,68 @@ class Choice:
     rest: str
 
 
-@dataclass(frozen=True)
-class Envelope:
-    """Fields that all parts of a response share."""
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """A request under way, with the fields that all parts of its response share."""
 
-    id: str
-    model: str
     request: ModelRequest
-    is_chat: bool
+    prompt: Prompt
+    model: str
     tokenizer: Tokenizer
+    id: str
     created: int = field(default_factory=lambda: int(time.time()))
+    turns: list[Turn] = field(default_factory=list)
+    """turns of the choices that have begun"""
 
     def around(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
         """Return a response, or one chunk of it."""
-        kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if self.is_chat else "text_completion"
+        kind = "text_completion"
+        if self.request.is_chat:
+            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def usage(self, num_output: int) -> dict[str, int]:
+        """Return counts of tokens. A prompt that several choices share counts once."""
+        num_prompt = len(self.prompt.token_ids)
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Answer to a request: one object, or with `is_stream` one after the other.
+
+    Read `messages` to its end once the client has everything. Leaving it earlier ends the generation, and its turns
+    count as aborted.
+    """
+
+    is_stream: bool
+    messages: AsyncGenerator[dict[str, Any], None]
+
+    @property
+    def content_type(self) -> str:
+        """Media type of the encoded reply."""
+        return "text/event-stream" if self.is_stream else "application/json"
+
+    async def encoded(self) -> AsyncGenerator[bytes, None]:
+        """Yield the body of the response: one JSON object, or server-sent events. The reply is closed at the end.
+
+        Raises:
+            ApiError: the reply fails before its first message. A later failure is an event.
+        """
+        is_begun = False
+        async with contextlib.aclosing(self.messages):
+            try:
+                async for message in self.messages:
+                    is_begun = True
+                    text = json.dumps(message)
+                    yield _event(text) if self.is_stream else text.encode()
+            except ApiError as error:
+                if not is_begun:
+                    raise
+                yield _event(json.dumps(error.body()))
+            else:
+                if self.is_stream:
+                    yield _event("[DONE]")
 
 
 def answer(content: str, calls: Sequence[ToolCall], numbers: Iterator[int]) -> Message:
@@ -67,43 +114,31 @@ def answer(content: str, calls: Sequence[ToolCall], numbers: Iterator[int]) -> M
     return {**message, "tool_calls": numbered(calls, numbers)} if calls else message
 
 
-def whole(envelope: Envelope, prompt_ids: list[int], choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return the response to a request that does not stream.
-
-    Args:
-        envelope: the shared fields.
-        prompt_ids: the tokens of the prompt, which are counted.
-        choices: all choices, in any order.
-    """
+def whole(exchange: Exchange, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return the response to a request that does not stream, with all choices, given in any order."""
     parts = []
     for choice in sorted(choices, key=lambda choice: choice.index):
         part: dict[str, Any] = {"index": choice.index, "finish_reason": finish_reason(choice.turn)}
         tokens = list(zip(choice.turn.output_ids, choice.turn.logprobs, strict=True))
-        part["logprobs"] = logprobs(envelope, tokens)
-        if envelope.is_chat:
+        part["logprobs"] = logprobs(exchange, tokens)
+        if exchange.request.is_chat:
             calls = calls_of(choice.turn)
-            part["message"] = {
-                "role": "assistant",
-                "content": choice.content or (None if calls else ""),
-                "refusal": None,
-            }
+            content = choice.content or (None if calls else "")
+            part["message"] = {"role": "assistant", "content": content, "refusal": None}
             if calls:
                 part["message"]["tool_calls"] = calls
         else:
             part["text"] = choice.content
         parts.append(part)
     num_output = sum(len(choice.turn.output_ids) for choice in choices)
-    return {**envelope.around(parts, is_chunk=False), "usage": usage(len(prompt_ids), num_output)}
+    return {**exchange.around(parts, is_chunk=False), "usage": exchange.usage(num_output)}
 
 
-async def stream(
-    envelope: Envelope, prompt_ids: list[int], events: AsyncIterator[Delta | Choice]
-) -> AsyncGenerator[dict[str, Any], None]:
+async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the chunks of the response to a request that streams.
 
     Args:
-        envelope: the shared fields.
-        prompt_ids: the tokens of the prompt, which are counted.
+        exchange: the shared fields.
         events: the parts of the choices as they arrive.
     """
     begun: set[int] = set()
@@ -117,62 +152,37 @@ async def stream(
             text = event.text
         else:
             text = event.rest
-        if event.index not in begun and envelope.is_chat:
+        if event.index not in begun and exchange.request.is_chat:
             begun.add(event.index)
-            yield _chunk(envelope, event.index, {"role": "assistant", "content": ""})
+            yield _chunk(exchange, event.index, {"role": "assistant", "content": ""})
         if text:
-            delta: dict[str, Any] | str = {"content": text} if envelope.is_chat else text
-            yield _chunk(envelope, event.index, delta, logprobs(envelope, tokens))
+            delta: dict[str, Any] | str = {"content": text} if exchange.request.is_chat else text
+            yield _chunk(exchange, event.index, delta, logprobs(exchange, tokens))
             waiting[event.index] = tokens = []
         if isinstance(event, Choice):
             for number, call in enumerate(calls_of(event.turn)):
-                yield _chunk(envelope, event.index, {"tool_calls": [{"index": number, **call}]})
-            last: dict[str, Any] | str = {} if envelope.is_chat else ""
-            left = logprobs(envelope, tokens) if tokens else None
-            yield _chunk(envelope, event.index, last, left, finish_reason(event.turn))
-    if envelope.request.has_usage:
-        yield {**envelope.around([], is_chunk=True), "usage": usage(len(prompt_ids), num_output)}
-
-
-async def server_sent_events(messages: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
-    """Yield a streaming reply as server-sent events. The reply is closed at the end.
-
-    Raises:
-        ApiError: the reply fails before its first message. A later failure is an event.
-    """
-    is_begun = False
-    async with contextlib.aclosing(messages):
-        try:
-            async for message in messages:
-                is_begun = True
-                yield _event(json.dumps(message))
-        except ApiError as error:
-            if not is_begun:
-                raise
-            yield _event(json.dumps(error.body()))
-        else:
-            yield _event("[DONE]")
+                yield _chunk(exchange, event.index, {"tool_calls": [{"index": number, **call}]})
+            last: dict[str, Any] | str = {} if exchange.request.is_chat else ""
+            left = logprobs(exchange, tokens) if tokens else None
+            yield _chunk(exchange, event.index, last, left, finish_reason(event.turn))
+    if exchange.request.has_usage:
+        yield {**exchange.around([], is_chunk=True), "usage": exchange.usage(num_output)}
 
 
 def _event(data: str) -> bytes:
     return f"data: {data}\n\n".encode()
 
 
-def description(model: str) -> dict[str, Any]:
-    """Return the entry of a model in the list of models."""
-    return {"id": model, "object": "model", "created": 0, "owned_by": "rlite"}
-
-
 def _chunk(
-    envelope: Envelope,
+    exchange: Exchange,
     index: int,
     delta: dict[str, Any] | str,
     tokens: dict[str, Any] | None = None,
     reason: str | None = None,
 ) -> dict[str, Any]:
-    key = "delta" if envelope.is_chat else "text"
+    key = "delta" if exchange.request.is_chat else "text"
     choice = {"index": index, key: delta, "logprobs": tokens, "finish_reason": reason}
-    return envelope.around([choice], is_chunk=True)
+    return exchange.around([choice], is_chunk=True)
 
 
 def finish_reason(turn: Turn) -> str:
@@ -189,30 +199,19 @@ def calls_of(turn: Turn) -> list[dict[str, Any]]:
     ]
 
 
-def usage(num_prompt: int, num_output: int) -> dict[str, int]:
-    """Return counts of tokens. A prompt that several choices share counts once."""
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
-
-
-def logprobs(envelope: Envelope, tokens: Sequence[tuple[int, float]]) -> dict[str, Any] | None:
+def logprobs(exchange: Exchange, tokens: Sequence[tuple[int, float]]) -> dict[str, Any] | None:
     """Return log-probabilities of sampled tokens in the form of the interface; None if the request has not asked."""
-    if not envelope.request.has_logprobs:
+    if not exchange.request.has_logprobs:
         return None
-    texts = [envelope.tokenizer.decode([token]) for token, _ in tokens]
+    texts = [exchange.tokenizer.decode([token]) for token, _ in tokens]
     values = [value for _, value in tokens]
-    if envelope.is_chat:
-        return {
-            "content": [
-                # a token that is half a character has no text, and decoding does not tell its bytes
-                {
-                    "token": text,
-                    "logprob": value,
-                    "bytes": None if "\ufffd" in text else list(text.encode()),
-                    "top_logprobs": [],
-                }
-                for text, value in zip(texts, values, strict=True)
-            ],
-            "refusal": None,
-        }
+    if exchange.request.is_chat:
+        # a token that is half a character has no text, and decoding does not tell its bytes
+        spelled = [None if "\ufffd" in text else list(text.encode()) for text in texts]
+        content = [
+            {"token": text, "logprob": value, "bytes": spelling, "top_logprobs": []}
+            for text, value, spelling in zip(texts, values, spelled, strict=True)
+        ]
+        return {"content": content, "refusal": None}
     starts = [0, *itertools.accumulate(map(len, texts))][: len(texts)]
     return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": starts}

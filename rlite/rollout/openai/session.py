@@ -6,12 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
-
-from tensordict import TensorDict
 
 from rlite.data.chat.raw import TooManyTokens
 from rlite.data.chat.template import TemplateRefusal
@@ -19,10 +16,10 @@ from rlite.errors import ConfigError, DataError, RliteError
 from rlite.rollout.background import beside_loop
 from rlite.rollout.collector.seeds import mix
 from rlite.rollout.openai import responses
-from rlite.rollout.openai.prompts import ChatPrompts, Prompt
-from rlite.rollout.openai.recording import Recording, Style, Turn, export
-from rlite.rollout.openai.requests import ApiError, ModelRequest, parse_json, read_chat, read_completion
-from rlite.rollout.openai.responses import Choice, Delta, Envelope
+from rlite.rollout.openai.prompts import ChatPrompts
+from rlite.rollout.openai.recording import Recording, RecordingOwner, Turn
+from rlite.rollout.openai.requests import ApiError, ModelRequest, parse_json, read_chat, read_completion, unknown_model
+from rlite.rollout.openai.responses import Choice, Delta, Exchange, Reply
 from rlite.rollout.openai.text import TextStream
 from rlite.rollout.tools.formats import ToolCallFormat
 from rlite.rollout.tools.probe import tool_call_format
@@ -37,19 +34,7 @@ BODY_BYTES_PER_TOKEN = 64
 """of a request, for each token of the context"""
 
 
-@dataclass(frozen=True)
-class Reply:
-    """Answer to a request: one object, or with `is_stream` one after the other.
-
-    Read `messages` to its end once the client has everything. Leaving it earlier ends the generation, and its turns
-    count as aborted.
-    """
-
-    is_stream: bool
-    messages: AsyncGenerator[dict[str, Any], None]
-
-
-class AgentSession:
+class AgentSession(RecordingOwner):
     """Server of one agent, and recorder of everything that the model reads and writes.
 
     Args:
@@ -97,27 +82,6 @@ class AgentSession:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
-    # -- rewards -------------------------------------------------------------------------------------------------
-
-    def set_reward(self, interaction_id: str, reward: float) -> None:
-        """Set the reward of the answer with this id; see `Recording.set_reward`.
-
-        The id is the response's. In a response with several choices it is `ID:INDEX`.
-        """
-        self.recording.set_reward(interaction_id, reward)
-
-    def set_last_reward(self, reward: float) -> None:
-        """Set the reward of the latest answer."""
-        self.recording.set_last_reward(reward)
-
-    def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Share the rewards of later answers with earlier ones; see `Recording.apply_reward_discount`."""
-        self.recording.apply_reward_discount(turn_discount)
-
-    def export(self, style: Style = "concat", include_aborted: bool = False) -> TensorDict:
-        """Return the trainable data; see `rlite.rollout.openai.recording.export`."""
-        return export(self.recording, style, include_aborted)
-
     async def close(self) -> None:
         """End running generations as aborted turns, and refuse further requests."""
         self._is_closed = True
@@ -126,7 +90,16 @@ class AgentSession:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # -- serving -------------------------------------------------------------------------------------------------
+    def models(self, name: str | None = None) -> dict[str, Any]:
+        """Return the answer to a request for the list of models, or for the entry of one.
+
+        Raises:
+            ApiError: the name is another than the session's.
+        """
+        if name not in (None, self.model):
+            raise unknown_model(name, self.model)
+        entry = {"id": self.model, "object": "model", "created": 0, "owned_by": "rlite"}
+        return {"object": "list", "data": [entry]} if name is None else entry
 
     async def answer(self, path: str, body: bytes) -> Reply:
         """Answer a request in wire form. A long request is read and tokenised beside the event loop.
@@ -155,13 +128,7 @@ class AgentSession:
         Raises:
             ApiError: the request is refused, here or before the first message.
         """
-        with _refused():
-            request = read_chat(body, self.model, self._gconfig)
-            assert request.messages is not None
-            self._check_format(request)
-            prompt = self._prompts.chat(request.messages, request.tools, self.recording.turns)
-        envelope = Envelope(f"chatcmpl-{uuid.uuid4().hex}", self.model, request, True, self._prompts.tokenizer)
-        return Reply(request.is_stream, self._messages(request, prompt, envelope))
+        return self._reply(read_chat, body)
 
     def completion(self, body: Any) -> Reply:
         """Answer a body of /completions. Errors are those of `chat`.
@@ -169,12 +136,17 @@ class AgentSession:
         Returns:
             The reply.
         """
+        return self._reply(read_completion, body)
+
+    def _reply(self, read: Callable[..., ModelRequest], body: Any) -> Reply:
         with _refused():
-            request = read_completion(body, self.model, self._gconfig)
-            assert request.prompt is not None
-            prompt = self._prompts.text(request.prompt, self.recording.turns)
-        envelope = Envelope(f"cmpl-{uuid.uuid4().hex}", self.model, request, False, self._prompts.tokenizer)
-        return Reply(request.is_stream, self._messages(request, prompt, envelope))
+            request = read(body, self.model, self._gconfig)
+            self._check_format(request)
+            prompt = self._prompts.of(request, self.recording.turns)
+        id = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        tokenizer = self._prompts.tokenizer
+        exchange = Exchange(request=request, prompt=prompt, model=self.model, tokenizer=tokenizer, id=id)
+        return Reply(request.is_stream, self._messages(exchange))
 
     def _check_format(self, request: ModelRequest) -> None:
         """Determine the format of tool calls before the first call is requested.
@@ -190,28 +162,22 @@ class AgentSession:
             self.failure = error
             raise ApiError(f"tools: {error}", param="tools", code="unsupported_value") from error
 
-    async def _messages(
-        self, request: ModelRequest, prompt: Prompt, envelope: Envelope
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        turns: list[Turn] = []
+    async def _messages(self, exchange: Exchange) -> AsyncGenerator[dict[str, Any], None]:
         try:
-            async with contextlib.aclosing(self._events(request, prompt, envelope, turns)) as events:
-                if request.is_stream:
-                    async with contextlib.aclosing(responses.stream(envelope, prompt.token_ids, events)) as chunks:
+            async with contextlib.aclosing(self._events(exchange)) as events:
+                if exchange.request.is_stream:
+                    async with contextlib.aclosing(responses.stream(exchange, events)) as chunks:
                         async for message in chunks:
                             yield message
                 else:
-                    choices = [event async for event in events if isinstance(event, Choice)]
-                    yield responses.whole(envelope, prompt.token_ids, choices)
+                    yield responses.whole(exchange, [event async for event in events if isinstance(event, Choice)])
         except BaseException:  # also GeneratorExit: the client will ask again, and must not count twice
-            for turn in turns:
+            for turn in exchange.turns:
                 turn.is_aborted = True
             raise
 
-    async def _events(
-        self, request: ModelRequest, prompt: Prompt, envelope: Envelope, turns: list[Turn]
-    ) -> AsyncGenerator[Delta | Choice, None]:
-        """Generate all choices, and add their turns to `turns`.
+    async def _events(self, exchange: Exchange) -> AsyncGenerator[Delta | Choice, None]:
+        """Generate all choices.
 
         Yields:
             Deltas and choices, as they arrive.
@@ -219,14 +185,12 @@ class AgentSession:
         Raises:
             ApiError: the session has ended.
         """
-        gconfig = self._fitting(request.gconfig, len(prompt.token_ids))
+        gconfig = self._fitting(exchange.request.gconfig, len(exchange.prompt.token_ids))
         events: asyncio.Queue[Delta | Choice | Exception] = asyncio.Queue()
 
         async def choose(index: int) -> None:
             try:
-                events.put_nowait(
-                    await self._choose(index, request, prompt, gconfig, envelope, turns, events.put_nowait)
-                )
+                events.put_nowait(await self._choose(index, exchange, gconfig, events.put_nowait))
             except asyncio.CancelledError:
                 events.put_nowait(_closed())  # if it was the session that ended, the client is told
                 raise
@@ -235,7 +199,7 @@ class AgentSession:
 
         if self._is_closed:
             raise _closed()
-        tasks = [asyncio.create_task(choose(index)) for index in range(request.num_choices)]
+        tasks = [asyncio.create_task(choose(index)) for index in range(exchange.request.num_choices)]
         self._tasks.update(tasks)
         try:
             num_left = len(tasks)
@@ -253,66 +217,54 @@ class AgentSession:
             self._tasks.difference_update(tasks)
 
     async def _choose(
-        self,
-        index: int,
-        request: ModelRequest,
-        prompt: Prompt,
-        gconfig: GenerationHyperparameters,
-        envelope: Envelope,
-        turns: list[Turn],
-        say: Callable[[Delta], None],
+        self, index: int, exchange: Exchange, gconfig: GenerationHyperparameters, say: Callable[[Delta], None]
     ) -> Choice:
         """Return one choice, generated from its first token to its last.
 
         Args:
             index: number of the choice.
-            request: the request.
-            prompt: its prompt.
+            exchange: the request; gets the choice's turn.
             gconfig: sampling parameters.
-            envelope: id and form of the response.
-            turns: gets the choice's turn.
-            say: called with each delta.
+            say: called with each delta of a stream.
 
         Raises:
             ApiError: the engine aborted the answer.
         """
+        request, prompt = exchange.request, exchange.prompt
         if gconfig.seed is not None and index:
             gconfig = gconfig.new(seed=mix(gconfig.seed, index))
         form = self._tool_format if request.may_call else None
-        text = TextStream(self._prompts.tokenizer, gconfig.stop, form, request.tools)
+        text = TextStream(exchange.tokenizer, gconfig.stop, form, request.tools)
         turn = Turn(
-            id=envelope.id if request.num_choices == 1 else f"{envelope.id}:{index}",
+            id=exchange.id if request.num_choices == 1 else f"{exchange.id}:{index}",
             prompt_ids=prompt.token_ids,
-            output_ids=[],
-            logprobs=[],
-            versions=[],
-            finish_reason="abort",
+            prompt_text=prompt.text,
             parent=prompt.parent,
             messages=request.messages,
             tools=request.tools,
-            prompt_text=prompt.text,
             is_aborted=True,
         )
-        turns.append(turn)
-        unread: list[int] = []
+        exchange.turns.append(turn)
         try:
-            stream = self.engine.stream(LLMRequest(input_ids=list(prompt.token_ids), gconfig=gconfig, rid=self._rid))
-            async for chunk in _closing(stream):
-                turn.output_ids += chunk.token_ids
-                turn.logprobs += chunk.logprobs
-                turn.versions += [chunk.version] * len(chunk.token_ids)
-                turn.finish_reason = chunk.finish_reason or turn.finish_reason
-                unread += chunk.token_ids
-                if request.is_stream or chunk.finish_reason is not None:
-                    settled, unread = text.feed(unread, chunk.finish_reason is not None), []
-                    say(Delta(index, settled, turn, chunk))
+            asked = LLMRequest(input_ids=list(prompt.token_ids), gconfig=gconfig, rid=self._rid)
+            async with contextlib.aclosing(self.engine.stream(asked)) as stream:  # type: ignore[type-var]
+                async for chunk in stream:
+                    turn.output_ids += chunk.token_ids
+                    turn.logprobs += chunk.logprobs
+                    turn.versions += [chunk.version] * len(chunk.token_ids)
+                    turn.kept_ids += chunk.extras.get("kept_ids", ())
+                    turn.finish_reason = chunk.finish_reason or turn.finish_reason
+                    if request.is_stream:
+                        say(Delta(index, text.feed(chunk.token_ids, chunk.finish_reason is not None), chunk))
         finally:
             self.recording.turns.append(turn)
         if turn.finish_reason == "abort":
             raise ApiError(f"the engine aborted the answer after {len(turn.output_ids)} tokens", 503, code="aborted")
+        if not request.is_stream:
+            text.feed(turn.output_ids, is_last=True)
         content, calls, rest = text.finish()
         turn.text = text.text
-        if request.messages is not None:
+        if request.is_chat:
             turn.answer = responses.answer(content, calls, self._call_numbers)
         turn.is_aborted = False
         return Choice(index, turn, content, rest)
@@ -381,13 +333,3 @@ def _refused() -> Iterator[None]:
     except DataError as error:
         param = str(error).partition(":")[0]
         raise ApiError(str(error), param=param, code="invalid_value") from error
-
-
-async def _closing(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """Yield the values of a stream, and close it with the loop over it."""
-    try:
-        async for value in stream:
-            yield value
-    finally:
-        if isinstance(stream, AsyncGenerator):
-            await stream.aclose()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -89,7 +89,7 @@ class AgentWorkflow(RolloutWorkflow):
             max_length=max_length,
             is_sampling_fixed=is_sampling_fixed,
         )
-        self._serve = _in_process() if interface == "client" else _over_http()
+        self._serve = _server(interface)
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict | None:
         """Run the agent on one item.
@@ -141,20 +141,11 @@ def _running(answer: Awaitable[Worth]) -> Awaitable[Worth]:
 Serve = Callable[[AgentSession], contextlib.AbstractAsyncContextManager[Any]]
 
 
-def _in_process() -> Serve:
-    from rlite.rollout.openai.client import AgentClient  # the openai package is optional
+def _server(interface: Interface) -> Serve:
+    if interface == "client":
+        from rlite.rollout.openai.client import AgentClient  # the openai package is optional
 
-    return AgentClient
-
-
-def _over_http() -> Serve:
+        return AgentClient
     from rlite.rollout.openai.endpoint import AgentEndpoint  # aiohttp is optional
 
-    endpoint = AgentEndpoint()
-
-    @contextlib.asynccontextmanager
-    async def serve(session: AgentSession) -> AsyncIterator[Any]:
-        async with endpoint, endpoint.serving(session) as access:
-            yield access
-
-    return serve
+    return AgentEndpoint().serving

@@ -90,10 +90,9 @@ class RewardFunction:
         for key, count in {"max_concurrent": max_concurrent, "batch_size": batch_size}.items():
             if count is not None and count < 1:
                 raise ConfigError(f"{key}={count}: expected at least 1")
-        if isinstance(retries, int) and retries < 0:
-            raise ConfigError(f"retries={retries}: expected at least 0")
-        if not isinstance(retries, int) and not inspect.iscoroutinefunction(type(retries).__call__):
-            raise ConfigError(f"retries={retries!r}: expected a number or a tenacity.AsyncRetrying")
+        can_retry = retries >= 0 if isinstance(retries, int) else inspect.iscoroutinefunction(type(retries).__call__)
+        if not can_retry:
+            raise ConfigError(f"retries={retries!r}: expected a number of at least 0, or a tenacity.AsyncRetrying")
         if in_process and memory_limit_gib is not None:
             raise ConfigError(f"memory_limit_gib={memory_limit_gib}, in_process=True: a limit needs a process")
         self.fn = fn
@@ -146,7 +145,7 @@ class RewardFunction:
             RewardError: there is no reward. The class depends on the outcome.
         """
         with trace.task(self.what.removeprefix("the ")):
-            return await self._attempt(self._compute, keywords)
+            return await self._attempt(self._compute, keywords, count=1)
 
     async def batch(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
         """Return the rewards of completions that belong together, by one call with lists.
@@ -160,41 +159,38 @@ class RewardFunction:
         Raises:
             RewardError: there are no rewards. The class depends on the outcome.
         """
-        return await self._attempt(self._compute_batch, rows)
+        return await self._attempt(self._compute_batch, rows, count=len(rows))
 
-    async def _attempt(self, compute: Callable[[Any], Awaitable[Any]], argument: Any) -> Any:
+    async def _attempt(self, compute: Callable[[Any], Awaitable[Any]], argument: Any, count: int) -> Any:
         if not isinstance(self.retries, int):
-            return await self.retries.copy(reraise=True)(compute, argument)  # its state is that of one call
+            policy = self.retries.copy(reraise=True)  # its state is that of one call
+            return await policy(self._counted, compute, argument, count)
         attempts = 0
         while True:
             attempts += 1
             try:
-                return await compute(argument)
+                return await self._counted(compute, argument, count)
             except RewardError as error:
                 if attempts > self.retries or isinstance(error, RewardInvalid):
                     raise
 
-    async def _compute(self, keywords: dict[str, Any]) -> float:
+    async def _counted(self, compute: Callable[[Any], Awaitable[Any]], argument: Any, count: int) -> Any:
         try:
-            if self.batch_size is not None:
-                reward = self._reward(await self._join_batch(keywords))
-            else:
-                answer = await self._call(score, keywords)
-                reward = self._reward(read_score(answer, self._names), answer)
+            rewards = await compute(argument)
         except RewardError as error:
-            self.outcomes[error.outcome] += 1
+            self.outcomes[error.outcome] += count
             raise
-        self.outcomes["ok"] += 1
-        return reward
+        self.outcomes["ok"] += count
+        return rewards
+
+    async def _compute(self, keywords: dict[str, Any]) -> float:
+        if self.batch_size is not None:
+            return self._reward(await self._join_batch(keywords))
+        answer = await self._call(score, keywords)
+        return self._reward(read_score(answer, self._names), answer)
 
     async def _compute_batch(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
-        try:
-            rewards = [self._reward(result) for result in await self._call_batch(rows)]
-        except RewardError as error:
-            self.outcomes[error.outcome] += len(rows)
-            raise
-        self.outcomes["ok"] += len(rows)
-        return rewards
+        return [self._reward(result) for result in await self._call_batch(rows)]
 
     def _reward(self, result: Any, answer: Any = None) -> Any:
         """Return a valid result.

@@ -1,11 +1,15 @@
-"""Reward answers to reasoning-gym's problems, by the task's own verifier."""
+"""Reward answers to reasoning-gym's problems, by the task's own verifier.
+
+The rows are those of `rlite.data.reasoning.build_problems`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
-from rlite.data.reasoning import verify
+from rlite.data.reasoning import make_task, question_of
 
 MAX_CHARACTERS = 20_000
 """characters of an answer that are read; the tasks' answers are far shorter"""
@@ -16,17 +20,48 @@ def reasoning_gym_reward(
 ) -> float:
     """Return the task's `score_answer`, in [0, 1], for the last <answer>...</answer>.
 
-    Without this tag, the whole completion is the answer.
+    Without this tag, the whole completion is the answer. The score includes the task's partial credit.
 
     Args:
-        prompt: passed to the verifier.
+        prompt: not read.
         completions: text of the completion.
         prompt_ids: not read.
         completion_ids: not read.
-        **data: the row's other columns, as made by `rlite.data.reasoning.build_problems`.
+        **data: the row.
 
     Raises:
         ConfigError: reasoning-gym is missing.
     """
     answer = completions.rpartition("<answer>")[2].partition("</answer>")[0]
-    return verify(prompt, answer[:MAX_CHARACTERS], prompt_ids, completion_ids, **data)
+    return _score(answer[:MAX_CHARACTERS], data)
+
+
+def verify_exactly(
+    prompt: Any, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
+) -> float:
+    """Return 1.0 if the whole completion has the task's full score, else 0.0.
+
+    The full score is exactly 1. Partial credits are sums of fractions, which can end a rounding error above or below.
+
+    Args:
+        prompt: not read.
+        completions: text of the completion, without special tokens.
+        prompt_ids: not read.
+        completion_ids: not read.
+        **data: the row.
+
+    Raises:
+        ConfigError: reasoning-gym is missing.
+    """
+    return float(_score(completions, data) == 1.0)
+
+
+def _score(answer: str, row: Mapping[str, Any]) -> float:
+    entry = {"question": question_of(row), "answer": row["answer"], "metadata": row["metadata"]}
+    return float(_verifier(row["metadata"]["source_dataset"])(answer.strip(), entry))
+
+
+@cache
+def _verifier(name: str) -> Callable[[str, dict[str, Any]], float]:
+    # reading a task's word list takes longer than thousands of its scores; the row says all else that scoring needs
+    return make_task(name, seed=0).score_answer

@@ -101,13 +101,8 @@ def as_number(value: Any) -> float | None:
     try:
         if hasattr(value, "item") and getattr(value, "size", 1) != 0:
             value = value.item()
-    except Exception:  # a class of the function's own, or several elements
-        return None
-    if not isinstance(value, (int, float)):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
+        number = float(value) if isinstance(value, (int, float)) else math.nan
+    except Exception:  # several elements, an integer that no float holds, or a class of the function's own
         return None
     return number if math.isfinite(number) else None
 

@@ -42,6 +42,12 @@ class ToolCallFormat:
     shows_special_tokens: bool = False
     """its marks may be special tokens, which decoding must not skip then"""
 
+    def text(self, tokenizer: Any, tokens: Sequence[int]) -> str:
+        """Return the text of an answer, in which calls are looked for."""
+        if self.shows_special_tokens and tokens[-1] in getattr(tokenizer, "all_special_ids", ()):
+            tokens = tokens[:-1]  # the end of the turn is not said
+        return tokenizer.decode(tokens, skip_special_tokens=not self.shows_special_tokens)
+
 
 def typed(calls: Sequence[ToolCall], tools: Iterable[Mapping[str, Any]] | None) -> list[ToolCall]:
     """Return the calls with texts turned into the values that the tools' schemas ask for, where they can be.
@@ -71,7 +77,7 @@ def _typed(value: Any, schema: Any) -> Any:
         read = _json(text)
     except (_NoCall, ValueError, RecursionError):
         return value
-    return read if any(isinstance(read, JSON_TYPES.get(kind, ())) for kind in wanted) else value
+    return read if any(type(read) in JSON_TYPES.get(kind, ()) for kind in wanted) else value
 
 
 def template_format(tokenizer: Any, prompt: str) -> ToolCallFormat:
@@ -120,15 +126,15 @@ _MAX_LENGTH = 1 << 20
 """characters of a text in which calls are looked for"""
 
 
-JSON_TYPES: dict[str, Any] = {
-    "integer": int,
+JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "integer": (int,),
     "number": (int, float),
-    "boolean": bool,
-    "null": type(None),
-    "array": list,
-    "object": dict,
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
 }
-"""JSON schema's types as Python has them"""
+"""JSON schema's types as `json` reads them"""
 
 
 class _NoCall(Exception):
@@ -149,15 +155,29 @@ def _parser(read: Callable[[str], tuple[str, list[ToolCall]]]) -> Callable[[str]
     return parse
 
 
-def _read_hermes(text: str) -> tuple[str, list[ToolCall]]:
-    content, *rest = text.split(_HERMES_OPEN)
-    calls = []
-    for part in rest:
+def _between_marks(read_call: Callable[[str], ToolCall]) -> Callable[[str], tuple[str, list[ToolCall]]]:
+    """Return the function for a format with marks around each call, by what reads the text between them."""
+
+    def read(text: str) -> tuple[str, list[ToolCall]]:
+        content, *rest = text.split(_HERMES_OPEN)
         # the last call may end with the turn, where its closing mark was the end token or did not fit
-        body, _, after = part.partition(_HERMES_CLOSE)
-        calls.append(_call(_json(body), "arguments"))
-        content += after
-    return content.rstrip(), calls
+        parts = [part.partition(_HERMES_CLOSE) for part in rest]
+        calls = [read_call(body) for body, _, _ in parts]
+        return "".join([content, *(after for _, _, after in parts)]).rstrip(), calls
+
+    return read
+
+
+def _read_hermes(body: str) -> ToolCall:
+    return _call(_json(body), "arguments")
+
+
+def _read_xml(body: str) -> ToolCall:
+    function = _FUNCTION.fullmatch(body)
+    if function is None or _PARAMETER.sub("", function[2]).strip():
+        raise _NoCall
+    arguments = {match[1].strip(): match[2] for match in _PARAMETER.finditer(function[2])}
+    return _call({"name": function[1].strip(), "arguments": arguments}, "arguments")
 
 
 def _read_llama3(text: str) -> tuple[str, list[ToolCall]]:
@@ -190,20 +210,6 @@ def _read_named(text: str) -> ToolCall:
     if not mark:
         raise _NoCall
     return _call({"name": name.partition(_MISTRAL_ID)[0].strip(), "arguments": _json(arguments)}, "arguments")
-
-
-def _read_xml(text: str) -> tuple[str, list[ToolCall]]:
-    content, *rest = text.split(_HERMES_OPEN)
-    calls = []
-    for part in rest:
-        body, _, after = part.partition(_HERMES_CLOSE)
-        function = _FUNCTION.fullmatch(body)
-        if function is None or _PARAMETER.sub("", function[2]).strip():
-            raise _NoCall
-        arguments = {match[1].strip(): match[2] for match in _PARAMETER.finditer(function[2])}
-        calls.append(_call({"name": function[1].strip(), "arguments": arguments}, "arguments"))
-        content += after
-    return content.rstrip(), calls
 
 
 def _read_pythonic(text: str) -> tuple[str, list[ToolCall]]:
@@ -284,8 +290,8 @@ def _settled_unless(*beginnings: str) -> Callable[[str], int]:
 FORMATS = {
     form.name: form
     for form in (
-        ToolCallFormat("hermes", _parser(_read_hermes), _settled_before(_HERMES_OPEN)),
-        ToolCallFormat("xml", _parser(_read_xml), _settled_before(_HERMES_OPEN)),
+        ToolCallFormat("hermes", _parser(_between_marks(_read_hermes)), _settled_before(_HERMES_OPEN)),
+        ToolCallFormat("xml", _parser(_between_marks(_read_xml)), _settled_before(_HERMES_OPEN)),
         ToolCallFormat("llama3_json", _parser(_read_llama3), _settled_unless("{", _LLAMA_OPEN), True),
         ToolCallFormat("mistral", _parser(_read_mistral), _settled_before(_MISTRAL_OPEN), True),
         ToolCallFormat("pythonic", _parser(_read_pythonic), _settled_unless("["), False),

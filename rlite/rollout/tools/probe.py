@@ -6,27 +6,25 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from transformers.utils import get_json_schema
+
 from rlite.data.chat.raw import raw_tokens
 from rlite.data.chat.template import QUESTION, ChatTemplate, TemplateRefusal, num_shared
 from rlite.errors import ConfigError, did_you_mean
 from rlite.rollout.tools.formats import FORMATS, ToolCall, ToolCallFormat, numbered, template_format, typed
 
-PROBE = ToolCall("find_probe_record", {"text": "red apple", "count": 3})
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": PROBE.name,
-        "description": "Find a record.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "text": {"type": "string", "description": "what to find"},
-                "count": {"type": "integer", "description": "how many"},
-            },
-            "required": ["text", "count"],
-        },
-    },
-}
+
+def find_probe_record(text: str, count: int) -> None:
+    """Find a record.
+
+    Args:
+        text: what to find
+        count: how many
+    """
+
+
+PROBE = ToolCall(find_probe_record.__name__, {"text": "red apple", "count": 3})
+TOOL = get_json_schema(find_probe_record)
 
 
 def tool_call_format(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from transformers.utils import get_json_schema
@@ -86,22 +85,14 @@ class Toolbox:
     """
 
     def __init__(self, tools: Iterable[Any], timeout: float = 30.0, env_vars: Sequence[str] = ()) -> None:
-        self._tools = [Tool.of(tool) for tool in tools]
-        names = [tool.name for tool in self._tools]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice or not names:
+        found = [Tool.of(tool) for tool in tools]
+        self.names = [tool.name for tool in found]
+        self.schemas = [tool.schema for tool in found]
+        """schemas for the chat template"""
+        twice = sorted({name for name in self.names if self.names.count(name) > 1})
+        if twice or not found:
             raise ConfigError(f"tools: {', '.join(twice)} more than once" if twice else "tools: expected at least one")
-        self._call = {tool.name: _runner(tool, timeout, env_vars) for tool in self._tools}
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the tools."""
-        return list(self._call)
-
-    @property
-    def schemas(self) -> list[Mapping[str, Any]]:
-        """Schemas for the chat template."""
-        return [tool.schema for tool in self._tools]
+        self._call = {tool.name: _runner(tool, timeout, env_vars) for tool in found}
 
     async def call(self, call: ToolCall) -> ToolResult:
         """Return the result of a tool call. A failure is also a result, so the model may try again.
@@ -121,21 +112,17 @@ class Toolbox:
         return ToolResult(text)
 
 
-async def _in_loop(tool: Tool, timeout: float, arguments: Mapping[str, Any]) -> str:
-    async with limited(f"the tool {tool.name}", timeout, TOOL_ERRORS):
-        return result_text(await tool.function(**arguments))
-
-
-async def _in_sandbox(function: SandboxFunction, arguments: Mapping[str, Any]) -> str:
-    return await function.ask(read_text, **arguments)
-
-
 def _runner(tool: Tool, timeout: float, env_vars: Sequence[str]) -> Callable[[Mapping[str, Any]], Awaitable[str]]:
     """Return a function of the tool's arguments that returns a text, and raises ToolError on failure."""
-    if inspect.iscoroutinefunction(tool.function):
-        return partial(_in_loop, tool, timeout)
     what = f"the tool {tool.name}"
+    if inspect.iscoroutinefunction(tool.function):
+
+        async def call(arguments: Mapping[str, Any]) -> str:
+            async with limited(what, timeout, TOOL_ERRORS):
+                return result_text(await tool.function(**arguments))
+
+        return call
     function = SandboxFunction(
         tool.function, timeout, what=what, env_vars=env_vars, finish=result_text, errors=TOOL_ERRORS
     )
-    return partial(_in_sandbox, function)
+    return lambda arguments: function.ask(read_text, **arguments)

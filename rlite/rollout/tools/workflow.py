@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from tensordict import TensorDict
 
 from rlite.data.chat.template import Message
 from rlite.errors import ConfigError, DataError
-from rlite.rollout.chat.conversation import Conversation, ConversationWorkflow, History
+from rlite.rollout.chat.conversation import Conversation, ConversationOptions, ConversationWorkflow
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.tools.formats import ToolCallFormat, numbered, typed
 from rlite.rollout.tools.probe import tool_call_format
@@ -39,14 +39,13 @@ class ToolUseWorkflow(ConversationWorkflow):
         reward_fn: a RewardFunction, or a function to make one from.
         gconfig: see `PromptWorkflow`.
         tokenizer: the model's tokenizer, with a chat template that shows tools.
-        max_turns: see `PromptWorkflow`.
+        max_turns: see `ConversationWorkflow`.
         tool_timeout: seconds for one call.
-        tool_env_vars: names of environment variables that the processes of tools get as well (see RewardFunction).
         tool_format: a name in `rlite.rollout.tools.formats.FORMATS`, or a ToolCallFormat; default: the format that
             the chat template teaches.
-        max_length: see `PromptWorkflow`.
-        chat_template_options: see `PromptWorkflow`.
-        history: "tokens" or "template". See `Conversation`.
+        max_length: see `ConversationWorkflow`.
+        tool_env_vars: names of environment variables that the processes of tools get as well (see RewardFunction).
+        **options: see `ConversationOptions`.
 
     Raises:
         ConfigError: an option is out of range, a tool is invalid, or the calls of the chat template cannot be read.
@@ -62,21 +61,15 @@ class ToolUseWorkflow(ConversationWorkflow):
         tool_timeout: float = 30.0,
         tool_format: str | ToolCallFormat | None = None,
         max_length: int | None = None,
-        chat_template_options: Mapping[str, Any] | None = None,
-        history: History = "tokens",
         tool_env_vars: Sequence[str] = (),
+        **options: Unpack[ConversationOptions],
     ) -> None:
         self.toolbox = Toolbox(tools, tool_timeout, tool_env_vars)
-        super().__init__(
-            gconfig=gconfig,
-            tokenizer=tokenizer,
-            chat_template_options={**(chat_template_options or {}), "tools": self.toolbox.schemas},
-            max_turns=max_turns,
-            max_length=max_length,
-            history=history,
-        )
+        template_options = options.get("chat_template_options") or {}
+        options["chat_template_options"] = {**template_options, "tools": self.toolbox.schemas}
+        super().__init__(gconfig, tokenizer, max_turns, max_length, **options)
         self.reward_fn = as_reward_function(reward_fn)
-        self.tool_format = tool_call_format(tool_format, tokenizer, chat_template_options)
+        self.tool_format = tool_call_format(tool_format, tokenizer, template_options)
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
         """Return the trajectory of an episode: ask and call tools until the model calls none."""
@@ -88,7 +81,7 @@ class ToolUseWorkflow(ConversationWorkflow):
         numbers = itertools.count(1)
         while (response := await conversation.ask(engine, self.gconfig)) is not None:
             first, last = first or response, response
-            content, found = self.tool_format.parse(self._text(response))
+            content, found = self.tool_format.parse(self.tool_format.text(self.tokenizer, response.output_tokens))
             calls = typed(found, self.toolbox.schemas)
             answer = {"role": "assistant", "content": content if calls else conversation.answer}
             if not calls or conversation.transcript.num_turns == self.max_turns:
@@ -115,12 +108,3 @@ class ToolUseWorkflow(ConversationWorkflow):
         hidden = [name for name in self.toolbox.names if name not in conversation.prompt]
         if hidden:
             raise ConfigError(f"the model's chat template does not show the tools {', '.join(hidden)}")
-
-    def _text(self, response: LLMResponse) -> str:
-        """Return a turn as the text in which calls are searched."""
-        if not self.tool_format.shows_special_tokens:
-            return self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
-        tokens = response.output_tokens
-        if tokens[-1] in getattr(self.tokenizer, "all_special_ids", ()):  # the end of the turn is not said
-            tokens = tokens[:-1]
-        return self.tokenizer.decode(tokens, skip_special_tokens=False)

@@ -36,7 +36,8 @@ def compute_advantages(
 
     Args:
         batch: has `rewards` or `token_rewards`, `group_ids`, `loss_mask`; `values` for gae; `old_logprobs` and
-            `ref_logprobs` if the KL to the reference is subtracted from rewards or advantages.
+            `ref_logprobs` if the KL to the reference is subtracted from rewards or advantages, over the vocabulary:
+            `full_old_logprobs` replaces `old_logprobs` there, if the batch has kept ids.
         adv: the estimator and its options.
         kl: what leaving the reference costs.
         is_single: there is one response to each prompt, so that the whole batch is one group.
@@ -56,7 +57,8 @@ def _penalty(batch: TensorDict, kl: KlOptions, coef: float) -> Tensor:
     mask = batch["loss_mask"].bool()
     if kl.type not in ("reward", "advantage"):
         return torch.zeros(mask.shape)
-    divergence = kl_penalty(batch["old_logprobs"], batch["ref_logprobs"], kl.reward_estimator)
+    old = batch["full_old_logprobs" if "full_old_logprobs" in batch else "old_logprobs"]
+    divergence = kl_penalty(old, batch["ref_logprobs"], kl.reward_estimator)
     stats_tracker.scalar(kl=masked_mean(divergence, mask))
     return torch.where(mask, coef * divergence, 0.0)
 

@@ -11,23 +11,20 @@ from pydantic import Field
 import rlite
 from rlite import config
 from rlite.config import Count, Natural, Options, Positive, Rate, Seconds, Share
-from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
+from rlite.errors import ConfigError, did_you_mean
 from rlite.nn.options import LoraOptions
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
 from rlite.trainer.options import (
-    AvgLevel,
     FrozenModelOptions,
-    KLEstimator,
     LaunchOptions,
     ModelOptions,
     Power,
-    Schedule,
     TestDataOptions,
     TrainerOptions,
     check_kl_loss,
     schedule_problems,
 )
-from rlite.types import GenerationHyperparameters
+from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, Schedule
 
 SamplingOf = GenerationHyperparameters | Mapping[str, Any]
 Weight = Annotated[float, Ge(0)]
@@ -46,7 +43,7 @@ class PolicyLossOptions(Options):
 
     def problems(self) -> Iterator[str]:
         """Yield nothing; raise ConfigError or UnknownOptionError for a loss that cannot be called so."""
-        rlite.algorithms.check_policy_loss(self.name, self.options)
+        rlite.algorithms.POLICY_LOSSES.check(self.name, self.options)
         yield from ()
 
 
@@ -81,6 +78,8 @@ class ActorOptions(ModelOptions):
     off_policy_metrics: bool = False
     """report off_policy/*, the distance of the trainer's policy from the engine's; with update_per_rollout=1 it takes
     another forward pass"""
+    deterministic: bool = False
+    """log-probabilities in training have the bits of the sampled ones; needs rollout.deterministic, slower"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus"""
     temperature: float | None = None
@@ -97,15 +96,21 @@ class ActorOptions(ModelOptions):
                 f"max_inference_length_per_device={longest}: expected at least max_length_per_device="
                 f"{self.max_length_per_device}"
             )
-        try:
-            rlite.algorithms.check_rejection(self.rejection)
-        except UnknownOptionError as error:
-            yield str(error)
         if self.lora is not None and self.lora.dropout:
             yield (
                 f"lora.dropout={self.lora.dropout}: the policy that is trained would not be the one that answered; "
                 "use 0"
             )
+        rlite.algorithms.check_rejection(self.rejection)
+
+    def build_options(self, world_size: int, seed: int) -> dict[str, Any]:
+        """Return the keywords of `RliteTrainEngine.build`; see `ModelOptions.build_options`.
+
+        Raises:
+            ConfigError: the sizes do not divide the world.
+        """
+        own = {"deterministic": True} if self.deterministic else {}
+        return super().build_options(world_size, seed) | own
 
 
 class ReferenceOptions(FrozenModelOptions):
@@ -135,7 +140,7 @@ class CriticOptions(ReferenceOptions):
     """recompute activations in the backward pass"""
     offload_optimizer: bool | None = None
     """keep AdamW's state in host memory between optimizer steps"""
-    avg_level: AvgLevel | None = None
+    avg_level: Aggregation | None = None
     """as actor.avg_level"""
     lr: Rate = 5e-6
     """peak learning rate of AdamW"""
@@ -212,7 +217,7 @@ class AdvantageOptions(Options):
         if self.estimator in ("remax", "gdpo"):
             yield f"adv.estimator={self.estimator} needs more rewards than this trainer collects"
         if is_named:
-            rlite.algorithms.check_advantage(self.estimator, self.options)
+            known.check(self.estimator, self.options)
         if (self.options and not is_named) or (is_named and (self.global_norm or self.norm_var)):
             yield (
                 f"adv.estimator={self.estimator}: adv.options are of the estimators in ADVANTAGES, adv.global_norm and "
@@ -280,8 +285,8 @@ class RolloutOptions(CollectorLimits):
     """special tokens in messages, but for the assistant's, are plain text"""
     env_path: str | None = None
     """Python file with `async step(state, action, extra_info)`, which returns the keys in STEP_KEYS of
-    rlite.rollout.environments.step;
-    or with `make(**env_options)`, which returns a Gym-like environment: then rows have a `seed`, and no prompt"""
+    rlite.rollout.environments.child; or with `make(**env_options)`, which returns a Gym-like environment: then rows
+    have a `seed`, and no prompt"""
     env_timeout: Seconds = 60.0
     """seconds for one step of the environment"""
     env_processes: Count | None = None
@@ -360,7 +365,7 @@ class PpoConfig(LaunchOptions):
                 f"actor.freeze_steps={self.actor.freeze_steps}: in these steps the critic alone learns, and "
                 f"adv.estimator={self.adv.estimator} has none"
             )
-        if self.rollout.dynamic_filtering and (reason := self._why_equal_rewards_teach()):
+        if self.rollout.dynamic_filtering and (reason := self.why_equal_rewards_teach()):
             yield (
                 f"rollout.dynamic_filtering=true drops groups of equal rewards, from which this run learns: {reason}; "
                 "leave rollout.dynamic_filtering out"
@@ -371,7 +376,15 @@ class PpoConfig(LaunchOptions):
                 f"actor.update_per_rollout={self.actor.update_per_rollout}: a rollout of {num_rows} sequences "
                 "(train_data.prompts_per_rollout x train_data.responses_per_prompt) is too small for so many steps"
             )
-        if self.is_greedy and not self._why_equal_rewards_teach():
+        rollout = self.rollout
+        serves_alike = rollout.deterministic and rollout.dtype == "float32" and rollout.tp_size == self.actor.tp_size
+        if self.actor.deterministic and not (serves_alike and rollout.executor == "torch"):
+            yield (
+                "actor.deterministic=true computes the rollout engine's log-probabilities bit for bit, which needs "
+                "rollout.deterministic=true rollout.dtype=float32 rollout.executor=torch "
+                f"rollout.tp_size={self.actor.tp_size} (the actor's); set them, or leave actor.deterministic out"
+            )
+        if self.is_greedy and not self.why_equal_rewards_teach():
             yield (
                 "temperature 0 in training (rollout.train_sampling_params, or the workflow's gconfig): all "
                 f"{self.responses_per_prompt} responses to a prompt are the same, and adv.estimator="
@@ -392,10 +405,9 @@ class PpoConfig(LaunchOptions):
             ConfigError: an option contradicts a workflow.
         """
         rollout = self.rollout
-        if train is not None:
-            rollout = _sampled_by(rollout, "train_sampling_params", train)
-        if test is not None:
-            rollout = _sampled_by(rollout, "test_sampling_params", test)
+        for name, sampling in (("train_sampling_params", train), ("test_sampling_params", test)):
+            if sampling is not None:
+                rollout = _sampled_by(rollout, name, sampling)
         return self.replace(rollout=rollout)
 
     @property
@@ -436,17 +448,12 @@ class PpoConfig(LaunchOptions):
         return self.rollout.train_sampling_params.temperature == 0
 
     @property
-    def is_taught_by_equal_rewards(self) -> bool:
-        """True if a group of equal rewards teaches something."""
-        return bool(self._why_equal_rewards_teach())
-
-    @property
     def has_dynamic_filtering(self) -> bool:
         """True if groups of equal rewards are replaced."""
         asked = self.rollout.dynamic_filtering
-        return not self._why_equal_rewards_teach() if asked is None else asked
+        return not self.why_equal_rewards_teach() if asked is None else asked
 
-    def _why_equal_rewards_teach(self) -> str:
+    def why_equal_rewards_teach(self) -> str:
         """Return why groups of equal rewards teach something; "" if they teach nothing."""
         adv, size = self.adv, self.responses_per_prompt
         if adv.estimator == "gae":

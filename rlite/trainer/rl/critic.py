@@ -34,13 +34,12 @@ class Critic:
     """
 
     def __init__(self, options: PpoConfig, engines: Engines, engine: RliteTrainEngine) -> None:
-        model = options.critic.as_model(options.actor)
         self._engines, self._engine = engines, engine
-        self._longest = options.inference_length(options.critic)
         self._num_updates = options.actor.update_per_rollout
+        self._longest = options.inference_length(options.critic)
         self._loss = ValueLoss(
             clip=options.critic.clip,
-            avg_level=model.avg_level,
+            avg_level=options.critic.as_model(options.actor).avg_level,
             max_new_tokens=options.rollout.train_sampling_params.max_new_tokens,
         )
 

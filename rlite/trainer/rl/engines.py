@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 import rlite
 from rlite.engine.base import Engine
@@ -15,9 +12,10 @@ from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.engine.weight_sync import SyncReport
 from rlite.errors import ConfigError
-from rlite.trainer.modules import critic_module, policy_module
-from rlite.trainer.options import ModelOptions
+from rlite.trainer.modules import critic_module, policy_module, trained_engine
+from rlite.trainer.options import ModelOptions, frozen_build_options
 from rlite.trainer.rl.config import PpoConfig, RolloutOptions
+from rlite.trainer.rl.replay import check_engine
 
 
 class Engines:
@@ -31,6 +29,9 @@ class Engines:
     Args:
         options: the run's config.
         max_model_len: longest sequence that the rollout engine serves, in tokens; None is the engine's default.
+
+    Raises:
+        ConfigError: The rollouts truncate, and the rollout engine does not return the kept ids.
     """
 
     def __init__(self, options: PpoConfig, max_model_len: int | None = None) -> None:
@@ -40,18 +41,14 @@ class Engines:
         self._takes_turns: dict[Engine, bool] = {}
         self._resident: Engine | None = None
         self.rollout = RliteInferenceEngine(actor.model_name, executor=options.rollout.executor)
+        check_engine(options.rollout, self.rollout.extras)
         num_updates = max(trainer.total_steps - actor.freeze_steps, 1) * actor.update_per_rollout
-        self.actor = RliteTrainEngine(
-            policy_module(actor.model_name, actor.optimizer(num_updates), actor.lora, actor.disable_dropout)
-        )
+        self.actor = trained_engine(policy_module, actor, num_updates)
         self.critic: RliteTrainEngine | None = None
         self.reference: RliteTrainEngine | None = None
         if options.has_critic:
             critic = options.critic.as_model(actor)
-            optimizer = critic.optimizer(trainer.total_steps * actor.update_per_rollout)
-            self.critic = RliteTrainEngine(
-                critic_module(critic.model_name, optimizer, critic.lora, critic.disable_dropout)
-            )
+            self.critic = trained_engine(critic_module, critic, trainer.total_steps * actor.update_per_rollout)
         if options.has_reference and not options.is_base_reference:
             self.reference = RliteTrainEngine(policy_module(options.ref_actor.as_model(actor).model_name))
 
@@ -148,14 +145,6 @@ class Engines:
         return report
 
 
-def frozen_build_options(build_options: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Return the build options of a frozen model: parameters are stored in the dtype that it computes in.
-
-    Float32 master weights serve the small steps of an optimizer; without one, nothing reads their low bits.
-    """
-    return {**build_options, "param_dtype": "bfloat16" if device == "cuda" else "float32"}
-
-
 def divide_devices(world: int, rollout: RolloutOptions) -> tuple[int, int]:
     """Return the number of devices that train, and of devices that generate: all do both, unless rollouts run ahead.
 
@@ -174,11 +163,3 @@ def divide_devices(world: int, rollout: RolloutOptions) -> tuple[int, int]:
     if generating % rollout.tp_size:
         raise ConfigError(f"rollout.tp_size={rollout.tp_size} does not divide {generating} devices for generation")
     return world if generating == world else world - generating, generating
-
-
-def init_devices(launcher: Literal["inprocess", "torchrun", "ray"] | None, num_devices: int | None) -> None:
-    """Call `rlite.init` with the trainers' default: one device under plain python on CPU, else as `init` chooses."""
-    is_plain = launcher is None and "TORCHELASTIC_RUN_ID" not in os.environ
-    if is_plain and num_devices is None and not torch.cuda.is_available():
-        num_devices = 1
-    rlite.init(launcher=launcher, num_devices=num_devices)

@@ -8,8 +8,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from rlite.batch import check_one_per_row
 from rlite.observability import stats_tracker
 from rlite.rollout.trajectories import first_rows, join_batches, layout
+from rlite.trainer.rl.rollout_metrics import Generated
 
 
 def replace_uniform_groups(
@@ -63,3 +65,31 @@ def varied_groups(batch: TensorDict) -> Tensor:
 def is_varied(group: TensorDict) -> bool:
     """Return whether the trajectories of one group have different rewards."""
     return len(group["rewards"][first_rows(group)].unique()) > 1
+
+
+class VariedGroups:
+    """Accepts groups with different rewards, and every group once the budget of one batch is spent.
+
+    Args:
+        budget: groups that may be refused per batch.
+        generated: counts the refused groups.
+    """
+
+    def __init__(self, budget: int, generated: Generated) -> None:
+        self._budget = budget
+        self._generated = generated
+        self._num_refused = 0
+
+    def __call__(self, group: TensorDict) -> bool:
+        """Return whether the group is accepted."""
+        check_one_per_row(group, "rewards")
+        if is_varied(group) or self._num_refused >= self._budget:
+            return True
+        self._num_refused += 1
+        self._generated.add(group, is_one_group=True)
+        return False
+
+    def next_batch(self) -> int:
+        """Return the number of refused groups, and begin with a new budget."""
+        refused, self._num_refused = self._num_refused, 0
+        return refused

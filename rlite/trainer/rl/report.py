@@ -54,7 +54,11 @@ def batch_plan(options: PpoConfig, engines: Engines, context: Context) -> dict[s
 
 
 def _sampling(sampling: SamplingOptions) -> str:
-    return f"at temperature {sampling.temperature:g}" if sampling.temperature else "greedy"
+    if not sampling.temperature:
+        return "greedy"
+    cut = [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+    cut += [f"top_k {sampling.top_k}"] if sampling.top_k > 0 else []
+    return ", ".join([f"at temperature {sampling.temperature:g}", *cut])
 
 
 def _pace(options: PpoConfig) -> str:

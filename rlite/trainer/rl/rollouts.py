@@ -7,18 +7,29 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from rlite.batch import check_has
+from rlite.batch import check_has, check_one_per_row
 from rlite.data.prompts import PromptStream
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.group import plain
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.engines import Engines
-from rlite.trainer.rl.filtering import is_varied, replace_uniform_groups
-from rlite.trainer.rl.generated import Generated
+from rlite.trainer.rl.filtering import VariedGroups, replace_uniform_groups
+from rlite.trainer.rl.replay import check_kept
+from rlite.trainer.rl.rollout_metrics import Generated
 
 TRAINED_ON = ("loss_mask", "logprobs", "rewards")
 """keys that a workflow must give a trajectory so that it can be trained on"""
+
+
+def check_trained_on(batch: TensorDict) -> None:
+    """Check that trajectories have the keys that are trained on, and one reward for each row.
+
+    Raises:
+        DataError: A key is missing, or `rewards` is not [N].
+    """
+    check_has(batch, *TRAINED_ON)
+    check_one_per_row(batch, "rewards")
 
 
 class SynchronousRollouts:
@@ -48,7 +59,8 @@ class SynchronousRollouts:
             collector = self._engines.rollout.collector
             batch = collector.collect(self._prompts.next(count), self._workflow, group_size, first_place=place).batch
             if batch is not None:
-                check_has(batch, *TRAINED_ON)
+                check_trained_on(batch)
+                check_kept(batch, rollout, self._workflow)
                 generated.add(batch)
             return batch
 
@@ -90,7 +102,8 @@ class RolloutsAhead:
         batch = self._engines.rollout.prepare_batch(
             self._prompts, self._workflow, should_accept=self._filter, group_size=self._options.responses_per_prompt
         )
-        check_has(batch, *TRAINED_ON)
+        check_trained_on(batch)
+        check_kept(batch, self._options.rollout, self._workflow)
         if self._filter is not None:
             stats_tracker.scalar(num_filtered=self._filter.next_batch())
         self._generated.add(batch)
@@ -107,33 +120,6 @@ class RolloutsAhead:
             self._engines.rollout.collector.load_state_dict(state, self._workflow, self._filter)
         else:
             self._prompts.returned = [group["data"] for group in state["groups"]]
-
-
-class VariedGroups:
-    """Accepts groups with different rewards, and every group once the budget of one batch is spent.
-
-    Args:
-        budget: groups that may be refused per batch.
-        generated: counts the refused groups.
-    """
-
-    def __init__(self, budget: int, generated: Generated) -> None:
-        self._budget = budget
-        self._generated = generated
-        self._num_refused = 0
-
-    def __call__(self, group: TensorDict) -> bool:
-        """Return whether the group is accepted."""
-        if is_varied(group) or self._num_refused >= self._budget:
-            return True
-        self._num_refused += 1
-        self._generated.add(group, is_one_group=True)
-        return False
-
-    def next_batch(self) -> int:
-        """Return the number of refused groups, and begin with a new budget."""
-        refused, self._num_refused = self._num_refused, 0
-        return refused
 
 
 def make_rollouts(

@@ -1,1 +1,1 @@
-"""The life of a run: folder, checkpoints, resume, alarms, signals, throughput."""
+"""The life of a run: folder, checkpoints, resume, divergence, signals, throughput."""

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlite.checkpoint.atomic import MANIFEST, discard, is_sound, verify
-from rlite.engine.state_writing import StateWriting
 from rlite.engine.train import RliteTrainEngine
+from rlite.engine.train_lifecycle import StateWriting
 from rlite.errors import CheckpointError, DamagedCheckpointError
-
-NO_ENGINES: Mapping[str, RliteTrainEngine] = {}
 
 
 class Checkpoints:
@@ -77,7 +75,7 @@ class Checkpoints:
         """Return the newest undamaged checkpoint with all of its engines, and with `names` among them."""
         return next((path for _, path in sorted(steps.items(), reverse=True) if _is_whole(path, names)), None)
 
-    def restore(self, engine: RliteTrainEngine, beside: Mapping[str, RliteTrainEngine] = NO_ENGINES) -> dict[str, Any]:
+    def restore(self, engine: RliteTrainEngine, beside: Mapping[str, RliteTrainEngine]) -> dict[str, Any]:
         """Load the found checkpoint into the engines. An engine is loaded completely or not at all.
 
         Args:
@@ -133,23 +131,13 @@ class Checkpoints:
         self._delete(path)  # of a run that was given up: its critic must not stand beside this one
         for name, other in beside.items():
             in_order = other.group.handles[0].process == engine.group.handles[0].process  # one after the other
-            self._write(other, _beside(path, name), self._is_asynchronous and in_order, {})
-        own = {"step": step, "beside": [*beside], **facts}
-        self._write(engine, path, self._is_asynchronous, own, kept)
+            self._under_way.append(other.save_state(_beside(path, name), self._is_asynchronous and in_order))
+        facts = {"step": step, "beside": [*beside], **facts}
+        self._under_way.append(engine.save_state(path, self._is_asynchronous, kept, **facts))
         self._newest = step
         self._own.append(step)
         if not self._is_asynchronous:
             self.finish()
-
-    def _write(
-        self,
-        engine: RliteTrainEngine,
-        path: Path,
-        asynchronous: bool,
-        facts: Mapping[str, Any],
-        kept: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._under_way.append(engine.save_state(path, asynchronous, kept, **facts))
 
     def look(self) -> None:
         """Notice writes that have ended, without waiting. A failed write raises CheckpointError."""
@@ -222,8 +210,7 @@ class Checkpoints:
     def _delete(self, path: Path) -> None:
         """Delete a checkpoint and everything that belongs to it, as far as it exists."""
         for folder in [path, *self._folder.glob(f"{path.name}-*")]:  # without the first the others do not count
-            if folder.exists():
-                _remove(folder)
+            _remove(folder)
 
 
 def _steps(folder: Path) -> dict[int, Path]:
@@ -245,7 +232,8 @@ def _is_whole(path: Path, names: Iterable[str]) -> bool:
 
 
 def _remove(path: Path) -> None:
-    renamed = path.with_name(f".{path.name}.deleted")  # half of one must not count
-    discard(renamed)
-    path.rename(renamed)
-    discard(renamed)
+    if path.exists():
+        renamed = path.with_name(f".{path.name}.deleted")  # half of one must not count
+        discard(renamed)
+        path.rename(renamed)
+        discard(renamed)

@@ -45,17 +45,9 @@ def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[st
         if (reason := why_not_written(error)) == str(error):
             raise
         sys.exit(f"rlite {name}: {reason}{f': {error.filename}' if error.filename else ''}")
-    except Terminated:
-        _leave(name, "SIGTERM", 143)
-    except KeyboardInterrupt:
-        _leave(name, "SIGINT", 130)
+    except KeyboardInterrupt as error:
+        ended_by, status = ("SIGTERM", 143) if isinstance(error, Terminated) else ("SIGINT", 130)
+        print(f"rlite {name}: ended by {ended_by}. {INTERRUPTION.advice}", file=sys.stderr)
+        sys.exit(status)
     finally:
         INTERRUPTION.release()
-
-
-def _leave(name: str, signal_name: str, status: int) -> None:
-    print(
-        f"rlite {name}: ended by {signal_name}. {INTERRUPTION.advice}",
-        file=sys.stderr,
-    )
-    sys.exit(status)

@@ -96,11 +96,12 @@ def _read(file: Path) -> Mapping[str, Any] | str:
 
 def _differences(saved: Mapping[str, Any], options: Mapping[str, Any], load_ckpt_from: str | None) -> list[str]:
     """Return which options differ from the saved ones. An option that was not saved is newer, and does not count."""
-    before, now = dict(_leaves(saved)), dict(_leaves(options))
+    before, now = dict(_paths(saved)), dict(_paths(options))
     found = [
-        f"{key}: {_shown(before[key])} there, {_shown(_at(options, key))} here"
+        f"{key}: {_shown(before[key])} there, {_shown(now.get(key, NOT_SET))} here"
         for key in before
         if key not in MAY_DIFFER and not (key in now and before[key] == now[key])
+        if not isinstance(before[key], Mapping) or not before[key]  # of a group, its options
     ]
     if load_ckpt_from is not None and before.get("trainer.load_ckpt_from") not in (load_ckpt_from, *NEWEST):
         found.append(
@@ -109,19 +110,12 @@ def _differences(saved: Mapping[str, Any], options: Mapping[str, Any], load_ckpt
     return found
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every group and every value with its path."""
     for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _at(tree: Any, path: str) -> Any:
-    """Return the value or the group at a path, NOT_SET if there is none."""
-    for name in path.split("."):
-        tree = tree.get(name, NOT_SET) if isinstance(tree, Mapping) else NOT_SET
-    return tree
+        yield f"{prefix}{key}", value
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{prefix}{key}.")
 
 
 def _shown(value: Any) -> str:

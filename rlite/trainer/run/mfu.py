@@ -13,28 +13,22 @@ from transformers import PreTrainedModel
 
 from rlite.engine.train import RliteTrainEngine
 
-PEAK_FLOPS = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H800 PCIe": 756e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A40": 149.7e12,
-    "A30": 165e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L4": 121e12,
+PEAK_TFLOPS = {
+    2500: ("GB200",),
+    2250: ("B200",),
+    835: ("H200 NVL", "H100 NVL"),
+    756: ("H100 PCIe", "H800 PCIe"),
+    989: ("GH200", "H200", "H100", "H800"),
+    148: ("H20",),
+    312: ("A100", "A800"),
+    149.7: ("A40",),
+    165: ("A30",),
+    125: ("A10",),
+    362: ("L40S",),
+    121: ("L4",),
 }
-"""dense bfloat16 FLOP/s of one GPU, from NVIDIA's data sheets (half of what they say with sparsity); of the names whose
-words are all in the device's, the first applies"""
+"""GPUs by their dense bfloat16 TFLOP/s, from NVIDIA's data sheets (half of what they say with sparsity); of the names
+whose words are all in the device's, the first applies"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +77,8 @@ def peak_flops(device_name: str) -> float | None:
     words = set(device_name.replace("-", " ").split())
     if "MIG" in words:
         return None
-    return next((peak for name, peak in PEAK_FLOPS.items() if words.issuperset(name.split())), None)
+    names = ((name, peak) for peak, names in PEAK_TFLOPS.items() for name in names)
+    return next((1e12 * peak for name, peak in names if words.issuperset(name.split())), None)
 
 
 def mfu(size: ModelSize, lengths: Iterable[int], seconds: float, device_names: Sequence[str]) -> float | None:

@@ -14,7 +14,6 @@ from rlite.algorithms import (
     LossInputs,
     TokenLoss,
     aggregate,
-    check_policy_loss,
     clip_cov,
     decoupled_ppo,
     gmpo,
@@ -144,19 +143,19 @@ def test_a_loss_with_other_arguments_is_refused_before_training() -> None:
     def needy(inputs, *, strength): ...
 
     with pytest.raises(ConfigError, match=r"three cannot be called with \(inputs\): missing .*'old_logprobs'"):
-        check_policy_loss(three, {})
+        POLICY_LOSSES.check(three, {})
     with pytest.raises(ConfigError, match=r"needy cannot be called with \(inputs\): missing .*'strength'"):
-        check_policy_loss(needy, {})
-    check_policy_loss(needy, {"strength": 2})
+        POLICY_LOSSES.check(needy, {})
+    POLICY_LOSSES.check(needy, {"strength": 2})
 
 
 def test_an_unknown_loss_or_option_names_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="did you mean 'gspo'"):
-        check_policy_loss("gpso", {})
+        POLICY_LOSSES.check("gpso", {})
     with pytest.raises(UnknownOptionError, match=r"ppo_clip has no option 'clip_hihg'.*'clip_high'"):
-        check_policy_loss("ppo_clip", {"clip_hihg": 0.3})
+        POLICY_LOSSES.check("ppo_clip", {"clip_hihg": 0.3})
     with pytest.raises(UnknownOptionError, match=r"gspo has no option 'inputs'"):
-        check_policy_loss(gspo, {"inputs": None})
+        POLICY_LOSSES.check(gspo, {"inputs": None})
 
 
 @pytest.mark.parametrize(
@@ -174,7 +173,7 @@ def test_an_option_of_the_wrong_kind_is_named_before_anything_is_computed(
     name: str, option: str, value: object, expected: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"policy loss {name}: {option}={value!r}; expected {expected}$"):
-        check_policy_loss(name, {option: value})
+        POLICY_LOSSES.check(name, {option: value})
 
 
 @pytest.mark.parametrize(
@@ -182,7 +181,7 @@ def test_an_option_of_the_wrong_kind_is_named_before_anything_is_computed(
     [("gspo", {"clip_low": 1, "dual_clip": None}), ("dppo", {"divergence": "kl"}), ("ppo_clip", {"dual_clip": 3})],
 )
 def test_options_of_the_right_kind_are_taken(name: str, options: dict[str, object]) -> None:
-    assert check_policy_loss(name, options) is POLICY_LOSSES[name]
+    assert POLICY_LOSSES.check(name, options) is POLICY_LOSSES[name]
 
 
 @dataclass
@@ -195,8 +194,8 @@ class Halved:
 
 
 def test_a_loss_of_ones_own_may_be_an_object_and_annotated_as_one_likes() -> None:
-    check_policy_loss(Halved(), {"strength": 0.25, "width": 3})
-    check_policy_loss(partial(Halved(), width=2), {"strength": 0.25})
+    POLICY_LOSSES.check(Halved(), {"strength": 0.25, "width": 3})
+    POLICY_LOSSES.check(partial(Halved(), width=2), {"strength": 0.25})
 
 
 def test_a_loss_that_lacks_what_it_needs_says_so() -> None:

@@ -75,7 +75,7 @@ def test_what_a_hanging_step_started_ends_with_it(tmp_path: Path) -> None:
     status, reason = watch([sys.executable, "-c", program], 2, tmp_path / "log")
     assert status == "timed out"
     child = max(map(int, (tmp_path / "log").read_text().split()))
-    for _ in range(100):
+    for _ in range(2000):
         if not Path(f"/proc/{child}").exists():
             return
         time.sleep(0.05)

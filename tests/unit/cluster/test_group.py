@@ -30,14 +30,11 @@ class ThreadHandle:
         self._open: list[Future] = []
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def create(self, key: WorkerKey, factory: bytes, context: WorkerContext) -> Future[Outcome]:
-        return self._submit(lambda: self._host.create(key, factory, context))
-
-    def call(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Future[Outcome]:
-        return self._submit(lambda: self._host.call(key, method, args, kwargs))
-
-    def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Future[Outcome]:
-        return self._submit(lambda: self._host.apply(keys, function, args))
+    def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
+        answer: Future[Outcome] = Future()
+        self._open.append(answer)
+        self._calls.put((lambda: method(self._host, *args), answer))
+        return answer
 
     def look(self) -> Future[Whereabouts]:
         answer: Future[Whereabouts] = Future()
@@ -52,12 +49,6 @@ class ThreadHandle:
         for answer in self._open:
             if not answer.done():
                 answer.set_exception(WorkerDied("gone"))
-
-    def _submit(self, act: Callable[[], Outcome]) -> Future[Outcome]:
-        answer: Future[Outcome] = Future()
-        self._open.append(answer)
-        self._calls.put((act, answer))
-        return answer
 
     def _serve(self) -> None:
         while True:
@@ -93,6 +84,11 @@ class Counter:
             raise KeyError("lost")
         time.sleep(others_sleep)
 
+    def stumble_first(self, broken: int, may_end: threading.Event) -> None:
+        if self.rank == broken:
+            raise KeyError("lost")
+        assert may_end.wait(100)
+
     def lock_up(self) -> None:
         raise Stubborn(threading.Lock())
 
@@ -103,22 +99,12 @@ class Counter:
 def make_group(name: str = "train-0", size: int = 3) -> WorkerGroup:
     devices = [Device("node", i, "10.0.0.1") for i in range(size)]
     group = WorkerGroup(name, devices, [ThreadHandle(i) for i in range(size)], call_timeout=20.0)
-    contexts = [
-        WorkerContext(
-            group=name,
-            rank=rank,
-            world_size=size,
-            local_rank=rank,
-            local_world_size=size,
-            device=device,
-            torch_device="cpu",
-            num_threads=1,
-            world_ranks=tuple(range(size)),
-        )
-        for rank, device in enumerate(devices)
-    ]
-    group.create(Counter, contexts, timeout=20.0)
+    group.create(Counter, ["cpu"] * size, [1] * size, range(size), timeout=20.0)
     return group
+
+
+def broadcast(group: WorkerGroup, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+    return group.call(method, [(args, {})] * len(group), timeout=timeout)
 
 
 @pytest.fixture
@@ -132,26 +118,26 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_results_come_in_rank_order_whoever_is_first(group: WorkerGroup) -> None:
-    assert group.broadcast("sleep", [0.1, 0.05, 0.0]) == [0, 1, 2]
+    assert broadcast(group, "sleep", [0.1, 0.05, 0.0]) == [0, 1, 2]
     assert group.call("add", [((5,), {}), ((), {"number": 7})], ranks=[2, 0]) == [(2, 5), (0, 7)]
 
 
 def test_calls_run_in_their_order(group: WorkerGroup) -> None:
     for number in range(5):
-        group.broadcast("add", number)
-    assert group.broadcast("history") == [list(range(5))] * 3
+        broadcast(group, "add", number)
+    assert broadcast(group, "history") == [list(range(5))] * 3
 
 
 def test_late_workers_are_named_and_the_group_goes_on(group: WorkerGroup) -> None:
     with pytest.raises(CallTimeout, match=r"sleep: no answer within 0\.1 s from 2 of 3 workers") as caught:
-        group.broadcast("sleep", [0.0, 0.4, 0.4], timeout=0.1)
+        broadcast(group, "sleep", [0.0, 0.4, 0.4], timeout=0.1)
     assert caught.value.late == ("train-0 rank 1 on 10.0.0.1/cpu:1", "train-0 rank 2 on 10.0.0.1/cpu:2")
-    assert group.broadcast("add", 1) == [(0, 1), (1, 1), (2, 1)]
+    assert broadcast(group, "add", 1) == [(0, 1), (1, 1), (2, 1)]
 
 
 def test_an_exception_keeps_its_type_and_says_where_it_was_raised(group: WorkerGroup) -> None:
     with pytest.raises(KeyError, match="lost") as caught:
-        group.broadcast("stumble", 1, 0.0)
+        broadcast(group, "stumble", 1, 0.0)
     assert "raised in worker train-0 rank 1 on 10.0.0.1/cpu:1" in str(caught.value.__cause__)
     assert "in stumble" in str(caught.value.__cause__)
     assert group.failure is None
@@ -159,31 +145,31 @@ def test_an_exception_keeps_its_type_and_says_where_it_was_raised(group: WorkerG
 
 def test_an_exception_that_cannot_travel_is_told(group: WorkerGroup) -> None:
     with pytest.raises(WorkerError, match="Stubborn: locked"):
-        group.broadcast("lock_up")
+        broadcast(group, "lock_up")
 
 
 def test_peers_that_do_not_end_after_an_exception_stop_the_group(group: WorkerGroup) -> None:
     with pytest.raises(KeyError, match="lost"):
-        group.broadcast("stumble", 0, 3.0)
+        broadcast(group, "stumble", 0, 3.0)
     assert [handle.stopped for handle in group.handles] == [[("train-0", rank)] for rank in range(3)]
     with pytest.raises(WorkerError, match=r"rank 1 .* rank 2 .* waited for it in a collective"):
-        group.broadcast("add", 1)
+        broadcast(group, "add", 1)
 
 
 def test_a_death_is_the_cause_even_where_a_peer_complains_first(group: WorkerGroup) -> None:
     threading.Timer(0.1, group.handles[2].die).start()
     with pytest.raises(WorkerDied, match="rank 2") as caught:
-        group.broadcast("stumble", 0, 1.0)
+        broadcast(group, "stumble", 0, 1.0)
     assert caught.value.workers == ("train-0 rank 2 on 10.0.0.1/cpu:2",)
     with pytest.raises(WorkerDied, match="build the engine again"):
-        group.broadcast("add", 1)
+        broadcast(group, "add", 1)
 
 
 def test_a_stopped_group_says_so(group: WorkerGroup) -> None:
     group.stop()
     group.stop()
     with pytest.raises(WorkerError, match="was released"):
-        group.broadcast("add", 1)
+        broadcast(group, "add", 1)
     assert group.handles[0].stopped == [("train-0", 0)]
 
 
@@ -224,9 +210,9 @@ def test_a_death_stops_its_replica_alone_and_calls_to_all_name_it() -> None:
     group.check()
     for rank in (0, 1):
         with pytest.raises(WorkerDied, match="rank 1"):
-            group.submit(rank, "add", (1,))
+            group.call("add", [((1,), {})], ranks=[rank])
     with pytest.raises(WorkerDied, match="rank 1"):
-        group.broadcast("add", 7)
+        broadcast(group, "add", 7)
     assert group.call("history", [((), {})], ranks=[2]) == [[5]], "a call to all begins nowhere"
 
 
@@ -246,9 +232,20 @@ def test_with_its_last_replica_the_group_has_failed_and_names_all_who_died() -> 
 def test_a_replica_does_not_wait_for_another_that_raises() -> None:
     group = make_group("inference-0", 2)
     group.divide(1)
-    started = time.monotonic()
+    may_end = threading.Event()
     with pytest.raises(KeyError, match="lost"):
-        group.broadcast("stumble", 0, 1.0)
-    assert time.monotonic() - started < 0.5
+        broadcast(group, "stumble_first", 0, may_end)
+    may_end.set()
     assert group.losses == {}, "the other one is in no collective with it"
-    assert group.broadcast("add", 1) == [(0, 1), (1, 1)]
+    assert broadcast(group, "add", 1) == [(0, 1), (1, 1)]
+
+
+def test_waiting_for_one_replica_after_another_has_returned_unevenly_costs_no_cpu_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group_module, "UNEVEN_S", 0.05)
+    group = make_group("inference-0", 4)
+    group.divide(2)
+    started = time.thread_time()
+    assert broadcast(group, "sleep", [0.0, 0.2, 1.0, 1.0]) == [0, 1, 2, 3]
+    assert time.thread_time() - started < 0.2

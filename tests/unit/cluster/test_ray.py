@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlite.cluster.ray import VISIBILITY, check_version, check_visibility
+from rlite.cluster.ray.connection import check_version
+from rlite.cluster.ray.launcher import VISIBILITY, check_visibility
 from rlite.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from rlite.cluster import session as session_module
-from rlite.cluster.host import default_cpu_slots
+from rlite.cluster.launcher import default_cpu_slots
 from rlite.cluster.placement import PlacementRequest
 from rlite.cluster.session import current_session, init, shutdown
 from rlite.errors import ConfigError, RliteError, WorkerError

@@ -40,7 +40,7 @@ def test_an_epoch_deals_every_row_once_in_batches_of_the_asked_size(
         assert sorted(number for batch in of_epoch for number in batch) == list(range(count))
         assert {len(batch) for batch in of_epoch[:-1]} <= {batch_size}
     assert dealt(loader) == []
-    assert loader.epoch == n_epochs
+    assert loader.num_left == 0
 
 
 @given(st.integers(1, 20), st.integers(1, 7), st.data())

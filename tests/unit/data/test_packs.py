@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlite.data.packs import check_batch, lazy_pack, pack, sequence_lengths, unpack
+from rlite.engine.microbatches import split_batch
 from rlite.errors import DataError
 
 CPU = torch.device("cpu")
@@ -79,3 +80,47 @@ def test_a_key_of_a_lazy_pack_is_packed_when_it_is_first_read() -> None:
     assert data.copy()["columns"].tolist() == [[1], [0]]
     with pytest.raises(KeyError, match="margin"):
         data["margin"]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6).filter(lambda lengths: max(lengths) > 1), st.randoms())
+def test_several_values_per_token_are_packed_end_to_end_and_go_through_any_split(lengths: list[int], random) -> None:
+    width = max(lengths)
+    values: list[list[list[int]]] = [
+        [[], *([random.randrange(99) for _ in range(random.randrange(4))] for _ in range(length - 1))]
+        for length in lengths
+    ]
+    flat = [[value for token in row for value in token] for row in values]
+    batch = {
+        **make_batch(lengths),
+        "kept_counts": torch.tensor([[len(token) for token in row] + [0] * (width - len(row)) for row in values]),
+        "kept_ids": torch.tensor([row + [-1] * (max(map(len, flat)) + 1 - len(row)) for row in flat]),
+    }
+    check_batch(batch)
+    rows = random.sample(range(len(lengths)), random.randint(1, len(lengths)))
+    data = pack(batch, rows, CPU)
+    assert data["kept_ids"].tolist() == [value for row in rows for value in flat[row]]
+    assert data["kept_counts"].tolist() == [len(token) for row in rows for token in values[row]]
+    shares = split_batch("test", batch, 2, max(lengths) + 3, lambda _: None)
+    for share in shares:
+        for microbatch in filter(None, share.microbatches):
+            data = pack(share.batch, microbatch, CPU)
+            own = [share.rows[row] for row in microbatch]
+            assert data["kept_ids"].tolist() == [value for row in own for value in flat[row]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kept_ids": None}, r"expected kept_ids \[2, M\] with kept_counts \[2, 3\]"),
+        ({"kept_counts": torch.zeros(2, 2)}, r"kept_counts \(2, 2\): expected \[2\] or \[2, 3\]"),
+        ({"kept_ids": torch.zeros(2)}, r"kept_ids is torch.float32 \[2\]; expected whole numbers \[2, M\]"),
+        ({"kept_counts": torch.tensor([[0, 1, 2], [0, 0, 0]])}, "counts 3 values in a row, and kept_ids has 2"),
+        ({"kept_counts": torch.tensor([[1, 0, 0], [0, 0, 0]])}, "0 for the first token of a row"),
+        ({"kept_counts": torch.tensor([[0, 1, 1], [0, 0, 1]])}, "and for padding"),
+    ],
+)
+def test_several_values_per_token_must_be_as_many_as_counted(changes: dict, words: str) -> None:
+    kept = {"kept_counts": torch.tensor([[0, 1, 1], [0, 0, 0]]), "kept_ids": torch.zeros(2, 2, dtype=torch.int32)}
+    batch = {**make_batch([3, 2]), **kept, **changes}
+    with pytest.raises(DataError, match=words):
+        check_batch({key: value for key, value in batch.items() if value is not None})

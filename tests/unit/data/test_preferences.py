@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlite.data.packing import plan_microbatches
+from rlite.data.microbatch_plan import plan_microbatches
 from rlite.data.packs import sequence_lengths
 from rlite.data.preferences import preference_rows
 from rlite.errors import DataError

@@ -42,7 +42,7 @@ def test_a_stream_deals_every_row_once_per_epoch_and_goes_on_from_a_position() -
         assert sorted(dealt[5 * epoch : 5 * epoch + 5]) == list("01234")
     assert dealt[:5] != dealt[5:10]
     resumed = PromptStream(rows, 3, seed=1)
-    resumed.position = 6
+    resumed.order.position = 6
     assert [row["prompt"] for row in resumed.next()] == dealt[6:9]
     again = PromptStream(rows, 3, seed=2)
     again.load_state_dict(resumed.state_dict())
@@ -62,7 +62,7 @@ def test_a_stream_of_other_rows_is_refused_and_one_of_the_same_goes_on() -> None
     state = stream.state_dict()
     same = PromptStream([{**row, "extra_info": {"at": object(), 3: row["extra_info"][3]}} for row in rows], 2, seed=0)
     same.load_state_dict(state)
-    assert same.position == 2
+    assert same.order.position == 2
     for others in ([{**rows[0], "prompt": "x"}, *rows[1:]], rows[::-1]):
         with pytest.raises(CheckpointError, match="another content"):
             PromptStream(others, 2, seed=0).load_state_dict(state)

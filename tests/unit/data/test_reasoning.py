@@ -1,26 +1,14 @@
 from __future__ import annotations
 
-import json
-import pickle
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from rlite.data.reasoning import (
-    build_problems,
-    held_out_split,
-    question_of,
-    verify,
-    verify_exactly,
-)
+from rlite.data.reasoning import build_problems, held_out_split, question_of
 from rlite.errors import ConfigError, DataError
 from rlite.quickstart.teacher import impatient_demonstrations
-
-
-def score(reward: Any, completion: str, row: dict[str, Any]) -> float:
-    return reward(question_of(row), completion, [], [], **row)
 
 
 def test_problems_are_distinct_and_depend_on_the_seed_alone() -> None:
@@ -42,27 +30,6 @@ def test_held_out_problems_occur_nowhere_in_training_and_do_not_move_with_its_si
     assert (len(train), len(held_out)) == (400, 100)
     assert not {question_of(row).casefold() for row in train} & {question_of(row).casefold() for row in held_out}
     assert held_out_split("spell_backward", 40, 100, seed=3) == (train[:40], held_out)
-
-
-@pytest.mark.parametrize("name", ["spell_backward", "chain_sum", "gcd", "number_sorting"])
-def test_the_verifier_takes_a_tasks_own_answers_from_rows_that_went_through_json(name: str) -> None:
-    for row in json.loads(json.dumps(build_problems(name, 5, seed=0))):
-        assert score(verify, f" {row['answer']}\n", row) == score(verify_exactly, row["answer"], row) == 1.0
-        assert score(verify_exactly, "", row) == 0.0
-
-
-def test_partial_credit_is_the_tasks_own_and_never_full() -> None:
-    row = next(row for row in build_problems("spell_backward", 200, seed=0) if len(row["answer"]) == 9)
-    assert score(verify, row["answer"][:4], row) == pytest.approx(4 / 9)
-    too_long = row["answer"] + "x"
-    assert score(verify, too_long, row) == pytest.approx(1.0)  # nine ninths, which add up to more than 1
-    assert score(verify_exactly, too_long, row) == score(verify_exactly, row["answer"][:4], row) == 0.0
-
-
-def test_reward_functions_and_rows_pickle() -> None:
-    row = build_problems("spell_backward", 1, seed=0)[0]
-    reward, copy = pickle.loads(pickle.dumps((verify_exactly, row)))
-    assert score(reward, row["answer"], copy) == 1.0
 
 
 def test_the_impatient_teacher_stops_early_in_the_stated_share_of_long_answers() -> None:
@@ -105,5 +72,5 @@ try:
 except ConfigError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True)
     assert "pip install 'rlite[quickstart]'" in done.stdout

@@ -93,7 +93,10 @@ def test_a_split_and_parts_of_it_are_chosen_by_name(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "both") == parts["train"]
     assert read_rows(f"test@{tmp_path}/both") == parts["test"]
     assert read_rows(f"test[-20%:]@{tmp_path}/both") == parts["test"][8:]
-    assert read_rows(f"train[:70%]@{tmp_path}/both") + read_rows(f"train[70%:]@{tmp_path}/both") == parts["train"]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in parts["train"]))
+    first, second = (read_rows(f"train[{part}]@{tmp_path}/rows.jsonl") for part in (":70%", "70%:"))
+    assert first + second == parts["train"]
+    assert len(first) == 7
     with pytest.raises(ConfigError, match=r"no split 'tset'; did you mean 'test'"):
         read_rows(f"tset@{tmp_path}/both")
 

@@ -7,7 +7,7 @@ import torch
 
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
-from rlite.types import GenerationHyperparameters, SequenceRequest
+from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
 from tests.tiny import Kind, build_model_dir
 from tests.unit.engine.test_embedded_worker import run
 
@@ -33,8 +33,7 @@ def request_of(number: int, length: int, **gconfig: object) -> SequenceRequest:
     return SequenceRequest(request_id=number, input_ids=ids, gconfig=hyperparameters, seed=1000 + number)
 
 
-def bits(worker: EmbeddedWorker, requests: list[SequenceRequest], number: int, max_steps: int = 1000) -> tuple:
-    chunk = run(worker, requests, max_steps)[number]
+def bits(chunk: TokenChunk) -> tuple:
     return chunk.token_ids, chunk.logprobs, chunk.sampling_logprobs
 
 
@@ -48,17 +47,20 @@ def test_a_request_gets_the_same_bits_in_any_company_and_after_a_restart(
     model_dir = models[kind]
     worker = make(model_dir, dtype=dtype)
     watched = [request_of(0, 70), request_of(1, 5, temperature=0.7, top_p=0.9), request_of(2, 130, greedy=True)]
-    neighbours = [request_of(n, 1 + 9 * n, max_new_tokens=3 * n, temperature=1.0 + n / 10) for n in range(3, 22)]
+    neighbours = [request_of(n, 1 + 9 * n, max_new_tokens=2 * n, temperature=1.0 + n / 10) for n in range(3, 22)]
+    crowd = run(worker, [*neighbours, *watched])
+    bursts = run(worker, [*watched, *neighbours[6:]], max_steps=5)
+    restarted = run(make(model_dir, dtype=dtype, max_num_seqs=3, max_prefill_tokens=7), [neighbours[2], *watched])
     for number, request in enumerate(watched):
-        alone = bits(worker, [request], number)
+        alone = bits(run(worker, [request])[number])
         assert len(alone[0]) == 70
-        assert bits(worker, [*neighbours[:6], request], number) == alone, "in a batch of 7"
-        assert bits(worker, [request, *neighbours[6:]], number, max_steps=5) == alone, "with others, in other bursts"
-        assert bits(worker, [*neighbours, *watched], number) == alone, "among more than there are slots"
+        assert bits(run(worker, [*neighbours[:6], request])[number]) == alone, "in a batch of 7"
+        assert bits(bursts[number]) == alone, "with others, in other bursts"
+        assert bits(crowd[number]) == alone, "among more than there are slots"
         twin = SequenceRequest(request_id=99, input_ids=request.input_ids, gconfig=request.gconfig, seed=5)
-        assert bits(worker, [neighbours[9], twin, neighbours[3], request], number) == alone, "with a copied prompt"
-        restarted = make(model_dir, dtype=dtype, max_num_seqs=3, max_prefill_tokens=7)
-        assert bits(restarted, [neighbours[2], request], number) == alone, "after a restart, with other limits"
+        copied = run(worker, [neighbours[9], twin, neighbours[3], request])
+        assert bits(copied[number]) == alone, "with a copied prompt"
+        assert bits(restarted[number]) == alone, "after a restart, with other limits"
 
 
 def test_it_makes_the_same_text_as_without(models: dict[str, str]) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3Config
 
 from rlite.engine.embedded.attention import DecodePlan
-from rlite.engine.embedded.graphs import Captures, Shape, bucket, is_capturable, logits_of_fixed_step
+from rlite.engine.embedded.cuda_graphs import Captures, Shape, bucket, is_capturable, logits_of_fixed_step
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
 from rlite.types import GenerationHyperparameters, SequenceRequest

@@ -5,14 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from rlite.engine.embedded.options import EmbeddedOptions
 from rlite.engine.embedded.worker import EmbeddedWorker
 from rlite.errors import ConfigError, DivergedError
 from rlite.types import GenerationHyperparameters, SequenceRequest
+from tests.integration.worlds import ranks
 from tests.tiny import Kind, build_model_dir
 
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 OPTIONS = EmbeddedOptions(max_model_len=128, max_num_seqs=3)
 MODELS: list[tuple[Kind, bool]] = [("qwen2", True), ("qwen3", False), ("llama", True)]
@@ -56,9 +57,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict:
         paths[kind] = str(build_model_dir(folder / kind, kind, tie, hidden=64, intermediate_size=191, **biased))
     three = {"num_attention_heads": 3, "num_key_value_heads": 3}
     paths["indivisible"] = str(build_model_dir(folder / "indivisible", "llama", hidden=48, **three))
-    mp.spawn(serve_on_rank, (paths, str(folder)), nprocs=2)
-    ranks = [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
-    return {"paths": paths, "ranks": ranks}
+    with ranks(serve_on_rank, [(rank, paths, str(folder)) for rank in range(2)]):
+        pass
+    return {"paths": paths, "ranks": [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]}
 
 
 def serve_on_rank(rank: int, paths: dict[str, str], folder: str) -> None:

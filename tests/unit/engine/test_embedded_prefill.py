@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlite.engine.embedded.attention import PrefillPlan
-from rlite.engine.embedded.cache import SlotCache
+from rlite.engine.embedded.cache import CacheShape, SlotCache
 from rlite.engine.embedded.scheduler import Chunk
 from rlite.nn import attention
 
@@ -53,7 +53,7 @@ def test_a_prefill_on_cuda_needs_no_parameter_that_torch_2_11_lacks(
     query, key, value = (torch.randn(sum(LENGTHS), heads, 8, generator=generator) for heads in (4, 2, 2))
 
     def plan() -> PrefillPlan:
-        return PrefillPlan(SlotCache(1, len(LENGTHS), 4, 2, 16, 8, torch.float32, cpu), chunks, cpu)
+        return PrefillPlan(SlotCache(CacheShape(1, len(LENGTHS), 4, 2, 16, 8), torch.float32, cpu), chunks, cpu)
 
     on_cuda = plan()
     ends = torch.tensor([0, *LENGTHS]).cumsum(0)

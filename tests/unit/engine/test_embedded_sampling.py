@@ -2,15 +2,25 @@ from __future__ import annotations
 
 import torch
 
-from rlite.engine.embedded.sampling import SamplingBatch, sample, uniforms
-from rlite.types import GenerationHyperparameters
+from rlite.algorithms.replay import KeptIds
+from rlite.engine.embedded.deterministic import sample_each
+from rlite.engine.embedded.sampling import SamplingBatch, kept_ids_of, sample, uniforms
+from rlite.engine.embedded.scheduler import RunningSequence
+from rlite.nn import linear_logprobs
+from rlite.types import MAX_KEPT_IDS, GenerationHyperparameters, SequenceRequest
 
 NO_STOP: frozenset[int] = frozenset()
 
 
-def batch_of(*gconfigs: GenerationHyperparameters, vocab_size: int, stop_ids=NO_STOP, is_early=False) -> SamplingBatch:
-    num = len(gconfigs)
-    return SamplingBatch.of(gconfigs, range(num), [stop_ids] * num, [is_early] * num, vocab_size, torch.device("cpu"))
+def batch_of(
+    *gconfigs: GenerationHyperparameters, vocab_size: int, stop_ids=NO_STOP, is_early=False, extras=()
+) -> SamplingBatch:
+    sequences = []
+    for number, gconfig in enumerate(gconfigs):
+        request = SequenceRequest(request_id=number, input_ids=[1], gconfig=gconfig, seed=number, extras=extras)
+        min_tokens = 2 if is_early else 0
+        sequences.append(RunningSequence(request, [1], max_tokens=8, stop_ids=stop_ids, min_tokens=min_tokens))
+    return SamplingBatch.of(sequences, vocab_size, torch.device("cpu"))
 
 
 def reference_splitmix64(state: int) -> int:
@@ -40,7 +50,7 @@ def test_uniforms_fill_the_unit_interval_evenly_over_seeds_and_over_positions() 
 def frequencies(logits: torch.Tensor, gconfig: GenerationHyperparameters, draws: int = 40_000) -> torch.Tensor:
     rows = logits.expand(draws, -1)
     batch = batch_of(*[gconfig] * draws, vocab_size=logits.numel())
-    tokens, logprobs, sampling = sample(rows, batch, uniforms(torch.arange(draws), torch.tensor(11)))
+    tokens, logprobs, sampling, _ = sample(rows, batch, uniforms(torch.arange(draws), torch.tensor(11)))
     full = torch.log_softmax(logits / gconfig.temperature, -1)
     torch.testing.assert_close(logprobs, full[tokens])
     assert (sampling >= logprobs - 1e-6).all()
@@ -52,10 +62,10 @@ def test_a_row_that_is_not_finite_says_so_and_leaves_the_others_theirs() -> None
     random, sampled = torch.tensor([0.1, 0.5, 0.9, 0.3]), GenerationHyperparameters()
     for gconfig in (sampled, sampled.new(top_p=0.9), sampled.new(top_k=5), sampled.new(greedy=True)):
         batch = batch_of(*[gconfig] * 4, vocab_size=2000)
-        expected = [values[[0, 3]] for values in sample(logits, batch, random)]
+        expected = [values[[0, 3]] for values in sample(logits, batch, random)[:3]]
         odd = logits.clone()
         odd[1, 7], odd[2, 7] = float("nan"), float("inf")
-        tokens, logprobs, sampling_logprobs = sample(odd, batch, random)
+        tokens, logprobs, sampling_logprobs, _ = sample(odd, batch, random)
         assert ((tokens >= 0) & (tokens < 2000)).all()
         assert logprobs[[1, 2]].isnan().all()
         for values, its in zip((tokens, logprobs, sampling_logprobs), expected, strict=True):
@@ -95,7 +105,7 @@ def test_each_row_keeps_its_own_parameters_and_sampling_logprobs_are_of_the_cut_
         GenerationHyperparameters(temperature=2.0),
         vocab_size=5,
     )
-    tokens, logprobs, sampling = sample(logits, batch, torch.tensor([0.99, 0.99, 0.99]))
+    tokens, logprobs, sampling, _ = sample(logits, batch, torch.tensor([0.99, 0.99, 0.99]))
     assert tokens.tolist() == [1, 3, 4]
     tempered = torch.log_softmax(logits[2] / 2, -1)[4]
     torch.testing.assert_close(logprobs, torch.stack([logits[0, 1], logits[0, 3], tempered]))
@@ -108,7 +118,7 @@ def test_stop_tokens_cannot_be_made_early_not_even_greedily() -> None:
     gconfigs = GenerationHyperparameters(temperature=0), GenerationHyperparameters()
     batch = batch_of(*gconfigs, vocab_size=3, stop_ids=frozenset([1]), is_early=True)
     for u in (0.0, 0.3, 0.999):
-        tokens, logprobs, _ = sample(logits, batch, torch.tensor([u, u]))
+        tokens, logprobs, _, _ = sample(logits, batch, torch.tensor([u, u]))
         assert tokens[0] == 2
         assert tokens[1] != 1
         assert logprobs[0] == torch.log_softmax(logits[0], -1)[2]  # of the unfiltered distribution
@@ -118,7 +128,7 @@ def test_the_largest_random_number_never_finds_a_token_of_probability_zero() -> 
     logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0))
     logits[:, -300:] = float("-inf")
     batch = batch_of(*[GenerationHyperparameters()] * 64, vocab_size=1000)
-    tokens, logprobs, _ = sample(logits, batch, torch.full((64,), 1 - 2.0**-24))
+    tokens, logprobs, _, _ = sample(logits, batch, torch.full((64,), 1 - 2.0**-24))
     assert tokens.max() < 700
     assert logprobs.isfinite().all()
 
@@ -131,7 +141,7 @@ def test_a_large_vocabulary_is_sampled_by_the_same_inverse_of_the_cumulative_dis
     uniform = torch.rand(64, generator=generator)
     uniform[:2] = torch.tensor([0.0, 1 - 2.0**-24])
     batch = batch_of(*[GenerationHyperparameters(temperature=0.5)] * 64, vocab_size=vocab_size)
-    tokens, logprobs, _ = sample(logits, batch, uniform)
+    tokens, logprobs, _, _ = sample(logits, batch, uniform)
     expected = torch.log_softmax(logits.double() / 0.5, -1)
     torch.testing.assert_close(logprobs.double(), expected.gather(1, tokens[:, None])[:, 0], atol=5e-6, rtol=0)
     cumulative = expected.exp().cumsum(-1)
@@ -140,3 +150,95 @@ def test_a_large_vocabulary_is_sampled_by_the_same_inverse_of_the_cumulative_dis
     assert (below - 1e-6 <= uniform).all()
     assert (uniform <= above + 1e-6).all()
     assert logprobs.isfinite().all()
+
+
+def reference_kept(logits: torch.Tensor, gconfig: GenerationHyperparameters) -> list[int]:
+    """Walk down from the most likely token: top-k first, then the least number of tokens that reach top_p."""
+    probs = torch.softmax(logits.double() / gconfig.temperature, -1)
+    order = probs.argsort(descending=True).tolist()
+    order = order[: gconfig.top_k] if gconfig.top_k > 0 else order
+    whole, reached, kept = float(probs[order].sum()), 0.0, []
+    for token in order:
+        if reached >= gconfig.top_p * whole and gconfig.top_p < 1:
+            break
+        kept.append(token)
+        reached += float(probs[token])
+    return sorted(kept[:MAX_KEPT_IDS])
+
+
+def test_reported_kept_ids_are_those_of_top_k_and_top_p_and_logprobs_are_over_them() -> None:
+    vocab_size = 1000
+    logits = 3 * torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(0))
+    base = GenerationHyperparameters()
+    gconfigs = [
+        base.new(top_p=0.9),
+        base.new(top_k=20),
+        base.new(top_p=0.7, top_k=40, temperature=0.6),
+        base,
+        base.new(greedy=True, top_k=3),
+        base.new(top_p=0.5),
+    ]
+    batch = batch_of(*gconfigs, vocab_size=vocab_size, extras=("kept_ids",))
+    tokens, logprobs, sampling, kept = sample(logits, batch, torch.rand(6, generator=torch.Generator().manual_seed(1)))
+    found = kept_ids_of(kept, 6)
+    for row, gconfig in enumerate(gconfigs):
+        scaled = logits[row].double() / gconfig.temperature if not gconfig.greedy else logits[row].double()
+        if not gconfig.is_truncating:
+            assert found[row] == []
+            assert sampling[row] == logprobs[row]
+            continue
+        assert found[row] == reference_kept(logits[row], gconfig)
+        expected = scaled[tokens[row]] - scaled[found[row]].logsumexp(0)
+        torch.testing.assert_close(sampling[row].double(), expected, atol=1e-6, rtol=0)
+        assert int(tokens[row]) in found[row]
+
+
+def test_a_row_that_reports_keeps_at_most_so_many_ids_and_the_others_all_of_theirs() -> None:
+    logits = torch.zeros(1, 2000) - 1e-3 * torch.arange(2000)
+    gconfig = GenerationHyperparameters(top_p=0.999)
+    silent, reporting = (batch_of(gconfig, vocab_size=2000, extras=extras) for extras in ((), ("kept_ids",)))
+    late = torch.tensor([0.99])
+    assert sample(logits, silent, late).kept is None
+    assert int(sample(logits, silent, late).tokens) > MAX_KEPT_IDS
+    made = sample(logits, reporting, late)
+    assert kept_ids_of(made.kept, 1) == [list(range(MAX_KEPT_IDS))]
+    assert int(made.tokens) < MAX_KEPT_IDS
+    draws = 4000
+    batch = batch_of(*[gconfig.new(top_p=1.0, top_k=1999)] * draws, vocab_size=2000, extras=("kept_ids",))
+    tokens = sample(logits.expand(draws, -1), batch, uniforms(torch.arange(draws), torch.tensor(1))).tokens
+    seen = torch.histc(tokens.float(), bins=4, min=0, max=MAX_KEPT_IDS) / draws
+    expected = torch.softmax(logits[0, :MAX_KEPT_IDS], -1).view(4, -1).sum(-1)
+    torch.testing.assert_close(seen, expected, atol=0.03, rtol=0)
+
+
+def test_tokens_that_may_not_be_made_yet_are_not_kept() -> None:
+    logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]])
+    batch = batch_of(
+        GenerationHyperparameters(top_k=3), vocab_size=4, stop_ids=frozenset([0]), is_early=True, extras=("kept_ids",)
+    )
+    assert kept_ids_of(sample(logits, batch, torch.tensor([0.5])).kept, 1) == [[1, 2, 3]]
+
+
+def test_a_row_that_reports_samples_alone_what_it_samples_in_company() -> None:
+    logits = 3 * torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
+    gconfigs = [GenerationHyperparameters(top_p=0.2 + 0.15 * row) for row in range(5)]
+    random = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9])
+    together = sample(logits, batch_of(*gconfigs, vocab_size=300, extras=("kept_ids",)), random)
+    alone = [batch_of(gconfig, vocab_size=300, extras=("kept_ids",)) for gconfig in gconfigs]
+    each = sample_each(logits, alone, random)
+    assert torch.equal(each.kept, together.kept)
+    assert torch.equal(each.tokens, together.tokens)
+    assert torch.equal(each.sampling_logprobs, together.sampling_logprobs)
+
+
+def test_from_the_same_logits_sampler_and_trainer_compute_the_same_bits_over_the_kept_ids() -> None:
+    vocab_size, num_rows = 400, 64
+    logits = 4 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(2))
+    for temperature in (1.0, 0.7):
+        gconfig = GenerationHyperparameters(top_p=0.95, top_k=60, temperature=temperature)
+        batch = batch_of(*[gconfig] * num_rows, vocab_size=vocab_size, extras=("kept_ids",))
+        made = sample(logits, batch, uniforms(torch.arange(num_rows), torch.tensor(3)))
+        assert made.kept is not None
+        replay = KeptIds.of(made.kept[:, 0], made.kept[:, 1], num_rows)
+        trained = linear_logprobs(logits, torch.eye(vocab_size), made.tokens, temperature, block_size=64, replay=replay)
+        assert torch.equal(trained.logprobs, made.sampling_logprobs)

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlite.engine.embedded.scheduler import Move, RunningSequence, Scheduler
+from rlite.engine.embedded import kept_caches
+from rlite.engine.embedded.kept_caches import Move
+from rlite.engine.embedded.scheduler import RunningSequence, Scheduler
 from rlite.types import GenerationHyperparameters, SequenceRequest
 
 
@@ -109,9 +112,20 @@ def test_a_burst_ends_where_the_first_row_ends_or_may_stop_for_the_first_time() 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), num_slots=st.integers(1, 5), budget=st.integers(1, 9))
 def test_slots_hold_what_their_sequences_believe_through_any_traffic(seed: int, num_slots: int, budget: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_caches, "MIN_SHARED", 2)
+        serve_random_traffic(random.Random(seed), num_slots, budget)
+
+
+def test_most_tokens_of_sessions_are_not_prefilled_again() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_caches, "MIN_SHARED", 2)
+        assert sum(serve_random_traffic(random.Random(seed), 16, 9) for seed in range(20)) > 400
+
+
+def serve_random_traffic(rng: random.Random, num_slots: int, budget: int) -> int:
     # a cache that stores the token itself: what a slot holds must be the tokens of the sequence that lives in it
-    rng = random.Random(seed)
-    cache = [[-1] * 64 for _ in range(num_slots)]
+    cache = [[-1] * 200 for _ in range(num_slots)]
 
     def apply(moves: list[Move]) -> None:
         for move in moves:
@@ -120,13 +134,18 @@ def test_slots_hold_what_their_sequences_believe_through_any_traffic(seed: int, 
     scheduler = Scheduler(num_slots, budget)
     reported: dict[int, list[int]] = {}
     ended: dict[int, str] = {}
-    for request_id in range(12):
-        prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
-        scheduler.add(sequence(request_id, prompt, rng.randrange(1, 9), stop_ids=(0,)))
-    for _ in range(200):
+    prompts: list[list[int]] = []
+
+    def ask(earlier: list[int]) -> None:
+        prompts.append([*earlier, *(rng.randrange(3) for _ in range(rng.randrange(1, 6)))])
+        scheduler.add(sequence(len(prompts) - 1, prompts[-1], rng.randrange(1, 9), stop_ids=(0,)))
+
+    for _ in range(12):
+        ask([])
+    for _ in range(400):
         if not scheduler.num_unfinished:
             break
-        scheduler.admit()
+        apply(scheduler.admit())
         while True:
             moves, chunks = scheduler.next_prefill()
             apply(moves)
@@ -145,7 +164,7 @@ def test_slots_hold_what_their_sequences_believe_through_any_traffic(seed: int, 
         zeros = [[0.0] * steps for _ in made]
         apply(scheduler.record(made, zeros, zeros, no_stop_strings))
         if rng.random() < 0.2:
-            apply(scheduler.abort({rng.randrange(12)}))
+            apply(scheduler.abort({rng.randrange(len(prompts))}))
         if rng.random() < 0.1:
             scheduler.forget_cache()
         for chunk in scheduler.drain(0):
@@ -154,6 +173,9 @@ def test_slots_hold_what_their_sequences_believe_through_any_traffic(seed: int, 
             reported.setdefault(chunk.request_id, []).extend(chunk.token_ids)
             if chunk.finish_reason:
                 ended[chunk.request_id] = chunk.finish_reason
-    assert sorted(ended) == list(range(12))
+                if len(prompts) < 24 and rng.random() < 0.7:  # the next turn of its session
+                    ask([*prompts[chunk.request_id], *reported[chunk.request_id]])
+    assert sorted(ended) == list(range(len(prompts)))
     assert all(0 not in reported[i][:-1] for i, reason in ended.items() if reason == "stop")
     assert all(0 not in reported[i] for i, reason in ended.items() if reason == "length")
+    return scheduler.num_reused

@@ -207,6 +207,46 @@ def test_running_requests_continue_unchanged_when_the_cache_is_computed_anew(mod
     assert joined == undisturbed
 
 
+def test_a_later_turn_continues_from_the_cache_of_the_last_one(model_dir) -> None:
+    again, alone = worker_of(model_dir(), max_num_seqs=3), worker_of(model_dir(), max_num_seqs=3)
+    prompts = prompts_of(60, 47, 90, 41)
+    for turn in range(3):
+        found = run(again, requests_of(prompts))
+        for i, request in enumerate(requests_of(prompts)):
+            alone.weights_changed(0)  # forgets what it has kept
+            expected = run(alone, [request])[i]
+            assert found[i].token_ids == expected.token_ids
+            assert found[i].logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        prompts = [[*p, *found[i].token_ids, *prompts_of(7, seed=turn)[0]] for i, p in enumerate(prompts)]
+    assert again._scheduler.num_reused > sum(map(len, prompts)) / 3
+    assert alone._scheduler.num_reused == 0
+
+
+def test_kept_caches_end_with_the_weights_that_made_them(model_dir) -> None:
+    worker, other = worker_of(model_dir()), worker_of(model_dir())
+    prompt = prompts_of(64)[0]
+    run(worker, requests_of([prompt]))
+    for one in (worker, other):
+        for shard in one.parameter_shards().values():
+            shard.tensor.mul_(1.25)
+        one.weights_changed(version=1)
+    assert run(worker, requests_of([prompt]))[0].logprobs == run(other, requests_of([prompt]))[0].logprobs
+    assert worker._scheduler.num_reused == 0
+    run(worker, requests_of([prompt]))
+    assert worker._scheduler.num_reused == 63
+    worker.to_cpu()
+    worker.to_device()
+    run(worker, requests_of([prompt]))
+    assert worker._scheduler.num_reused == 63, "the cache was given back"
+
+
+def test_a_deterministic_worker_reuses_nothing_if_decode_and_prefill_differ(model_dir) -> None:
+    worker = worker_of(model_dir(), deterministic=True, dtype="bfloat16")
+    first, second = (run(worker, requests_of(prompts_of(64)))[0] for _ in range(2))
+    assert first.logprobs == second.logprobs
+    assert worker._scheduler.num_reused == 0
+
+
 def test_new_weights_are_served_after_a_write_in_place(model_dir) -> None:
     path = model_dir("qwen2", False)
     worker = worker_of(path)
@@ -237,7 +277,7 @@ def test_abort_ends_requests_with_what_they_have_and_leaves_the_others_alone(mod
     assert undisturbed[1][5:] == chunks[1].token_ids
     assert undisturbed[2][5:] == chunks[2].token_ids
     worker.advance(requests, [], 5)
-    assert sorted(c.request_id for c in worker.abort_all()) == [0, 1, 2, 3]
+    assert sorted(c.request_id for c in worker.advance([], list(range(4)), 0)) == [0, 1, 2, 3]
     assert worker.num_unfinished == 0
     assert worker.advance([], [], 5) == []
 

@@ -60,7 +60,7 @@ def router_of(num: int, **options: Any) -> tuple[Router, list[IdleReplica]]:
 
 
 def loads(router: Router) -> list[int]:
-    return [counter.count for counter in router._outstanding.values()]
+    return [counter.count for counter in router._outstanding]
 
 
 def test_a_request_goes_where_the_fewest_tokens_are_outstanding() -> None:

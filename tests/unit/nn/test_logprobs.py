@@ -13,7 +13,8 @@ from rlite.algorithms import gather_logprobs_entropy
 from rlite.errors import ConfigError
 from rlite.nn import linear_logprobs
 from rlite.nn.logprobs import logprobs_of
-from rlite.parallel.context import ContextShare
+from rlite.parallel.context_parallel import ContextShare
+from tests.replay import kept_sets, pairs_of, written_out
 
 VOCAB, WIDTH = 13, 5
 
@@ -137,3 +138,60 @@ def test_a_head_answers_with_log_probabilities_where_they_are_wanted_and_is_itse
     assert not answers[0].is_what_became(output, alone)
     assert head(hidden).shape == (8, VOCAB)
     assert "forward" not in vars(head)
+
+
+@pytest.mark.parametrize(("block_size", "num_kept"), [(1, 0), (5, 30), (5, 10**6), (13, 0), (None, None)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_replayed_logprobs_and_their_gradients_are_those_of_a_softmax_over_the_kept_ids(
+    block_size: int | None, num_kept: int | None, temperature: float, with_bias: bool
+) -> None:
+    hidden, weight, bias, labels = inputs(10)
+    leaves = (hidden, weight, bias) if with_bias else (hidden, weight)
+    sets = kept_sets(labels.tolist(), VOCAB)
+    options = {"bias": bias if with_bias else None, "block_size": block_size, "num_kept": num_kept}
+    ours = linear_logprobs(hidden, weight, labels, temperature, **options, replay=pairs_of(sets))
+    logits = nn.functional.linear(*leaves)
+    full, entropy = gather_logprobs_entropy(logits, labels, temperature)
+    expected = written_out(logits, labels, sets, temperature), entropy, full
+    found = ours.logprobs, ours.entropy, ours.full_logprobs
+    torch.testing.assert_close(found, expected)
+    for chosen in ((0,), (1,), (2,), (0, 1), (0, 1, 2)):
+        gradients = [
+            torch.autograd.grad(sum((x[i] ** (i + 1)).sum() for i in chosen), leaves, retain_graph=True)
+            for x in (found, expected)
+        ]
+        torch.testing.assert_close(*gradients)
+
+
+def test_replayed_bfloat16_logprobs_are_those_of_their_own_logits() -> None:
+    hidden, weight, _, labels = inputs(40, torch.bfloat16)
+    sets = kept_sets(labels.tolist(), VOCAB)
+    ours = linear_logprobs(hidden, weight, labels, 0.7, block_size=4, replay=pairs_of(sets))
+    logits = nn.functional.linear(hidden, weight).double()
+    torch.testing.assert_close(ours.logprobs.double(), written_out(logits, labels, sets, 0.7), atol=1e-5, rtol=0)
+    ours.logprobs.sum().backward()
+    exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    written_out(exact_hidden @ exact_weight.T, labels, sets, 0.7).sum().backward()
+    for found, exact in ((hidden.grad, exact_hidden.grad), (weight.grad, exact_weight.grad)):
+        assert (found.double() - exact).norm() < 0.02 * exact.norm()
+
+
+def test_a_token_whose_only_kept_id_is_its_own_has_probability_one_and_teaches_nothing() -> None:
+    hidden, weight, _, labels = inputs(3)
+    ours = linear_logprobs(hidden, weight, labels, replay=pairs_of([[int(label)] for label in labels]))
+    torch.testing.assert_close(ours.logprobs, torch.zeros(3, dtype=torch.float64))
+    assert not torch.autograd.grad(ours.logprobs.sum(), weight)[0].abs().max() > 1e-12
+
+
+def test_a_head_replays_the_positions_that_are_wanted() -> None:
+    hidden, _, _, labels = inputs(8)
+    head = nn.Linear(WIDTH, VOCAB, dtype=torch.float64)
+    positions = torch.arange(8) % 3 != 1
+    sets = kept_sets(labels.tolist(), VOCAB)
+    with logprobs_of(head, labels, 0.5, positions, pairs_of(sets)) as answers:
+        output = head(hidden[None])[0]
+    full, entropy = gather_logprobs_entropy(head(hidden), labels, 0.5)
+    expected = torch.stack([written_out(head(hidden), labels, sets, 0.5), entropy, full], -1) * positions[:, None]
+    torch.testing.assert_close(output, expected)
+    assert answers[0].is_what_became(output, ContextShare(torch.tensor([0, 8]), None))

@@ -19,7 +19,7 @@ def read(path: Path) -> list[dict]:
 
 
 def test_each_step_is_a_line_of_strict_json_as_soon_as_it_is_logged(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "run" / "metrics.jsonl")
+    sink = JsonlSink(Run(directory=tmp_path / "run"))
     sink.log(1, {"loss": 0.5, "n": 3})
     sink.log(2, {"loss": float("nan"), "top": float("-inf")})
     assert read(sink.path) == [{"step": 1, "loss": 0.5, "n": 3}, {"step": 2, "loss": "nan", "top": "-inf"}]
@@ -29,7 +29,7 @@ def test_each_step_is_a_line_of_strict_json_as_soon_as_it_is_logged(tmp_path: Pa
 
 
 def test_a_resumed_run_writes_the_file_of_an_undisturbed_one(tmp_path: Path) -> None:
-    undisturbed, killed = JsonlSink(tmp_path / "a.jsonl"), JsonlSink(tmp_path / "b.jsonl")
+    undisturbed, killed = JsonlSink(Run(directory=tmp_path / "a")), JsonlSink(Run(directory=tmp_path / "b"))
     for step in range(1, 8):
         undisturbed.log(step, {"loss": 1 / step})
     for step in range(1, 6):
@@ -37,8 +37,9 @@ def test_a_resumed_run_writes_the_file_of_an_undisturbed_one(tmp_path: Path) -> 
     killed.close()
     with killed.path.open("a") as file:
         file.write('{"step": 6, "lo')  # killed while it wrote
-    resumed = JsonlSink(killed.path)
-    resumed.truncate_after(3)
+    JsonlSink(Run(directory=tmp_path / "b")).close()
+    assert [row["step"] for row in read(killed.path)] == [1, 2, 3, 4, 5], "only the torn line is dropped"
+    resumed = JsonlSink(Run(directory=tmp_path / "b", resume_after=3))
     for step in range(4, 8):
         resumed.log(step, {"loss": 1 / step})
     assert resumed.path.read_bytes() == undisturbed.path.read_bytes()
@@ -147,7 +148,7 @@ def test_lines_that_are_cut_anywhere_cost_themselves_alone(tmp_path: Path) -> No
 
 
 def test_a_limit_of_file_sizes_is_named_with_the_file(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink = JsonlSink(Run(directory=tmp_path))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
     try:

@@ -37,7 +37,7 @@ def test_spans_nest_in_the_row_of_their_thread_and_timings_are_spans(tmp_path: P
 
     def work() -> None:
         for number in range(20):
-            with trace.span("outer", number=number), trace.span("inner"):
+            with trace.span("outer", number=number, name="any", track=1), trace.span("inner"):
                 time.sleep(0.001)
 
     threads = [threading.Thread(target=work, name=f"worker {i}") for i in range(3)]
@@ -131,10 +131,28 @@ def test_a_trace_is_bounded_and_says_what_it_left_out(tmp_path: Path) -> None:
     assert len(events) < 100 + 60 + 20
 
 
+def test_what_began_before_a_trace_is_no_part_of_it(tmp_path: Path) -> None:
+    trace.start(tmp_path / "first.json")
+    stats_tracker.export()
+    before = time.perf_counter()
+    with stats_tracker.record_timing("timing"), trace.span("span"), trace.task("task"):
+        trace.stage("group", 1, "running")
+        trace.start(tmp_path / "second.json")
+        with trace.task("task"), trace.span("inside"):
+            pass
+    trace.complete("call", before, time.perf_counter(), ("train-0", "rank 0"))
+    trace.finish("group", 1, "consumed")
+    trace.stop()
+    first, second = (read_trace(tmp_path / name) for name in ("first.json", "second.json"))
+    assert [event["name"] for event in first if event["ph"] == "b"] == ["task", "group 1", "running"]
+    assert [event["name"] for event in second if event["ph"] != "M"] == ["task", "inside", "task", "the trace ends"]
+    assert stats_tracker.export()["timeperf/timing"] > 0
+
+
 def test_memory_is_bounded_because_events_are_written_in_pieces(tmp_path: Path) -> None:
     tracer = trace.Tracer(tmp_path / "trace.json")
     for _ in range(3 * trace.HELD_EVENTS):
-        tracer.instant("tick", {})
+        tracer.instant("tick")
     assert tracer.path.read_text().count("tick") >= 2 * trace.HELD_EVENTS
     tracer.close()
     assert len(read_trace(tracer.path)) == 3 * trace.HELD_EVENTS + 3
@@ -158,10 +176,15 @@ def test_what_a_killed_process_leaves_lacks_only_its_end(tmp_path: Path) -> None
     assert sum(event["ph"] == "X" for event in events) == 10
 
 
-def test_without_a_trace_a_site_costs_less_than_a_microsecond(tmp_path: Path) -> None:
-    def seconds(statement: str) -> float:
-        return min(timeit.repeat(statement, number=10_000, repeat=7, globals={"trace": trace})) / 10_000
+def test_without_a_trace_a_site_costs_less_than_a_microsecond_or_ten_calls(tmp_path: Path) -> None:
+    def nothing(*args: object, **kwargs: object) -> None:
+        pass
 
+    def seconds(statement: str) -> float:
+        names = {"trace": trace, "nothing": nothing}
+        return min(timeit.repeat(statement, timer=time.thread_time, number=1000, repeat=70, globals=names)) / 1000
+
+    limit = max(1e-6, 10 * seconds("nothing()"))  # on a slow machine each call takes longer
     for site in (
         "with trace.span('update'): pass",
         "with trace.task('reward', item=3): pass",
@@ -169,7 +192,7 @@ def test_without_a_trace_a_site_costs_less_than_a_microsecond(tmp_path: Path) ->
         "trace.finish('group', 17, 'consumed')",
         "trace.is_on()",
     ):
-        assert seconds(site) < 1e-6, site
+        assert seconds(site) < limit, site
 
 
 @settings(max_examples=40, deadline=None)

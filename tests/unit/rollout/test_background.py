@@ -23,7 +23,7 @@ def test_the_loop_turns_while_long_texts_are_worked_on_and_a_bounded_number_at_o
         with lock:
             running[0] += 1
             most[0] = max(most[0], running[0])
-        may_end.wait(20)
+        may_end.wait(100)
         with lock:
             running[0] -= 1
         return threading.get_ident()

@@ -8,6 +8,7 @@ from tensordict import TensorDict
 
 from rlite.errors import DataError
 from rlite.rollout import check_trajectory, pad_trajectories
+from rlite.rollout.trajectories import TokenHistory, check_alike, join_batches, layout
 
 
 def row(length: int, **columns: Any) -> TensorDict:
@@ -91,3 +92,50 @@ def test_a_loss_on_padding_is_refused() -> None:
 def test_an_empty_list_is_refused() -> None:
     with pytest.raises(DataError, match="the list is empty"):
         pad_trajectories([])
+
+
+def written(kept_ids: list[list[int]] | None, tokens: tuple[int, ...] = (3, 4)) -> TensorDict:
+    history = TokenHistory()
+    history.read([1, 2])
+    history.write(tokens, [-1.0] * len(tokens), [0] * len(tokens), "stop", kept_ids)
+    return history.row()
+
+
+def test_kept_ids_of_a_turn_follow_its_tokens() -> None:
+    history = TokenHistory()
+    history.read([1, 2])
+    history.write([3, 4], [-1.0, -1.0], [0, 0], "stop", [[3, 9], [4]])
+    history.read([5])
+    history.write([6], [-1.0], [0], "stop")
+    history.read([7])
+    history.drop_unanswered()
+    row = history.row()
+    check_trajectory(row)
+    assert row["kept_counts"].tolist() == [[0, 0, 2, 1, 0, 0]]
+    assert row["kept_ids"].tolist() == [[3, 9, 4]]
+    assert (row["kept_counts"].dtype, row["kept_ids"].dtype) == (torch.int32, torch.int32)
+    assert "kept_ids" not in written(None)
+
+
+def test_kept_ids_are_padded_and_trajectories_without_them_join_as_untruncated() -> None:
+    batch = pad_trajectories([written([[3], [4, 5, 6]]), written(None), written([[], []]), written([[3]], (3,))])
+    assert batch["kept_counts"].tolist() == [[0, 0, 1, 3], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0]]
+    assert batch["kept_ids"].tolist() == [[3, 4, 5, 6], [-1] * 4, [-1] * 4, [3, -1, -1, -1]]
+    again = join_batches([batch[:1], batch[1:].exclude("kept_ids", "kept_counts"), batch[3:]])
+    assert again["kept_ids"].tolist() == [[3, 4, 5, 6], *[[-1] * 4] * 3, [3, -1, -1, -1]]
+    assert check_alike([written(None), written([[3], [4]])])
+    assert layout(written(None)) == layout(written([[3], [4]]))
+
+
+@pytest.mark.parametrize(
+    ("kept_ids", "words"),
+    [
+        ([[3], [5]], "token 4 at position 3 of row 0 is not among its kept_ids"),
+        ([[3, 3], [4]], "or is there twice"),
+        ([[3, -2], [4]], "kept_ids holds -2"),
+        ([[3]], r"kept_counts has shape \[1, 3\]"),
+    ],
+)
+def test_kept_ids_that_do_not_fit_their_tokens_are_refused(kept_ids: list[list[int]], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        check_trajectory(written(kept_ids))

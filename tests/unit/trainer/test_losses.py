@@ -26,6 +26,7 @@ from rlite.trainer.losses import (
     own_values,
     predicts_counted,
 )
+from rlite.trainer.options import PreferenceLossOptions
 from rlite.trainer.rl.config import ActorOptions, PpoConfig
 
 
@@ -265,7 +266,7 @@ def test_divergences_and_tail_weights_of_pairs_are_those_of_the_formulas(changes
     }.get(changes.get("divergence"), lambda x: x)
     margins = torch.stack([reward(chosen) - reward(rejected) for chosen, rejected in (sums[:2], sums[2:])])
     expected = -torch.nn.functional.logsigmoid(0.3 * margins).mean()
-    loss, _ = DpoLoss(beta=0.3, **changes)(tokens(logits, data), data)
+    loss, _ = DpoLoss(beta=0.3, preference_loss=PreferenceLossOptions(**changes))(tokens(logits, data), data)
     torch.testing.assert_close(loss, expected)
     (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
     torch.testing.assert_close(found, torch.autograd.grad(expected, logits)[0])

@@ -1,14 +1,10 @@
 from importlib.util import find_spec
-from typing import get_args
 
 import pytest
 
-from rlite.algorithms.kl import KLEstimator
-from rlite.algorithms.schedules import Schedule
 from rlite.config import load, to_container
 from rlite.errors import ConfigError, UnknownOptionError
 from rlite.rollout import CollectorOptions
-from rlite.trainer import options
 from rlite.trainer.dpo import DpoConfig
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.sft import SftConfig
@@ -181,11 +177,6 @@ def test_the_options_of_the_collector_are_set_from_the_trainer():
     wanted = {"stale_timeout": 1.0, "request_timeout": 2.0, "request_retries": 0, "max_consecutive_failures": 5}
     settings = [f"rollout.{name}={value}" for name, value in wanted.items()]
     assert load(PpoConfig, [*PPO, *settings]).collector_options() == CollectorOptions(consumer_batch_size=32, **wanted)
-
-
-def test_choices_in_options_are_those_of_the_algorithms():
-    assert get_args(options.Schedule) == get_args(Schedule)
-    assert get_args(options.KLEstimator) == get_args(KLEstimator)
 
 
 def test_every_rule_of_a_run_that_does_not_hold_is_reported_at_once():

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config
 
+from tests.integration.worlds import environment
+
 NUM_PARAMETERS = 72_706_203_648  # of Qwen2.5-72B
 
 
@@ -20,20 +22,51 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("sizes", [["tp_size=8"], ["sp_size=4"], ["tp_size=4", "sp_size=2", "ddp_size=2"]])
-def test_every_byte_is_divided_over_the_devices_of_a_copy(model: Path, sizes: list[str]) -> None:
-    command = [sys.executable, "-m", "rlite.trainer.plan", f"model_name={model}", "num_devices=64", *sizes]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert ran.returncode == 0, ran.stderr
-    assert "72.71 B parameters" in ran.stdout
+DIVIDING = (("tp_size=8",), ("sp_size=4",), ("tp_size=4", "sp_size=2", "ddp_size=2"))
+NOT_DIVIDING = ("tp_size=16",)
+PROGRAM = """
+import os, runpy, sys
+import rlite.parallel.fsdp, rlite.trainer.modules  # which takes seconds
+
+for number, sizes in enumerate(sys.argv[2:]):
+    child = os.fork()  # a plan is made in a process of its own
+    if child == 0:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open(f"{number}.{stream.name}", os.O_WRONLY | os.O_CREAT), stream.fileno())
+        sys.argv[1:] = [sys.argv[1], "num_devices=64", *sizes.split()]
+        runpy.run_module("rlite.trainer.plan", run_name="__main__", alter_sys=True)
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+Ran = tuple[int, str, str]
+"""exit code, output and errors"""
+
+
+@pytest.fixture(scope="module")
+def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Ran]:
+    """What the command did for each choice of sizes."""
+    folder, choices = tmp_path_factory.mktemp("plans"), [*DIVIDING, NOT_DIVIDING]
+    command = [sys.executable, "-c", PROGRAM, f"model_name={model}", *map(" ".join, choices)]
+    done = subprocess.run(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True, timeout=280)
+    streams = [[(folder / f"{n}.<{name}>").read_text() for name in ("stdout", "stderr")] for n in range(len(choices))]
+    codes = map(int, done.stdout.split())
+    return {sizes: (code, out, err) for sizes, code, (out, err) in zip(choices, codes, streams, strict=True)}
+
+
+@pytest.mark.parametrize("sizes", DIVIDING)
+def test_every_byte_is_divided_over_the_devices_of_a_copy(
+    ran: dict[tuple[str, ...], Ran], sizes: tuple[str, ...]
+) -> None:
+    code, out, err = ran[sizes]
+    assert code == 0, err
+    assert "72.71 B parameters" in out
     devices = 32 if "ddp_size=2" in sizes else 64
-    (line,) = (line for line in ran.stdout.splitlines() if "weights, float32, per device" in line)
+    (line,) = (line for line in out.splitlines() if "weights, float32, per device" in line)
     weights = int(line.partition("(")[2].partition(" ")[0])
     assert weights == pytest.approx(NUM_PARAMETERS * 4 / devices, rel=1e-3)
 
 
-def test_sizes_that_do_not_divide_are_refused(model: Path) -> None:
-    command = [sys.executable, "-m", "rlite.trainer.plan", f"model_name={model}", "num_devices=64", "tp_size=16"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert ran.returncode != 0
-    assert "num_key_value_heads=8" in ran.stderr
+def test_sizes_that_do_not_divide_are_refused(ran: dict[tuple[str, ...], Ran]) -> None:
+    code, _, err = ran[NOT_DIVIDING]
+    assert code != 0
+    assert "num_key_value_heads=8" in err

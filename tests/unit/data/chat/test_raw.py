@@ -31,11 +31,11 @@ class Counting:
 
 def test_what_refusing_a_text_costs_depends_on_the_context_alone() -> None:
     tokenizer = Counting()
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(TooManyTokens, match="60000000 characters has far more tokens than the 1024 that fit"):
         bounded_tokens(tokenizer, "a" * 60_000_000, 1024)
     assert tokenizer.num_characters <= 2 * CHARACTERS_PER_TOKEN * 1024
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 20
 
 
 @given(text=st.text(max_size=30), times=st.integers(1, 4000), limit=st.integers(1, 2000))

@@ -20,10 +20,13 @@ class Recorder:
         self._delays = delays
         self.seeds: list[tuple[int, int | None]] = []
         self.rids: list[tuple[int, str]] = []
+        self.asked: list[tuple[str, ...]] = []
+        self.extras = frozenset({"kept_ids"})
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
         self.seeds.append((request.input_ids[0], request.gconfig.seed))
         self.rids.append((request.input_ids[0], request.rid))
+        self.asked.append(request.extras)
         await asyncio.sleep(self._delays[len(self.seeds) % len(self._delays)])
         return LLMResponse(
             input_tokens=request.input_ids,
@@ -44,8 +47,8 @@ class Recorder:
 
 
 class TwoTurns(RolloutWorkflow):
-    def __init__(self, seed: int | None = None) -> None:
-        self.gconfig = GenerationHyperparameters(seed=seed)
+    def __init__(self, seed: int | None = None, **sampling: Any) -> None:
+        self.gconfig = GenerationHyperparameters(seed=seed, **sampling)
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
         for _ in range(2):
@@ -92,4 +95,20 @@ def test_siblings_share_one_affinity_key_and_single_episodes_keep_theirs() -> No
         collector.rollout_batch([{"item": item} for item in range(2)], TwoTurns(), group_size=size)
         assert len({rid for _, rid in engine.rids}) == num_keys
         assert len({item for item, _ in engine.rids}) == 2
+    collector.close()
+
+
+def test_episodes_that_truncate_ask_for_kept_ids_if_they_are_trained_on_and_the_engine_has_them() -> None:
+    engine, items = Recorder(0, [0.0]), [{"item": 1}]
+    collector = RolloutCollector(engine, CollectorOptions())
+    for sampling in ({"top_p": 0.9}, {"top_k": 5}):
+        collector.rollout_batch(items, TwoTurns(**sampling))
+    assert engine.asked == [("kept_ids",)] * 4
+    engine.asked.clear()
+    collector.rollout_batch(items, TwoTurns())
+    collector.rollout_batch(items, TwoTurns(top_p=0.9, greedy=True))
+    collector.evaluate(items, TwoTurns(top_p=0.9))
+    engine.extras = frozenset()
+    collector.rollout_batch(items, TwoTurns(top_p=0.9))
+    assert engine.asked == [()] * 8
     collector.close()

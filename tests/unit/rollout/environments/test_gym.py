@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -27,48 +25,10 @@ from rlite.rollout import (
 )
 from rlite.rollout.environments.file import is_gym_file
 from rlite.sandbox.pool import close_shared_pool
+from tests.games import PEERS, Countdown, Dice, Sometimes, Unseeded, gem_game, textarena_game
 
-PEERS = Path(sys.prefix) / "peers"
 TOKENIZER = byte_tokenizer()
 END = TOKENIZER.eos_token_id
-
-
-class Dice:
-    """Says a random number in each turn; how often is an option."""
-
-    def __init__(self, num_steps: int = 2, fault: str = "") -> None:
-        self.num_steps, self.fault, self.said = num_steps, fault, ""
-
-    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        random.seed(seed)  # as GEM's do
-        np.random.seed(seed)
-        return (3 if self.fault == "reset" else f"{random.random()} {np.random.random()}"), {}
-
-    def step(self, action: str) -> Any:
-        self.num_steps -= 1
-        self.said += action
-        if self.fault == "raise":
-            raise ValueError("no such move")
-        if self.fault == "exit":
-            sys.exit("game over")
-        if self.fault == "hang":
-            threading.Event().wait()
-        if self.fault == "four":
-            return "x", 1.0, False, {}
-        if self.fault == "lock":
-            self.lock = threading.Lock()
-        reward = float("nan") if self.fault == "nan" else np.float32(0.5)
-        text = None if self.fault == "text" else f"{self.said}|{random.random()} {np.random.random()}"
-        terminated = "no" if self.fault == "flag" else np.bool_(self.num_steps == 0)
-        return text, reward, terminated, False, {}
-
-
-class Unseeded(Dice):
-    def __init__(self) -> None:
-        self.drawn = random.random()
-
-    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        return str(self.drawn), {}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -221,15 +181,6 @@ def test_a_file_with_make_is_an_environment(tmp_path: Path) -> None:
         GymEnvironment(path).check()
 
 
-class Sometimes(Dice):
-    """Every third one raises at its first step."""
-
-    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        assert seed is not None
-        self.fault = "raise" if seed % 3 == 0 else ""
-        return super().reset(seed)
-
-
 def test_an_environment_that_raises_costs_its_own_group_and_the_run_goes_on() -> None:
     environment = GymEnvironment(Sometimes, in_process=True)
     workflow = GymWorkflow(environment, GenerationHyperparameters(max_new_tokens=4), TOKENIZER)
@@ -240,28 +191,6 @@ def test_an_environment_that_raises_costs_its_own_group_and_the_run_goes_on() ->
         assert collector.failed_attempts["raised"] >= 6
     finally:
         collector.close()
-
-
-class Countdown:
-    """With TextArena's methods; `wrapped` repeats the whole game each time, as its default wrapper does."""
-
-    def __init__(self, wrapped: bool = False) -> None:
-        self.wrapped, self.log, self.num_read = wrapped, [], 0
-
-    def reset(self, num_players: int, seed: int | None = None) -> None:
-        assert num_players == 1
-        self.log = [(-1, f"from {seed}", "PROMPT")]
-
-    def get_observation(self) -> tuple[int, Any]:
-        new, self.num_read = self.log[self.num_read :], len(self.log)
-        return 0, "".join(f"<{text}>" for _, text, _ in self.log) if self.wrapped else new
-
-    def step(self, action: str) -> tuple[bool, dict[str, Any]]:
-        self.log += [(0, action, "PLAYER_ACTION"), (-1, f"after {action}", "GAME_MESSAGE")]
-        return len(self.log) > 3, {}
-
-    def close(self) -> tuple[dict[int, float], dict[int, Any]]:
-        return {0: 0.75}, {}
 
 
 def test_a_textarena_game_is_played_by_the_same_workflow() -> None:
@@ -276,15 +205,6 @@ def test_a_textarena_game_is_played_by_the_same_workflow() -> None:
     assert row["rewards"].item() == 0.75
     row = run(answer, make=Countdown, is_chat=False, env_options={"wrapped": True})
     assert TOKENIZER.decode(row["input_ids"][0]) == "<from 5>m;<m;><after m;>m;"
-
-
-def gem_game() -> Any:
-    sys.path.append(str(PEERS))  # in the reward process
-    return __import__("gem").make("game:GuessTheNumber-v0-easy")
-
-
-def textarena_game() -> Any:
-    return __import__("textarena").make("GuessTheNumber-v0-raw")
 
 
 @pytest.mark.parametrize(("make", "form"), [(gem_game, r"\boxed{%d}"), (textarena_game, "[%d]")])

@@ -233,6 +233,13 @@ async def step(state, action, extra_info):
         run(tmp_path, code, [ids("a")], {"prompt": "q"})
 
 
+def test_a_first_state_is_a_text(tmp_path: Path) -> None:
+    for first in ("''", "3"):
+        code = f"async def reset(extra_info):\n    return {first}\nasync def step(state, action, extra_info): ..."
+        with pytest.raises(EnvironmentRaised, match=f"returned {first}; expected a text, not empty"):
+            run(tmp_path, code, [ids("a")], {"prompt": "q"})
+
+
 def test_a_file_that_is_no_environment_is_refused_before_any_rollout(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         Environment(tmp_path / "missing.py")

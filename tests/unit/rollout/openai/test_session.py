@@ -392,7 +392,7 @@ def test_a_hostile_body_is_refused_at_its_first_error(change: dict[str, Any]) ->
         session.chat(body)
     assert refusal.value.status == 400
     assert len(str(refusal.value)) < 5000
-    assert time.process_time() - started < 5
+    assert time.process_time() - started < 30
 
 
 def test_a_parameter_at_its_value_for_off_is_accepted() -> None:

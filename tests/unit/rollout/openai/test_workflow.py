@@ -144,7 +144,7 @@ def test_what_an_agent_has_left_running_ends_with_it_and_does_not_count(interfac
             await left[0]
         return batch
 
-    batch = asyncio.run(asyncio.wait_for(episode(), 20))
+    batch = asyncio.run(asyncio.wait_for(episode(), 200))
     assert batch["num_turns"].tolist() == [1]
     assert batch["loss_mask"].sum().item() == 1
 

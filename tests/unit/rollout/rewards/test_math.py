@@ -58,7 +58,7 @@ def test_a_very_long_completion_is_read_from_its_end_and_soon(piece: str) -> Non
     began = time.process_time()
     assert score(piece * 200_000, "7") == 0.0
     assert score(piece * 200_000 + " so $7$", "7") == 1.0
-    assert time.process_time() - began < 10, "quadratic time in its length would take hours"
+    assert time.process_time() - began < 40, "quadratic time in its length would take hours"
 
 
 def test_an_answer_of_the_data_that_is_none_is_not_a_zero() -> None:
@@ -67,17 +67,18 @@ def test_an_answer_of_the_data_that_is_none_is_not_a_zero() -> None:
 
 
 def test_it_runs_in_a_process_where_a_computation_without_end_is_killed() -> None:
-    reward = RewardFunction(math_verify_reward, timeout=2, num_processes=1)
+    reward = RewardFunction(math_verify_reward, timeout=60, num_processes=1)
+    hasty = RewardFunction(math_verify_reward, timeout=0.5, num_processes=1)
     call = {"prompt": "", "prompt_ids": [], "completion_ids": []}
     assert asyncio.run(reward(**call, completions="so $\\frac{2}{4}$", answer="0.5")) == 1.0
     with pytest.raises(RewardTimeout):
-        asyncio.run(reward(**call, completions="\\boxed{99999999!}", answer="5"))
+        asyncio.run(hasty(**call, completions="\\boxed{99999999!}", answer="5"))
     with pytest.raises(RewardRaised, match="DataError"):
         asyncio.run(reward(**call, completions="1", answer=""))
 
 
 def test_its_process_loads_neither_torch_nor_the_other_scorers() -> None:
     program = "import sys; from rlite.rollout.rewards import math_verify_reward; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert {"torch", "reasoning_gym", "transformers"} & set(done.stdout.split()) == set()
     assert "math_verify" in done.stdout.split(), done.stderr

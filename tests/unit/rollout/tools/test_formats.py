@@ -166,6 +166,6 @@ def test_texts_become_what_the_schema_asks_for_if_they_can():
     assert typed([ToolCall("f", values)], tools) == [
         ToolCall("f", {"i": 3, "n": 2.5, "b": True, "o": None, "s": "3", "u": "3", "x": "3"})
     ]
-    for wrong in ({"i": "three"}, {"i": "3.5"}, {"o": "[1]"}, {"n": "NaN"}):
+    for wrong in ({"i": "three"}, {"i": "3.5"}, {"i": "True"}, {"n": "false"}, {"b": "1"}, {"o": "[1]"}, {"n": "NaN"}):
         assert typed([ToolCall("f", wrong)], tools) == [ToolCall("f", wrong)]
     assert typed([ToolCall("g", {"i": "3"})], None) == [ToolCall("g", {"i": "3"})]

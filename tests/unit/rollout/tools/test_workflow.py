@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from rlite.errors import ConfigError, DataError
@@ -79,8 +81,11 @@ async def flood() -> str:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _no_process_is_left() -> Iterator[None]:
+def _this_module_travels_by_value() -> Iterator[None]:
+    """Processes that run its tools do not import it; and no process is left."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
     yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
     close_shared_pool()
 
 

@@ -1,7 +1,8 @@
 import torch
 from tensordict import TensorDict
 
-from rlite.trainer.rl.filtering import replace_uniform_groups
+from rlite.trainer.rl.filtering import VariedGroups, replace_uniform_groups
+from rlite.trainer.rl.rollout_metrics import Generated
 
 
 def group(number, rewards, num_rows=1):
@@ -62,3 +63,15 @@ def test_further_groups_that_are_lost_or_unlike_the_others_cost_themselves_alone
     answers = iter([None, odd, group(2, [0.0, 1.0])])
     batch = replace_uniform_groups(group(0, [0.0, 1.0]), 2, lambda count: next(answers), max_rounds=4)
     assert batch["group_ids"].tolist() == [0, 0, 2, 2]
+
+
+def test_groups_that_teach_nothing_are_refused_until_that_has_cost_enough() -> None:
+    group = TensorDict({"rewards": torch.ones(3), "loss_mask": torch.ones(3, 2)}, batch_size=[3])
+    accept = VariedGroups(budget=2, generated=(generated := Generated()))
+    assert [accept(group) for _ in range(4)] == [False, False, True, True]
+    assert accept.next_batch() == 2
+    found = generated.metrics()
+    assert (found["reward"], found["uniform_groups"]) == (1.0, 1.0), "and count among what was generated"
+    assert not accept(group)
+    group["rewards"][0] = 0
+    assert accept(group)

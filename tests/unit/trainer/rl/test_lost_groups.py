@@ -23,9 +23,9 @@ from rlite.rollout import (
     ScriptedEngine,
     trajectory,
 )
+from rlite.trainer.rl.alarms import Alarms
 from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.trainer.rl.rollouts import make_rollouts
-from rlite.trainer.run.alarms import Alarms
 
 NUM_ROWS = 200
 
@@ -118,10 +118,13 @@ def test_the_console_tells_the_first_loss_for_each_reason(make: Callable[..., An
             return await super().arun_episode(engine, {"number": 1})
 
     collector = make(0, Flaky(lambda number: False, ValueError())).collector
-    out, alarms = io.StringIO(), Alarms(PpoConfig(actor=ActorOptions(model_name="x")))
+    out = io.StringIO()
+    told_by: Any = SimpleNamespace(step=0, console=ConsoleReporter(file=out))
+    alarms = Alarms(PpoConfig(actor=ActorOptions(model_name="x")), told_by)
     for step in range(10):
         collector.rollout_batch([{"step": step}, {"step": -1}], Failing(lambda number: False, ValueError()))
-        alarms.look(step, stats_tracker.export(), collector.first_losses, ConsoleReporter(file=out))
+        told_by.step = step
+        alarms.look(stats_tracker.export(), collector.first_losses)
     told = out.getvalue()
     assert told.count("were lost") == 2
     assert "step 3: 1 of 2 groups were lost" in told

@@ -14,8 +14,9 @@ from rlite.data.prompts import PromptStream
 from rlite.errors import DataError
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.generated import Generated
-from rlite.trainer.rl.rollouts import RolloutsAhead, SynchronousRollouts, VariedGroups, make_rollouts
+from rlite.trainer.rl.filtering import VariedGroups
+from rlite.trainer.rl.rollout_metrics import Generated
+from rlite.trainer.rl.rollouts import RolloutsAhead, SynchronousRollouts, make_rollouts
 
 ROWS = [{"input_ids": [number], "number": number} for number in range(1, 25)]
 
@@ -44,7 +45,7 @@ def rollouts() -> Iterator[Any]:
             rollout=RolloutOptions(max_head_offpolicyness=ahead),
         )
         prompts = PromptStream(ROWS, 4, seed=0)
-        prompts.position = position
+        prompts.order.position = position
         rollout = collectors[-1]
         rollout.collector = rollout  # type: ignore[attr-defined]  # an engine has one
         made = make_rollouts(options, SimpleNamespace(rollout=rollout), workflow or Ask(), prompts)  # type: ignore[arg-type]
@@ -67,7 +68,7 @@ def test_who_goes_on_otherwise_uses_every_prompt_once(rollouts: Any, first: int,
     for step in range(2):
         used += numbers(before.rollouts.next_batch())
         before.engine.set_version(step + 1)
-    state, position = before.rollouts.state_dict(), before.prompts.position
+    state, position = before.rollouts.state_dict(), before.prompts.order.position
     after = rollouts(then, version=2, position=position)
     after.rollouts.load_state_dict(state)
     for step in range(2, 6):
@@ -100,18 +101,6 @@ def test_refills_that_ask_a_prompt_again_draw_other_samples_and_always_the_same(
     assert sorted(seeds(), key=str) == sorted(first, key=str)
 
 
-def test_groups_that_teach_nothing_are_refused_until_that_has_cost_enough() -> None:
-    group = TensorDict({"rewards": torch.ones(3), "loss_mask": torch.ones(3, 2)}, batch_size=[3])
-    accept = VariedGroups(budget=2, generated=(generated := Generated()))
-    assert [accept(group) for _ in range(4)] == [False, False, True, True]
-    assert accept.next_batch() == 2
-    found = generated.metrics()
-    assert (found["reward"], found["uniform_groups"]) == (1.0, 1.0), "and count among what was generated"
-    assert not accept(group)
-    group["rewards"][0] = 0
-    assert accept(group)
-
-
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_workflow_that_gives_no_rewards_is_told_so(rollouts: Any, ahead: int) -> None:
     class Unrewarded(Ask):
@@ -123,6 +112,23 @@ def test_a_workflow_that_gives_no_rewards_is_told_so(rollouts: Any, ahead: int) 
         made.rollouts.next_batch()
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_rewards_of_single_tokens_are_refused_before_groups_are_filtered(rollouts: Any, ahead: int) -> None:
+    class RewardedByToken(Ask):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+            found = await super().arun_episode(engine, data)
+            return found.update({"rewards": torch.zeros(found["input_ids"].shape)})
+
+    made = rollouts(ahead, workflow=RewardedByToken())
+    with pytest.raises(
+        DataError, match=r"rewards has shape \[4, 2\]; expected \[4\], one for each row: .*token_rewards"
+    ):
+        made.rollouts.next_batch()
+    group = TensorDict({"rewards": torch.ones(2, 3)}, batch_size=[2])
+    with pytest.raises(DataError, match=r"rewards has shape \[2, 3\]"):
+        VariedGroups(budget=2, generated=Generated())(group)
+
+
 def test_prompts_that_were_under_way_are_dealt_first_and_once() -> None:
     prompts = PromptStream(ROWS, 4, seed=0)
     prompts.returned = [{"number": number} for number in range(6)]
@@ -131,4 +137,4 @@ def test_prompts_that_were_under_way_are_dealt_first_and_once() -> None:
     assert len(next(batches)) == 4
     prompts.returned = [{"number": 99}]
     assert prompts.next(2)[0] == {"number": 99}
-    assert prompts.position == 4 + 1
+    assert prompts.order.position == 4 + 1

@@ -1,0 +1,49 @@
+"""The seam to a kind of cluster: a launcher starts worker processes, delivers calls, and detects deaths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlite.cluster.group import WorkerGroup
+from rlite.cluster.host import WorkerContext
+from rlite.cluster.placement import Device, DeviceKind
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Options of `rlite.init`, which documents them, for a launcher."""
+
+    device: DeviceKind
+    num_devices: int | None
+    address: str | None
+    num_threads: int | None
+    call_timeout: float
+    start_timeout: float
+
+
+class Launcher(Protocol):
+    """Starter of worker processes."""
+
+    kind: str
+    devices: tuple[Device, ...]
+    survives_deaths: bool
+    """the other workers live on when one dies"""
+
+    def start(self, name: str, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
+        """Start a group of workers.
+
+        Args:
+            name: name of the group.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+        """
+
+    def shutdown(self) -> None:
+        """End all workers and the launcher's own processes."""
+
+
+def default_cpu_slots(cores: int) -> int:
+    """Return how many CPU devices a node has by default."""
+    return min(cores, 8)

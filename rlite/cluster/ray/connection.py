@@ -1,0 +1,171 @@
+"""Connection of a program to a Ray cluster, which it joins or starts for itself. This module imports no torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError
+
+from rlite.cluster.guard import Guard
+from rlite.cluster.launcher import default_cpu_slots
+from rlite.cluster.placement import DeviceKind
+from rlite.errors import ConfigError
+
+AUTHENTICATES_SINCE = (2, 59)
+"""Ray's first version whose local clusters ask for a token unless RAY_AUTH_MODE says otherwise"""
+TOKEN = Path.home() / ".ray" / "auth_token"
+RECONNECT_S = 0.2
+CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+"""where `ray start` writes its address; the file outlives a cluster that was killed"""
+
+
+class ControlService:
+    """Ray's control service (GCS), watched through a connection that ends with it."""
+
+    def __init__(self, address: str, patience_s: float, on_end: Callable[[], None]) -> None:
+        host, port = address.rsplit(":", 1)
+        self._address = (host.strip("[]"), int(port))
+        self._patience_s = patience_s
+        self._on_end = on_end
+        self._line: socket.socket | None = None
+        self._is_closed = False
+        self.is_gone = False
+        threading.Thread(target=self._watch, name="rlite-ray-control", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._is_closed = True
+        if self._line is not None:
+            with suppress(OSError):
+                self._line.shutdown(socket.SHUT_RDWR)
+
+    def _watch(self) -> None:
+        heard = time.monotonic()
+        while not self._is_closed:
+            with suppress(OSError), socket.create_connection(self._address, timeout=RECONNECT_S * 10) as self._line:
+                self._line.settimeout(None)
+                while self._line.recv(4096):  # nothing is asked: it ends the connection now and then, or ends itself
+                    pass
+                heard = time.monotonic()
+                continue
+            if not self._is_closed and time.monotonic() - heard >= self._patience_s:
+                self.is_gone = True
+                self._on_end()
+                return
+            time.sleep(RECONNECT_S)
+
+
+class RayConnection:
+    """This process's connection to Ray. If it started Ray, Ray ends with it."""
+
+    def __init__(
+        self, device: DeviceKind, num_devices: int | None, address: str | None, may_start: bool = True
+    ) -> None:
+        """Use the connection that the process has, or join a running cluster, or start Ray for this program only.
+
+        Args:
+            device: kind of the devices.
+            num_devices: CPU slots of a Ray that is started.
+            address: of a running cluster; default: RAY_ADDRESS, or a cluster that `ray start` left on this machine.
+            may_start: start Ray if no cluster runs.
+
+        Raises:
+            ConfigError: no cluster runs, and none may be started.
+        """
+        self._guard: Guard | None = None
+        check_version(ray.__version__)
+        self._is_connected = not ray.is_initialized()
+        try:
+            if self._is_connected and not _join(address):
+                if not may_start:
+                    raise ConfigError("no Ray cluster runs here: give its address=, or set RAY_ADDRESS")
+                self._guard = Guard()
+                with self._guard.marking():
+                    _start(device, num_devices)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_own(self) -> bool:
+        """True if Ray was started by this connection."""
+        return self._guard is not None
+
+    def close(self, is_sound: bool = True) -> None:
+        """Disconnect, and end Ray if this connection started it. Safe to call again.
+
+        Args:
+            is_sound: Ray's control service is alive; otherwise Ray would wait for each of its processes.
+        """
+        guard, self._guard = self._guard, None
+        if guard is not None and not is_sound:
+            guard.close(patience_s=0.0)
+        if self._is_connected:
+            ray.shutdown()
+            self._is_connected = False
+        if guard is not None and is_sound:
+            guard.close()
+
+
+def check_version(version: str) -> None:
+    """Refuse a Ray whose local clusters serve anyone who reaches their ports.
+
+    Raises:
+        ConfigError: the version is too old.
+    """
+    if tuple(map(int, version.split(".")[:2])) < AUTHENTICATES_SINCE:
+        since = ".".join(map(str, AUTHENTICATES_SINCE))
+        raise ConfigError(
+            f"Ray {version}: its local clusters do not authenticate, so anyone who reaches this machine could run code "
+            f"here. rlite needs ray>={since}: pip install -U 'rlite[ray]'"
+        )
+
+
+def _join(address: str | None) -> bool:
+    """Connect to the cluster at `address`, in RAY_ADDRESS or started on this machine.
+
+    Returns:
+        False if there is no cluster.
+
+    Raises:
+        ConfigError: no cluster answers at the address.
+    """
+    address = address or os.environ.get("RAY_ADDRESS") or _cluster_here()
+    if address:
+        try:
+            ray.init(address=address, logging_level=logging.ERROR)
+        except (ConnectionError, RayError) as error:
+            raise ConfigError(f"no Ray cluster answers at address={address!r}: {error}") from error
+    return bool(address)
+
+
+def _cluster_here() -> str | None:
+    """Return the address that `ray start` left on this machine, if a cluster still answers there."""
+    with suppress(OSError, ValueError):
+        address = CURRENT_CLUSTER.read_text().strip()
+        host, port = address.rsplit(":", 1)
+        with socket.create_connection((host, int(port)), timeout=5.0):
+            return address
+    return None
+
+
+def _start(device: DeviceKind, num_devices: int | None) -> None:
+    """Start Ray for this program only."""
+    cpus = (num_devices or default_cpu_slots(os.cpu_count() or 1)) if device == "cpu" else None
+    ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.ERROR)
+    with suppress(OSError):  # there is none if the token comes from the environment
+        TOKEN.chmod(0o600)  # Ray lets everyone read it who may enter the home folder
+
+
+def stop_reporting_errors() -> None:
+    """Restore Python's own hook for uncaught exceptions: Ray's asks the control service, which is gone."""
+    sys.excepthook = sys.__excepthook__

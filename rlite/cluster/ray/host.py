@@ -1,0 +1,250 @@
+"""Worker processes as Ray actors, and their handles. This module imports no torch, so that an actor starts quickly."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
+
+import cloudpickle
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from rlite.cluster.guard import end_at_sigterm
+from rlite.cluster.host import Outcome, Whereabouts, WorkerHost, WorkerKey
+from rlite.cluster.ray.connection import ControlService
+from rlite.errors import ConfigError, WorkerDied, WorkerError
+
+STOP_TIMEOUT_S = 10.0
+GROUPS = {"pulse": 1, "look": 1, "aside": 4}
+"""threads beside the thread that serves calls in order"""
+KEPT_OPTIONS = ("concurrency_groups", "runtime_env")
+"""what `@ray.remote(...)` may set on a workload; the job decides everything else"""
+
+
+class RayHost:
+    """A worker process: a `WorkerHost` whose ordered calls run one at a time.
+
+    `host_pulse` never returns, so its end signals the death of the process.
+    """
+
+    def __init__(self, key: WorkerKey | None = None, factory: bytes = b"") -> None:
+        """Serve calls.
+
+        Args:
+            key: worker to make at once, for an actor that Ray restarts; None: a call makes it.
+            factory: pickled function that makes this worker.
+        """
+        self._host = WorkerHost()
+        end_at_sigterm()  # Ray's own handler waits for all calls to return, and `host_pulse` does not
+        if key is not None:
+            self._host.put(key, cloudpickle.loads(factory)())
+
+    @ray.method(concurrency_group="pulse")
+    def host_pulse(self) -> None:
+        """Block for ever."""
+        threading.Event().wait()
+
+    @ray.method(concurrency_group="look")
+    def host_look(self, with_stack: bool = False) -> Whereabouts:
+        """Return the position of the call under way, in a concurrency group of its own."""
+        return replace(self._host.look(with_stack), node=ray.get_runtime_context().get_node_id())
+
+    @ray.method(concurrency_group="aside")
+    def host_aside(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Outcome:
+        """Call a method of a worker beside the ordered calls; see `WorkerHost.aside`.
+
+        Args:
+            key: group name and rank.
+            method: name of the method.
+            args: positional arguments.
+            kwargs: keyword arguments.
+
+        Returns:
+            The outcome.
+        """
+        return self._host.aside(key, method, args, kwargs)
+
+    def host_serve(self, method: str, *args: Any) -> Outcome:
+        """Call a method of the `WorkerHost`, in the order of submission.
+
+        Args:
+            method: such as "call".
+            *args: its arguments.
+
+        Returns:
+            The outcome.
+        """
+        if method == WorkerHost.call.__name__:  # as for a task of Ray, arguments may be references
+            key, name, given, named = args
+            args = (key, name, tuple(map(_fetched, given)), {each: _fetched(value) for each, value in named.items()})
+        return getattr(self._host, method)(*args)
+
+    def host_worker(self) -> Any:
+        """Return the worker of a process that has one."""
+        return self._host.only_worker()
+
+
+HOST_OPTIONS: dict[str, Any] = {"max_restarts": 0, "num_cpus": 0, "concurrency_groups": GROUPS}
+HostActor = ray.remote(**HOST_OPTIONS)(RayHost)
+
+
+def plain_class(given: Any) -> tuple[type, dict[str, Any]]:
+    """Return the class under `@ray.remote` and the options that the decorator set.
+
+    Raises:
+        ConfigError: the decorator sets an option that the job decides.
+    """
+    cls = given.__ray_metadata__.modified_class.__ray_actor_class__
+    options = {name: value for name, value in given._default_options.items() if value is not None}
+    if taken := sorted(options.keys() - set(KEPT_OPTIONS)):
+        raise ConfigError(
+            f"{cls.__name__}: @ray.remote({taken[0]}={options[taken[0]]!r}): the job decides about resources and "
+            f"restarts. Remove it, and say .resource(...) or .on_failure(...) in the job. Accepted: "
+            f"{', '.join(KEPT_OPTIONS)}"
+        )
+    return cls, options
+
+
+def hosting(cls: type, options: Mapping[str, Any]) -> Any:
+    """Return an actor class of hosts whose actors also have the public methods of `cls`, for plain Ray calls.
+
+    Args:
+        cls: class of the host's one worker.
+        options: `concurrency_groups` and `runtime_env` of the actor.
+
+    Raises:
+        ConfigError: a method has a name of the host's.
+    """
+    names = [name for name in dir(cls) if isinstance(inspect.getattr_static(cls, name), FunctionType)]
+    functions = {name: getattr(cls, name) for name in names if not name.startswith("_")}
+    methods = {name: _forward(name, each) for name, each in functions.items() if not inspect.iscoroutinefunction(each)}
+    if taken := sorted(methods.keys() & vars(RayHost).keys()):
+        raise ConfigError(f"{cls.__name__}.{taken[0]}: rlite's hosts use this name; rename the method")
+    named = type(cls.__name__, (RayHost,), {**methods, "__module__": cls.__module__})
+    groups = {**GROUPS, **(options.get("concurrency_groups") or {})}
+    return ray.remote(**{**HOST_OPTIONS, **options, "concurrency_groups": groups})(named)
+
+
+def _forward(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)  # Ray checks arguments against the signature
+    def forward(self: RayHost, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.host_worker(), name)(*args, **kwargs)
+
+    return forward
+
+
+class RayHandle:
+    """Handle of a worker that is an actor: calls are its tasks, and its death is the end of `host_pulse`."""
+
+    def __init__(self, actor: Any, name: str, control: ControlService | None = None) -> None:
+        self.actor = actor
+        self._name = name
+        self._control = control
+        self.process = actor._actor_id.hex()
+        self.death = self._future(actor.host_pulse.remote())
+
+    def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
+        """Call a method of the host as a task of its actor; see `WorkerHandle`.
+
+        Args:
+            method: such as `WorkerHost.call`.
+            *args: its arguments.
+
+        Returns:
+            The outcome.
+        """
+        return self._future(self.actor.host_serve.remote(method.__name__, *args))
+
+    def aside(self, key: WorkerKey, method: str, *args: Any, **kwargs: Any) -> Future[Outcome]:
+        """Call a worker's method beside its ordered calls.
+
+        Args:
+            key: group name and rank.
+            method: name of the method.
+            *args: positional arguments.
+            **kwargs: keyword arguments.
+
+        Returns:
+            The outcome.
+        """
+        return self._future(self.actor.host_aside.remote(key, method, args, kwargs))
+
+    def look(self, with_stack: bool = False) -> Future[Whereabouts]:
+        """Return the position of the call under way."""
+        return self._future(self.actor.host_look.remote(with_stack))
+
+    def stop(self, key: WorkerKey) -> None:
+        """End the process and wait until it is gone, so that its memory is free again."""
+        if self._control is not None and self._control.is_gone:  # and the call would wait for it
+            return
+        with suppress(RayError):  # Ray itself may be gone
+            ray.kill(self.actor)
+        with suppress(WorkerDied, FutureTimeout):
+            self.death.result(timeout=STOP_TIMEOUT_S)
+
+    def _future(self, ref: ray.ObjectRef) -> Future[Any]:
+        answer: Future[Any] = Future()
+
+        def settle(done: Future[Any]) -> None:
+            error = done.exception()
+            with suppress(InvalidStateError):  # it was abandoned
+                if error is None:
+                    answer.set_result(done.result())
+                elif isinstance(error, RayActorError):
+                    answer.set_exception(WorkerDied(f"worker process ended: {self._name}", (self._name,)))
+                else:
+                    answer.set_exception(WorkerError(f"Ray could not deliver a call to {self._name}: {error}"))
+
+        ref.future().add_done_callback(settle)
+        return answer
+
+
+class AbsentHandle:
+    """Handle of a worker that is gone."""
+
+    actor = None
+    process = ""
+
+    def __init__(self, name: str) -> None:
+        self.death: Future[Any] = Future()
+        self.death.set_exception(WorkerDied(f"worker process ended: {name}", (name,)))
+
+    def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
+        """Return WorkerDied as the answer."""
+        return self.death
+
+    def aside(self, key: WorkerKey, method: str, *args: Any, **kwargs: Any) -> Future[Outcome]:
+        """Return WorkerDied as the answer."""
+        return self.death
+
+    def look(self, with_stack: bool = False) -> Future[Whereabouts]:
+        """Return WorkerDied as the answer."""
+        return self.death
+
+    def stop(self, key: WorkerKey) -> None:
+        """Do nothing."""
+
+
+AnyHandle = RayHandle | AbsentHandle
+
+
+def handle_of(actor: Any | None, name: str) -> AnyHandle:
+    """Return the handle of an actor that may be gone.
+
+    Args:
+        actor: Ray actor handle, or None.
+        name: the worker's name for messages.
+    """
+    return AbsentHandle(name) if actor is None else RayHandle(actor, name)
+
+
+def _fetched(value: Any) -> Any:
+    return ray.get(value) if isinstance(value, ray.ObjectRef) else value

@@ -1,0 +1,216 @@
+"""The Ray launcher: one actor per worker, and one placement group that holds the devices."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlite.cluster.group import WorkerGroup, apply_on_processes, worker_name
+from rlite.cluster.host import WorkerContext
+from rlite.cluster.launcher import LaunchOptions, default_cpu_slots
+from rlite.cluster.placement import Device, DeviceKind
+from rlite.cluster.ray.connection import ControlService, RayConnection, stop_reporting_errors
+from rlite.cluster.ray.host import HostActor, RayHandle
+from rlite.errors import ConfigError, PlacementError, WorkerDied, WorkerError
+from rlite.parallel.processes import join, keep_for_ever, open_store
+
+logger = logging.getLogger(__name__)
+
+GPU_SHARE = 0.02  # of a device's Ray resource per worker, so that up to fifty workers can share it in turns
+VISIBILITY = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+CONTROL_PATIENCE_S = 30.0
+"""A cluster that rlite did not start may start its control service again. After 60 s Ray itself ends the driver."""
+
+
+class RayLauncher:
+    """Launcher that attaches to a Ray cluster, or starts one on this machine, and holds `num_devices` devices of it."""
+
+    kind = "ray"
+    survives_deaths = True
+
+    def __init__(self, options: LaunchOptions) -> None:
+        self._options = options
+        self._placement: Any = None
+        self._control: ControlService | None = None
+        self._groups: list[WorkerGroup] = []
+        self._connection = RayConnection(options.device, options.num_devices, options.address)
+        try:
+            address = ray.get_runtime_context().gcs_address
+            patience_s = 0.0 if self._connection.is_own else CONTROL_PATIENCE_S
+            self._control = ControlService(address, patience_s, self._lose_control)
+            self._placement = _reserve(options)
+        except BaseException:
+            self.shutdown()
+            raise
+        table = placement_group_table(self._placement)["bundles_to_node_id"]
+        nodes = {node["NodeID"]: node for node in ray.nodes()}
+        seen: Counter[str] = Counter()
+        self._bundles: dict[Device, int] = {}
+        for bundle, node_id in sorted(table.items()):
+            device = Device(node_id, seen[node_id], nodes[node_id]["NodeManagerAddress"], options.device)
+            self._bundles[device] = bundle
+            seen[node_id] += 1
+        self.devices = tuple(sorted(self._bundles))
+        self._num_threads = {
+            node_id: options.num_threads or max(1, _cores(nodes[node_id], options.device) // num_devices)
+            for node_id, num_devices in seen.items()
+        }
+
+    def start(self, name: str, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
+        """Start one actor per device, join them in one torch.distributed world, and make every worker.
+
+        Args:
+            name: name of the group.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+
+        Returns:
+            The group.
+        """
+        assert self._control is not None  # since the constructor
+        handles = [
+            RayHandle(
+                HostActor.options(
+                    num_gpus=0 if device.kind == "cpu" else GPU_SHARE,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        placement_group=self._placement,
+                        placement_group_bundle_index=self._bundles[device],
+                        placement_group_capture_child_tasks=False,
+                    ),
+                ).remote(),
+                worker_name(name, rank, device),
+                self._control,
+            )
+            for rank, device in enumerate(devices)
+        ]
+        group = WorkerGroup(name, devices, handles, self._options.call_timeout)
+        self._groups.append(group)
+        torch_devices = ["cpu" if device.kind == "cpu" else "cuda:0" for device in devices]
+        num_threads = [self._num_threads[device.node] for device in devices]
+        try:
+            self._meet(group)
+            group.create(factory, torch_devices, num_threads, range(len(group)), self._options.start_timeout)
+        except BaseException:
+            group.stop()
+            raise
+        return group
+
+    def _meet(self, group: WorkerGroup) -> None:
+        devices, timeout = group.devices, self._options.start_timeout
+        calls: list[Any] = [(group, rank, (), (device.kind, str(device))) for rank, device in enumerate(devices)]
+        apply_on_processes(calls, check_visibility, [group], "look for the device", timeout)
+        is_one_node = len({device.node for device in devices}) == 1
+        ips = ["127.0.0.1" if is_one_node else device.ip for device in devices]
+        (port,) = apply_on_processes([(group, 0, (), (ips[0],))], open_store, [group], "open a rendezvous", timeout)
+        calls = [
+            (group, rank, (), (rank, len(group), ips[0], port, ips[rank], device.kind, timeout))
+            for rank, device in enumerate(devices)
+        ]
+        apply_on_processes(calls, join, [group], "meet", timeout)
+
+    def _lose_control(self) -> None:
+        why = (
+            "Ray's control service (GCS) has ended: no worker can be started, stopped or replaced any more. End this "
+            "run, start Ray again if it is not rlite's own, and resume from a checkpoint."
+        )
+        logger.error(why)
+        stop_reporting_errors()
+        for group in self._groups:
+            group.lose(range(len(group)), WorkerError(why))
+            for rank, handle in enumerate(group.handles):
+                with suppress(InvalidStateError):  # it is dead already
+                    handle.death.set_exception(WorkerDied(why, (group.describe(rank),)))
+
+    def shutdown(self) -> None:
+        """Return the devices and, if rlite started Ray, end it."""
+        is_sound = self._control is None or not self._control.is_gone
+        if self._control is not None:
+            self._control.close()
+        if self._placement is not None and is_sound:
+            with suppress(RayError):
+                remove_placement_group(self._placement)
+        self._connection.close(is_sound)
+
+
+def _leave_to_parent() -> None:
+    """Detach a forked child from Ray.
+
+    Ray's threads do not exist there, so nothing may wait for them or be destroyed.
+    """
+    if ray.is_initialized():
+        atexit.unregister(ray.shutdown)
+        atexit.register(_keep_native_objects)
+        sys.excepthook = sys.__excepthook__  # Ray's sends the error to the cluster
+        if sys.platform == "linux":  # the first of the handlers that exit() calls: the destructors behind it would wait
+            libc = ctypes.CDLL(None)
+            libc.on_exit(libc._exit, None)
+
+
+def _keep_native_objects() -> None:
+    keep_for_ever(*(each for each in gc.get_referents(*gc.get_objects()) if type(each).__module__ == "ray._raylet"))
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def check_visibility(kind: DeviceKind, device: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Check in a worker process that its GPU is the only one it sees.
+
+    Args:
+        kind: kind of the device.
+        device: the device's name for the message.
+        environment: the process's environment.
+
+    Raises:
+        ConfigError: the process sees all GPUs.
+    """
+    if kind == "cuda" and environment.get(VISIBILITY, "").lower() in ("1", "true"):
+        raise ConfigError(
+            f"{device}: {VISIBILITY} is set, so Ray does not restrict a worker to its GPU and every worker would take "
+            "the first. Unset it, on every node before `ray start`."
+        )
+
+
+def _cores(node: Mapping[str, Any], device: DeviceKind) -> int:
+    """Return the cores of a node. For CPU slots Ray's resource counts the slots."""
+    return (os.cpu_count() or 1) if device == "cpu" else int(node["Resources"].get("CPU", 1))
+
+
+def _reserve(options: LaunchOptions) -> Any:
+    """Return one placement group with a bundle per device.
+
+    Raises:
+        PlacementError: the cluster has too few devices, or other jobs hold them.
+    """
+    resource = "CPU" if options.device == "cpu" else "GPU"
+    by_node = [int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]]
+    present = sum(by_node)
+    usable = sum(map(default_cpu_slots, by_node)) if resource == "CPU" else present
+    count = usable if options.num_devices is None else options.num_devices
+    if count == 0 or count > present:
+        raise PlacementError(
+            f"{count or 'some'} devices were asked for (Ray resource {resource}), the cluster has {present}. "
+            f"Ask for fewer (num_devices=), or start Ray with more."
+        )
+    group = placement_group([{resource: 1}] * count, strategy="PACK")
+    if not group.wait(timeout_seconds=options.start_timeout):
+        remove_placement_group(group)
+        raise PlacementError(
+            f"Ray did not give {count} x {resource} within {options.start_timeout:g} s: another job holds them. "
+            f"Free now: {ray.available_resources().get(resource, 0):g}. Ask for fewer (num_devices=) or wait for it."
+        )
+    return group

@@ -1,0 +1,26 @@
+"""The control plane: a trainer, workloads by role, and a master that keeps them alive, on Ray.
+
+    job = RLJobBuilder().node_num(1).device_per_node(4).config({...}).trainer(MyTrainer)
+    job = job.actor(MyActor).total(4).per_node(4).end().build()
+    result = job.submit(job_name="run-1")
+
+Importing this package imports neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlite import lazy
+
+if TYPE_CHECKING:
+    from rlite.control.builder import RLJobBuilder
+    from rlite.control.invocation import trainer_invocation
+    from rlite.control.job import JobHandle, JobResult, RLJob
+    from rlite.control.role_group import RoleGroup
+    from rlite.control.roles import RLRoleType
+    from rlite.control.spec import JobSpec, RoleSpec
+    from rlite.control.trainer import BaseTrainer
+    from rlite.control.workload import BaseWorkload
+
+__all__, __getattr__, __dir__ = lazy.exports()

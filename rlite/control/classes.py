@@ -1,0 +1,96 @@
+"""Classes of a job: found by name or given, plain or decorated by Ray, and checked before anything starts."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlite.control.roles import RLRoleType
+from rlite.control.trainer import BaseTrainer
+from rlite.control.workload import BaseWorkload
+from rlite.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True)
+class WorkloadClass:
+    """Class of a role's workloads."""
+
+    cls: type[BaseWorkload]
+    actor_options: Mapping[str, Any] = field(default_factory=dict)
+    """what `@ray.remote(...)` set"""
+
+    @property
+    def label(self) -> str:
+        """Name of the class: module:Class."""
+        return f"{self.cls.__module__}:{self.cls.__qualname__}"
+
+
+@dataclass(frozen=True)
+class JobClasses:
+    """All classes of a job."""
+
+    trainer: type[BaseTrainer]
+    workloads: Mapping[RLRoleType, WorkloadClass]
+
+    @property
+    def trainer_label(self) -> str:
+        """Name of the trainer's class: module:Class."""
+        return f"{self.trainer.__module__}:{self.trainer.__qualname__}"
+
+
+def workload_class(role: RLRoleType, given: Any) -> WorkloadClass:
+    """Return the class of a role's workloads.
+
+    Args:
+        role: the role, for messages.
+        given: a class, a class under `@ray.remote`, or "module:Class".
+
+    Raises:
+        ConfigError: the class cannot be imported, or is no BaseWorkload.
+    """
+    where = role.lower()
+    found, options = _plain(_imported(where, given))
+    if not isinstance(found, type) or not issubclass(found, BaseWorkload):
+        raise ConfigError(f"{where}: {_name(found)} is not a class that extends rlite.control.BaseWorkload")
+    return WorkloadClass(found, options)
+
+
+def trainer_class(given: Any) -> type[BaseTrainer]:
+    """Return the class of a trainer.
+
+    Raises:
+        ConfigError: the class cannot be imported, is no BaseTrainer, or lacks `init` or `fit`.
+    """
+    found, _ = _plain(_imported("trainer", given))
+    if not isinstance(found, type) or not issubclass(found, BaseTrainer):
+        raise ConfigError(f"trainer: {_name(found)} is not a class that extends rlite.control.BaseTrainer")
+    if missing := sorted(found.__abstractmethods__):
+        raise ConfigError(f"trainer: {found.__name__} does not define {', '.join(missing)}")
+    return found
+
+
+def _plain(given: Any) -> tuple[Any, dict[str, Any]]:
+    if not hasattr(given, "__ray_metadata__"):
+        return given, {}
+    return importlib.import_module("rlite.cluster.ray.host").plain_class(given)
+
+
+def _imported(where: str, given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    module_name, _, name = given.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f"{where}: {given!r}: expected module:Class")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the user's module may raise anything while it is imported
+        raise ConfigError(f"{where}: {given!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{where}: module {module_name!r} has no {name!r}; {did_you_mean(name, vars(module))}")
+    return getattr(module, name)
+
+
+def _name(found: Any) -> str:
+    return getattr(found, "__name__", repr(found))

@@ -1,0 +1,173 @@
+"""Health of processes: dead, stopped and hung told apart.
+
+Ray reports a dead process. A `NodeAgent` on each node reports process states and CPU times; its answers are the node's
+heartbeat. `Judge` turns these reports into findings. It is pure: the time is an argument.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+
+from rlite.recovery.failover import Condition, WorkloadId
+
+LIVE_SHARE = 0.03
+"""share of a core above which a process counts as computing; Ray's own threads take less"""
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+AT_WORK = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+
+
+@dataclass(frozen=True)
+class Vital:
+    """State of a process."""
+
+    status: str
+    """psutil's word"""
+    cpu_s: float
+    """CPU seconds of the process and its children so far"""
+
+
+class NodeAgent:
+    """Observer of the processes on its node."""
+
+    def look(self, pids: Iterable[int]) -> dict[int, Vital]:
+        """Return the state of each process that exists."""
+        found = {}
+        for pid in pids:
+            with suppress(psutil.Error):  # it has ended
+                process = psutil.Process(pid)
+                tree = [process, *process.children(recursive=True)]
+                found[pid] = Vital(process.status(), sum(map(_cpu_s, tree)))
+        return found
+
+    def kill(self, pids: Iterable[int]) -> None:
+        """Kill processes that Ray cannot end, because they are stopped."""
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    with suppress(psutil.Error):
+        times = process.cpu_times()
+        return times.user + times.system
+    return 0.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Processes that do not work any more, for one cause."""
+
+    lives: tuple[WorkloadId, ...]
+    pids: tuple[int, ...]
+    condition: Condition
+    node: str
+    detail: str
+
+
+@dataclass
+class Watched:
+    """A process under observation."""
+
+    life: WorkloadId
+    pid: int
+    stopped_s: float = 0.0
+    late: str = ""
+    """the call whose declared time has passed"""
+    idle_s: float = 0.0
+    """since the process was last seen computing, while it is late"""
+    cpu_s: float = 0.0
+
+
+class Judge:
+    """Reports in, findings out. A process is found once. A node counts as silent only after its first report."""
+
+    def __init__(self, stopped_after_s: float, silent_after_s: float, hung_after_s: float) -> None:
+        self._stopped_after_s = stopped_after_s
+        self._silent_after_s = silent_after_s
+        self._hung_after_s = hung_after_s
+        self._nodes: dict[str, dict[WorkloadId, Watched]] = {}
+        self._silent_s: dict[str, float] = {}
+        """by node that has reported"""
+
+    def watch(self, life: WorkloadId, node: str, pid: int) -> None:
+        """Observe a process from now on.
+
+        Args:
+            life: the workload.
+            node: its node.
+            pid: its process.
+        """
+        self._nodes.setdefault(node, {})[life] = Watched(life, pid)
+
+    def forget(self, is_gone: Callable[[WorkloadId], bool]) -> None:
+        """Observe some workloads no more."""
+        for node, here in self._nodes.items():
+            self._nodes[node] = {life: each for life, each in here.items() if not is_gone(life)}
+
+    def late(self) -> list[WorkloadId]:
+        """Return the workloads that have a late call."""
+        return [life for here in self._nodes.values() for life, each in here.items() if each.late]
+
+    def note_late(self, life: WorkloadId, call: str) -> None:
+        """Expect progress from a workload whose call is late; an empty call means that it answered."""
+        for here in self._nodes.values():
+            if life in here:
+                here[life].late, here[life].idle_s = call, 0.0
+
+    def pids(self) -> dict[str, list[int]]:
+        """Return the processes to look at, by node."""
+        return {node: [each.pid for each in here.values()] for node, here in self._nodes.items() if here}
+
+    def restart(self, node: str) -> None:
+        """Expect no report from a node whose agent is being restarted."""
+        self._silent_s.pop(node, None)
+
+    def observe(self, node: str, vitals: Mapping[int, Vital] | None, seconds: float) -> list[Finding]:
+        """Take in a report of a node.
+
+        Args:
+            node: the node.
+            vitals: state of its processes; None: the node has not answered.
+            seconds: since the report before.
+
+        Returns:
+            What does not work any more. It is observed no more.
+        """
+        here = list(self._nodes.get(node, {}).values())
+        if vitals is not None:
+            self._silent_s[node] = 0.0
+            seen = [(each, vitals[each.pid]) for each in here if each.pid in vitals]
+            findings = [found for each, vital in seen if (found := self._judge(node, each, vital, seconds)) is not None]
+        elif node in self._silent_s:
+            self._silent_s[node] += seconds
+            findings = self._judge_silence(node, here)
+        else:
+            findings = []
+        for life in (life for finding in findings for life in finding.lives):
+            del self._nodes[node][life]
+        return findings
+
+    def _judge_silence(self, node: str, here: list[Watched]) -> list[Finding]:
+        if self._silent_s[node] < self._silent_after_s or not here:
+            return []
+        lives, pids = tuple(each.life for each in here), tuple(each.pid for each in here)
+        return [Finding(lives, pids, "stopped", node, f"no heartbeat for {self._silent_s[node]:.1f} s")]
+
+    def _judge(self, node: str, each: Watched, vital: Vital, seconds: float) -> Finding | None:
+        each.stopped_s = each.stopped_s + seconds if vital.status in STOPPED else 0.0
+        used_s, each.cpu_s = vital.cpu_s - each.cpu_s, vital.cpu_s
+        is_at_work = vital.status in AT_WORK or used_s > LIVE_SHARE * seconds
+        each.idle_s = 0.0 if is_at_work or not each.late else each.idle_s + seconds
+        if each.stopped_s >= self._stopped_after_s:
+            detail = f"process {each.pid} is in state T (SIGSTOP)"
+            return Finding((each.life,), (each.pid,), "stopped", node, detail)
+        if each.late and each.idle_s >= self._hung_after_s:
+            detail = f"{each.late} is late, and process {each.pid} has not computed for {each.idle_s:.0f} s"
+            return Finding((each.life,), (each.pid,), "hung", node, detail)
+        return None

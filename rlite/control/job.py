@@ -1,0 +1,210 @@
+"""`RLJob.submit`: check the cluster, start the job's master, and wait for the result."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlite.config import load
+from rlite.control.classes import JobClasses, trainer_class, workload_class
+from rlite.control.layout import check_capacity
+from rlite.control.plan import JobPlan
+from rlite.control.spec import JobSpec
+from rlite.errors import CallTimeout, ConfigError, RliteError
+from rlite.recovery.record import JobRecord, LogEntry
+from rlite.recovery.store import check_name
+
+WAIT_S = 5.0
+"""for which one question about a job's end waits"""
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """End of a job."""
+
+    succeeded: bool
+    """the trainer's `fit` returned"""
+    restarts: int
+    """how often `init` and `fit` ran again"""
+    events: tuple[LogEntry, ...]
+    """what happened, and what was decided"""
+    error: str = ""
+    """why the job did not succeed"""
+
+    def __str__(self) -> str:
+        end = "succeeded" if self.succeeded else f"failed: {self.error}"
+        lines = "".join(f"\n{entry}" for entry in self.events)
+        return f"job {end}; restarts of the trainer: {self.restarts}{lines}"
+
+
+class JobHandle:
+    """A submitted job."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._fleet = _ray("fleet")
+
+    def record(self) -> JobRecord:
+        """Return the job's state and log."""
+        return self._ask("record")
+
+    def devices(self) -> dict[str, list[str]]:
+        """Return the devices of the workloads, by role."""
+        return self._ask("placement")
+
+    def stop(self, why: str = "stopped on request") -> None:
+        """End the job. `result` waits for the end."""
+        self._ask("stop", why)
+
+    def result(self, timeout: float | None = None) -> JobResult:
+        """Wait for the job's end, and end its master.
+
+        Args:
+            timeout: seconds; None waits as long as the job runs.
+
+        Returns:
+            The result.
+
+        Raises:
+            CallTimeout: the job still runs.
+        """
+        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while True:
+            left = max(deadline - time.monotonic(), 0.0)
+            record: JobRecord = self._ask("wait", min(WAIT_S, left))
+            if record.state.has_ended:
+                break
+            if left == 0.0:
+                raise CallTimeout(f"job {self.name!r} still runs after {timeout:g} s; stop() ends it")
+        processes = self._fleet.Fleet(self.name)
+        processes.kill(lambda name: name == "master")  # first, so that it starts nothing more
+        processes.kill(lambda _: True)
+        processes.release(lambda _: True)
+        self._fleet.drop_plan(self.name)
+        state = record.state
+        return JobResult(state.stage == "FINISHED", state.restarts, record.log, state.error)
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        return self._fleet.Service(self.name).ask(method, *args)
+
+
+class RLJob:
+    """A job that was checked. `RLJobBuilder` and `read_job` make it."""
+
+    def __init__(self, spec: JobSpec, classes: JobClasses) -> None:
+        self.spec = spec
+        self.classes = classes
+        self.layout = spec.layout()
+
+    def submit(
+        self,
+        job_name: str = "rlite-job",
+        blocking: bool = True,
+        job_max_restart: int = 10,
+        address: str | None = None,
+    ) -> JobResult | JobHandle:
+        """Run the job on a Ray cluster: the connected one, the one at `address`, or one that is started for it.
+
+        Args:
+            job_name: name of the job, unique among the running jobs of the cluster.
+            blocking: wait for the result. If the wait is interrupted, the job ends.
+            job_max_restart: restarts of the job, after which a failure ends it.
+            address: of a running cluster; default: RAY_ADDRESS, or a cluster that `ray start` left on this machine.
+
+        Returns:
+            The result, or a handle if not `blocking`.
+
+        Raises:
+            ConfigError: the name is taken or not valid, or Ray is not installed.
+        """
+        check_name(job_name)
+        if not isinstance(job_max_restart, int) or isinstance(job_max_restart, bool) or job_max_restart < 0:
+            raise ConfigError(f"job_max_restart={job_max_restart!r}: expected a number of restarts, 0 or more")
+        connect(self.spec, address)
+        fleet = _ray("fleet")
+        kind = self.spec.device_type
+        check_capacity(self.layout, fleet.capacities(self.spec.device_kind), kind)
+        processes = fleet.Fleet(job_name)
+        if "master" in processes.names():
+            raise ConfigError(f"job_name={job_name!r}: a job of this name runs on the cluster; choose another")
+        plan = JobPlan(
+            job_name, uuid.uuid4().hex, self.spec, self.classes, self.layout, self.spec.policy(job_max_restart)
+        )
+        fleet.keep_plan(job_name, plan)
+        processes.serve(MasterFactory(job_name))
+        handle = JobHandle(job_name)
+        if not blocking:
+            return handle
+        try:
+            return handle.result()
+        except BaseException:
+            self._abandon(handle)
+            raise
+
+    def _abandon(self, handle: JobHandle) -> None:
+        """End a job whose submitter does not wait any more."""
+        try:
+            handle.stop("its submitter was interrupted")
+            handle.result(timeout=60.0)
+        except RliteError:  # the cluster is gone, or does not answer; the first error counts
+            return
+
+
+@dataclass(frozen=True)
+class MasterFactory:
+    """Maker of a master, in its own process."""
+
+    job: str
+
+    def __call__(self) -> Any:
+        """Return the master."""
+        return importlib.import_module("rlite.control.master").Master(self.job)
+
+
+def read_job(argv: Sequence[str]) -> RLJob:
+    """Return the job of a spec: `read_job(["--config", "job.yaml", "config.lr=1e-6"])`.
+
+    Raises:
+        ConfigError: something is missing or wrong.
+    """
+    return job_of(load(JobSpec, argv))
+
+
+def job_of(spec: JobSpec) -> RLJob:
+    """Return the job of a spec, with the classes that it names.
+
+    Raises:
+        ConfigError: a class cannot be imported, or is none of ours.
+    """
+    workloads = {role: workload_class(role, each.workload) for role, each in spec.roles().items()}
+    return RLJob(spec, JobClasses(trainer_class(spec.trainer), workloads))
+
+
+def connect(spec: JobSpec | None, address: str | None) -> None:
+    """Connect this program to Ray until `rlite.shutdown()`. Without a running cluster, start one as large as the job.
+
+    Args:
+        spec: the job; None: there must be a running cluster.
+        address: of a running cluster.
+
+    Raises:
+        ConfigError: Ray is not installed, or no cluster answers.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("the control plane needs Ray: pip install 'rlite[ray]'")
+    connection = _ray("connection")
+    if spec is None:
+        made = connection.RayConnection("cpu", None, address, may_start=False)
+    else:
+        made = connection.RayConnection(spec.device_kind, spec.node_num * spec.device_per_node, address)
+    importlib.import_module("rlite.cluster.session").at_shutdown(made.close)
+
+
+def _ray(module: str) -> Any:
+    """Return a module that needs Ray, which is optional and heavy."""
+    return importlib.import_module(f"rlite.cluster.ray.{module}")

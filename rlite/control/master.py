@@ -1,0 +1,347 @@
+"""`Master`: the one owner of a job's processes. It turns what happens into events and performs what `decide` returns.
+
+    deaths (Ray) ┐
+    trainer      ├─> events ──> decide(state, event, policy) ──> record in the store ──> actions, each in a thread
+    node agents  ┘      ^                                                                  │
+                        └───────────────── recovered / recovery failed ────────────────────┘
+
+One thread handles events, so that the state has one writer. The record is stored before an action begins. A master that
+Ray restarts reads the record, finds the processes by their names, and goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rlite.cluster.host import Whereabouts
+from rlite.cluster.ray.fleet import Fleet, RayStore, kept_plan
+from rlite.control.health import Judge, Vital
+from rlite.control.plan import TRAINER, JobPlan, trainer_life
+from rlite.control.processes import JobProcesses, ProcessView
+from rlite.control.roles import RLRoleType
+from rlite.errors import CallTimeout, StorageError, WorkerError
+from rlite.recovery.failover import (
+    JOB,
+    Action,
+    CreateJob,
+    EndJob,
+    Event,
+    JobState,
+    JobSubmitted,
+    MasterRestarted,
+    Recovered,
+    RecoveryFailed,
+    RestartRole,
+    RestartWorkload,
+    StartTrainer,
+    StopRequested,
+    TrainerBegun,
+    TrainerFailed,
+    TrainerFinished,
+    WorkloadId,
+    WorkloadsFailed,
+    decide,
+)
+from rlite.recovery.record import JobRecord, LogEntry, load_record, save_record
+from rlite.recovery.store import FileStore, MemoryStore, StateStore
+
+logger = logging.getLogger(__name__)
+
+TRAINER_WAIT_S = 5.0
+"""for which one question about the end of the trainer waits"""
+ANSWER_S = 15.0
+"""in which a process has to answer a new master"""
+TICK_S = 1.0
+"""between two looks at the processes"""
+
+
+def make_store(kind: str) -> StateStore:
+    """Return the state store of a job spec's `store`."""
+    if kind == "ray":
+        return RayStore()
+    return MemoryStore() if kind == "memory" else FileStore(kind)
+
+
+class Master:
+    """Worker of the master's process. Its public methods are called from other processes."""
+
+    def __init__(self, job: str) -> None:
+        self._plan: JobPlan = kept_plan(job)
+        self._store = make_store(self._plan.spec.store)
+        self._processes = JobProcesses(self._plan, Fleet(job))
+        health = self._plan.spec.health
+        self._judge = Judge(health.stopped_after, health.silent_after, health.hung_after)
+        self._events: queue.Queue[Event | Callable[[], None]] = queue.Queue()
+        self._changed = threading.Condition()
+        stored = load_record(self._store, job)
+        if stored is not None and stored.submission != self._plan.submission:
+            stored = None  # of an earlier job with this name
+        self._record = stored or JobRecord(self._plan.submission)
+        self._recovering = threading.Lock()
+        self._died_early: dict[WorkloadId, str] = {}
+        """nodes of processes that died while they, or their role or job, were made"""
+        self._looked_at = time.monotonic()
+        self._looks: dict[str, Future[Any]] = {}
+        self._events.put(JobSubmitted(time.time()) if stored is None else MasterRestarted(time.time()))
+        if self._record.state.stage == "RUNNING":
+            self._events.put(self._adopt)
+        threading.Thread(target=self._run, name="rlite-master", daemon=True).start()
+
+    # Calls from other processes
+
+    def record(self) -> JobRecord:
+        """Return the job's state and log."""
+        return self._record
+
+    def wait(self, seconds: float) -> JobRecord:
+        """Return the record when the job has ended, or after some seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._record.state.has_ended, seconds)
+        return self._record
+
+    def stop(self, why: str) -> None:
+        """End the job."""
+        self._events.put(StopRequested(time.time(), why))
+
+    def placement(self) -> dict[str, list[str]]:
+        """Return the devices of the workloads, by role."""
+        return self._processes.devices()
+
+    def report_late(self, role: str, ranks: list[int], method: str, timeout: float) -> None:
+        """Take in that workloads did not answer a call in its declared time.
+
+        Args:
+            role: their role.
+            ranks: the late ranks.
+            method: the method that was called.
+            timeout: the declared time, in seconds.
+        """
+        self._events.put(lambda: self._note_late(role, ranks, f"{method} (limit {timeout:g} s)"))
+
+    # The loop
+
+    def _run(self) -> None:
+        while not self._record.state.has_ended:
+            try:
+                item = self._events.get(timeout=max(self._looked_at + TICK_S - time.monotonic(), 0.0))
+                item() if callable(item) else self._handle(item)
+                for life, node in [self._died_early.popitem() for _ in range(len(self._died_early))]:
+                    self._on_death(life, node)
+            except queue.Empty:
+                self._look()
+            except Exception as error:  # the master's own failure must not leave a job without an owner
+                logger.exception("the master of job %s failed", self._plan.name)
+                with suppress(StorageError):  # the end then stands in memory alone
+                    self._handle(StopRequested(time.time(), f"the master failed: {type(error).__name__}: {error}"))
+
+    @property
+    def _state(self) -> JobState:
+        return self._record.state
+
+    def _handle(self, event: Event) -> None:
+        decision = decide(self._state, event, self._plan.policy)
+        if decision.is_stale and isinstance(event, WorkloadsFailed):
+            return  # the end of a process that the job itself ended
+        stage = decision.state.stage
+        entry = LogEntry(event.at, stage, str(event), decision.why, _detail(event))
+        if any(isinstance(action, EndJob) for action in decision.actions):
+            self._processes.end()  # before the end is announced
+        with self._changed:
+            self._record = replace(self._record.noted(entry), state=decision.state)
+            try:
+                save_record(self._store, self._plan.name, self._record)
+            finally:
+                self._changed.notify_all()
+        self._judge.forget(lambda life: not self._is_wanted(life))
+        for action in decision.actions:
+            if not isinstance(action, EndJob):
+                self._in_thread(self._perform, action)
+
+    def _is_wanted(self, life: WorkloadId) -> bool:
+        return life == trainer_life(self._state.run) if life.role == TRAINER else self._state.is_current(life)
+
+    def _note(self, event: str, detail: str = "") -> None:
+        with self._changed:
+            self._record = self._record.noted(LogEntry(time.time(), self._state.stage, event, "", detail))
+            save_record(self._store, self._plan.name, self._record)
+
+    # Actions
+
+    def _perform(self, action: Action) -> None:
+        if isinstance(action, StartTrainer):
+            self._start_trainer(action)
+            return
+        assert not isinstance(action, EndJob)
+        try:
+            self._recover(action)
+        except Exception as error:  # the boundary: any failure of a recovery is an event
+            is_raised = not isinstance(error, WorkerError | CallTimeout)
+            detail = f"{type(error).__name__}: {error}"
+            self._events.put(RecoveryFailed(time.time(), action.ticket, detail, is_raised))
+        else:
+            self._events.put(Recovered(time.time(), action.ticket))
+
+    def _recover(self, action: CreateJob | RestartRole | RestartWorkload) -> None:
+        processes = self._processes
+        if isinstance(action, CreateJob):
+            processes.end_other_attempts(action.attempt)  # which also ends a creation under way
+        time.sleep(action.delay_s)
+        with self._recovering:
+            state = self._state
+            if action.ticket not in state.recoveries.values():
+                return
+            processes.reserve(state.excluded_nodes)
+            match action:
+                case CreateJob():
+                    processes.end_other_attempts(action.attempt)
+                    processes.create(self._lives(state), self._watch)
+                case RestartRole():
+                    role = RLRoleType(action.role)
+                    processes.end_role(role)
+                    processes.create({role: self._lives(state)[role]}, self._watch)
+                    processes.renew_trainer(role)
+                case RestartWorkload():
+                    role = RLRoleType(action.workload.role)
+                    processes.replace_workload(role, action.workload, self._watch)
+                    processes.renew_trainer(role)
+
+    def _lives(self, state: JobState) -> dict[RLRoleType, list[WorkloadId]]:
+        """Return the current life of every workload."""
+        seats = self._plan.layout.seats
+        return {role: [state.life(str(role), rank) for rank in range(len(seats[role]))] for role in seats}
+
+    def _watch(self, life: WorkloadId, process: ProcessView) -> None:
+        """Observe a process, as soon as it says where it is."""
+        process.death.add_done_callback(lambda _: self._events.put(partial(self._on_death, life, process.node)))
+        process.look.add_done_callback(lambda look: self._events.put(partial(self._watch_at, life, look)))
+
+    def _watch_at(self, life: WorkloadId, look: Future[Whereabouts]) -> None:
+        if look.exception() is None and self._is_wanted(life):
+            self._judge.watch(life, look.result().node, look.result().pid)
+
+    def _on_death(self, life: WorkloadId, node: str) -> None:
+        if life.role == TRAINER or not self._is_wanted(life):  # `_follow_trainer` reports the trainer's end
+            return
+        if {JOB, life.role, f"{life.role}/{life.rank}"} & self._state.recoveries.keys():
+            self._died_early[life] = node  # the recovery will fail and say why
+        else:
+            spare = self._has_spare(node)
+            self._handle(WorkloadsFailed(time.time(), (life,), "dead", node, has_spare_node=spare))
+
+    def _has_spare(self, node: str) -> bool:
+        excluded = len({*self._state.excluded_nodes, node})
+        return self._processes.num_nodes() - excluded >= len(self._plan.bundles())
+
+    def _start_trainer(self, action: StartTrainer) -> None:
+        time.sleep(action.delay_s)
+        run = action.run
+        if run != self._state.run or self._state.is_trainer_waiting:
+            return
+        try:
+            self._processes.start_trainer(run)
+        except Exception as error:  # the boundary: the trainer's constructor may raise anything
+            self._events.put(TrainerFailed(time.time(), run, f"{type(error).__name__}: {error}"))
+            return
+        self._follow_trainer(run)
+
+    def _follow_trainer(self, run: int) -> None:
+        """Report the beginning and the end of a run, and let it begin if it has not."""
+        try:
+            outcome = self._processes.ask_trainer(0.0)
+            if outcome.progress == "new":
+                self._events.put(TrainerBegun(time.time(), run, outcome.is_recoverable))
+                self._processes.run_trainer()
+            self._watch(trainer_life(run), self._processes.view_of_trainer())
+            while outcome.progress not in ("finished", "raised"):
+                outcome = self._processes.ask_trainer(TRAINER_WAIT_S)
+        except Exception as error:  # the boundary: the process has ended, or the user's code raised
+            self._events.put(TrainerFailed(time.time(), run, f"{type(error).__name__}: {error}"))
+            return
+        if outcome.progress == "finished":
+            self._events.put(TrainerFinished(time.time(), run))
+        else:
+            self._events.put(TrainerFailed(time.time(), run, outcome.error, outcome.trace))
+
+    def _adopt(self) -> None:
+        """Take the processes of a running job over from a master that was killed."""
+        state = self._state
+        self._processes.reserve(state.excluded_nodes)
+        views = self._processes.adopt(self._lives(state))
+        for life, view in views.items():
+            if state.is_current(life):
+                self._watch(life, view)
+        self._in_thread(self._expect_answers, {life: view.look for life, view in views.items()})
+        if self._processes.adopt_trainer(state.run):
+            self._in_thread(self._follow_trainer, state.run)
+        else:
+            why = "its process ended while the master was restarted"
+            self._events.put(TrainerFailed(time.time(), state.run, why))
+
+    def _expect_answers(self, looks: Mapping[WorkloadId, Future[Any]]) -> None:
+        """Count processes as stopped that do not answer a new master."""
+        wait(looks.values(), ANSWER_S)
+        silent = tuple(life for life, look in looks.items() if not look.done())
+        if silent:
+            detail = f"no answer to the new master within {ANSWER_S:g} s"
+            self._events.put(WorkloadsFailed(time.time(), silent, "stopped", detail=detail))
+
+    def _in_thread(self, act: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=act, args=args, name="rlite-action", daemon=True).start()
+
+    # Health
+
+    def _look(self) -> None:
+        """Take in the agents' reports and ask for the next ones."""
+        now = time.monotonic()
+        seconds, self._looked_at = min(now - self._looked_at, 2 * TICK_S), now
+        pids = self._judge.pids()
+        for node in pids:
+            asked = self._looks.get(node)
+            if asked is not None and asked.done() and asked.exception() is not None:
+                self._judge.restart(node)  # Ray restarts an agent that died; it reports the death of a node itself
+            elif asked is not None:
+                self._take_in(node, asked.result().value if asked.done() else None, seconds)
+            if asked is None or asked.done():
+                self._looks[node] = self._processes.look_on(node, pids[node])
+        self._looks = {node: asked for node, asked in self._looks.items() if node in pids}
+        for life in self._judge.late():
+            if life.role != TRAINER and self._processes.is_idle(RLRoleType(life.role), life.rank):
+                self._judge.note_late(life, "")
+                self._note(f"{life} answered late")
+
+    def _take_in(self, node: str, vitals: Mapping[int, Vital] | None, seconds: float) -> None:
+        for finding in self._judge.observe(node, vitals, seconds):
+            detail = finding.detail
+            if finding.condition == "hung":
+                detail += "\n" + self._stack(finding.lives[0])
+            if vitals is not None:
+                self._processes.kill_on(node, finding.pids)
+            if any(life.role == TRAINER for life in finding.lives):
+                self._handle(TrainerFailed(time.time(), self._state.run, f"{finding.condition}: {finding.detail}"))
+            lives = tuple(life for life in finding.lives if life.role != TRAINER)
+            if lives:
+                spare = self._has_spare(node)
+                self._handle(WorkloadsFailed(time.time(), lives, finding.condition, node, detail, spare))
+
+    def _note_late(self, role: str, ranks: list[int], call: str) -> None:
+        for life in [self._state.life(role, rank) for rank in ranks]:
+            self._judge.note_late(life, call)
+            self._note(f"{life} is late: {call}", self._stack(life))
+
+    def _stack(self, life: WorkloadId) -> str:
+        return self._processes.stack(RLRoleType(life.role), life.rank)
+
+
+def _detail(event: Event) -> str:
+    if isinstance(event, TrainerFailed):
+        return event.trace
+    return event.detail.partition("\n")[2] if isinstance(event, WorkloadsFailed) else ""

@@ -1,0 +1,55 @@
+"""`JobPlan`: everything that a job's master needs, and the names of the job's processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlite.control.classes import JobClasses
+from rlite.control.layout import Layout
+from rlite.control.roles import RLRoleType
+from rlite.control.spec import JobSpec
+from rlite.recovery.failover import FailoverPolicy, WorkloadId
+
+TRAINER = "TRAINER"
+"""role of the trainer's process, in identities and names"""
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """A job that was checked and named."""
+
+    name: str
+    submission: str
+    """unique id of this submission"""
+    spec: JobSpec
+    classes: JobClasses
+    layout: Layout
+    policy: FailoverPolicy
+
+    def bundles(self) -> dict[int, list[dict[str, float]]]:
+        """Return the resources to reserve for each device, by node. Nodes without workloads are left out."""
+        kind: str = self.spec.device_type
+        bundles = {
+            node: [{kind: 1.0} for _ in range(count)] for node, count in enumerate(self.layout.num_devices) if count
+        }
+        for role, seats in self.layout.seats.items():
+            more = {name: amount for name, amount in self.spec.resource_of(role).items() if name != kind and amount}
+            for seat in seats if more else ():
+                bundle = bundles[seat.node][seat.device]
+                bundle |= {name: bundle.get(name, 0.0) + amount for name, amount in more.items()}
+        return bundles
+
+    def env(self, role: RLRoleType | None = None) -> dict[str, str]:
+        """Return the environment variables of a role's workloads, or of the trainer."""
+        own = {} if role is None else self.spec.roles()[role].env
+        return {name: str(value) for name, value in {**self.spec.global_env, **own}.items()}
+
+
+def actor_name(life: WorkloadId) -> str:
+    """Return the name of a process within its job: "2.0.1/ACTOR-3"."""
+    return f"{life.attempt}.{life.epoch}.{life.incarnation}/{life.role}-{life.rank}"
+
+
+def trainer_life(run: int) -> WorkloadId:
+    """Return the identity of a trainer's process."""
+    return WorkloadId(TRAINER, 0, incarnation=run)

@@ -1,0 +1,300 @@
+"""Processes of a job as its master holds them: workloads by role, the trainer, and an agent on each node."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from rlite.cluster.group import WorkerGroup, apply_on_processes, worker_name
+from rlite.cluster.host import Outcome, Whereabouts, WorkerHost
+from rlite.cluster.placement import Device
+from rlite.cluster.ray.fleet import SERVICE_KEY, Fleet, Reserved, Service, device_of, living_nodes, value_of
+from rlite.cluster.ray.host import HostActor, RayHandle, handle_of, hosting
+from rlite.control.health import NodeAgent
+from rlite.control.plan import TRAINER, JobPlan, actor_name, trainer_life
+from rlite.control.roles import RLRoleType
+from rlite.control.trainer_process import RoleActors, TrainerFactory, TrainerOutcome
+from rlite.control.workload import WorkloadFactory, hold_port
+from rlite.recovery.failover import WorkloadId
+
+GPU_SHARE = 0.02
+"""of a device's Ray resource per workload, so that several share it"""
+LOOK_S = 5.0
+"""how long a process may take to say where it is"""
+END_S = 15.0
+"""how long processes may take to end"""
+TRAINER_KEY = (TRAINER, 0)
+T = TypeVar("T")
+Lives = Mapping[RLRoleType, Sequence[WorkloadId]]
+
+
+@dataclass(frozen=True)
+class ProcessView:
+    """A process, as the master watches it."""
+
+    node: str
+    """id of the node, if it is known"""
+    death: Future[Any]
+    """raises WorkerDied when the process is gone"""
+    look: Future[Whereabouts]
+    """position, as soon as the process runs"""
+
+
+OnStart = Callable[[WorkloadId, ProcessView], None]
+
+
+class JobProcesses:
+    """All processes of a job. Threads of several actions may use it at the same time."""
+
+    def __init__(self, plan: JobPlan, fleet: Fleet) -> None:
+        self._plan = plan
+        self._fleet = fleet
+        self._reserved: dict[int, Reserved] = {}
+        self._groups: dict[RLRoleType, WorkerGroup] = {}
+        self._rendezvous: dict[RLRoleType, tuple[str, int]] = {}
+        self._trainer: RayHandle | None = None
+        self._agents: dict[str, RayHandle] = {}
+        self._lock = threading.Lock()
+        classes = plan.classes.workloads
+        self._actor_classes = {role: hosting(each.cls, each.actor_options) for role, each in classes.items()}
+
+    # Devices
+
+    def reserve(self, avoid: Sequence[str]) -> None:
+        """Hold the job's devices, on nodes that are not excluded."""
+        name = f"devices-{len(avoid)}"
+        with self._lock:
+            self._fleet.release(lambda full: not full.startswith(f"{name}/"))
+            timeout = self._plan.spec.start_timeout
+            self._reserved = self._fleet.reserve(name, self._plan.bundles(), avoid, timeout)
+
+    def num_nodes(self) -> int:
+        """Return the number of living nodes."""
+        return len(living_nodes())
+
+    def devices(self) -> dict[str, list[str]]:
+        """Return the devices of the workloads, by role."""
+        return {str(role): [str(device) for device in group.devices] for role, group in self._groups.items()}
+
+    # Workloads
+
+    def create(self, lives: Lives, on_start: OnStart) -> None:
+        """Make all workloads of some roles. The processes of all roles start together.
+
+        Args:
+            lives: the workloads, in rank order.
+            on_start: called with each process before its workload is made.
+        """
+        groups = {role: self._group(role, [self._start(role, life) for life in each]) for role, each in lives.items()}
+        for role, group in groups.items():
+            self._groups[role] = group
+            for life in lives[role]:
+                on_start(life, self._view(role, life.rank))
+        for role, group in groups.items():
+            self._furnish(role, group, range(len(group)))
+
+    def replace_workload(self, role: RLRoleType, life: WorkloadId, on_start: OnStart) -> None:
+        """Make one workload anew, beside its peers.
+
+        Args:
+            role: its role.
+            life: its new life.
+            on_start: called with the process before the workload is made.
+        """
+        suffix = f"/{role}-{life.rank}"
+        self._fleet.kill(lambda name: name.endswith(suffix) and name != actor_name(life))
+        old = self._groups[role]
+        wait([old.handles[life.rank].death], END_S)
+        handles = list(old.handles)
+        handles[life.rank] = self._start(role, life)
+        self._groups[role] = self._group(role, handles)
+        on_start(life, self._view(role, life.rank))
+        self._furnish(role, self._groups[role], [life.rank])
+
+    def end_role(self, role: RLRoleType) -> None:
+        """End all workloads of a role."""
+        self._end(lambda name: f"/{role}-" in name, [self._groups[role]] if role in self._groups else [])
+
+    def end_other_attempts(self, attempt: int) -> None:
+        """End the trainer and all workloads that do not belong to an attempt."""
+        own = f"{attempt}."
+        groups = list(self._groups.values())
+        self._end(lambda name: "/" in name and (TRAINER in name or not name.startswith(own)), groups)
+
+    def end(self) -> None:
+        """End every process of the job except the master, and return the devices."""
+        self._end(lambda name: name != "master", list(self._groups.values()))
+        self._fleet.release(lambda _: True)
+
+    def stack(self, role: RLRoleType, rank: int) -> str:
+        """Return the stack of a workload's call under way, for a person."""
+        handle: Any = self._groups[role].handles[rank]
+        (at,) = _answers([handle.look(with_stack=True)])
+        return "no stack: the process is stopped, or native code holds Python's lock" if at is None else at.stack
+
+    def is_idle(self, role: RLRoleType, rank: int) -> bool:
+        """Return True if a workload has no call under way."""
+        (at,) = _answers([self._groups[role].handles[rank].look()], 1.0)
+        return at is not None and not at.place
+
+    def adopt(self, lives: Lives) -> dict[WorkloadId, ProcessView]:
+        """Return the processes that another master started, and use them."""
+        for role, each in lives.items():
+            handles = [
+                handle_of(self._fleet.find(actor_name(life)), worker_name(str(role), life.rank, device))
+                for life, device in self._seated(role, each)
+            ]
+            self._groups[role] = self._group(role, handles)
+            told = _values([h.aside((str(role), rank), "_told_rendezvous") for rank, h in enumerate(handles)])
+            if told:
+                self._rendezvous[role] = told[0]
+        return {life: self._view(role, life.rank) for role, each in lives.items() for life in each}
+
+    # The trainer
+
+    def start_trainer(self, run: int) -> None:
+        """Start the trainer's process and make the trainer. Another trainer of the job is ended before."""
+        self._fleet.kill(lambda name: TRAINER in name)
+        if self._trainer is not None:
+            wait([self._trainer.death], END_S)
+        plan = self._plan
+        actor = self._fleet.start(actor_name(trainer_life(run)), HostActor, None, 0.0, plan.env())
+        self._trainer = RayHandle(actor, TRAINER)
+        group = WorkerGroup(TRAINER, [Device("", 0)], [self._trainer], plan.spec.start_timeout)
+        factory = TrainerFactory(
+            cls=plan.classes.trainer,
+            config=plan.spec.config,
+            classes={role: each.cls for role, each in plan.classes.workloads.items()},
+            resources={role: plan.spec.resource_of(role) for role in plan.spec.roles()},
+            roles={role: self._actors(role) for role in self._groups},
+            call_timeout=plan.spec.call_timeout,
+            make_handle=handle_of,
+            report_late=partial(Service(plan.name).tell, "report_late"),
+        )
+        group.create(factory, ["cpu"], [0], [0], plan.spec.start_timeout)
+
+    def adopt_trainer(self, run: int) -> bool:
+        """Return True if the trainer's process exists, and use it."""
+        actor = self._fleet.find(actor_name(trainer_life(run)))
+        self._trainer = None if actor is None else RayHandle(actor, TRAINER)
+        return self._trainer is not None
+
+    def run_trainer(self) -> None:
+        """Let the trainer run `init` and `fit`; returns at once."""
+        assert self._trainer is not None
+        self._trainer.submit(WorkerHost.call, TRAINER_KEY, "run", (), {})
+
+    def ask_trainer(self, wait_s: float) -> TrainerOutcome:
+        """Return the state of the trainer's run, at its end or after some seconds.
+
+        Raises:
+            WorkerDied: the process has ended.
+        """
+        assert self._trainer is not None
+        return value_of(self._trainer.aside(TRAINER_KEY, "outcome", wait_s), TRAINER)
+
+    def view_of_trainer(self) -> ProcessView:
+        """Return the trainer's process."""
+        assert self._trainer is not None
+        return ProcessView("", self._trainer.death, self._trainer.look())
+
+    def renew_trainer(self, role: RLRoleType) -> None:
+        """Let a running trainer call the new processes of a role."""
+        if self._trainer is not None and not self._trainer.death.done():
+            wait([self._trainer.aside(TRAINER_KEY, "renew", role, self._actors(role))], END_S)
+
+    # Agents
+
+    def look_on(self, node: str, pids: Sequence[int]) -> Future[Outcome]:
+        """Return the answer of a node's agent about processes."""
+        return self._agent(node).aside(SERVICE_KEY, "look", list(pids))
+
+    def kill_on(self, node: str, pids: Sequence[int]) -> None:
+        """Let a node's agent kill processes, which Ray cannot end while they are stopped."""
+        wait([self._agent(node).aside(SERVICE_KEY, "kill", list(pids))], LOOK_S)
+
+    def _agent(self, node: str) -> RayHandle:
+        if node not in self._agents:
+            self._agents[node] = self._fleet.start_on_node(f"agent-{node}", node, NodeAgent)
+        return self._agents[node]
+
+    # Parts
+
+    def _view(self, role: RLRoleType, rank: int) -> ProcessView:
+        group = self._groups[role]
+        return ProcessView(group.devices[rank].node, group.handles[rank].death, group.handles[rank].look())
+
+    def _start(self, role: RLRoleType, life: WorkloadId) -> RayHandle:
+        plan = self._plan
+        seat = plan.layout.seats[role][life.rank]
+
+        place = (self._reserved[seat.node], seat.device)
+        share = 0.0 if plan.spec.device_kind == "cpu" else GPU_SHARE
+
+        actor = self._fleet.start(actor_name(life), self._actor_classes[role], place, share, plan.env(role))
+        ((_, device),) = self._seated(role, [life])
+        return RayHandle(actor, worker_name(str(role), life.rank, device))
+
+    def _seated(self, role: RLRoleType, lives: Iterable[WorkloadId]) -> list[tuple[WorkloadId, Device]]:
+        seats, kind = self._plan.layout.seats[role], self._plan.spec.device_kind
+        places = [(life, seats[life.rank]) for life in lives]
+        return [(life, device_of(self._reserved[seat.node], seat.device, kind)) for life, seat in places]
+
+    def _group(self, role: RLRoleType, handles: Sequence[Any]) -> WorkerGroup:
+        lives = [WorkloadId(role, rank) for rank in range(len(handles))]
+        devices = [device for _, device in self._seated(role, lives)]
+        group = WorkerGroup(str(role), devices, handles, self._plan.spec.start_timeout)
+        group.divide(1)
+        return group
+
+    def _furnish(self, role: RLRoleType, group: WorkerGroup, ranks: Sequence[int]) -> None:
+        """Make the workloads in started processes, with a rendezvous at rank 0."""
+        plan, timeout = self._plan, self._plan.spec.start_timeout
+        if 0 in ranks:
+            is_one_node = len({device.node for device in group.devices}) == 1
+            address = "127.0.0.1" if is_one_node else group.devices[0].ip
+            before = self._rendezvous.get(role, ("", 0))
+            wanted = before[1] if len(ranks) < len(group) and before[0] == address else 0
+            (port,) = apply_on_processes(
+                [(group, 0, (), (address, wanted))], hold_port, [group], "keep a port", timeout
+            )
+            self._rendezvous[role] = (address, port)
+        factory = WorkloadFactory(
+            cls=plan.classes.workloads[role].cls,
+            role=role,
+            config=plan.spec.config,
+            master=Service(plan.name).actor,
+            local_ranks=plan.layout.local_ranks(role),
+            rendezvous=self._rendezvous[role],
+            collocation=plan.spec.collocation_of(role),
+        )
+        torch_device = "cpu" if plan.spec.device_kind == "cpu" else "cuda:0"
+        count = len(group)
+        group.create(factory, [torch_device] * count, [0] * count, range(count), timeout, list(ranks))
+
+    def _actors(self, role: RLRoleType) -> RoleActors:
+        group = self._groups[role]
+        handles: Sequence[Any] = group.handles
+        return RoleActors(group.name, tuple(handle.actor for handle in handles), group.devices)
+
+    def _end(self, is_chosen: Callable[[str], bool], groups: Sequence[WorkerGroup]) -> None:
+        """End actors by name, and wait until the processes of these groups are gone."""
+        self._fleet.kill(is_chosen)
+        deaths = [handle.death for group in groups for handle in group.handles]
+        if self._trainer is not None and is_chosen(f"/{TRAINER}-0"):
+            deaths.append(self._trainer.death)
+        wait(deaths, END_S)
+
+
+def _answers(looks: Sequence[Future[T]], timeout: float = LOOK_S) -> list[T | None]:
+    wait(looks, timeout)
+    return [look.result() if look.done() and look.exception() is None else None for look in looks]
+
+
+def _values(answers: Sequence[Future[Outcome]]) -> list[Any]:
+    """Return the values of the calls that end well in time."""
+    return [found.value for found in _answers(answers) if found is not None and found.error is None]

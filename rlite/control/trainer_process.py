@@ -1,0 +1,133 @@
+"""Process of a trainer: it makes the trainer, binds role groups to it, runs `init` and `fit`, and keeps the outcome."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+
+from rlite.cluster.group import WorkerGroup
+from rlite.cluster.host import WorkerContext
+from rlite.cluster.placement import Device
+from rlite.control.role_group import RoleGroup, role_groups
+from rlite.control.roles import RLRoleType
+from rlite.control.trainer import BaseTrainer
+from rlite.errors import RliteError
+
+Progress = Literal["new", "running", "finished", "raised"]
+
+
+@dataclass(frozen=True)
+class RoleActors:
+    """Processes of a role's workloads."""
+
+    name: str
+    """name of their worker group"""
+    actors: tuple[Any, ...]
+    """Ray actor handles, in rank order"""
+    devices: tuple[Device, ...]
+
+
+@dataclass(frozen=True)
+class TrainerOutcome:
+    """State of a trainer's run."""
+
+    progress: Progress
+    is_recoverable: bool = False
+    error: str = ""
+    """type and message of the exception"""
+    trace: str = ""
+
+
+@dataclass(frozen=True)
+class TrainerFactory:
+    """Maker of a trainer's process."""
+
+    cls: type[BaseTrainer]
+    config: Mapping[str, Any]
+    classes: Mapping[RLRoleType, type]
+    resources: Mapping[RLRoleType, Mapping[str, float]]
+    roles: Mapping[RLRoleType, RoleActors]
+    call_timeout: float
+    make_handle: Callable[[Any, str], Any]
+    """makes a worker handle of an actor and its name"""
+    report_late: Callable[[str, list[int], str, float], None]
+    """tells the master that calls are late"""
+
+    def __call__(self, context: WorkerContext) -> TrainerProcess:
+        """Return the process's worker."""
+        return TrainerProcess(self)
+
+
+class TrainerProcess:
+    """Worker of the trainer's process. `run` is called in order, the other methods beside it."""
+
+    def __init__(self, factory: TrainerFactory) -> None:
+        self._factory = factory
+        self._progress: Progress = "new"
+        self._error = self._trace = ""
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        groups = {
+            role: RoleGroup(role, factory.classes[role], self._group(actors), self._on_late)
+            for role, actors in factory.roles.items()
+        }
+        cls = factory.cls
+        handles = {role: list(actors.actors) for role, actors in factory.roles.items()}
+        self._trainer = cls.__new__(cls)
+        self._trainer._resources = factory.resources
+        self._trainer.__init__(  # type: ignore[misc]
+            handles, dict(factory.classes), OmegaConf.create(dict(factory.config))
+        )
+        self._groups = groups
+        self._trainer._groups = role_groups(groups.values())
+        if not hasattr(self._trainer, "_actor_handles"):
+            raise RliteError(
+                f"{cls.__name__}.__init__ has to call super().__init__(actor_handles, actor_classes, config)"
+            )
+
+    def run(self) -> None:
+        """Run `init` and `fit`, once."""
+        with self._lock:
+            if self._progress != "new":
+                return
+            self._progress = "running"
+        try:
+            self._trainer.init()
+            self._trainer.fit()
+        except BaseException as error:  # the boundary: the master decides what follows
+            self._error = f"{type(error).__name__}: {error}"
+            self._trace = traceback.format_exc()
+            self._progress = "raised"
+        else:
+            self._progress = "finished"
+        self._ended.set()
+
+    def outcome(self, wait_s: float) -> TrainerOutcome:
+        """Return the state of the run, at its end or after `wait_s` seconds."""
+        self._ended.wait(wait_s)
+        return TrainerOutcome(self._progress, self._trainer.is_recoverable(), self._error, self._trace)
+
+    def renew(self, role: RLRoleType, actors: RoleActors) -> None:
+        """Use new processes of a role.
+
+        Args:
+            role: the role.
+            actors: all of its processes.
+        """
+        self._groups[role]._renew(self._group(actors))
+        self._trainer.actor_handles[role][:] = actors.actors
+
+    def _group(self, role: RoleActors) -> WorkerGroup:
+        names = [f"{role.name} rank {rank}" for rank in range(len(role.actors))]
+        handles: Sequence[Any] = [self._factory.make_handle(*each) for each in zip(role.actors, names, strict=True)]
+        group = WorkerGroup(role.name, role.devices, handles, self._factory.call_timeout)
+        group.divide(1)
+        return group
+
+    def _on_late(self, role: RLRoleType, ranks: list[int], method: str, timeout: float) -> None:
+        self._factory.report_late(str(role), ranks, method, timeout)

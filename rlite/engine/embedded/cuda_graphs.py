@@ -1,0 +1,185 @@
+"""Decode steps captured as CUDA graphs, so that a small model's step costs no kernel launches.
+
+A graph replays the same kernels on the same addresses. A step is captured for a number of rows and a width of cache,
+both rounded up to a bucket. Its inputs are copied into buffers at fixed addresses. Captures are discarded when weights
+or cache move. Weights that are written in place need no new capture. Sampling is not captured.
+
+A step is captured when its buckets first occur. The capture takes as long as a few steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlite.engine.embedded.attention import DecodePlan
+from rlite.engine.embedded.cache import SlotCache
+from rlite.engine.embedded.model import ShardedModel
+
+NARROWEST = 256
+"""positions of the cache that the narrowest capture reads"""
+WARM_UPS = 2
+"""eager steps before a capture, in which libraries allocate their workspaces"""
+
+C = TypeVar("C")
+Addresses = tuple[int, ...]
+
+
+def bucket(num: int, limit: int, smallest: int = 1) -> int:
+    """Return the smallest power-of-two multiple of `smallest` that is at least `num`, but at most `limit`.
+
+    Args:
+        num: size to round up; at most `limit`.
+        limit: largest bucket.
+        smallest: smallest bucket; a power of two.
+    """
+    size = smallest
+    while size < num:
+        size *= 2
+    return min(size, limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Shape of a captured step."""
+
+    rows: int
+    """number of first slots; slots beyond the batch are free, and their results are discarded"""
+    width: int
+    """leading positions of the cache that are read"""
+
+    @classmethod
+    def of(cls, num_rows: int, longest: int, num_slots: int, max_len: int) -> Shape:
+        """Return the shape for a batch.
+
+        Args:
+            num_rows: number of sequences.
+            longest: tokens of the longest sequence, the new token included.
+            num_slots: slots of the cache.
+            max_len: positions of a slot.
+        """
+        return cls(bucket(num_rows, num_slots), bucket(longest, max_len, NARROWEST))
+
+
+class Captures(Generic[C]):
+    """Captures by shape. They are valid as long as the memory that they use stays at its addresses."""
+
+    def __init__(self) -> None:
+        self._addresses: Addresses = ()
+        self._made: dict[Shape, C] = {}
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def get(self, addresses: Addresses, shape: Shape, capture: Callable[[Shape], C]) -> C:
+        """Return the capture of this shape.
+
+        Args:
+            addresses: addresses of the memory that captures use. If they changed, all captures are discarded.
+            shape: shape of the step.
+            capture: makes the capture if there is none.
+        """
+        if addresses != self._addresses:
+            self._made.clear()
+            self._addresses = addresses
+        if shape not in self._made:
+            self._made[shape] = capture(shape)
+        return self._made[shape]
+
+    def clear(self) -> None:
+        """Discard all captures and free their memory."""
+        self._made.clear()
+
+
+def is_capturable(config: Any) -> bool:
+    """Return whether every step of a model runs the same kernels.
+
+    Some rotary embeddings depend on the longest position.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope.get("rope_type", "default") not in ("dynamic", "longrope")
+
+
+def logits_of_fixed_step(
+    model: ShardedModel, cache: SlotCache, tokens: Tensor, positions: Tensor, width: int
+) -> Tensor:
+    """Return logits `[rows, vocabulary]` of the step that is captured: one token of each of the first slots.
+
+    Every row is computed at the same width, so its kernels do not depend on the values of the positions.
+
+    Args:
+        model: the model.
+        cache: the KV cache.
+        tokens: `[rows]`.
+        positions: `[rows]`.
+        width: leading positions of the cache that are read.
+    """
+    return model.logits(tokens, positions, DecodePlan(cache, [width] * len(tokens), positions[None]))
+
+
+class DecodeGraphs:
+    """The captured steps of one model and their input buffers, on one device without tensor parallelism."""
+
+    def __init__(self, model: ShardedModel, num_slots: int) -> None:
+        self._model = model
+        self._num_slots = num_slots
+        self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
+        self._positions = torch.zeros(num_slots, dtype=torch.int64, device=model.device)
+        self.captures: Captures[tuple[torch.cuda.CUDAGraph, Tensor]] = Captures()
+        self._pool: Any = None
+        """memory for intermediate results; captures share it because they never run at the same time"""
+
+    def addresses(self, cache: SlotCache) -> Addresses:
+        """Return the addresses of all memory that a capture reads and writes, except its own buffers."""
+        return (*self._model.addresses(), cache.keys.data_ptr(), cache.values.data_ptr())
+
+    def logits(self, cache: SlotCache, addresses: Addresses, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """Return logits `[rows, vocabulary]` of the first slots as `ShardedModel.logits` does.
+
+        They are valid until the next call.
+
+        Args:
+            cache: the KV cache.
+            addresses: result of `addresses(cache)`.
+            tokens: `[rows]`.
+            positions: `[rows]`.
+            longest: tokens of the longest sequence, the new token included, known without a device synchronisation.
+        """
+        num_rows = len(tokens)
+        shape = Shape.of(num_rows, longest, self._num_slots, cache.max_len)
+        self._tokens[:num_rows].copy_(tokens)
+        self._positions[:num_rows].copy_(positions)
+        self._positions[num_rows : shape.rows].zero_()
+        graph, logits = self.captures.get(addresses, shape, lambda shape: self._capture(cache, shape))
+        graph.replay()
+        return logits[:num_rows]
+
+    def clear(self) -> None:
+        """Free the memory of all captures. Steps are captured again when needed."""
+        self.captures.clear()
+        self._pool = None
+
+    def _capture(self, cache: SlotCache, shape: Shape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        tokens, positions = self._tokens[: shape.rows], self._positions[: shape.rows]
+
+        def step() -> Tensor:
+            return logits_of_fixed_step(self._model, cache, tokens, positions, shape.width)
+
+        with torch.cuda.device(self._model.device):
+            # the inputs are real: a warm-up writes the keys and values that the replay after it writes again
+            aside = torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                for _ in range(WARM_UPS):
+                    step()
+            torch.cuda.current_stream().wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            with torch.cuda.graph(graph, pool=self._pool):
+                logits = step()
+        return graph, logits

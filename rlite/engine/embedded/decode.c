@@ -1,0 +1,131 @@
+/* Attention of one new token per sequence over the slot cache, on CPU in float32; `native.py` compiles and calls it.
+
+   Keys are stored in blocks of BLOCK positions, [head_dim][BLOCK] each, and values as [positions][head_dim]. The query
+   heads that share a key head are computed together, so that each block is read from memory once. The softmax is
+   computed block by block. The order of all sums depends on the sequence alone, not on the batch or the threads. */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+
+struct shape {
+    int64_t num_rows, num_heads, num_kv_heads, head_dim, max_len, window, num_threads;
+    float scale;
+};
+
+/* e^x for x <= 0, with a relative error below 2e-7. NaN stays NaN. */
+static inline lanes exponential(lanes x) {
+    lanes low = (lanes){} - 87.0f;
+    bits is_below = (bits)(x < low);
+    x = (lanes)(((bits)low & is_below) | ((bits)x & ~is_below));
+    lanes shifted = x * 1.44269504f + 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
+    lanes n = shifted - 12582912.0f;
+    lanes r = x - n * 0.693145752f - n * 1.42860677e-6f; /* log 2 in two parts */
+    lanes p = 1.98756915e-4f * r + 1.39819995e-3f;
+    p = p * r + 8.33345190e-3f;
+    p = p * r + 4.16657959e-2f;
+    p = p * r + 1.66666655e-1f;
+    p = p * r + 5.00000012e-1f;
+    p = p * r * r + r + 1.0f;
+    return p * (lanes)(((bits)shifted + 127) << 23);
+}
+
+static inline lanes load(const float *from) { return *(const lanes *)from; }
+
+/* Scores of one block, and their maximum. Positions outside [begin, end) are hidden. */
+static float scores_of(const float *query, const float *keys, int64_t dim, int64_t begin, int64_t end, float *scores) {
+    lanes sums[BLOCK / LANES] = {};
+    for (int64_t d = 0; d < dim; d++)
+        for (int i = 0; i < BLOCK / LANES; i++)
+            sums[i] += query[d] * load(keys + d * BLOCK + i * LANES);
+    memcpy(scores, sums, sizeof sums);
+    float most = -__builtin_inff();
+    for (int64_t j = 0; j < BLOCK; j++) {
+        if (j < begin || j >= end)
+            scores[j] = -__builtin_inff();
+        most = scores[j] > most ? scores[j] : most;
+    }
+    return most;
+}
+
+/* sums += weights @ values, for `num` positions. */
+static void add_values(const float *weights, const float *values, int64_t num, int64_t dim, float *sums) {
+    int64_t d = 0;
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) {
+        lanes part[4];
+        for (int i = 0; i < 4; i++)
+            part[i] = load(sums + d + i * LANES);
+        for (int64_t j = 0; j < num; j++)
+            for (int i = 0; i < 4; i++)
+                part[i] += weights[j] * load(values + j * dim + d + i * LANES);
+        memcpy(sums + d, part, sizeof part);
+    }
+    for (; d < dim; d++)
+        for (int64_t j = 0; j < num; j++)
+            sums[d] += weights[j] * values[j * dim + d];
+}
+
+/* One sequence and one key head: all query heads that share it. `output` begins as zeros. */
+static void attend(const struct shape *s, const float *query, const float *keys, const float *values, int64_t length,
+                   float *output) {
+    int64_t dim = s->head_dim, num = s->num_heads / s->num_kv_heads;
+    int64_t first = s->window > 0 && length > s->window ? length - s->window : 0;
+    float most[num], total[num], scaled[dim], weights[BLOCK];
+    for (int64_t h = 0; h < num; h++)
+        most[h] = -__builtin_inff(), total[h] = 0;
+    for (int64_t start = first / BLOCK * BLOCK; start < length; start += BLOCK) {
+        int64_t begin = first > start ? first - start : 0, end = length - start < BLOCK ? length - start : BLOCK;
+        for (int64_t h = 0; h < num; h++) {
+            for (int64_t d = 0; d < dim; d++)
+                scaled[d] = query[h * dim + d] * s->scale;
+            float found = scores_of(scaled, keys + start * dim, dim, begin, end, weights);
+            float *sums = output + h * dim;
+            if (found > most[h]) {
+                lanes change = exponential((lanes){} + (most[h] - found));
+                float factor = total[h] > 0 ? change[0] : 0;
+                total[h] *= factor;
+                for (int64_t d = 0; d < dim; d++)
+                    sums[d] *= factor;
+                most[h] = found;
+            }
+            lanes sum = {};
+            for (int64_t j = 0; j < BLOCK; j += LANES) {
+                lanes p = exponential(load(weights + j) - most[h]);
+                for (int i = 0; i < LANES; i++)
+                    if (j + i < begin || j + i >= end)
+                        p[i] = 0;
+                sum += p;
+                memcpy(weights + j, &p, sizeof p);
+            }
+            for (int i = 0; i < LANES; i++)
+                total[h] += sum[i];
+            add_values(weights + begin, values + (start + begin) * dim, end - begin, dim, sums);
+        }
+    }
+    for (int64_t h = 0; h < num; h++)
+        for (int64_t d = 0; d < dim; d++)
+            output[h * dim + d] /= total[h];
+}
+
+/* query, output [rows, heads, dim]; key, value [rows, kv_heads, dim] of the new tokens, which are written to the cache
+   at `positions` [rows] first; keys and values are one layer of the cache. Row i belongs to slot i. */
+void decode_attention(const struct shape *s, const float *query, const float *key, const float *value,
+                      const int64_t *positions, float *keys, float *values, float *output) {
+    int64_t dim = s->head_dim, num = s->num_heads / s->num_kv_heads;
+    memset(output, 0, sizeof(float) * s->num_rows * s->num_heads * dim);
+#pragma omp parallel for num_threads(s->num_threads) schedule(dynamic, 4) if (s->num_threads > 1)
+    for (int64_t i = 0; i < s->num_rows * s->num_kv_heads; i++) {
+        int64_t row = i / s->num_kv_heads, head = i % s->num_kv_heads, position = positions[row];
+        int64_t offset = i * s->max_len * dim;
+        float *own = keys + offset + position / BLOCK * BLOCK * dim + position % BLOCK;
+        for (int64_t d = 0; d < dim; d++)
+            own[d * BLOCK] = key[i * dim + d];
+        memcpy(values + offset + position * dim, value + i * dim, sizeof(float) * dim);
+        int64_t at = (row * s->num_heads + head * num) * dim;
+        attend(s, query + at, keys + offset, values + offset, position + 1, output + at);
+    }
+}

@@ -1,0 +1,1 @@
+"""The inference executor "sglang": SGLang's HTTP server behind rlite's replica protocol."""

@@ -1,0 +1,20 @@
+"""The registration of the inference executor "sglang", and what is refused before it starts."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+from rlite.engine.replica import Capabilities, InferenceBackend
+from rlite.engine.sglang.options import SglangOptions
+from rlite.engine.sglang.replica import SglangReplica
+from rlite.engine.sglang.worker import SglangWorker
+from rlite.engine.workers import RankChoice
+
+BACKEND = InferenceBackend(
+    options=SglangOptions,
+    worker=SglangWorker,
+    replica=SglangReplica,
+    ranks=RankChoice(receives=(0,), returns=0),  # the other ranks hold the devices of SGLang's processes
+    num_replicas=attrgetter("num_replicas"),
+    capabilities=Capabilities(has_prompt_logprobs=True, extras=frozenset({"kept_ids"})),
+)

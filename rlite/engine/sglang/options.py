@@ -1,0 +1,159 @@
+"""Options of `executor="sglang"`: options of every inference executor, of the connection, and SGLang's ServerArgs.
+
+The names of the server arguments come from the sources of the installed package, which is not imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Sequence
+from functools import cache
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from rlite.config import Count, Options
+from rlite.errors import ConfigError
+
+REMEDY = "pip install 'rlite[sglang]', or attach to running servers with addresses=[...]"
+OWN = {
+    "model_path": "the engine's checkpoint is served",
+    "host": "the server listens at the address of its worker",
+    "port": "the server takes a free port",
+    "tp_size": "use tensor_parallel_size of build",
+    "dp_size": "use data_parallel_size of build",
+    "nnodes": "a replica lives on one node",
+    "node_rank": "a replica lives on one node",
+    "context_length": "use max_model_len",
+    "max_running_requests": "use max_num_seqs",
+    "mem_fraction_static": "use gpu_memory_utilization",
+    "random_seed": "use seed",
+    "skip_tokenizer_init": "stop strings need the tokenizer",
+    "incremental_streaming_output": "rlite sets it",
+    "weight_version": "rlite sets it to the policy version",
+}
+"""server arguments that rlite sets, with the reason or the option to use instead"""
+
+
+def installed() -> Path | None:
+    """Return the folder of the installed package sglang, None without it."""
+    spec = importlib.util.find_spec("sglang")
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def server_arguments() -> frozenset[str]:
+    """Return the names of the installed SGLang's server arguments; none without SGLang."""
+    package = installed()
+    return frozenset() if package is None else _server_arguments(package)
+
+
+@cache
+def _server_arguments(package: Path) -> frozenset[str]:
+    groups = sorted((package / "srt/arg_groups/fields").glob("*.py"))
+    return frozenset(name for path in groups for name in _fields(path))
+
+
+def _fields(path: Path) -> Iterator[str]:
+    """Yield the public annotated names in the bodies of the file's classes."""
+    classes = [node for node in ast.parse(path.read_text(), str(path)).body if isinstance(node, ast.ClassDef)]
+    for statement in [statement for node in classes for statement in node.body]:
+        name = statement.target if isinstance(statement, ast.AnnAssign) else None
+        if isinstance(name, ast.Name) and not name.id.startswith("_"):
+            yield name.id
+
+
+class CommonOptions(Options):
+    """Options of `executor="sglang"` beside SGLang's server arguments."""
+
+    max_model_len: Annotated[int, Ge(2)] | None = None
+    """longest sequence, prompt and completion together; default: the model's own limit"""
+    max_num_seqs: Count = 128
+    """sequences decoded together"""
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.9
+    """fraction of a GPU's memory for weights and KV cache"""
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    """type of weights and KV cache; default: the checkpoint's"""
+    seed: int = 0
+    """seed of requests without a seed of their own"""
+    addresses: Sequence[str] = ()
+    """URLs of running servers, one for each replica. rlite attaches to these servers, and never stops them"""
+    api_key: str | None = None
+    """key of the servers at `addresses`; a server that rlite starts gets a random key"""
+    start_timeout_s: Annotated[float, Gt(0)] = 1800.0
+    """seconds that a server may take to start, to load a checkpoint, or to move weights"""
+    stall_timeout_s: Annotated[float, Gt(0)] = 300.0
+    """seconds without any token, with requests in flight, after which a server counts as lost"""
+    weight_transport: Literal["auto", "tensors", "group"] = "auto"
+    """path of new weights to the server: "tensors" in a request (on one GPU by CUDA IPC), or "group", a broadcast in a
+    process group. "auto" is "tensors" to a server that rlite starts, and "group" to a server at `addresses`"""
+
+
+CONNECTION = {"addresses", "api_key", "seed", "start_timeout_s", "stall_timeout_s", "weight_transport"}
+"""options that are allowed with `addresses`; the others belong to the start of a server"""
+
+
+class _Signature(type):
+    """Gives `SglangOptions` the signature that lists every server argument of the installed SGLang."""
+
+    @property
+    def __signature__(cls) -> Signature:
+        common = CommonOptions.model_fields
+        names = [*common, *sorted(server_arguments() - common.keys())]
+        return Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in names])
+
+
+class SglangOptions(metaclass=_Signature):
+    """Options of `executor="sglang"`.
+
+    Args:
+        **values: fields of `CommonOptions`, and server arguments of SGLang, which are passed on as they are.
+
+    Raises:
+        ConfigError: a value cannot work, SGLang is missing, or an option does not apply to running servers.
+        UnknownOptionError: an option is unknown.
+    """
+
+    max_model_len: int | None
+    max_num_seqs: int
+    gpu_memory_utilization: float
+    dtype: str | None
+    seed: int
+    addresses: Sequence[str]
+    api_key: str | None
+    start_timeout_s: float
+    stall_timeout_s: float
+    weight_transport: str
+
+    def __init__(self, **values: Any) -> None:
+        for name in OWN.keys() & values.keys():
+            raise ConfigError(f"executor 'sglang' does not take {name}: {OWN[name]}")
+        passed_on = server_arguments() - CommonOptions.model_fields.keys()
+        self.server_arguments = {name: value for name, value in values.items() if name in passed_on}
+        """server arguments beside the common options"""
+        common = CommonOptions(**{n: v for n, v in values.items() if n not in self.server_arguments})
+        vars(self).update(common.model_dump())
+        if common.addresses:
+            _check_attached(common, values)
+        elif installed() is None:
+            raise ConfigError(f"executor 'sglang' needs the package sglang, which is not installed: {REMEDY}")
+
+    @property
+    def num_replicas(self) -> int | None:
+        """Number of replicas if the options fix it."""
+        return len(self.addresses) or None
+
+
+def _check_attached(options: CommonOptions, given: dict[str, Any]) -> None:
+    if not_applicable := sorted(given.keys() - CONNECTION):
+        raise ConfigError(
+            f"{', '.join(not_applicable)}: with addresses the servers run already, so only "
+            f"{', '.join(sorted(CONNECTION))} are allowed. Give these options to the servers when you start them"
+        )
+    for address in options.addresses:
+        if not address.startswith(("http://", "https://")):
+            raise ConfigError(f"addresses: {address!r} is no URL; expected one like 'http://10.0.0.1:30000'")
+    if len(set(options.addresses)) < len(options.addresses):
+        raise ConfigError("addresses: a server is named twice; expected one server for each replica")

@@ -1,0 +1,198 @@
+"""SGLang's server as a process, and calls over HTTP to a server that rlite started or attached to."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlite.errors import CallTimeout, ConfigError, WorkerError
+
+KEEPER = Path(__file__).with_name("keeper.py")
+LOOK_S = 0.5
+"""seconds between two looks at a server that starts"""
+STOP_S = 20.0
+CALL_S = 60.0
+"""default time limit of a call"""
+TAIL_BYTES = 20_000
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Address of a server."""
+
+    url: str
+    api_key: str | None
+    max_model_len: int = 0
+    """longest sequence that the server accepts, in tokens"""
+    vocab_size: int = 0
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of every request."""
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+    def own_ip(self) -> str:
+        """Return the address at which the server reaches this node."""
+        place = urllib.parse.urlsplit(self.url)
+        with socket.create_connection((place.hostname or "", place.port or 80), timeout=CALL_S) as connection:
+            return connection.getsockname()[0]
+
+    def call(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = CALL_S) -> Any:
+        """Send a request: POST with a JSON body, or GET without a body.
+
+        Args:
+            path: path of the URL.
+            body: JSON object to post.
+            timeout: seconds.
+
+        Returns:
+            The JSON value of the response, or its text if it is not JSON.
+
+        Raises:
+            CallRefused: the server answered with an error.
+            WorkerError: the server did not answer in time, or is gone.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        headers = {**self.headers, "Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                text = response.read().decode()
+        except urllib.error.HTTPError as error:
+            raise CallRefused(self.url, path, error.code, error.read().decode(errors="replace")) from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise WorkerError(f"the SGLang server at {self.url} did not answer {path}: {reason!r}") from error
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+
+class CallRefused(WorkerError):
+    """The server answered a call with an error."""
+
+    def __init__(self, url: str, path: str, status: int, answer: str) -> None:
+        super().__init__(url, path, status, answer)
+        self.status = status
+        self.message = message_of(answer)
+
+    def __str__(self) -> str:
+        return f"the SGLang server at {self.args[0]} refused {self.args[1]} (HTTP {self.status}): {self.message}"
+
+
+def message_of(answer: str) -> str:
+    """Return the message of a server's error response."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        content = json.loads(answer)
+        content = content.get("error", content)
+        return str(content["message"] if isinstance(content, dict) else content)
+    return answer[:1000]
+
+
+class ServerProcess:
+    """A server that rlite starts. Its keeper ends all its processes with this process.
+
+    Args:
+        ip: address to listen at.
+        arguments: SGLang's server arguments.
+        api_key: key that every request must have; None draws one.
+        devices: indices of the server's GPUs among the GPUs of this process; none on CPU.
+    """
+
+    def __init__(self, ip: str, arguments: Mapping[str, Any], api_key: str | None, devices: list[int]) -> None:
+        api_key, port = api_key or secrets.token_urlsafe(24), _free_port(ip)
+        self.endpoint = Endpoint(f"http://{ip}:{port}", api_key)
+        self._folder = tempfile.TemporaryDirectory(prefix="rlite-sglang-")
+        config = Path(self._folder.name) / "server.yaml"  # not the command line, which every user can read
+        given = {**arguments, "host": ip, "port": port, "api_key": api_key}
+        config.write_text(json.dumps({n.replace("_", "-"): value for n, value in given.items() if value is not None}))
+        self._log = Path(self._folder.name) / "server.log"
+        command = [sys.executable, str(KEEPER), sys.executable, "-m", "sglang.launch_server", "--config", str(config)]
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **_visible(devices)},
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self, timeout: float) -> None:
+        """Return when the server has answered a health check.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            ConfigError: the server ended; the message names the cause.
+            CallTimeout: the server was not ready in time. It was stopped.
+        """
+        deadline = time.monotonic() + timeout
+        while (failure := self.failure()) is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                told = f"the SGLang server was not ready within {timeout:g} s; its last line: {self._cause()}. "
+                self.stop()
+                raise CallTimeout(told + "Give it more time (start_timeout_s=)")
+            with contextlib.suppress(WorkerError):
+                self.endpoint.call("/health", timeout=min(left + LOOK_S, CALL_S))
+                return
+            time.sleep(LOOK_S)
+        self.stop()
+        raise ConfigError(f"the SGLang server could not start: {failure}")
+
+    def failure(self) -> str | None:
+        """Return how the server ended and why; None while it runs."""
+        exit_code = self._process.poll()
+        return None if exit_code is None else f"its process ended with exit code {exit_code}: {self._cause()}"
+
+    def stop(self) -> None:
+        """End the server and all its processes."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+    def _cause(self) -> str:
+        """Return the last exception in the log, or the last line without an exception."""
+        with open(self._log, "rb") as log:
+            log.seek(max(0, self._log.stat().st_size - TAIL_BYTES))
+            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
+        return (raised or lines or ["its log is empty"])[-1]
+
+
+def _visible(devices: list[int]) -> dict[str, str]:
+    """Return the environment in which a child sees these GPUs alone."""
+    if not devices:
+        return {}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else [str(index) for index in range(max(devices) + 1)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[index] for index in devices)}
+
+
+def _free_port(ip: str) -> int:
+    with socket.create_server((ip, 0)) as listener:
+        return listener.getsockname()[1]

@@ -1,0 +1,257 @@
+"""The life of a train engine: its layout over workers, its weights, and the state to resume from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from rlite.checkpoint.atomic import staging, verify
+from rlite.checkpoint.randomness import random_state, set_random_state
+from rlite.checkpoint.safe import load_values
+from rlite.engine.base import Engine, Weights
+from rlite.engine.registry import Backend, Kind
+from rlite.engine.train_executor import TrainBackend, TrainExecutor
+from rlite.engine.weight_sync import OnInflight, SyncReport, sync_weights
+from rlite.engine.workers import Executor
+from rlite.errors import CheckpointError, ConfigError, RliteError, why_not_written
+from rlite.nn.base import BaseTrainModule
+from rlite.nn.huggingface import local_checkpoint
+
+logger = logging.getLogger(__name__)
+
+DRIVER_STATE = "driver.pt"
+"""file in a checkpoint that holds the driver's random state and the values that the program keeps"""
+
+
+class StateWriting:
+    """A checkpoint that workers write while training continues.
+
+    Args:
+        path: final path of the checkpoint.
+        workers: the workers that write it.
+    """
+
+    def __init__(self, path: Path, workers: Executor) -> None:
+        self.path = path
+        self._workers = workers
+        self._error: CheckpointError | None = None
+        self.is_known = False
+        """whether the outcome has been reported to the caller"""
+
+    def done(self) -> bool:
+        """Return whether the checkpoint is written or has failed, without waiting."""
+        return self.is_known or all(self._workers.call(TrainExecutor.has_saved))
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait until the checkpoint is written. The engine's other calls wait, too.
+
+        Args:
+            timeout: seconds; None is the session's `call_timeout`.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written.
+            CallTimeout: the checkpoint was not written in time.
+        """
+        if not self.is_known:
+            try:
+                replace(self._workers, timeout=timeout).call(TrainExecutor.finish_saving)
+            except CheckpointError as error:
+                self._error = error
+            self.is_known = True
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+
+class TrainLifecycle(Engine):
+    """The base of the train engine: everything but batches and the module's methods."""
+
+    kind: ClassVar[Kind] = "train"
+    backend_type: ClassVar[type[Backend]] = TrainBackend
+    _backend: TrainBackend
+
+    def __init__(self, module: BaseTrainModule, executor: str) -> None:
+        super().__init__(executor)
+        self.module = module
+        self._writing: StateWriting | None = None
+
+    @property
+    def dims(self) -> Any:
+        """Division of work over the workers: a `WorkLayout`. The executor "fsdp2" has a `ParallelDims`."""
+        return self._backend.layout(len(self.group), self.executors[0].size, self.options)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of ranks over which batches are split."""
+        return self.dims.num_data_ranks
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of the module's parameters; tied parameters count once."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which the driver should keep batches for this engine."""
+        return torch.device("cpu")
+
+    def _validate(self, executor_size: int) -> None:
+        try:
+            self._backend.layout(executor_size, executor_size, self.options)
+        except ConfigError as error:
+            raise ConfigError(f"tensor_parallel_size={executor_size}: {error}") from error
+        if self._backend.check_module is not None:
+            self._backend.check_module(self.module, self.options)
+
+    def _source(self) -> bytes:
+        for parameter in self.module.parameters():
+            # accelerate notes it there for tied parameters, and what was frozen since would arrive as it was before
+            vars(parameter).pop("requires_grad", None)
+        return cloudpickle.dumps(self.module)
+
+    def _num_peers(self) -> int:
+        return self.dims.num_peers
+
+    def _built(self) -> None:
+        assert self._session is not None
+        self._session.before_release(self.name, self._before_release)
+
+    def _before_release(self) -> None:
+        """Wait until a checkpoint is written. The workers end afterwards, even if it could not be written."""
+        try:
+            self._finish_saving()
+        except (RliteError, OSError) as error:
+            logger.error("%s: %s", self.name, error)
+        except RuntimeError:  # at the interpreter's end there are no threads to ask; they have written what they had to
+            pass
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def p2p_weight_sync(
+        self, target: Engine, on_inflight: OnInflight = "continue", verify_checksums: bool = False
+    ) -> SyncReport:
+        """Write this engine's weights into `target` and raise its policy version by one.
+
+        Args:
+            target: an inference engine, or a train engine, with its weights on the device.
+            on_inflight: "continue" resumes generation in flight from its tokens, with a recomputed cache; "abort" ends
+                it with stop_reason "abort".
+            verify_checksums: compare every tensor at both ends afterwards.
+
+        Returns:
+            The report of the sync.
+
+        Raises:
+            ResidencyError: weights are not on the device.
+            WeightSyncError: a tensor does not match. The target then refuses to serve.
+        """
+        self._need_weights("p2p_weight_sync")
+        return sync_weights(self, target, on_inflight, verify_checksums)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the whole model on the driver's CPU, by parameter name; tied parameters once."""
+        if self.weights in (Weights.EMPTY, Weights.RELEASED):
+            self._need_weights("state_dict")
+        full: dict[str, Tensor] = {}
+        for part in self.executors[0].call(TrainExecutor.export_values):
+            for name, (box, global_shape, values) in part.items():
+                if name not in full:
+                    full[name] = torch.empty(global_shape, dtype=values.dtype)
+                full[name][box] = values
+        return full
+
+    def save(self, path: str | Path) -> None:
+        """Write a Hugging Face checkpoint that transformers opens, with the tokenizer of the original beside it.
+
+        Weights are written in the `dtype` of the model's config, whatever the dtype of the master weights. `save_state`
+        keeps the master weights.
+        """
+        self._need_weights("save")
+        self._workers.call(TrainExecutor.save, str(path))
+
+    def load(self, path: str | Path | None = None) -> None:
+        """Read weights from a Hugging Face checkpoint; without a path, from the module's own source.
+
+        Raises:
+            ConfigError: the folder does not exist.
+            CheckpointError: the checkpoint does not fit. A part of the weights may be written, so the engine refuses to
+                serve until a load or a sync succeeds.
+        """
+        folder = None if path is None else str(local_checkpoint(path))
+        if self.weights is Weights.HOST:
+            self.cuda()
+        self.weights = Weights.EMPTY
+        self._workers.call(TrainExecutor.load, folder)
+        self.weights = Weights.DEVICE
+
+    def save_state(
+        self, path: str | Path, asynchronous: bool = False, kept: Mapping[str, Any] | None = None, **facts: Any
+    ) -> StateWriting:
+        """Write a checkpoint to resume from: weights, optimizer, scheduler, gradients, random numbers of every rank.
+
+        The checkpoint is written whole or not at all: `path` is unchanged until everything is written.
+
+        Args:
+            path: a folder on a file system that all workers and this process share.
+            asynchronous: copy the state to host memory and write it while training continues.
+            kept: further state of the program: plain values and tensors. `load_state` returns it among the facts.
+            **facts: JSON-serialisable facts; `load_state` returns them.
+
+        Returns:
+            A handle to wait for an asynchronous save. A synchronous save is already written.
+
+        Raises:
+            CheckpointError: this save, or the asynchronous save before it, failed.
+        """
+        self._need_weights("save_state")
+        self._finish_saving()
+        final = Path(path).absolute()
+        try:
+            folder = staging(final)
+            with (folder / DRIVER_STATE).open("wb") as file:
+                torch.save({"random": random_state(), "kept": dict(kept or {})}, file)
+        except (OSError, RuntimeError) as error:  # torch.save makes either of a full disk
+            raise CheckpointError(f"{final}: could not be written: {why_not_written(error)}") from error
+        self._writing = StateWriting(final, self._workers)
+        facts = {"module": type(self.module).__name__, **facts}
+        self._workers.call(TrainExecutor.save_state, str(folder), str(final), facts, asynchronous)
+        return self._writing
+
+    def _finish_saving(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None and not writing.is_known:
+            writing.result()
+
+    def load_state(self, path: str | Path) -> dict[str, Any]:
+        """Resume from a checkpoint of `save_state`, with any number of workers in any layout.
+
+        Returns:
+            The checkpoint's facts and kept values.
+
+        Raises:
+            DamagedCheckpointError: a file is missing or damaged. Nothing was changed.
+            CheckpointError: the checkpoint was saved from another module. Nothing was changed.
+        """
+        if self.weights is not Weights.EMPTY:
+            self._need_weights("load_state")
+        self._finish_saving()
+        folder = Path(path).absolute()
+        facts, module = verify(folder), type(self.module).__name__
+        if facts.get("module") != module:
+            raise CheckpointError(f"{folder}: saved from {facts.get('module')}, this engine has {module}")
+        driver = load_values(folder / DRIVER_STATE)
+        self.weights = Weights.EMPTY  # until all of it is read
+        self._workers.call(TrainExecutor.load_state, str(folder))
+        self.weights = Weights.DEVICE
+        set_random_state(driver["random"])
+        return {**facts, **driver["kept"]}

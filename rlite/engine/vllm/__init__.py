@@ -1,0 +1,1 @@
+"""The inference executor "vllm": the real vLLM behind rlite's replica protocol."""

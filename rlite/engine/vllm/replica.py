@@ -1,0 +1,62 @@
+"""The replica of the vLLM executor: a thread that fetches tokens from an engine that generates by itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlite.engine.embedded.replica import PumpedReplica
+from rlite.engine.vllm.worker import VllmWorker
+from rlite.errors import WorkerDied, WorkerError
+from rlite.types import TokenChunk
+
+
+class FetchingReplica(PumpedReplica):
+    """A replica whose thread fetches tokens while there are requests. The engine generates between the calls too.
+
+    To pause, the thread makes no further call, the engine rests, and the tokens before that are delivered.
+    """
+
+    def pause(self) -> None:
+        """Let the engine rest at a token boundary, and deliver every token before it."""
+        super().pause()
+        with self._calling:
+            self._try_to(lambda: self._deliver(self.executor.ask(VllmWorker.pause)))
+
+    def resume(self) -> None:
+        """Let the engine continue, and fetch its tokens."""
+        self._try_to(lambda: self.executor.ask(VllmWorker.resume))
+        super().resume()
+
+    def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
+        """Return log_softmax(logits) of every token but the first of each prompt."""
+        return self.executor.ask(VllmWorker.prompt_logprobs, list(prompts))
+
+    def close(self) -> None:
+        """Stop the thread, end requests in flight with an error, and end vLLM's processes."""
+        super().close()
+        with contextlib.suppress(WorkerError):  # vLLM ends with a worker that is gone
+            self.executor.call(VllmWorker.shut_down)
+
+    def _deliver(self, chunks: Sequence[TokenChunk]) -> None:
+        left = self._in_flight.take(chunks)
+        with self._changed:
+            self._cancelled += left
+
+    def _try_to(self, act: Callable[[], Any]) -> None:
+        if self.failure is not None:
+            return
+        try:
+            act()
+        except Exception as error:  # the replica's, or a worker's own: it belongs to everyone who waits
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Accept no more requests. If vLLM is gone, its worker serves no more calls either."""
+        if isinstance(error, WorkerDied) and not error.workers:  # vLLM died; its worker does not know the engine's name
+            group, first = self.executor.group, self.executor.ranks[0]
+            error = WorkerDied(f"{group.name} {error.args[0]}", (group.describe(first),))
+        if isinstance(error, WorkerError):
+            self.executor.group.lose(self.executor.ranks, error)
+        super()._fail(error)

@@ -1,0 +1,43 @@
+"""Tokens of one step of vLLM's engine, in one message from the server to rlite's worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from rlite.types import TokenChunk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenStep:
+    """Tokens of all requests from one step, in columns: a chunk per token would cost more than the token."""
+
+    version: int
+    """policy version that made the tokens"""
+    request_ids: list[int] = field(default_factory=list)
+    """request of each token"""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
+    last: list[TokenChunk] = field(default_factory=list)
+    """a chunk without tokens for each request that ended, after its tokens in this step"""
+
+
+def chunks_of(steps: Iterable[TokenStep]) -> list[TokenChunk]:
+    """Return one chunk for each request and policy version in these steps."""
+    chunks: dict[tuple[int, int], TokenChunk] = {}
+    for step in steps:
+        columns = zip(step.request_ids, step.token_ids, step.logprobs, step.sampling_logprobs, strict=True)
+        for number, token, logprob, sampling_logprob in columns:
+            chunk = chunks.get((number, step.version))
+            if chunk is None:
+                chunk = chunks[number, step.version] = TokenChunk(request_id=number, version=step.version)
+            chunk.token_ids.append(token)
+            chunk.logprobs.append(logprob)
+            chunk.sampling_logprobs.append(sampling_logprob)
+        for last in step.last:
+            made = chunks.get((last.request_id, last.version), last)
+            chunks[last.request_id, last.version] = replace(
+                last, token_ids=made.token_ids, logprobs=made.logprobs, sampling_logprobs=made.sampling_logprobs
+            )
+    return list(chunks.values())

@@ -1,0 +1,103 @@
+"""Stores of a job's state: text by name. Each `save` is complete or has not happened."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Protocol
+
+from rlite.errors import ConfigError, writing
+
+
+class StateStore(Protocol):
+    """Keeper of texts that survive the process which writes them, as far as the implementation says."""
+
+    def load(self, name: str) -> str | None:
+        """Return the text saved last under a name, or None."""
+
+    def save(self, name: str, text: str) -> None:
+        """Replace the text of a name."""
+
+    def names(self) -> list[str]:
+        """Return all names that have a text."""
+
+
+class MemoryStore:
+    """Texts in this process."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    def load(self, name: str) -> str | None:
+        """Return the text saved last under a name, or None."""
+        return self._texts.get(name)
+
+    def save(self, name: str, text: str) -> None:
+        """Replace the text of a name."""
+        self._texts[name] = text
+
+    def names(self) -> list[str]:
+        """Return all names that have a text."""
+        return sorted(self._texts)
+
+
+class FileStore:
+    """Texts in files of one folder that only their owner can read. A text survives a crash of the machine."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+
+    def load(self, name: str) -> str | None:
+        """Return the text saved last under a name, or None."""
+        try:
+            return self._path(name).read_text()
+        except FileNotFoundError:
+            return None
+
+    def save(self, name: str, text: str) -> None:
+        """Replace the text of a name. The file is written beside its place, synced and renamed.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        path = self._path(name)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        with writing(path):
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(descriptor, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+            _sync_folder(self._folder)
+
+    def names(self) -> list[str]:
+        """Return all names that have a text."""
+        return sorted(path.stem for path in self._folder.glob("*.json"))
+
+    def _path(self, name: str) -> Path:
+        check_name(name)
+        return self._folder / f"{name}.json"
+
+
+def check_name(name: str) -> None:
+    """Check that a name can be a file's and a Ray actor's.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise ConfigError(
+            f"job name {name!r}: expected 1 to 100 letters, digits, '.', '_' or '-', with a letter or digit first"
+        )
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

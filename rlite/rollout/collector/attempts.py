@@ -1,0 +1,117 @@
+"""The episodes of one group: they run side by side, and each is attempted until it succeeds or has no attempt left."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import uuid
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import TensorDict
+
+from rlite.errors import CallTimeout, ConfigError, DataError, DivergedError, ResidencyError, WorkerError
+from rlite.rollout.collector.group import Group
+from rlite.rollout.collector.options import CollectorOptions
+from rlite.rollout.collector.seeds import SampleInference
+from rlite.rollout.trajectories import check_alike, check_trajectory
+from rlite.sandbox.child import text_of
+from rlite.sandbox.errors import SandboxError
+from rlite.types import AsyncInference
+
+FINAL = (DataError, ConfigError)
+"""errors that another attempt would meet again"""
+ENGINE_FAILURES = (WorkerError, ResidencyError, DivergedError)
+"""errors of the engine, which no workflow can help"""
+
+
+class EpisodeFailed(Exception):
+    """The last error of an episode that has no attempt left."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(text_of(error))
+        self.error = error
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """The episodes of a group.
+
+    With a seed, random numbers depend only on the seed, the episode's number in its group and the turn. For a request
+    with a seed of its own they depend on this seed and the episode's number.
+    """
+
+    group: Group
+    """its `tokens` count what each episode has generated so far"""
+    engine: AsyncInference
+    options: CollectorOptions
+    """time-out and number of attempts"""
+    failed_attempts: Counter[str]
+    """counts the attempts that raised, by the exception's name or the reward's outcome"""
+
+    async def run(self) -> list[TensorDict] | None:
+        """Run all episodes. The first that fails for good cancels its siblings.
+
+        Returns:
+            One checked trajectory per episode; None if the workflow returned None for one of them.
+
+        Raises:
+            EpisodeFailed: An episode has no attempt left, or the episodes do not fit into one batch.
+            WorkerError: The engine cannot serve.
+            ResidencyError: The engine cannot serve.
+            DivergedError: The engine's weights are not finite.
+        """
+        affinity = uuid.uuid4().hex if self.group.size > 1 else None
+        attempts = [self._attempt_until_success(number, affinity) for number in range(self.group.size)]
+        if len(attempts) == 1:
+            found = [await attempts[0]]
+        else:
+            try:
+                async with asyncio.TaskGroup() as siblings:
+                    tasks = [siblings.create_task(attempt) for attempt in attempts]
+            except ExceptionGroup as failures:
+                raise failures.exceptions[0] from None
+            found = [task.result() for task in tasks]
+        trajectories = [trajectory for trajectory in found if trajectory is not None]
+        if len(trajectories) < self.group.size:
+            return None
+        try:
+            check_alike(trajectories)
+        except DataError as error:
+            raise EpisodeFailed(error) from error
+        return trajectories
+
+    async def _attempt_until_success(self, number: int, affinity: str | None) -> TensorDict | None:
+        group, num_attempts = self.group, 0
+        name = type(group.workflow).__name__
+        while True:
+            num_attempts += 1
+            limit = asyncio.timeout(self.options.request_timeout)
+            try:
+                async with limit:
+                    # with a seed, another attempt draws the same numbers: what failed was not the model's doing
+                    is_trained_on = group.start_order is not None
+                    inference: Any = SampleInference(
+                        self.engine, number, group.seed, group.tokens, affinity, is_trained_on
+                    )
+                    episode = group.workflow.arun_episode(inference, dict(group.data))
+                    if not inspect.isawaitable(episode):
+                        raise ConfigError(
+                            f"{name}.arun_episode returned {episode!r:.100}: write `async def arun_episode`"
+                        )
+                    result = await episode
+                if result is not None:
+                    check_trajectory(result, f"the trajectory of {name}")
+                return result
+            except ENGINE_FAILURES:
+                raise
+            except Exception as error:
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise asyncio.CancelledError from error  # the workflow turned the cancellation into another error
+                cause: Exception = error
+                if isinstance(error, TimeoutError) and limit.expired():
+                    cause = CallTimeout(f"an episode of {name} did not end in {self.options.request_timeout:g} s")
+                self.failed_attempts[cause.outcome if isinstance(cause, SandboxError) else type(cause).__name__] += 1
+                if num_attempts > self.options.request_retries or isinstance(cause, FINAL):
+                    raise EpisodeFailed(cause) from cause

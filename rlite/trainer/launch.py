@@ -1,0 +1,25 @@
+"""Start of the processes of a trainer that is run as a command."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+import rlite
+from rlite.trainer.options import LaunchOptions
+
+
+def init_devices(options: LaunchOptions) -> None:
+    """Call `rlite.init` with the trainers' default: one device under plain python on CPU, else as `init` chooses."""
+    num_devices = options.num_devices
+    is_plain = options.launcher is None and "TORCHELASTIC_RUN_ID" not in os.environ
+    if is_plain and num_devices is None and not torch.cuda.is_available():
+        num_devices = 1
+    rlite.init(launcher=options.launcher, num_devices=num_devices)
+
+
+def serve_if_worker(options: LaunchOptions) -> None:
+    """Under torchrun, let ranks other than 0 serve and exit: only rank 0 reads data."""
+    if int(os.environ.get("RANK", "0")) > 0 and options.launcher in (None, "torchrun"):
+        init_devices(options)

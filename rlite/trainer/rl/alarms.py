@@ -1,0 +1,113 @@
+"""Alarms: conditions that a person should hear of during a run, reported when they begin and not at every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from rlite.rollout.collector.lost import in_a_line
+from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.run.training_run import TrainingRun
+
+LOST = "rollout/lost/"
+DRIFT_LIMIT = 0.1
+"""mean |log p(trainer) - log p(engine)| per token, in nats, above which the two are not the same policy, or, where
+rollouts run ahead, the policy has moved too far since"""
+LOOK = {"look at": "rollouts.jsonl, the reward function, how hard the prompts are, and the temperature of sampling"}
+NUM_REASONS = 3
+"""reasons for failed episodes that the console lists"""
+REPEAT_AFTER = 50
+"""steps after which an alarm whose cause lasts is given again"""
+
+
+class Alarms:
+    """Watch over the metrics of each step and evaluation.
+
+    Lost groups are reported once for each reason. Equal rewards, and log-probabilities that differ between trainer and
+    engine, are reported when they begin and again every `REPEAT_AFTER` steps while they last. The first evaluation that
+    is invalid because too many episodes failed is reported.
+
+    Args:
+        options: the run's config.
+        run: counts the steps, and has the console.
+    """
+
+    def __init__(self, options: PpoConfig, run: TrainingRun) -> None:
+        self._run = run
+        self._is_ahead = options.rollout.max_head_offpolicyness > 0
+        self._is_taught_by_uniform = bool(options.why_equal_rewards_teach())
+        self._max_error_share = options.test_data.max_error_share
+        self._has_invalid_evaluation = False
+        self._told: set[str] = set()
+        self._given_at: dict[str, int] = {}
+
+    def look(self, metrics: Mapping[str, float], first_losses: Mapping[str, str]) -> None:
+        """Report what is new in the metrics of the finished step.
+
+        Args:
+            metrics: metrics of the step.
+            first_losses: an example of each reason for lost groups.
+        """
+        step = self._run.step
+        self._look_at_losses(metrics, first_losses)
+        for cause, rows in (self._equal_rewards(metrics), self._drift(metrics)):
+            if cause and self._is_due(cause, step):
+                self._run.console.report(f"ALARM at step {step}: {cause}", rows)
+
+    def is_valid(self, evaluation: Mapping[str, float], reasons: Counter[str], num_episodes: int) -> bool:
+        """Return whether few enough episodes of an evaluation failed, and report the first invalid one.
+
+        Args:
+            evaluation: metrics of the evaluation.
+            reasons: failed episodes by reason.
+            num_episodes: episodes of the evaluation.
+        """
+        num_errors = evaluation.get("num_errors", 0)
+        if num_errors <= self._max_error_share * num_episodes:
+            return True
+        if not self._has_invalid_evaluation:
+            self._has_invalid_evaluation = True
+            self._run.console.report(
+                f"ALARM at step {self._run.step}: the evaluation is invalid, {num_errors:g} of {num_episodes} episodes "
+                f"failed (test_data.max_error_share={self._max_error_share:g}); such evaluations choose no best "
+                "checkpoint",
+                [(f"{count} x", in_a_line(reason)) for reason, count in reasons.most_common(NUM_REASONS)],
+            )
+        return False
+
+    def _is_due(self, cause: str, step: int) -> bool:
+        if step - self._given_at.get(cause, step - REPEAT_AFTER) < REPEAT_AFTER:
+            return False
+        self._given_at[cause] = step
+        return True
+
+    def _equal_rewards(self, metrics: Mapping[str, float]) -> tuple[str, dict[str, str]]:
+        """Return why the rewards of a step teach nothing; an empty text if they teach something."""
+        lowest, highest = metrics.get("reward_min"), metrics.get("reward_max")
+        if lowest is not None and lowest == highest:
+            found = {"reward": f"{lowest:g} for every response"}
+            return "all rewards are equal, and no response is better than another", {**found, **LOOK}
+        if metrics.get("uniform_groups") == 1 and not self._is_taught_by_uniform:
+            found = {"rewards": f"from {lowest:g} to {highest:g}, but the same for all responses to a prompt"}
+            return "in every group all rewards are equal, and teach nothing", {**found, **LOOK}
+        return "", {}
+
+    def _drift(self, metrics: Mapping[str, float]) -> tuple[str, dict[str, str]]:
+        """Return why the log-probabilities of trainer and engine differ; an empty text if they agree."""
+        drift = metrics.get("logprob_drift", 0.0)
+        if not drift > DRIFT_LIMIT:
+            return "", {}
+        cause = "the rollouts are far from the policy" if self._is_ahead else "the engine does not serve the policy"
+        return f"{cause} that is trained", {"logprob_drift": f"{drift:.3f} nats per token (limit {DRIFT_LIMIT})"}
+
+    def _look_at_losses(self, metrics: Mapping[str, float], first_losses: Mapping[str, str]) -> None:
+        lost = {key: number for key, number in metrics.items() if key.startswith(LOST)}
+        if lost.keys() <= self._told:
+            return
+        self._told |= lost.keys()
+        num_lost, num_whole = sum(lost.values()), metrics.get("rollout/num_groups", 0)
+        self._run.console.report(
+            f"step {self._run.step}: {num_lost:g} of {num_lost + num_whole:g} groups were lost, and others are trained "
+            f"on; the metrics {LOST}... count on",
+            [(f"{number:g} x", first_losses.get(key.removeprefix(LOST), key)) for key, number in lost.items()],
+        )

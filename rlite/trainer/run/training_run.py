@@ -1,0 +1,369 @@
+"""Manage a trainer's run around its loop: the folder, metrics, checkpoints, resume."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlite import config
+from rlite.engine.train import RliteTrainEngine
+from rlite.errors import CheckpointError, ConfigError, DivergedError, NonFiniteError, why_not_written
+from rlite.observability import stats_tracker, trace
+from rlite.observability.console import ConsoleReporter
+from rlite.observability.sinks.base import Run, open_sinks
+from rlite.observability.sinks.jsonl import drop_later_lines
+from rlite.rollout.workflow import RolloutError
+from rlite.trainer.options import RunOptions
+from rlite.trainer.run.checkpoints import Checkpoints
+from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
+from rlite.trainer.run.folder import begins_anew, checkpoint_to_load, clear
+from rlite.trainer.run.interruption import INTERRUPTION
+from rlite.trainer.run.mfu import usage_metrics
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingRun:
+    """The folder of a run: checkpoints, metrics, and the step from which a resumed run continues.
+
+    `step` counts finished steps.
+
+    Args:
+        resolved: the trainer's config, which is saved. Its group `trainer` has the options of the run.
+        shown: metrics for the console.
+        total_steps: number of steps of the whole run.
+        has_absolute_loss: whether the size of the loss indicates divergence.
+    """
+
+    def __init__(self, resolved: Any, shown: Sequence[str], total_steps: int, has_absolute_loss: bool = False) -> None:
+        self._options: RunOptions = resolved.trainer
+        options, self.folder = self._options, Path(self._options.save_dir)
+        self._shown = tuple(shown)
+        self.total_steps = total_steps
+        self._config = resolved
+        self._kind = type(resolved).__name__
+        self.step = 0
+        self._best: float | None = None
+        self._has_missed_best = False
+        self._watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
+        wanted = checkpoint_to_load(
+            self.folder, options.load_ckpt_from, options.overwrite, config.to_container(resolved)
+        )
+        self._checkpoints = Checkpoints(self.folder / "state", options.keep, wanted, is_asynchronous=options.save_async)
+
+    def restore(self, engine: RliteTrainEngine, **others: RliteTrainEngine) -> dict[str, Any]:
+        """Take the engines that this run saves, and load the checkpoint to resume from into them.
+
+        Args:
+            engine: the engine of the main model. Its weights go into latest/.
+            **others: further engines. Their weights go into NAME_latest/.
+
+        Returns:
+            The facts that were saved; {} for a new run.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be loaded, belongs to another trainer, or holds weights that are not
+                finite.
+        """
+        self._engine, self._others = engine, others
+        facts = self._checkpoints.restore(engine, others)
+        if facts and (damage := self._nonfinite_weights()):
+            raise CheckpointError(f"{self._checkpoints.found}: {damage}; resume from an earlier one")
+        if facts and facts.get("config", self._kind) != self._kind:
+            raise CheckpointError(
+                f"{self._checkpoints.found}: saved by a run of {facts['config']}, and this one is of {self._kind}: "
+                "another trainer begins from the weights in latest/"
+            )
+        self.step = facts.get("step", 0)
+        self._best = facts.get("best")
+        return facts
+
+    def open(self) -> None:
+        """Write the resolved config, and open the metric sinks.
+
+        The sinks drop the lines that a resumed run writes again. From here to `close`, Ctrl-C and SIGTERM wait for the
+        end of the step.
+
+        Raises:
+            ConfigError: the folder cannot be written to, or another process has a run there.
+        """
+        stats_tracker.export()  # a run that was stopped in a step may have left what belongs to no step of this one
+        try:
+            self._lock()
+            if self._options.overwrite and begins_anew(self.folder, self._options.load_ckpt_from):
+                clear(self.folder)
+            if self._checkpoints.found is not None:
+                self._checkpoints.clear_leftovers()  # a resumed run that is finished already saves nothing itself
+            config.save(self._config, self.folder / "config.yaml")
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.save_dir={self.folder}: cannot be written to: {why_not_written(error)}"
+            ) from error
+        options = self._options
+        self._sinks = open_sinks(
+            options.all_sinks,
+            Run(
+                directory=self.folder,
+                project=options.project,
+                name=options.experiment_name,
+                config=config.to_container(self._config),
+                resume_after=self.step or -1,  # what stands at step 0 is of another run
+            ),
+        )
+        if (samples := self.folder / "rollouts.jsonl").exists():  # of steps that are repeated, or of an earlier run
+            drop_later_lines(samples, self.step)
+        self.console = ConsoleReporter(self.total_steps, metrics=self._shown, done_steps=self.step)
+        self._follow_trace()
+        self._report_resume()
+        INTERRUPTION.begin(f"{self._way_on()} goes on from the newest checkpoint, or anew if there is none.")
+
+    def _way_on(self) -> str:
+        """Return the name of the command that resumes this run."""
+        is_lost = self._options.overwrite and begins_anew(self.folder, self._options.load_ckpt_from)
+        return "The same command without trainer.overwrite=true" if is_lost else "The same command"
+
+    def _report_resume(self) -> None:
+        if self._checkpoints.found is None:
+            return
+        if self.step < self.total_steps:
+            self.console.report(f"resumed from step {self.step}", {"checkpoint": self._checkpoints.found})
+        else:
+            ways = "raise trainer.total_steps or trainer.n_epochs, or choose another trainer.save_dir"
+            self.console.report(f"finished already: step {self.step} of {self.total_steps}", {"to go on": ways})
+
+    def _lock(self) -> None:
+        """Keep runs of other processes out of the folder, until this run or its process ends.
+
+        Raises:
+            ConfigError: another run is using the folder.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._locked = (self.folder / ".lock").open("a")
+        try:
+            fcntl.lockf(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise ConfigError(
+                    f"trainer.save_dir={self.folder}: another run is under way there; choose another folder"
+                ) from error
+            # a file system without locks
+
+    def _follow_trace(self) -> None:
+        """Trace the next step if the options say so, and write the trace of the last step."""
+        if not self._options.trace:
+            return
+        first, last = self._options.trace_steps or (1, sys.maxsize)
+        if self.step >= last:
+            trace.stop()
+        elif self.step + 1 >= first and not trace.is_on():
+            trace.start(self.folder / "trace.json")
+        trace.flush()
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of the step that has just ended.
+
+        Args:
+            metrics: values by name.
+
+        Raises:
+            CheckpointError: the last checkpoint could not be written in the background.
+            DivergedError: too many steps were bad.
+        """
+        self._sinks.log(self.step, metrics)
+        self.console.log(self.step, metrics)
+        self._checkpoints.look()
+        self._follow_trace()
+        if self._watch.see(metrics):
+            self._checkpoints.confirm()
+        elif self._watch.num_bad == 1 or self._watch.has_diverged:
+            self._alarm(metrics)
+
+    def _alarm(self, metrics: Mapping[str, float]) -> None:
+        """Report the first of several bad steps.
+
+        Raises:
+            DivergedError: there were too many bad steps, or the weights are not finite.
+        """
+        damage = self._nonfinite_weights()
+        cause = damage or self._watch.cause
+        if damage or self._watch.has_diverged:
+            raise self._diverged(cause)
+        values = ", ".join(f"{key} {metrics[key]}" for key in WATCHED if key in metrics)
+        self.console.report(
+            f"ALARM at step {self.step}: "
+            + ("an update was skipped" if self._watch.cause == NOT_FINITE else "training diverges"),
+            {
+                "cause": f"{cause} ({values}); a lower lr is the usual remedy",
+                "from here": f"no checkpoint is written until a step is good, and the run stops after "
+                f"trainer.max_skipped_steps={self._options.max_skipped_steps} such steps in a row",
+            },
+        )
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Explain failures of generation inside the `with` block by weights or logits that are not finite.
+
+        Before the first step, and for any other cause, the failure itself is raised.
+
+        Yields:
+            None.
+
+        Raises:
+            DivergedError: generation failed because the trained weights, or their logits, are not finite.
+            RolloutError: generation failed for another cause.
+        """
+        try:
+            yield
+        except (DivergedError, RolloutError) as error:
+            failure = error if isinstance(error, DivergedError) else error.__cause__
+            is_named = isinstance(failure, DivergedError | NonFiniteError)
+            cause = str(failure) if is_named else self._nonfinite_weights()
+            if not cause or not self.step:
+                raise
+            raise self._diverged(cause) from error
+
+    def _diverged(self, cause: str) -> DivergedError:
+        """Return the error that ends the run. `latest` now ignores checkpoints that no good step followed."""
+        aside, good = self._checkpoints.set_aside()
+        bad = "an earlier one, if the metrics were bad before"
+        way = f"Resume with trainer.load_ckpt_from={good} (or {bad}), and" if good else "Start anew"
+        moved = f" {aside[-1]} is set aside, because no step after it was good." if aside else ""
+        return DivergedError(
+            f"training diverged at step {self.step}: {cause}. Bad steps: {self._watch.describe()}.{moved} "
+            f"{way} with a lower lr or max_grad_norm, or look at the data and the loss"
+        )
+
+    def _nonfinite_weights(self) -> str:
+        """Return the names of weights that are not finite, as text; "" if all are finite."""
+        engines = {"model": self._engine, **self._others}
+        found = {key: engine.nonfinite_parameters() for key, engine in engines.items()}
+        return "; ".join(
+            f"weights hold NaN or infinity: {key} {', '.join(names[:3])}{', ...' if names[3:] else ''}"
+            for key, names in found.items()
+            if names
+        )
+
+    def is_due(self, every: int) -> bool:
+        """Return whether an action is due that happens every `every` steps, and at the end."""
+        return self.step % every == 0 or self.step == self.total_steps
+
+    def is_save_due(self) -> bool:
+        """Return whether `save` is due: by the options, at the end, or because the run is interrupted."""
+        return self.is_due(self._options.save_freq) or INTERRUPTION.is_asked
+
+    def save(self, kept: Mapping[str, Any] | None = None, **facts: Any) -> None:
+        """Write latest/ for other programs, and state/step-N to resume from. An interrupted run ends here.
+
+        After a skipped update nothing is written, except for the state at the very end. This state replaces no other
+        state.
+
+        Args:
+            kept: plain values and tensors that `restore` returns.
+            **facts: further values that `restore` returns. They must be representable in JSON.
+
+        Raises:
+            DivergedError: the weights are not finite. Nothing is written.
+            KeyboardInterrupt: the run was interrupted, and its checkpoint is written.
+        """
+        is_suspect = self._watch.num_bad > 0
+        if not is_suspect and (damage := self._nonfinite_weights()):
+            raise self._diverged(damage)
+        with trace.span("checkpoint", step=self.step):
+            # in this order: a run that is killed in between makes these steps again, and then both
+            if not is_suspect:
+                for name, other in self._others.items():
+                    other.save(self.folder / f"{name}_latest")
+                self._engine.save(self.folder / "latest")
+            if not is_suspect or self.step == self.total_steps:
+                facts = {"config": self._kind, "best": self._best, **facts}
+                self._checkpoints.save(self.step, self._engine, self._others, facts, kept)
+        if INTERRUPTION.is_asked:
+            self.close()
+            if not is_suspect:
+                INTERRUPTION.advice = f"Step {self.step} is saved. {self._way_on()} goes on from there."
+            INTERRUPTION.obey()
+
+    def save_best(self, metrics: Mapping[str, float]) -> None:
+        """Write best/ if this evaluation is the best so far. A missing best_metric only logs a warning."""
+        name = self._options.best_metric
+        if name is None:
+            return
+        if name not in metrics:
+            if not self._has_missed_best:
+                self._has_missed_best = True
+                where = f"trainer.best_metric={name}: the evaluation at step {self.step}"
+                known = ", ".join(sorted(metrics))
+                logger.warning("%s has no such metric (%s); best/ is not written", where, known)
+            return
+        value, is_highest = metrics[name], self._options.best_is_highest
+        if is_highest is None:
+            is_highest = not name.endswith("loss")
+        is_better = self._best is None or (value > self._best if is_highest else value < self._best)
+        if is_better and not math.isnan(value):  # nan is neither better than another, nor one to be beaten
+            self._best = value
+            self._engine.save(self.folder / "best")
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, then close the sinks and the progress bar.
+
+        Raises:
+            CheckpointError: the last checkpoint could not be written.
+            DivergedError: the last steps were bad.
+        """
+        try:
+            self._checkpoints.finish()
+            if self._watch.num_bad and not INTERRUPTION.is_asked:
+                raise self._diverged(f"the last steps were bad: {self._watch.cause}")
+            self._checkpoints.confirm()
+        finally:
+            if self._options.trace:
+                trace.stop()
+            self._sinks.close()
+            self.console.close()
+            self._locked.close()
+            INTERRUPTION.end()
+
+
+def check_best_metric(options: RunOptions, has_test_data: bool, evaluated: Sequence[str]) -> None:
+    """Check that the best checkpoint can be chosen by `best_metric`.
+
+    Args:
+        options: the run's options.
+        has_test_data: whether the run evaluates.
+        evaluated: metrics of an evaluation.
+
+    Raises:
+        ConfigError: there are no evaluations, or the evaluations have no such metric.
+    """
+    name = options.best_metric
+    if name is None:
+        return
+    if not has_test_data:
+        raise ConfigError(f"trainer.best_metric={name}: nothing is evaluated without test_data.path")
+    if name not in evaluated:
+        raise ConfigError(f"trainer.best_metric={name}: expected a metric of the evaluation, {', '.join(evaluated)}")
+
+
+def step_metrics(engine: RliteTrainEngine, lengths: Sequence[int], is_trained: bool = True) -> dict[str, float]:
+    """Return the metrics that `stats_tracker` gathered in this step, tokens per second, peak memory and MFU.
+
+    Timings are called "seconds_PHASE", and "seconds" for the whole step.
+
+    Args:
+        engine: the engine that is trained.
+        lengths: number of tokens of each sequence of the step.
+        is_trained: whether the step has updated the weights.
+    """
+    renamed = {key.replace("timeperf/", "seconds_"): value for key, value in stats_tracker.export().items()}
+    metrics = {"seconds" if key == "seconds_step" else key: value for key, value in renamed.items()}
+    if "seconds" in metrics:
+        metrics["tokens_per_second"] = sum(lengths) / metrics["seconds"]
+    trained = lengths if is_trained else []
+    return metrics | usage_metrics(engine, trained, metrics.get("seconds_update", 0.0))

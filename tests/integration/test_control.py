@@ -1,0 +1,187 @@
+"""Jobs of the control plane on a real Ray: every process is killed, stopped or hung once, and the job finishes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+import rlite
+from rlite.cluster.ray.fleet import Fleet, Service
+from rlite.control import JobHandle, JobResult, RLJobBuilder, command
+from rlite.errors import ConfigError, PlacementError, RliteError
+from tests.integration.control_program import Actor, Rollout, Trainer
+
+pytestmark = pytest.mark.slow
+START_S = 240.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """One Ray for all tests, started by the first job."""
+    yield
+    rlite.shutdown()
+
+
+def builder(out: Path, rollouts: str | None = None, **config: Any) -> RLJobBuilder:
+    job = RLJobBuilder().device_per_node(2).device_type("CPU").trainer(Trainer).config({"out": str(out), **config})
+    job = job.actor(Actor).total(2).per_node(2).end().options(backoff=0.1, health={"hung_after": 2.0})
+    if rollouts is None:
+        return job
+    rollout = job.rollout(Rollout).total(2).per_node(2).on_failure(rollouts)  # type: ignore[arg-type]
+    return rollout.end().with_collocation_all()
+
+
+def wait_for(is_there: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + START_S
+    while not is_there():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Run:
+    """A submitted job and what it noted."""
+
+    def __init__(self, job: RLJobBuilder, out: Path, name: str) -> None:
+        self.out = out
+        handle = job.build().submit(job_name=name, blocking=False, job_max_restart=3)
+        assert isinstance(handle, JobHandle)
+        self.handle = handle
+
+    def pids(self, run: int = 1) -> dict[str, Any]:
+        wait_for(lambda: len(self._lines()) >= run)
+        return json.loads(self._lines()[run - 1])
+
+    def _lines(self) -> list[str]:
+        path = self.out / "runs"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def finish(self) -> JobResult:
+        (self.out / "go").write_text("")
+        result = self.handle.result(timeout=START_S)
+        assert Fleet(self.handle.name).names() == []
+        return result
+
+
+def test_a_killed_master_takes_its_running_job_over(tmp_path: Path) -> None:
+    run = Run(builder(tmp_path), tmp_path, "master")
+    pids = run.pids()
+    master = ray.get(Service("master").actor.host_look.remote()).pid
+    os.kill(master, signal.SIGKILL)
+    wait_for(lambda: "take the job over" in str(run.handle.record().log[-1]))
+    result = run.finish()
+    assert result.succeeded, result
+    assert result.restarts == 0
+    wait_for(lambda: not any(map(is_alive, [*pids["actors"], pids["trainer"]])))
+    assert json.loads((tmp_path / "steps").read_text())[0] > 1
+
+
+def test_a_killed_rollout_is_replaced_while_the_trainer_goes_on(tmp_path: Path) -> None:
+    run = Run(builder(tmp_path, rollouts="workload"), tmp_path, "rollout")
+    before = run.pids()["rollouts"]
+    os.kill(before[1], signal.SIGKILL)
+    wait_for((tmp_path / "whole").exists)
+    after = json.loads((tmp_path / "whole").read_text())
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+    result = run.finish()
+    assert result.succeeded, result
+    assert result.restarts == 0
+
+
+def test_a_stopped_actor_restarts_the_job(tmp_path: Path) -> None:
+    run = Run(builder(tmp_path), tmp_path, "stopped")
+    victim = run.pids()["actors"][1]
+    time.sleep(2.0)  # the agent reports
+    os.kill(victim, signal.SIGSTOP)
+    wait_for(lambda: any("state T" in str(entry) for entry in run.handle.record().log))
+    assert run.pids(2)["actors"][1] != victim
+    result = run.finish()
+    assert result.succeeded, result
+    assert result.restarts == 1
+    wait_for(lambda: not is_alive(victim))
+
+
+def test_a_killed_trainer_that_is_recoverable_restarts_alone(tmp_path: Path) -> None:
+    run = Run(builder(tmp_path, recoverable=True), tmp_path, "trainer")
+    before = run.pids()
+    os.kill(before["trainer"], signal.SIGKILL)
+    after = run.pids(2)
+    assert after["actors"] == before["actors"]
+    assert after["trainer"] != before["trainer"]
+    result = run.finish()
+    assert result.succeeded, result
+    assert result.restarts == 1
+
+
+def test_a_late_worker_is_hung_if_it_sleeps_and_busy_if_it_computes(tmp_path: Path) -> None:
+    for late, restarts in (("hang", 1), ("compute", 0)):
+        out = tmp_path / late
+        out.mkdir()
+        run = Run(builder(out, late=late), out, late)
+        run.pids(1 + restarts)
+        wait_for((out / "timed-out").exists)
+        time.sleep(0.0 if restarts else 4.0)
+        result = run.finish()
+        assert result.succeeded, result
+        assert result.restarts == restarts
+        log = "\n".join(map(str, result.events))
+        assert f"ACTOR rank 0 is late: {late} (limit 0.5 s)" in log
+        assert f"in {late}" in log  # its stack
+        assert ("ACTOR rank 0 hung" in log) == bool(restarts)
+
+
+def test_a_constructor_that_raises_ends_the_job_with_its_error(tmp_path: Path) -> None:
+    result = builder(tmp_path, refuse=True).build().submit(job_name="refused")
+    assert isinstance(result, JobResult)
+    assert not result.succeeded
+    assert "ValueError: no such model" in result.error
+    assert Fleet("refused").names() == []
+
+
+def test_what_cannot_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    job = RLJobBuilder().device_per_node(64).device_type("CPU").trainer(Trainer).actor(Actor).total(64).per_node(64)
+    with pytest.raises(PlacementError, match="needs 64 devices"):
+        job.end().build().submit(job_name="large")
+    assert Fleet("large").names() == []
+    run = Run(builder(tmp_path), tmp_path, "twice")
+    with pytest.raises(ConfigError, match="a job of this name runs"):
+        builder(tmp_path).build().submit(job_name="twice")
+    run.handle.stop()
+    result = run.handle.result(timeout=START_S)
+    assert (result.succeeded, result.error) == (False, "stopped on request")
+
+
+def test_the_commands_launch_show_and_stop_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = "tests.integration.control_program"
+    (tmp_path / "job.yaml").write_text(
+        f"device_per_node: 2\ndevice_type: CPU\ntrainer: {program}:Trainer\nconfig: {{out: {tmp_path}}}\n"
+        f"actor: {{workload: '{program}:Actor', total: 2, per_node: 2}}\n"
+    )
+    command.launch([str(tmp_path / "job.yaml"), "wait=false", "name=cli", "store=ray"])
+    assert "rlite status cli" in capsys.readouterr().out
+    wait_for((tmp_path / "runs").exists)
+    command.status(["cli"])
+    shown = capsys.readouterr().out
+    assert "cli: RUNNING, 0 restarts" in shown
+    assert "ACTOR: 2 workloads, 0 restarts" in shown
+    command.stop(["cli"])
+    command.logs(["cli"])
+    assert "stopped on request -> end the job" in capsys.readouterr().out
+    with pytest.raises(RliteError, match="no job 'clj'"):
+        command.logs(["clj"])

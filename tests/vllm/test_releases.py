@@ -1,0 +1,124 @@
+"""The signatures of vLLM that `rlite/engine/vllm` relies on, read from vLLM's sources without importing it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+from pathlib import Path
+
+import pytest
+
+from rlite.engine.vllm import releases
+
+SOURCES = Path(os.environ.get("VLLM_SOURCES") or releases.installed()[1])
+"""VLLM_SOURCES=FOLDER checks another release than the installed one"""
+ASYNC_LLM = "v1/engine/async_llm.py"
+SCHEDULER = "v1/core/sched/scheduler.py"
+RUNNER = "v1/worker/gpu_model_runner.py"
+BATCH = "v1/worker/gpu_input_batch.py"
+
+
+@functools.cache
+def module(path: str) -> ast.Module:
+    return ast.parse((SOURCES / path).read_text())
+
+
+def class_of(path: str, name: str) -> ast.ClassDef:
+    return next(node for node in module(path).body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def parameters(path: str, cls: str, method: str) -> set[str]:
+    (found,) = [
+        node
+        for node in class_of(path, cls).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == method
+    ]
+    return {argument.arg for argument in [*found.args.args, *found.args.kwonlyargs]}
+
+
+def fields(path: str, cls: str) -> set[str]:
+    body = class_of(path, cls).body
+    return {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+
+
+def attributes(path: str, cls: str) -> set[str]:
+    """Names that the methods of a class assign to `self`, and its methods and properties."""
+    tree = class_of(path, cls)
+    assigned = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+    return assigned | {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize(
+    ("method", "needed"),
+    [
+        ("from_vllm_config", {"vllm_config", "disable_log_stats"}),
+        ("add_request", {"request_id", "prompt", "params"}),
+        ("abort", {"request_id"}),
+        ("generate", {"prompt", "sampling_params", "request_id"}),
+        ("pause_generation", {"mode", "clear_cache"}),
+        ("resume_generation", set()),
+        ("reset_prefix_cache", {"reset_running_requests"}),
+        ("collective_rpc", {"method", "args"}),
+        ("sleep", {"level"}),
+        ("wake_up", {"tags"}),
+    ],
+)
+def test_the_asynchronous_engine_has_the_methods_that_the_server_calls(method: str, needed: set[str]) -> None:
+    assert needed <= parameters(ASYNC_LLM, "AsyncLLM", method)
+
+
+def test_requests_and_outputs_have_the_fields_that_the_server_uses() -> None:
+    asked = {
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_tokens",
+        "stop_token_ids",
+        "ignore_eos",
+        "detokenize",
+    }
+    assert asked | {"prompt_logprobs", "output_kind", "extra_args"} <= fields("sampling_params.py", "SamplingParams")
+    assert {"prompt_logprobs"} <= parameters("outputs.py", "RequestOutput", "__init__")
+    assert "EngineDeadError" in {
+        node.name for node in module("v1/engine/exceptions.py").body if isinstance(node, ast.ClassDef)
+    }
+
+
+def test_the_outputs_of_a_step_can_be_diverted_with_one_table_of_logprobs() -> None:
+    assert {"scheduler_output", "model_runner_output"} <= parameters(SCHEDULER, "Scheduler", "update_from_output")
+    assert class_of("v1/core/sched/async_scheduler.py", "AsyncScheduler")
+    assert {"scheduler_cls", "async_scheduling"} <= fields("config/scheduler.py", "SchedulerConfig")
+    assert "distributed_executor_backend" in fields("config/parallel.py", "ParallelConfig")
+    assert {"req_id_to_index", "logprobs"} <= fields("v1/outputs.py", "ModelRunnerOutput")
+    assert {"logprob_token_ids", "logprobs", "sampled_token_ranks"} <= fields("v1/outputs.py", "LogprobsLists")
+    assert "outputs" in fields("v1/engine/__init__.py", "EngineCoreOutputs")
+    assert {"request_id", "new_token_ids", "new_logprobs", "finish_reason"} <= fields(
+        "v1/engine/__init__.py", "EngineCoreOutput"
+    )
+    assert parameters("v1/engine/core_client.py", "AsyncMPClient", "get_output_async") == {"self"}
+    assert "create_engine_config" in attributes("engine/arg_utils.py", "EngineArgs")
+
+
+def test_the_sampler_can_be_replaced_and_finds_requests_and_positions() -> None:
+    assert {"logits", "sampling_metadata"} <= parameters("v1/sample/sampler.py", "Sampler", "forward")
+    assert {"sampled_token_ids", "logprobs_tensors"} <= fields("v1/outputs.py", "SamplerOutput")
+    assert {"logprob_token_ids", "logprobs", "selected_token_ranks"} <= fields("v1/outputs.py", "LogprobsTensors")
+    assert {"sampler", "input_batch", "requests", "kv_caches"} <= attributes(RUNNER, "GPUModelRunner")
+    assert {"req_ids", "num_tokens_no_spec"} <= attributes(BATCH, "InputBatch")
+
+
+def test_weights_can_be_reloaded_in_place_from_tensors() -> None:
+    assert "weights_iterator" in parameters(RUNNER, "GPUModelRunner", "reload_weights")
+
+
+def test_names_are_read_from_the_sources() -> None:
+    assert {"model", "worker_extension_cls", "kv_cache_memory_bytes", "enforce_eager"} <= releases.engine_arguments()
+    assert {"Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"} <= releases.architectures()
+    assert {32, 64, 128} <= releases.cpu_head_sizes()
+    assert 16 not in releases.cpu_head_sizes()
