@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -12,6 +15,16 @@ from hypothesis import settings
 settings.register_profile("rlite", deadline=None, print_blob=True)
 settings.register_profile("quick", settings.get_profile("rlite"), max_examples=25)  # of `make test-fast`
 settings.load_profile("rlite")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_ray() -> Iterator[None]:
+    """A cluster that one process of tests starts is not found by programs that another one starts."""
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: Ray puts sockets there
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        yield
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

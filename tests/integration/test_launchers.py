@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -102,10 +103,10 @@ def test_a_killed_driver_takes_its_ray_with_it(models: dict[str, Path], tmp_path
 
 
 def test_the_address_of_a_cluster_that_was_killed_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    left = tmp_path / "ray_current_cluster"
-    monkeypatch.setattr("rlite.cluster.ray.connection.CURRENT_CLUSTER", left)
+    left = Path(os.environ["RAY_TMPDIR"], "ray", "ray_current_cluster")
+    left.parent.mkdir(exist_ok=True)
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
     for text in (f"127.0.0.1:{free_port()}", "nonsense"):
@@ -114,6 +115,7 @@ def test_the_address_of_a_cluster_that_was_killed_is_passed_over(
         assert len(session.devices) == 1
         rlite.shutdown()
         assert processes_with(MARK, mark) == []
+    left.unlink()
 
 
 @pytest.mark.slow

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -24,8 +26,6 @@ AUTHENTICATES_SINCE = (2, 59)
 """Ray's first version whose local clusters ask for a token unless RAY_AUTH_MODE says otherwise"""
 TOKEN = Path.home() / ".ray" / "auth_token"
 RECONNECT_S = 0.2
-CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
-"""where `ray start` writes its address; the file outlives a cluster that was killed"""
 
 
 class ControlService:
@@ -150,8 +150,10 @@ def _join(address: str | None) -> bool:
 
 def _cluster_here() -> str | None:
     """Return the address that `ray start` left on this machine, if a cluster still answers there."""
+    own = os.environ.get("TMPDIR") if sys.platform.startswith("linux") else None
+    folder = os.environ.get("RAY_TMPDIR") or own or "/tmp"  # as Ray chooses it
     with suppress(OSError, ValueError):
-        address = CURRENT_CLUSTER.read_text().strip()
+        address = Path(folder, "ray/ray_current_cluster").read_text().strip()  # outlives a cluster that was killed
         host, port = address.rsplit(":", 1)
         with socket.create_connection((host, int(port)), timeout=5.0):
             return address
@@ -160,10 +162,24 @@ def _cluster_here() -> str | None:
 
 def _start(device: DeviceKind, num_devices: int | None) -> None:
     """Start Ray for this program only."""
+    _make_token()
     cpus = (num_devices or default_cpu_slots(os.cpu_count() or 1)) if device == "cpu" else None
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.ERROR)
-    with suppress(OSError):  # there is none if the token comes from the environment
-        TOKEN.chmod(0o600)  # Ray lets everyone read it who may enter the home folder
+
+
+def _make_token() -> None:
+    """Write the token that Ray's processes show each other, readable by this user alone, if there is none.
+
+    Ray would write it as well, but readable by others, and programs that start at once would overwrite each other's.
+    """
+    with suppress(OSError):
+        TOKEN.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=TOKEN.parent) as file:  # mode 0600
+            file.write(secrets.token_hex(32))
+            file.flush()
+            with suppress(FileExistsError):
+                os.link(file.name, TOKEN)
+        TOKEN.chmod(0o600)  # Ray may have written it
 
 
 def stop_reporting_errors() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 
+from rlite.cluster.ray import connection
 from rlite.cluster.ray.connection import check_version
 from rlite.cluster.ray.launcher import VISIBILITY, check_visibility
 from rlite.errors import ConfigError
@@ -24,3 +29,23 @@ def test_a_gpu_worker_that_sees_every_gpu_is_refused() -> None:
     for value in ("1", "true", "True"):
         with pytest.raises(ConfigError, match=f"n1/cuda:1: {VISIBILITY} is set"):
             check_visibility("cuda", "n1/cuda:1", {VISIBILITY: value})
+
+
+def test_programs_that_start_at_once_share_one_token_that_others_cannot_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    token = tmp_path / "new" / "auth_token"
+    monkeypatch.setattr(connection, "TOKEN", token)
+    start = threading.Barrier(8)
+
+    def program(_: int) -> str:
+        start.wait(60)
+        connection._make_token()
+        return token.read_text()
+
+    with ThreadPoolExecutor(8) as pool:
+        tokens = set(pool.map(program, range(8)))
+    assert {len(text) for text in tokens} == {64}
+    assert len(tokens) == 1
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert list(token.parent.iterdir()) == [token]

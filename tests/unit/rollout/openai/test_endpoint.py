@@ -211,7 +211,15 @@ def test_connections_that_send_nothing_stop_nobody_and_are_counted() -> None:
 @pytest.mark.slow
 def test_a_thousand_agents_at_once_are_answered_with_1024_file_descriptors() -> None:
     async def agent(client: aiohttp.ClientSession, access: Any) -> list[int]:
-        return [(await post(client, access, saying(3)))[0] for _ in range(2)]
+        return [await ask(client, access) for _ in range(2)]
+
+    async def ask(client: aiohttp.ClientSession, access: Any, retries: int = 2) -> int:
+        try:
+            return (await post(client, access, saying(3)))[0]
+        except aiohttp.ClientConnectionError:  # dropped while this process, on a busy machine, said nothing for 5 s
+            if not retries:
+                raise
+            return await ask(client, access, retries - 1)  # as clients of OpenAI do
 
     async def use() -> Any:
         find_capacity()  # this process needs a descriptor for each agent, too
