@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import os
 import re
 import sys
 import textwrap
@@ -37,6 +36,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
+from rlite import files
 from rlite.errors import ConfigError, RliteError, UnknownOptionError, did_you_mean
 
 C = TypeVar("C", bound="Options")
@@ -168,9 +168,7 @@ def save(config: Options, path: str | Path) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(yaml.safe_dump(to_container(config), sort_keys=False, allow_unicode=True))
-    os.replace(partial, path)
+    files.replace(path, yaml.safe_dump(to_container(config), sort_keys=False, allow_unicode=True).encode())
 
 
 def to_container(config: Any) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlite.errors import CheckpointError, DamagedCheckpointError
+from rlite.files import replace, sync
 
 MANIFEST = "manifest.json"
 """size and hash of every other file; written last"""
@@ -66,13 +67,9 @@ def seal(folder: Path, facts: Mapping[str, Any], known: Mapping[str, Record] | N
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     unknown = [name for name in names if name not in known]
     for name in unknown:
-        _sync(folder / name)
+        sync(folder / name)
     files = known | hash_files(folder, unknown)
-    with (folder / MANIFEST).open("w") as stream:
-        json.dump({"files": files}, stream, indent=2)
-        stream.flush()
-        os.fsync(stream.fileno())
-    _sync(folder)
+    replace(folder / MANIFEST, json.dumps({"files": files}, indent=2).encode())
 
 
 def publish(folder: Path, path: Path) -> None:
@@ -88,7 +85,7 @@ def publish(folder: Path, path: Path) -> None:
         discard(replaced)
         path.rename(replaced)
         folder.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
     discard(replaced)
 
 
@@ -162,15 +159,6 @@ def _hash(file: Path, start: int) -> bytes:
             digest.update(block)
             left -= len(block)
         return digest.digest()
-
-
-def _sync(path: Path) -> None:
-    """Flush a file's content, or a folder's entries, to disk. A file renamed before that may be empty after a crash."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Protocol
 
+from rlite import files
 from rlite.errors import ConfigError, writing
 
 
@@ -56,22 +56,15 @@ class FileStore:
             return None
 
     def save(self, name: str, text: str) -> None:
-        """Replace the text of a name. The file is written beside its place, synced and renamed.
+        """Replace the text of a name.
 
         Raises:
             StorageError: the file cannot be written.
         """
         path = self._path(name)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
         with writing(path):
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(descriptor, "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-            _sync_folder(self._folder)
+            files.replace(path, text.encode(), mode=0o600)
 
     def names(self) -> list[str]:
         """Return all names that have a text."""
@@ -92,12 +85,3 @@ def check_name(name: str) -> None:
         raise ConfigError(
             f"job name {name!r}: expected 1 to 100 letters, digits, '.', '_' or '-', with a letter or digit first"
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlite import files
 from rlite.errors import ConfigError, writing
 from rlite.observability.sinks.base import Run
 
@@ -49,10 +49,8 @@ def drop_later_lines(path: Path, step: float) -> None:
     """Rewrite a JSONL file without the lines of later steps and without torn lines."""
     with path.open("rb") as file:
         kept = [line for line in file if (found := _step_of(line)) is not None and found <= step]
-    partial = path.with_name(f"{path.name}.partial")  # a kill in here must not lose them
     with writing(path):
-        partial.write_bytes(b"".join(kept))
-        os.replace(partial, path)
+        files.replace(path, b"".join(kept))  # a kill in here must not lose them
 
 
 def _step_of(line: bytes) -> int | None:
