@@ -12,7 +12,7 @@ SOURCES := rlite tests examples benchmarks
 # files of tests are dealt to this many processes: more than two cores, because tests also wait
 JOBS ?= 3
 # one thread each: idle OpenMP threads spin
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 # a quarter of the examples of property tests
 QUICKLY = $(PYTEST) -m "not slow" --hypothesis-profile=quick
 

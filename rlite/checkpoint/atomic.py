@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlite.errors import CheckpointError, DamagedCheckpointError
-from rlite.files import replace, sync
+from rlite.files import sync
 
 MANIFEST = "manifest.json"
 """size and hash of every other file; written last"""
@@ -69,7 +69,9 @@ def seal(folder: Path, facts: Mapping[str, Any], known: Mapping[str, Record] | N
     for name in unknown:
         sync(folder / name)
     files = known | hash_files(folder, unknown)
-    replace(folder / MANIFEST, json.dumps({"files": files}, indent=2).encode())
+    (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2))
+    sync(folder / MANIFEST)
+    sync(folder)
 
 
 def publish(folder: Path, path: Path) -> None:
