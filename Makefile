@@ -28,7 +28,8 @@ quickstart: $(VENV)/.installed  ## GRPO on a small reasoning task, on CPU, in a 
 test: $(VENV)/.peers-installed  ## all tests, in three processes; tests marked gpu skip themselves without a GPU
 	$(PYTEST) tests
 
-test-fast: $(VENV)/.installed  ## for the inner loop: quick tests without worker processes, in about two minutes
+test-fast: JOBS = 2
+test-fast: $(VENV)/.installed  ## for the inner loop: quick tests without worker processes, in less than three minutes
 	$(QUICKLY) tests --ignore=tests/integration --ignore=tests/peers
 
 test-vllm: $(VLLM_VENV)/.installed  ## tests of executor="vllm" with the real vLLM on CPU, in an environment of their own

@@ -185,6 +185,7 @@ def test_every_server_argument_and_no_other_is_an_option(path: Path) -> None:
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_is_named_with_its_cause(engine: RliteInferenceEngine, path: Path) -> None:
     other = RliteInferenceEngine(path, executor="sglang")
     with pytest.raises(ConfigError, match=r"could not start: .* exit code 1: .*Error: .*no_such_template"):
@@ -192,6 +193,7 @@ def test_a_server_that_cannot_start_is_named_with_its_cause(engine: RliteInferen
     assert not other.is_built
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_that_dies_or_hangs_is_reported_within_seconds(
     engine: RliteInferenceEngine,
@@ -225,6 +227,7 @@ def replica_of(name: str, options: SglangOptions, path: Path, router: Router) ->
     return SglangReplica(Executor(0, group, 1), options, router.replica_failed)
 
 
+@pytest.mark.slow
 def test_requests_of_a_lost_server_go_on_elsewhere_from_their_tokens(
     engine: RliteInferenceEngine,
     server: ServerProcess,
@@ -251,6 +254,7 @@ def test_requests_of_a_lost_server_go_on_elsewhere_from_their_tokens(
         replica.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_keeper", [False, True])
 def test_a_server_ends_with_the_process_that_started_it(path: Path, installed: None, is_keeper: bool) -> None:
     program = (

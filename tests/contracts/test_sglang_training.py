@@ -12,7 +12,7 @@ from tests.contracts import sglang_wheel as wheel
 from tests.contracts.test_sglang import installed  # noqa: F401  # an autouse fixture
 from tests.tiny import build_model_dir
 
-pytestmark = pytest.mark.skipif(not wheel.IS_HERE, reason=wheel.REASON)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not wheel.IS_HERE, reason=wheel.REASON)]
 
 ENVIRONMENT = """
 async def step(state, action, extra_info):

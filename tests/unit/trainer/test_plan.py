@@ -22,6 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+pytestmark = pytest.mark.slow
 DIVIDING = (("tp_size=8",), ("sp_size=4",), ("tp_size=4", "sp_size=2", "ddp_size=2"))
 NOT_DIVIDING = ("tp_size=16",)
 PROGRAM = """
