@@ -10,9 +10,10 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints-cpu.txt)
 BIN := $(VENV)/bin
 SOURCES := rlite tests examples benchmarks
 # files of tests are dealt to this many processes: more than two cores, because tests also wait
-JOBS ?= 3
+JOBS ?= 4
 # one thread each: idle OpenMP threads spin
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
+DEALT = --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(DEALT)
 # a quarter of the examples of property tests
 QUICKLY = $(PYTEST) -m "not slow" --hypothesis-profile=quick
 
@@ -25,15 +26,16 @@ help:  ## this list
 quickstart: $(VENV)/.installed  ## GRPO on a small reasoning task, on CPU, in a few minutes
 	$(BIN)/rlite quickstart
 
-test: $(VENV)/.peers-installed  ## all tests, in three processes; tests marked gpu skip themselves without a GPU
+test: $(VENV)/.peers-installed  ## all tests, in four processes; tests marked gpu skip themselves without a GPU
 	$(PYTEST) tests
 
 test-fast: JOBS = 2
 test-fast: $(VENV)/.installed  ## for the inner loop: quick tests without worker processes, in less than three minutes
 	$(QUICKLY) tests --ignore=tests/integration --ignore=tests/peers
 
+test-vllm: JOBS = 3
 test-vllm: $(VLLM_VENV)/.installed  ## tests of executor="vllm" with the real vLLM on CPU, in an environment of their own
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm tests/contracts/test_inference_executors.py -k vllm
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest $(DEALT) tests/vllm tests/contracts/test_inference_executors.py -k vllm
 
 gpu-check: $(VENV)/.installed  ## on a machine with a GPU: what works there, its tests, and a training benchmark
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check: torch %s finds no CUDA device here. On a machine with one: make gpu-check VENV=.venv-gpu RLITE_TORCH_INDEX=https://download.pytorch.org/whl/cu130" % torch.__version__)'
