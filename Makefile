@@ -10,7 +10,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints-cpu.txt)
 BIN := $(VENV)/bin
 SOURCES := rlite tests examples benchmarks
 # files of tests are dealt to this many processes: more than two cores, because tests also wait
-JOBS ?= 4
+JOBS ?= 3
 # one thread each: idle OpenMP threads spin
 DEALT = --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(DEALT)
@@ -26,7 +26,7 @@ help:  ## this list
 quickstart: $(VENV)/.installed  ## GRPO on a small reasoning task, on CPU, in a few minutes
 	$(BIN)/rlite quickstart
 
-test: $(VENV)/.peers-installed  ## all tests, in four processes; tests marked gpu skip themselves without a GPU
+test: $(VENV)/.peers-installed  ## all tests, in three processes; tests marked gpu skip themselves without a GPU
 	$(PYTEST) tests
 
 test-fast: JOBS = 2
