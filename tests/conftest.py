@@ -23,6 +23,7 @@ def own_ray() -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: Ray puts sockets there
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("RAY_worker_niceness", "0")  # beside other tests, workers of a lower priority would hardly run
         yield
     shutil.rmtree(folder, ignore_errors=True)
 
