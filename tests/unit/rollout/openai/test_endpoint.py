@@ -213,12 +213,16 @@ def test_a_thousand_agents_at_once_are_answered_with_1024_file_descriptors() -> 
     async def agent(client: aiohttp.ClientSession, access: Any) -> list[int]:
         return [await ask(client, access) for _ in range(2)]
 
+    num_repeated = 0
+
     async def ask(client: aiohttp.ClientSession, access: Any, retries: int = 2) -> int:
+        nonlocal num_repeated
         try:
             return (await post(client, access, saying(3)))[0]
         except aiohttp.ClientConnectionError:  # dropped while this process, on a busy machine, said nothing for 5 s
             if not retries:
                 raise
+            num_repeated += 1
             return await ask(client, access, retries - 1)  # as clients of OpenAI do
 
     async def use() -> Any:
@@ -231,7 +235,9 @@ def test_a_thousand_agents_at_once_are_answered_with_1024_file_descriptors() -> 
             assert answers == [[200, 200]] * 1000
             return await last()
 
-    assert asyncio.run(asyncio.wait_for(use(), 200))[0] == 2000
+    num_answers, dropped = asyncio.run(asyncio.wait_for(use(), 200))
+    assert num_answers == 2000
+    assert num_repeated <= sum(dropped.values()), "the endpoint counts every connection that it drops"
 
 
 def test_too_few_file_descriptors_are_an_error_that_says_what_to_do() -> None:
