@@ -35,7 +35,7 @@ def test_what_refusing_a_text_costs_depends_on_the_context_alone() -> None:
     with pytest.raises(TooManyTokens, match="60000000 characters has far more tokens than the 1024 that fit"):
         bounded_tokens(tokenizer, "a" * 60_000_000, 1024)
     assert tokenizer.num_characters <= 2 * CHARACTERS_PER_TOKEN * 1024
-    assert time.process_time() - started < 20
+    assert time.process_time() - started < 5
 
 
 @given(text=st.text(max_size=30), times=st.integers(1, 4000), limit=st.integers(1, 2000))
