@@ -15,6 +15,9 @@ counts.
     transformers   generate in this process
     vllm           LLM.generate in a process of its own, from `benchmarks/peers/vllm_generate.py`
 
+With `--replicas 2 --threads 2`, rlite serves with two replicas of one thread each, in worker processes. The operations
+of a small model are too short to be shared by threads.
+
 With `--executor vllm`, rlite serves with vLLM, and the sides worker and transformers are left out: the cost of rlite's
 executor beside the same vLLM that is called directly.
 
@@ -268,6 +271,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--replicas", type=int, default=1, help="rlite's; they share the threads, more than one on Ray")
     parser.add_argument("--executor", default="torch", choices=["torch", "vllm"], help="rlite's executor")
     parser.add_argument("--vllm-python", type=Path, help="python of an environment with vLLM; default: leave it out")
     parser.add_argument("--vllm-logprobs", action="store_true", help="let vLLM return log-probabilities too")
@@ -293,7 +297,7 @@ def main() -> None:
         cases = {case: num_new for case, num_new in cases.items() if max(num_new) > 0}
         longest = max(map(max, cases.values()))
         max_model_len = max(map(len, prompts)) + longest
-        rlite.init(num_devices=1, num_threads=args.threads, device="cpu")
+        rlite.init(device="cpu", num_devices=args.replicas, num_threads=args.threads // args.replicas)
         torch.set_num_threads(args.threads)
         sides: dict[str, Side] = {OURS: Engine(args.executor, model, prompts, max_model_len, args.max_num_seqs)}
         if args.executor == "torch":
@@ -306,6 +310,7 @@ def main() -> None:
             sides["vllm"] = Vllm(args.vllm_python, model, longest, args)
         settings = {
             "threads": torch.get_num_threads(),
+            "replicas": args.replicas,
             "dtype": "float32",
             "model": "Qwen3, 256 wide, 4 layers",
             "vocab_size": args.vocab_size or 259,

@@ -183,8 +183,11 @@ def main() -> None:
 
 def compare(section: str, other: Path, model: Path, rounds: int) -> None:
     """Measure one section in both trees in turns, and print a line for each of its figures."""
-    sides = [(measure_in(ROOT, section, model), measure_in(other, section, model)) for _ in range(rounds)]
-    mine, theirs = (medians(list(found)) for found in zip(*sides, strict=True))
+    found: dict[Path, list[Figures]] = {ROOT: [], other: []}
+    for number in range(rounds):
+        for tree in (ROOT, other) if number % 2 else (other, ROOT):  # else one of them always finds a warmer machine
+            found[tree].append(measure_in(tree, section, model))
+    mine, theirs = medians(found[ROOT]), medians(found[other])
     for name, seconds in mine.items():
         print(f"{name:<42}{seconds:>12.4f}{theirs[name]:>14.4f}{seconds / theirs[name]:>8.2f}", flush=True)
 

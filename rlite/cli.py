@@ -3,7 +3,7 @@
 rlite quickstart [key=value ...]            a small model learns a task by reinforcement learning, in a few minutes
 rlite sft | rm | dpo | ppo key=value ...    the trainers; also python -m rlite.trainer.ppo ...
 rlite plan model_name=... num_devices=...   what a model would take on each device; reads no weights
-rlite launch job.yaml [key=value ...]       a job of the control plane; docs/control.md
+rlite launch job.yaml [key=value ...]       a job of the control plane, or a trainer kept running; docs/control.md
 rlite status [NAME] | logs NAME | stop NAME its state, its event log, its end
 rlite COMMAND --help                        every option of a command, with its default
 rlite schema COMMAND                        JSON schema of a command's yaml files, for editors

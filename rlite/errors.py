@@ -33,6 +33,10 @@ class ConfigError(RliteError, ValueError):
     """An option, a config file or an argument has a value that cannot work."""
 
 
+class FolderInUse(ConfigError):
+    """Another process has a run in the folder at this moment."""
+
+
 class UnknownOptionError(RliteError, TypeError):
     """An unknown option, most often a typo."""
 

@@ -7,9 +7,12 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests import forked_python
 
 # a shared or slow machine is no reason for a property test to fail
 settings.register_profile("rlite", deadline=None, print_blob=True)
@@ -24,6 +27,10 @@ def own_ray() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_worker_niceness", "0")  # beside other tests, workers of a lower priority would hardly run
+        # workers start when a test needs them, and in a moment
+        patch.setenv("RAY_enable_worker_prestart", "0")
+        patch.setenv("RAY_prestart_worker_first_driver", "0")
+        patch.setenv("RAY_RUNTIME_ENV_HOOK", "tests.forked_python.for_workers")
         yield
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -36,8 +43,22 @@ def own_loggers() -> None:
             logger.disabled = False
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Share one server of Python programs between all processes of tests."""
+    if not hasattr(config, "workerinput"):
+        folder = Path(tempfile.mkdtemp(prefix="python-", dir="/tmp"))  # short: it is in the programs' first lines
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        forked_python.prepare(folder)
+
+
+def pytest_collection() -> None:
+    """Collect no garbage while modules are imported and tests are made: there is hardly any."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Hide modules from the garbage collector: every release of an engine collects, and would visit all of them."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -6,6 +6,7 @@ Hidden states go forward and their gradients back by torch.distributed's send an
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -305,16 +306,7 @@ class PipelineWorker:
 
     def save_state(self, folder: str, path: str, facts: Mapping[str, Any], is_asynchronous: bool) -> None:
         """Every rank writes a file, at once."""
-        module = self.module
-        state = {
-            "model": module.state_dict(),
-            "optimizer": module.optimizer.state_dict(),
-            "scheduler": module.lr_scheduler.state_dict() if module.lr_scheduler else None,
-            "gradients": {name: p.grad for name, p in module.named_parameters()},
-            "accumulated": [self._weight, self._is_finite],
-            "random": random_state(),
-        }
-        torch.save(state, Path(folder) / f"rank-{self._rank}.pt")
+        torch.save(self._state(), Path(folder) / f"rank-{self._rank}.pt")
         dist.barrier(group=self._everyone)
         if self._rank == 0:
             seal(Path(folder), facts)
@@ -328,7 +320,29 @@ class PipelineWorker:
         pass
 
     def load_state(self, path: str) -> None:
-        state, module = load_values(Path(path) / f"rank-{self._rank}.pt"), self.module
+        self._take(load_values(Path(path) / f"rank-{self._rank}.pt"))
+
+    def pack_state(self) -> bytes:
+        buffer = io.BytesIO()
+        torch.save(self._state(), buffer)
+        return buffer.getvalue()
+
+    def unpack_state(self, packed: bytes) -> None:
+        self._take(torch.load(io.BytesIO(packed), weights_only=True))
+
+    def _state(self) -> dict[str, Any]:
+        module = self.module
+        return {
+            "model": module.state_dict(),
+            "optimizer": module.optimizer.state_dict(),
+            "scheduler": module.lr_scheduler.state_dict() if module.lr_scheduler else None,
+            "gradients": {name: p.grad for name, p in module.named_parameters()},
+            "accumulated": [self._weight, self._is_finite],
+            "random": random_state(),
+        }
+
+    def _take(self, state: dict[str, Any]) -> None:
+        module = self.module
         module.load_state_dict(state["model"])
         module.optimizer.load_state_dict(state["optimizer"])
         if module.lr_scheduler:

@@ -31,10 +31,19 @@ Record = dict[str, Any]
 
 def staging(path: Path) -> Path:
     """Return a new, empty folder beside `path` to write into."""
-    folder = path.with_name(f".{path.name}.writing")
+    folder = _staging_of(path)
     discard(folder)
     folder.mkdir(parents=True)
     return folder
+
+
+def is_staged(path: Path) -> bool:
+    """Return whether a folder of `staging` is there that was not published."""
+    return _staging_of(path).exists()
+
+
+def _staging_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.writing")
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, Record]:

@@ -7,9 +7,10 @@ are not tensors.
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import deepcopy
@@ -35,6 +36,7 @@ from rlite.checkpoint.atomic import hash_files, publish, seal
 from rlite.checkpoint.randomness import random_state, set_random_state
 from rlite.checkpoint.safe import JsonReader, JsonWriter, PlainLoadPlanner, load_values
 from rlite.errors import CheckpointError, why_not_written
+from rlite.parallel.fsdp import local_tensor
 from rlite.parallel.host_memory import HostMemory
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
@@ -180,6 +182,75 @@ def load(
     _check_model(folder, module)
     if own["stepped"] and optimizer is None:
         raise CheckpointError(f"{folder}: it holds an optimizer's state, and this module has none to take it")
+
+    def read(state: dict[str, Any]) -> None:
+        try:
+            dcp.load(state, storage_reader=JsonReader(folder), planner=PlainLoadPlanner(), process_group=group)
+        except CheckpointException as error:  # a BaseException, which would end the worker
+            raise CheckpointError(f"{folder}: could not be read: {_reason(error)}") from None
+
+    _take(own, read, module, optimizer, scheduler)
+    if file.exists():
+        set_random_state(own["random"])
+    return own.get("accumulated", {})
+
+
+def pack(state: Snapshot) -> bytes:
+    """Return a rank's snapshot as bytes that `unpack` reads: blocks of tensors and plain values."""
+    buffer = io.BytesIO()
+    shared = tree_map_only(Tensor, lambda value: local_tensor(value.detach()), state.shared)
+    torch.save({"shared": shared, "own": state.own}, buffer)
+    return buffer.getvalue()
+
+
+def unpack(
+    packed: bytes, module: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Scheduler | None
+) -> dict[str, Any]:
+    """Continue from a snapshot of the same rank of the same layout.
+
+    Args:
+        packed: result of `pack`.
+        module: the sharded module that takes the weights.
+        optimizer: its optimizer, if it has one.
+        scheduler: its learning-rate scheduler, if it has one.
+
+    Returns:
+        `accumulated` of the snapshot.
+    """
+    saved = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)  # executes nothing
+    own = saved["own"]
+    _take(own, lambda state: _fill(state, saved["shared"]), module, optimizer, scheduler)
+    set_random_state(own["random"])
+    return own["accumulated"]
+
+
+def _fill(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Copy saved blocks into the tensors of a state, and replace its other values."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            _fill(value, saved[key])
+        elif isinstance(value, Tensor):
+            local_tensor(value.detach()).copy_(saved[key])
+        else:
+            state[key] = saved[key]
+
+
+def _take(
+    own: Mapping[str, Any],
+    read: Callable[[dict[str, Any]], None],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Scheduler | None,
+) -> None:
+    """Take a state into use.
+
+    Args:
+        own: the rank's own part of it.
+        read: fills the tensors that all ranks share.
+        module: the sharded module that takes the weights.
+        optimizer: its optimizer, if it has one.
+        scheduler: its learning-rate scheduler, if it has one.
+    """
     module.zero_grad(set_to_none=True)
     for name in own["gradients"]:
         parameter = module.get_parameter(name)
@@ -190,10 +261,7 @@ def load(
     filled = state["optimizer"]["state"] if own["stepped"] else {}
     if own["stepped"]:
         state["optimizer"]["state"] = {name: filled[name] for name in own["stepped"]}
-    try:
-        dcp.load(state, storage_reader=JsonReader(folder), planner=PlainLoadPlanner(), process_group=group)
-    except CheckpointException as error:  # a BaseException, which would end the worker
-        raise CheckpointError(f"{folder}: could not be read: {_reason(error)}") from None
+    read(state)
     set_model_state_dict(module, state["model"])
     if optimizer is not None:
         if own["stepped"]:
@@ -206,9 +274,6 @@ def load(
             group_now.update(settings)
     if scheduler is not None and own["scheduler"] is not None:
         scheduler.load_state_dict(own["scheduler"])
-    if file.exists():
-        set_random_state(own["random"])
-    return own.get("accumulated", {})
 
 
 def _reason(error: BaseException) -> str:

@@ -59,6 +59,8 @@ class WorkerHandle(Protocol):
     """identity of the process"""
     death: Future[Any]
     """raises WorkerDied when the process is gone"""
+    notice: Future[Any]
+    """has a result when the process was asked to end by SIGTERM and goes on for a grace period"""
 
     def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
         """Call a method of the process's host. The process runs its calls one at a time, in order of submission.
@@ -76,8 +78,51 @@ class WorkerHandle(Protocol):
         """Return the position of the call under way, without waiting for the call."""
         ...
 
+    def keep(self, key: WorkerKey, method: str) -> tuple[Future[Outcome], Any]:
+        """Call a worker's method in order, and keep its result outside of the worker's process.
+
+        Args:
+            key: group name and rank.
+            method: name of the method.
+
+        Returns:
+            The outcome, without its value; and a reference to the value, which may be an argument of later calls.
+        """
+        ...
+
     def stop(self, key: WorkerKey) -> None:
         """End the worker `key`."""
+
+
+class AbsentHandle:
+    """Handle of a worker that is gone."""
+
+    actor = None
+    process = ""
+
+    def __init__(self, name: str) -> None:
+        self.death: Future[Any] = Future()
+        self.notice: Future[Any] = Future()
+        self.death.set_exception(WorkerDied(f"worker process ended: {name}", (name,)))
+
+    def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
+        """Return WorkerDied as the answer."""
+        return self.death
+
+    def aside(self, key: WorkerKey, method: str, *args: Any, **kwargs: Any) -> Future[Outcome]:
+        """Return WorkerDied as the answer."""
+        return self.death
+
+    def look(self, with_stack: bool = False) -> Future[Whereabouts]:
+        """Return WorkerDied as the answer."""
+        return self.death
+
+    def keep(self, key: WorkerKey, method: str) -> tuple[Future[Outcome], Any]:
+        """Return WorkerDied as the outcome."""
+        return self.death, None
+
+    def stop(self, key: WorkerKey) -> None:
+        """Do nothing."""
 
 
 class WorkerGroup:
@@ -121,6 +166,54 @@ class WorkerGroup:
         No collective joins two replicas, so each survives the others.
         """
         self.replica_size = replica_size
+
+    def with_replica(self, first: int, devices: Sequence[Device], handles: Sequence[WorkerHandle]) -> WorkerGroup:
+        """Return a copy of the group with other processes in one replica's ranks, or with one replica more.
+
+        Args:
+            first: first rank of the replica; the number of ranks appends a replica.
+            devices: one per worker.
+            handles: one per worker.
+        """
+        ranks = slice(first, first + len(handles))
+        all_devices, all_handles = list(self.devices), list(self.handles)
+        all_devices[ranks], all_handles[ranks] = devices, handles
+        group = WorkerGroup(self.name, all_devices, all_handles, self.call_timeout)
+        group.divide(self.replica_size)
+        return group
+
+    def take_replica(self, first: int, devices: Sequence[Device], handles: Sequence[WorkerHandle]) -> None:
+        """Serve a replica whose workers are ready, in the place of a lost replica or beside the others.
+
+        Args:
+            first: as for `with_replica`.
+            devices: as for `with_replica`.
+            handles: as for `with_replica`.
+
+        Raises:
+            WorkerError: the group was released.
+        """
+        with self._losing:
+            if self._stopped and self.failure is None:
+                self.check()
+            whole = self.with_replica(first, devices, handles)
+            self.devices, self.handles = whole.devices, whole.handles
+            self.losses.pop(first // self.replica_size, None)
+            self.failure, self._stopped = None, False
+
+    def offer(self, replica: int, devices: Sequence[Device]) -> None:
+        """Give devices to a replica that does not exist yet, or that has left. `take_replica` makes it serve.
+
+        Args:
+            replica: number of the replica.
+            devices: one per worker.
+        """
+        first = replica * self.replica_size
+        handles = [AbsentHandle(worker_name(self.name, first + i, device)) for i, device in enumerate(devices)]
+        with self._losing:
+            whole = self.with_replica(first, devices, handles)
+            self.losses[replica] = WorkerError(f"replica {replica} of {self.name} has not started")
+            self.devices, self.handles = whole.devices, whole.handles
 
     def replica_of(self, rank: int) -> range:
         """Return the ranks that live and die with `rank`."""
@@ -220,6 +313,23 @@ class WorkerGroup:
             ]
         timeout = self.call_timeout if timeout is None else timeout
         return collect(pending, what, timeout, self.reporters if reporters is None else reporters)
+
+    def keep(self, method: str) -> list[Any]:
+        """Call `method` on all workers, and keep the results outside of their processes.
+
+        Args:
+            method: name of the workers' method.
+
+        Returns:
+            References to the results, in rank order. They may be arguments of later calls.
+        """
+        ranks = range(len(self))
+        self.check(ranks)
+        with self.order:
+            kept = [self.handles[rank].keep(self.key(rank), method) for rank in ranks]
+        calls = [PendingCall(self, rank, answer) for rank, (answer, _) in zip(ranks, kept, strict=True)]
+        collect(calls, method, self.call_timeout)
+        return [reference for _, reference in kept]
 
     def lose(self, ranks: Iterable[int], error: RliteError) -> None:
         """Stop the replicas of these ranks; calls on them raise `error`. With its last replica the group has failed."""
@@ -387,7 +497,8 @@ class _Waiter:
         stopped = "; ".join(_stopped(group, ranks) for group, ranks in by_group.items())
         error = WorkerDied(f"{self._what}: worker process ended: {'; '.join(names)}. {stopped}", names)
         for group, ranks in by_group.items():
-            group.lose(ranks, error)
+            # a process that was replaced meanwhile takes nobody along
+            group.lose([rank for rank in ranks if group.handles[rank].death is self._deaths[group, rank]], error)
         if self._has_one_team:
             others = [call for call in pending if call.group.is_serving(call.rank)]
             wait([call.answer for call in others], PEER_GRACE_S)

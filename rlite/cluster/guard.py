@@ -29,9 +29,20 @@ class Guard:
 
     def __init__(self) -> None:
         self._mark = uuid.uuid4().hex
-        # a session of its own: an interrupt from the terminal is for the driver alone
         command = [sys.executable, os.path.abspath(__file__), self._mark, str(os.getpid())]
-        self._companion = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        # not marked itself: if this process belongs to another guard, the companion must outlive it to end what is left
+        unmarked = {name: value for name, value in os.environ.items() if name != MARK}
+        # a session of its own: an interrupt from the terminal is for the driver alone
+        self._companion = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=unmarked)
+
+    @property
+    def mark(self) -> dict[str, str]:
+        """Environment variable of the processes that this guard owns."""
+        return {MARK: self._mark}
+
+    def end(self) -> None:
+        """Kill every marked process."""
+        reap(self._mark)
 
     @contextmanager
     def marking(self) -> Iterator[None]:
@@ -54,21 +65,21 @@ class Guard:
         self._companion.wait()
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    """Return living processes with this mark, except the caller."""
+def marked(mark: str, variable: str = MARK) -> list[psutil.Process]:
+    """Return living processes with this mark in an environment variable, except the caller."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it ended just now, or belongs to somebody else
             is_alive = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
-            if is_alive and process.environ().get(MARK) == mark:
+            if is_alive and process.environ().get(variable) == mark:
                 found.append(process)
     return found
 
 
-def reap(mark: str) -> None:
-    """Kill until no process with this mark is left."""
+def reap(mark: str, variable: str = MARK) -> None:
+    """Kill until no process with this mark in an environment variable is left."""
     deadline = time.monotonic() + SETTLE_S
-    while (found := marked(mark)) and time.monotonic() < deadline:
+    while (found := marked(mark, variable)) and time.monotonic() < deadline:
         for process in found:
             with suppress(psutil.Error):
                 process.kill()

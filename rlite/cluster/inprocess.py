@@ -9,8 +9,9 @@ from typing import Any
 
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerHost, WorkerKey
-from rlite.cluster.launcher import LaunchOptions
+from rlite.cluster.launcher import Launcher, LaunchOptions
 from rlite.cluster.placement import Device
+from rlite.errors import ConfigError
 from rlite.parallel.processes import join_alone, leave
 
 
@@ -21,6 +22,7 @@ class InprocessHandle:
 
     def __init__(self) -> None:
         self.death: Future[Any] = Future()
+        self.notice: Future[Any] = Future()
         self._host = WorkerHost()
         self._lock = threading.RLock()
 
@@ -41,6 +43,14 @@ class InprocessHandle:
         """Return the position of the call under way."""
         return _done(self._host.look())
 
+    def keep(self, key: WorkerKey, method: str) -> tuple[Future[Outcome], Any]:
+        """Refuse: no other process could hold the result.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("a snapshot outside of the workers needs launcher='ray'")
+
     def stop(self, key: WorkerKey) -> None:
         """Forget the worker."""
         self.submit(WorkerHost.drop, key)
@@ -52,7 +62,7 @@ def _done(result: Any) -> Future[Any]:
     return future
 
 
-class InprocessLauncher:
+class InprocessLauncher(Launcher):
     """Launcher of one device without another process."""
 
     kind = "inprocess"
@@ -64,13 +74,20 @@ class InprocessLauncher:
         self._handle = InprocessHandle()
         join_alone(options.device)
 
-    def start(self, name: str, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
+    def start(
+        self,
+        name: str,
+        devices: Sequence[Device],
+        factory: Callable[[WorkerContext], Any],
+        replica_size: int | None = None,
+    ) -> WorkerGroup:
         """Make a worker in this process.
 
         Args:
             name: name of the group.
             devices: the one device.
             factory: makes a worker from its context.
+            replica_size: unused.
 
         Returns:
             The group.

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.host import WorkerContext
 from rlite.cluster.placement import Device, DeviceKind
+from rlite.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,38 @@ class Launcher(Protocol):
     survives_deaths: bool
     """the other workers live on when one dies"""
 
-    def start(self, name: str, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
+    def start(
+        self,
+        name: str,
+        devices: Sequence[Device],
+        factory: Callable[[WorkerContext], Any],
+        replica_size: int | None = None,
+    ) -> WorkerGroup:
         """Start a group of workers.
 
         Args:
             name: name of the group.
             devices: one per worker.
             factory: makes a worker from its context, in its process.
+            replica_size: number of neighbouring workers that no collective joins with others; None: all. A launcher
+                that survives deaths makes such workers a replica of the group.
         """
+
+    def start_replica(
+        self, group: WorkerGroup, first: int, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]
+    ) -> None:
+        """Start the workers of one replica, in the place of a lost replica or beside the others.
+
+        Args:
+            group: a group of this launcher.
+            first: first rank of the replica; the number of ranks appends a replica.
+            devices: one per worker.
+            factory: as for `start`.
+
+        Raises:
+            ConfigError: this launcher starts no process while others run.
+        """
+        raise ConfigError(f"{group.name}: launcher={self.kind!r} has fixed processes; replicas come and go under Ray")
 
     def shutdown(self) -> None:
         """End all workers and the launcher's own processes."""

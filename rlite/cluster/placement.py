@@ -14,7 +14,7 @@ A ledger is immutable, so a placement happens completely or not at all, and the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal
@@ -147,7 +147,45 @@ class Ledger:
                 asked, what is free, what is in the way, and the remedy.
         """
         self._check(request)
-        candidates = self._candidates(request)
+        granted = Placement(request, self._choose(request, self._candidates(request)))
+        return replace(self, placements={**self.placements, request.owner: granted}), granted.executors
+
+    def grow(self, owner: str, num_executors: int) -> tuple[Ledger, Executors]:
+        """Grant an owner more executors, on the conditions of its request.
+
+        Args:
+            owner: name of the engine.
+            num_executors: number of further executors.
+
+        Returns:
+            The ledger with them, and the devices of each further executor.
+
+        Raises:
+            PlacementError: too few devices fit.
+        """
+        self._check_known("grow", (owner,))
+        placement = self.placements[owner]
+        request = replace(placement.request, num_executors=num_executors)
+        candidates = [device for device in self.release(owner)._candidates(request) if device not in placement.devices]
+        further = self._choose(request, candidates)
+        return self._with_executors(owner, (*placement.executors, *further)), further
+
+    def shrink(self, owner: str, executors: Collection[tuple[Device, ...]]) -> Ledger:
+        """Return a ledger in which the owner does not hold these executors."""
+        self._check_known("shrink", (owner,))
+        left = tuple(executor for executor in self.placements[owner].executors if executor not in executors)
+        return self._with_executors(owner, left)
+
+    def _with_executors(self, owner: str, executors: Executors) -> Ledger:
+        changed = replace(self.placements[owner], executors=executors)
+        return replace(self, placements={**self.placements, owner: changed})
+
+    def _choose(self, request: PlacementRequest, candidates: list[Device]) -> Executors:
+        """Return the devices of each executor, out of the candidates.
+
+        Raises:
+            PlacementError: too few devices fit.
+        """
         node_sizes = Counter(device.node for device in self.devices)
         if request.colocate_with:
             executors = _in_order(candidates, request.executor_size, node_sizes)[: request.num_executors]
@@ -155,8 +193,7 @@ class Ledger:
             executors = _best_fit(candidates, request.executor_size, node_sizes, request.num_executors)
         if len(executors) < (request.num_executors or 1):
             raise PlacementError(self._refusal(request, candidates, len(executors)))
-        granted = Placement(request, tuple(executors))
-        return replace(self, placements={**self.placements, request.owner: granted}), granted.executors
+        return tuple(executors)
 
     def _check_known(self, who: str, names: Iterable[str]) -> None:
         for name in names:

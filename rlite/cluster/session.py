@@ -21,7 +21,7 @@ from rlite.cluster.inprocess import InprocessLauncher
 from rlite.cluster.launcher import Launcher, LaunchOptions, default_cpu_slots
 from rlite.cluster.placement import Device, DeviceKind, Ledger, PlacementRequest
 from rlite.cluster.torchrun import TorchrunLauncher
-from rlite.errors import FORKED, ConfigError, RliteError
+from rlite.errors import FORKED, ConfigError, RliteError, WorkerError
 from rlite.parallel.processes import keep_for_ever
 
 LauncherName = Literal["inprocess", "torchrun", "ray"]
@@ -65,19 +65,67 @@ class Session:
             self._ledger, executors = self._ledger.place(request)
         return executors
 
-    def start(self, owner: str, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
+    def start(
+        self,
+        owner: str,
+        devices: Sequence[Device],
+        factory: Callable[[WorkerContext], Any],
+        replica_size: int | None = None,
+    ) -> WorkerGroup:
         """Start the owner's workers.
 
         Args:
             owner: name of the engine.
             devices: one per worker.
             factory: makes a worker from its context, in its process.
+            replica_size: number of neighbouring workers that no collective joins with others; None: all.
 
         Returns:
             The group of the workers.
         """
-        self._groups[owner] = self.launcher.start(owner, devices, factory)
+        self._groups[owner] = self.launcher.start(owner, devices, factory, replica_size)
         return self._groups[owner]
+
+    def restart(self, owner: str, replica: int, factory: Callable[[WorkerContext], Any]) -> None:
+        """Start the workers of a lost replica again, on their devices.
+
+        Args:
+            owner: name of the engine.
+            replica: number of the replica in the owner's group.
+            factory: makes a worker from its context, in its process.
+        """
+        group = self._groups[owner]
+        ranks = group.replica_of(replica * group.replica_size)
+        self.launcher.start_replica(group, ranks[0], [group.devices[rank] for rank in ranks], factory)
+
+    def grow(self, owner: str, replicas: Sequence[int]) -> None:
+        """Take devices for further replicas of an owner. `restart` starts their workers.
+
+        Args:
+            owner: name of the engine.
+            replicas: numbers of the replicas in the owner's group.
+
+        Raises:
+            PlacementError: the devices are not available. Nothing is taken.
+        """
+        with self._lock:
+            self._ledger, executors = self._ledger.grow(owner, len(replicas))
+        for replica, devices in zip(replicas, executors, strict=True):
+            self._groups[owner].offer(replica, devices)
+
+    def shrink(self, owner: str, replica: int, why: WorkerError) -> None:
+        """Stop the workers of a replica and return its devices.
+
+        Args:
+            owner: name of the engine.
+            replica: number of the replica in the owner's group.
+            why: the error of later calls on the replica.
+        """
+        group = self._groups[owner]
+        ranks = group.replica_of(replica * group.replica_size)
+        group.lose(ranks, why)
+        with self._lock:
+            self._ledger = self._ledger.shrink(owner, [tuple(group.devices[rank] for rank in ranks)])
 
     def neighbours(self, owner: str) -> list[tuple[WorkerGroup, int]]:
         """Return the serving workers of other owners on this owner's devices, as (group, rank)."""

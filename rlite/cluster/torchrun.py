@@ -28,9 +28,9 @@ import torch.distributed as dist
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.guard import end_with_parent
 from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerHost, WorkerKey
-from rlite.cluster.launcher import LaunchOptions
+from rlite.cluster.launcher import Launcher, LaunchOptions
 from rlite.cluster.placement import Device
-from rlite.errors import PlacementError, WorkerDied, WorkerError
+from rlite.errors import ConfigError, PlacementError, WorkerDied, WorkerError
 from rlite.parallel.processes import COLLECTIVE_TIMEOUT, backend_for, leave, make_program_a_world
 
 IDLE_TIMEOUT = timedelta(days=365)  # a rank may wait this long for the driver's next call
@@ -123,6 +123,7 @@ class RankProcess:
     def __init__(self, rank: int, name: str, host: LocalHost | RemoteHost) -> None:
         self.process = rank
         self.death: Future[Any] = Future()
+        self.notice: Future[Any] = Future()
         self.dropping: Future[Outcome] | None = None
         """the last worker to be forgotten; not done as long as the process is busy with a call from before"""
         self._name = name
@@ -155,6 +156,14 @@ class RankProcess:
 
         threading.Thread(target=ask, daemon=True).start()
         return answer
+
+    def keep(self, key: WorkerKey, method: str) -> tuple[Future[Outcome], Any]:
+        """Refuse: no other process could hold the result.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("a snapshot outside of the workers needs launcher='ray'")
 
     def stop(self, key: WorkerKey) -> None:
         """Forget the worker as soon as the process is free; torchrun's processes live as long as the run."""
@@ -191,7 +200,7 @@ class RankProcess:
         return WorkerDied(f"the connection to {self._name} was lost: {error or 'it ended earlier'}", (self._name,))
 
 
-class TorchrunLauncher:
+class TorchrunLauncher(Launcher):
     """Launcher that every rank builds. On ranks other than 0 the constructor serves and never returns."""
 
     kind = "torchrun"
@@ -232,13 +241,20 @@ class TorchrunLauncher:
         self._groups: list[WorkerGroup] = []
         make_program_a_world()
 
-    def start(self, name: str, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
+    def start(
+        self,
+        name: str,
+        devices: Sequence[Device],
+        factory: Callable[[WorkerContext], Any],
+        replica_size: int | None = None,
+    ) -> WorkerGroup:
         """Start a group of workers.
 
         Args:
             name: name of the group.
             devices: one per worker.
             factory: makes a worker from its context, in its process.
+            replica_size: unused: when a process dies, torchrun ends all of them.
 
         Returns:
             The group.

@@ -144,11 +144,14 @@ class RLJobBuilder:
         if RLRoleType.ACTOR not in self._roles:
             raise ConfigError("a job needs an actor: .actor(MyActor).total(N).per_node(N).end()")
         workloads = {role: workload_class(role, self._classes[role]) for role in self._roles}
-        classes = JobClasses(trainer_class(self._trainer), workloads)
+        trainer = trainer_class(self._trainer)
         roles = {role.lower(): {"workload": workloads[role].label, **values} for role, values in self._roles.items()}
-        rest: dict[str, Any] = {"trainer": classes.trainer_label, "collocations": self._collocations}
+        rest: dict[str, Any] = {
+            "trainer": f"{trainer.__module__}:{trainer.__qualname__}",
+            "collocations": self._collocations,
+        }
         spec = JobSpec(**{**self._values, **roles, **rest})
-        return RLJob(spec, classes)
+        return RLJob(spec, JobClasses(trainer, workloads))
 
     def _role(self, role: RLRoleType, workload: Any, class_name: str | None) -> RoleBuilder:
         if role in self._roles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,13 +32,9 @@ class WorkloadClass:
 class JobClasses:
     """All classes of a job."""
 
-    trainer: type[BaseTrainer]
+    trainer: type[BaseTrainer] | None
+    """None: a program, which the job's spec names"""
     workloads: Mapping[RLRoleType, WorkloadClass]
-
-    @property
-    def trainer_label(self) -> str:
-        """Name of the trainer's class: module:Class."""
-        return f"{self.trainer.__module__}:{self.trainer.__qualname__}"
 
 
 def workload_class(role: RLRoleType, given: Any) -> WorkloadClass:
@@ -69,6 +66,22 @@ def trainer_class(given: Any) -> type[BaseTrainer]:
     if missing := sorted(found.__abstractmethods__):
         raise ConfigError(f"trainer: {found.__name__} does not define {', '.join(missing)}")
     return found
+
+
+def check_program(module: str) -> None:
+    """Check that a trainer's module is there. It is not imported.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"trainer: {module!r} cannot be found: {error}") from error
+    if found is None:
+        raise ConfigError(
+            f"trainer: no module {module!r}; expected a module such as rlite.trainer.ppo, or module:Class"
+        )
 
 
 def _plain(given: Any) -> tuple[Any, dict[str, Any]]:

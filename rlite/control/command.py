@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rlite.config import Natural, Options, load
-from rlite.control.job import JobHandle, JobResult, connect, job_of
+from rlite.control.job import JobHandle, JobResult, check_ray, connect, job_of
 from rlite.control.spec import JobSpec
 from rlite.errors import ConfigError, RliteError
 from rlite.recovery.record import JobRecord, load_record
 
+JOB_SERVERS = ("http://", "https://")
 LAST_EVENTS = 5
 """that `rlite status` shows of a job"""
 
@@ -28,7 +31,7 @@ class LaunchConfig(JobSpec):
     wait: bool = True
     """wait for the end of the job; needs to be true if no cluster runs"""
     address: str | None = None
-    """address of a running Ray cluster"""
+    """address of a running Ray cluster, or of its job server: http://HEAD:8265 (`ray job submit`)"""
 
 
 class JobQuery(Options):
@@ -51,6 +54,9 @@ def launch(arguments: Sequence[str]) -> None:
     sys.path.insert(0, os.getcwd())  # the user's modules
     config = load(LaunchConfig, [*(part for file in files for part in ("--config", file)), *rest])
     job = job_of(config)
+    if config.address is not None and config.address.startswith(JOB_SERVERS):
+        _submit(config, files, rest)
+        return
     connect(None if not config.wait else config, config.address)
     result = job.submit(config.name, config.wait, config.max_restarts, config.address)
     if not isinstance(result, JobResult):
@@ -59,6 +65,29 @@ def launch(arguments: Sequence[str]) -> None:
     print(result)
     if not result.succeeded:
         raise RliteError(f"job {config.name} failed: {result.error}")
+
+
+def _submit(config: LaunchConfig, files: Sequence[str], rest: Sequence[str]) -> None:
+    """Let the job server of a cluster run this command, on its head node and with a copy of this folder.
+
+    Raises:
+        ConfigError: Ray is not installed, or a file is not in this folder.
+    """
+    check_ray()
+    folder = Path.cwd()
+    if outside := [file for file in files if not Path(file).resolve().is_relative_to(folder)]:
+        raise ConfigError(
+            f"{', '.join(outside)}: not in {folder}, which is the folder that the cluster receives a copy of. "
+            "Start `rlite launch` in the folder of the job"
+        )
+    inner = [str(Path(file).resolve().relative_to(folder)) for file in files]
+    inner += [each for each in rest if not each.startswith(("address=", "wait="))]
+    server = importlib.import_module("rlite.cluster.ray.submission").JobServer(config.address)
+    submission = server.submit(shlex.join(["python", "-m", "rlite.cli", "launch", *inner]), folder, {}, config.name)
+    if not config.wait:
+        print(f"job {config.name} is submitted; follow it with: ray job logs {submission} --follow")
+        return
+    server.follow(submission)
 
 
 def status(arguments: Sequence[str]) -> None:
@@ -94,6 +123,8 @@ def describe(name: str, record: JobRecord, devices: dict[str, list[str]]) -> str
     """
     state = record.state
     lines = [f"{name}: {state.stage}, {state.restarts} restarts of the trainer, {state.job_restarts} of the job"]
+    if record.report is not None:
+        lines.append(f"  {record.report}")
     for role, held in devices.items():
         known = state.roles.get(role)
         lost = f", lost: {', '.join(map(str, known.lost))}" if known is not None and known.lost else ""

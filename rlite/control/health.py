@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ import psutil
 
 from rlite.recovery.failover import Condition, WorkloadId
 
+WATCH_S = 0.5
+"""between two looks at the master"""
 LIVE_SHARE = 0.03
 """share of a core above which a process counts as computing; Ray's own threads take less"""
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -33,10 +37,30 @@ class Vital:
 
 
 class NodeAgent:
-    """Observer of the processes on its node."""
+    """Observer of the processes on its node, and of the master if it is there.
 
-    def look(self, pids: Iterable[int]) -> dict[int, Vital]:
-        """Return the state of each process that exists."""
+    Ray restarts a master that was killed. A master that is stopped is killed by the agent of its node.
+    """
+
+    def __init__(self, stopped_after_s: float = 3.0) -> None:
+        """Observe nothing yet.
+
+        Args:
+            stopped_after_s: seconds in process state T after which a stopped master is killed.
+        """
+        self._stopped_after_s = stopped_after_s
+        self._master = 0
+
+    def look(self, pids: Iterable[int], master: int = 0) -> dict[int, Vital]:
+        """Return the state of each process that exists.
+
+        Args:
+            pids: the processes.
+            master: process that asks, if it is on this node.
+        """
+        if master and master != self._master:
+            self._master = master
+            threading.Thread(target=self._watch_master, args=(master,), name="rlite-master-watch", daemon=True).start()
         found = {}
         for pid in pids:
             with suppress(psutil.Error):  # it has ended
@@ -44,6 +68,17 @@ class NodeAgent:
                 tree = [process, *process.children(recursive=True)]
                 found[pid] = Vital(process.status(), sum(map(_cpu_s, tree)))
         return found
+
+    def _watch_master(self, pid: int) -> None:
+        stopped_s = 0.0
+        while stopped_s < self._stopped_after_s:
+            time.sleep(WATCH_S)
+            try:
+                is_stopped = psutil.Process(pid).status() in STOPPED
+            except psutil.Error:  # it has ended
+                return
+            stopped_s = stopped_s + WATCH_S if is_stopped else 0.0
+        self.kill([pid])
 
     def kill(self, pids: Iterable[int]) -> None:
         """Kill processes that Ray cannot end, because they are stopped."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import time
 import uuid
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlite.config import load
-from rlite.control.classes import JobClasses, trainer_class, workload_class
+from rlite.control.classes import JobClasses, check_program, trainer_class, workload_class
 from rlite.control.layout import check_capacity
 from rlite.control.plan import JobPlan
 from rlite.control.spec import JobSpec
@@ -133,7 +134,13 @@ class RLJob:
         if "master" in processes.names():
             raise ConfigError(f"job_name={job_name!r}: a job of this name runs on the cluster; choose another")
         plan = JobPlan(
-            job_name, uuid.uuid4().hex, self.spec, self.classes, self.layout, self.spec.policy(job_max_restart)
+            name=job_name,
+            submission=uuid.uuid4().hex,
+            spec=self.spec,
+            classes=self.classes,
+            layout=self.layout,
+            policy=self.spec.policy(job_max_restart),
+            folder=os.getcwd(),
         )
         fleet.keep_plan(job_name, plan)
         processes.serve(MasterFactory(job_name))
@@ -181,8 +188,21 @@ def job_of(spec: JobSpec) -> RLJob:
     Raises:
         ConfigError: a class cannot be imported, or is none of ours.
     """
+    if spec.is_program:
+        check_program(spec.trainer)
+        return RLJob(spec, JobClasses(None, {}))
     workloads = {role: workload_class(role, each.workload) for role, each in spec.roles().items()}
     return RLJob(spec, JobClasses(trainer_class(spec.trainer), workloads))
+
+
+def check_ray() -> None:
+    """Check that Ray is installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("the control plane needs Ray: pip install 'rlite[ray]'")
 
 
 def connect(spec: JobSpec | None, address: str | None) -> None:
@@ -195,8 +215,7 @@ def connect(spec: JobSpec | None, address: str | None) -> None:
     Raises:
         ConfigError: Ray is not installed, or no cluster answers.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("the control plane needs Ray: pip install 'rlite[ray]'")
+    check_ray()
     connection = _ray("connection")
     if spec is None:
         made = connection.RayConnection("cpu", None, address, may_start=False)

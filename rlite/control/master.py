@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from rlite.cluster.host import Whereabouts
-from rlite.cluster.ray.fleet import Fleet, RayStore, kept_plan
+from rlite.cluster.ray.fleet import Fleet, RayStore, kept_plan, own_node
 from rlite.control.health import Judge, Vital
 from rlite.control.plan import TRAINER, JobPlan, trainer_life
 from rlite.control.processes import JobProcesses, ProcessView
@@ -52,11 +52,12 @@ from rlite.recovery.failover import (
     decide,
 )
 from rlite.recovery.record import JobRecord, LogEntry, load_record, save_record
+from rlite.recovery.reporting import TrainerReport
 from rlite.recovery.store import FileStore, MemoryStore, StateStore
 
 logger = logging.getLogger(__name__)
 
-TRAINER_WAIT_S = 5.0
+TRAINER_WAIT_S = 2.0
 """for which one question about the end of the trainer waits"""
 ANSWER_S = 15.0
 """in which a process has to answer a new master"""
@@ -247,7 +248,7 @@ class Master:
         if run != self._state.run or self._state.is_trainer_waiting:
             return
         try:
-            self._processes.start_trainer(run)
+            self._processes.start_trainer(run, has_begun=self._record.report is not None)
         except Exception as error:  # the boundary: the trainer's constructor may raise anything
             self._events.put(TrainerFailed(time.time(), run, f"{type(error).__name__}: {error}"))
             return
@@ -256,20 +257,40 @@ class Master:
     def _follow_trainer(self, run: int) -> None:
         """Report the beginning and the end of a run, and let it begin if it has not."""
         try:
+            self._watch_trainer(run)
             outcome = self._processes.ask_trainer(0.0)
             if outcome.progress == "new":
                 self._events.put(TrainerBegun(time.time(), run, outcome.is_recoverable))
                 self._processes.run_trainer()
-            self._watch(trainer_life(run), self._processes.view_of_trainer())
             while outcome.progress not in ("finished", "raised"):
                 outcome = self._processes.ask_trainer(TRAINER_WAIT_S)
+                self._events.put(partial(self._take_report, outcome.report))
         except Exception as error:  # the boundary: the process has ended, or the user's code raised
             self._events.put(TrainerFailed(time.time(), run, f"{type(error).__name__}: {error}"))
             return
         if outcome.progress == "finished":
             self._events.put(TrainerFinished(time.time(), run))
         else:
-            self._events.put(TrainerFailed(time.time(), run, outcome.error, outcome.trace))
+            self._events.put(TrainerFailed(time.time(), run, outcome.error, outcome.trace, outcome.is_final))
+
+    def _watch_trainer(self, run: int) -> None:
+        """Observe the trainer's process before it begins: one that is stopped would never say where it is.
+
+        Raises:
+            CallTimeout: it does not answer.
+        """
+        view = self._processes.view_of_trainer()
+        self._watch(trainer_life(run), view)
+        wait([view.look], ANSWER_S)
+        if not view.look.done():
+            raise CallTimeout(f"the trainer's process gives no answer within {ANSWER_S:g} s")
+
+    def _take_report(self, report: TrainerReport | None) -> None:
+        if report is None or report == self._record.report:
+            return
+        with self._changed:
+            self._record = replace(self._record, report=report)
+            save_record(self._store, self._plan.name, self._record)
 
     def _adopt(self) -> None:
         """Take the processes of a running job over from a master that was killed."""
@@ -303,7 +324,7 @@ class Master:
         """Take in the agents' reports and ask for the next ones."""
         now = time.monotonic()
         seconds, self._looked_at = min(now - self._looked_at, 2 * TICK_S), now
-        pids = self._judge.pids()
+        pids = {own_node(): [], **self._judge.pids()}
         for node in pids:
             asked = self._looks.get(node)
             if asked is not None and asked.done() and asked.exception() is not None:
@@ -325,6 +346,10 @@ class Master:
                 detail += "\n" + self._stack(finding.lives[0])
             if vitals is not None:
                 self._processes.kill_on(node, finding.pids)
+            else:
+                self._looks.pop(node, None)
+                self._judge.restart(node)
+                self._in_thread(self._processes.replace_agent, node)
             if any(life.role == TRAINER for life in finding.lives):
                 self._handle(TrainerFailed(time.time(), self._state.run, f"{finding.condition}: {finding.detail}"))
             lives = tuple(life for life in finding.lives if life.role != TRAINER)

@@ -25,10 +25,17 @@ class JobPlan:
     classes: JobClasses
     layout: Layout
     policy: FailoverPolicy
+    folder: str
+    """working folder of the submitter"""
 
     def bundles(self) -> dict[int, list[dict[str, float]]]:
-        """Return the resources to reserve for each device, by node. Nodes without workloads are left out."""
+        """Return the resources to reserve for each device, by node. Nodes without workloads are left out.
+
+        A program's devices are one bundle.
+        """
         kind: str = self.spec.device_type
+        if self.spec.is_program:
+            return {0: [{kind: float(self.spec.device_per_node)}]}
         bundles = {
             node: [{kind: 1.0} for _ in range(count)] for node, count in enumerate(self.layout.num_devices) if count
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -12,10 +13,21 @@ from typing import Any, TypeVar
 from rlite.cluster.group import WorkerGroup, apply_on_processes, worker_name
 from rlite.cluster.host import Outcome, Whereabouts, WorkerHost
 from rlite.cluster.placement import Device
-from rlite.cluster.ray.fleet import SERVICE_KEY, Fleet, Reserved, Service, device_of, living_nodes, value_of
+from rlite.cluster.ray.fleet import (
+    SERVICE_KEY,
+    Fleet,
+    Reserved,
+    Service,
+    cluster_address,
+    device_of,
+    living_nodes,
+    own_node,
+    value_of,
+)
 from rlite.cluster.ray.host import HostActor, RayHandle, handle_of, hosting
 from rlite.control.health import NodeAgent
 from rlite.control.plan import TRAINER, JobPlan, actor_name, trainer_life
+from rlite.control.program import Program
 from rlite.control.roles import RLRoleType
 from rlite.control.trainer_process import RoleActors, TrainerFactory, TrainerOutcome
 from rlite.control.workload import WorkloadFactory, hold_port
@@ -156,16 +168,29 @@ class JobProcesses:
 
     # The trainer
 
-    def start_trainer(self, run: int) -> None:
-        """Start the trainer's process and make the trainer. Another trainer of the job is ended before."""
+    def start_trainer(self, run: int, has_begun: bool) -> None:
+        """Start the trainer's process and make the trainer. Another trainer of the job is ended before.
+
+        Args:
+            run: number of the run.
+            has_begun: an earlier start of a program has reported.
+        """
         self._fleet.kill(lambda name: TRAINER in name)
         if self._trainer is not None:
             wait([self._trainer.death], END_S)
         plan = self._plan
-        actor = self._fleet.start(actor_name(trainer_life(run)), HostActor, None, 0.0, plan.env())
+        place = (self._reserved[0], 0) if plan.spec.is_program else None
+        num_gpus = float(plan.spec.device_per_node) if place and plan.spec.device_type == "GPU" else 0.0
+        actor = self._fleet.start(actor_name(trainer_life(run)), HostActor, place, num_gpus, plan.env())
         self._trainer = RayHandle(actor, TRAINER)
         group = WorkerGroup(TRAINER, [Device("", 0)], [self._trainer], plan.spec.start_timeout)
-        factory = TrainerFactory(
+        factory = self._program(has_begun) if plan.spec.is_program else self._trainer_factory()
+        group.create(factory, ["cpu"], [0], [0], plan.spec.start_timeout)
+
+    def _trainer_factory(self) -> TrainerFactory:
+        plan = self._plan
+        assert plan.classes.trainer is not None
+        return TrainerFactory(
             cls=plan.classes.trainer,
             config=plan.spec.config,
             classes={role: each.cls for role, each in plan.classes.workloads.items()},
@@ -175,7 +200,21 @@ class JobProcesses:
             make_handle=handle_of,
             report_late=partial(Service(plan.name).tell, "report_late"),
         )
-        group.create(factory, ["cpu"], [0], [0], plan.spec.start_timeout)
+
+    def _program(self, has_begun: bool) -> Program:
+        plan, spec = self._plan, self._plan.spec
+        is_left = "OMP_NUM_THREADS" in plan.env() or spec.device_type == "GPU"
+        return Program(
+            submission=plan.submission,
+            module=spec.trainer,
+            config=spec.config,
+            num_processes=spec.num_processes,
+            folder=plan.folder,
+            num_threads=None if is_left else spec.device_per_node // spec.num_processes,
+            health=spec.health,
+            ray_address=cluster_address(),
+            has_begun=has_begun,
+        )
 
     def adopt_trainer(self, run: int) -> bool:
         """Return True if the trainer's process exists, and use it."""
@@ -210,8 +249,13 @@ class JobProcesses:
     # Agents
 
     def look_on(self, node: str, pids: Sequence[int]) -> Future[Outcome]:
-        """Return the answer of a node's agent about processes."""
-        return self._agent(node).aside(SERVICE_KEY, "look", list(pids))
+        """Return the answer of a node's agent about processes. The agent of this node watches this process, too."""
+        return self._agent(node).aside(SERVICE_KEY, "look", list(pids), os.getpid() if node == own_node() else 0)
+
+    def replace_agent(self, node: str) -> None:
+        """End a node's agent that does not answer. The next question starts another."""
+        if (agent := self._agents.pop(node, None)) is not None:
+            agent.stop(SERVICE_KEY)
 
     def kill_on(self, node: str, pids: Sequence[int]) -> None:
         """Let a node's agent kill processes, which Ray cannot end while they are stopped."""
@@ -219,7 +263,9 @@ class JobProcesses:
 
     def _agent(self, node: str) -> RayHandle:
         if node not in self._agents:
-            self._agents[node] = self._fleet.start_on_node(f"agent-{node}", node, NodeAgent)
+            self._agents[node] = self._fleet.start_on_node(
+                f"agent-{node}", node, partial(NodeAgent, self._plan.spec.health.stopped_after)
+            )
         return self._agents[node]
 
     # Parts

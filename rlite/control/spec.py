@@ -8,6 +8,13 @@ config: {lr: 1.0e-6}
 actor: {workload: my_project.ppo:Actor, total: 4, per_node: 4}
 rollout: {workload: my_project.ppo:Rollout, total: 4, per_node: 4, on_failure: workload}
 collocations: [[actor, rollout]]
+
+A trainer may also be a program, which is started by module path:
+
+device_per_node: 2
+trainer: rlite.trainer.ppo
+num_processes: 2                      # under torchrun
+config: {actor: {model_name: ...}}    # options of the program
 """
 
 from __future__ import annotations
@@ -56,6 +63,8 @@ class HealthOptions(Options):
     """seconds without a heartbeat from a node"""
     hung_after: Seconds = 20.0
     """seconds without any use of the CPU in a call whose declared time-out has passed"""
+    late_step: Seconds = 1800.0
+    """seconds that one step of a program may take; after them, a program that does not use the CPU counts as hung"""
 
 
 class JobSpec(Options):
@@ -68,13 +77,15 @@ class JobSpec(Options):
     device_type: Literal["CPU", "GPU"] = "GPU"
     """kind of the devices; a CPU device is one CPU of Ray"""
     trainer: str
-    """class of the trainer: module:Class"""
+    """class of the trainer: module:Class; or the module of a program, such as rlite.trainer.ppo"""
+    num_processes: Count = 1
+    """processes of a program; more than one run under torchrun"""
     config: dict[str, Any] = {}
-    """configuration of the trainer and the workloads"""
+    """configuration of the trainer and the workloads, or the options of the program"""
     global_env: Environment = {}
     """environment variables of the trainer and the workloads"""
     actor: RoleSpec | None = None
-    """the policy that is trained; mandatory"""
+    """the policy that is trained; mandatory unless the trainer is a program"""
     rollout: RoleSpec | None = None
     """generates trajectories"""
     reward: RoleSpec | None = None
@@ -87,7 +98,7 @@ class JobSpec(Options):
     """groups of roles that share devices"""
     health: HealthOptions = HealthOptions()
     max_trainer_restarts: Natural = 10
-    """restarts of a recoverable trainer alone"""
+    """restarts of a program, or of a recoverable trainer alone"""
     max_node_faults: Natural = 3
     """faults of a node, after which it is left out if there are others"""
     backoff: Seconds = 1.0
@@ -105,6 +116,11 @@ class JobSpec(Options):
         Yields:
             One message for each broken rule.
         """
+        if self.is_program:
+            yield from self._problems_of_program()
+            return
+        if self.num_processes > 1:
+            yield "num_processes: only of a trainer that is started by module path; set total and per_node of a role"
         if self.actor is None:
             yield "actor: a job needs one, with workload, total and per_node"
             return
@@ -117,6 +133,19 @@ class JobSpec(Options):
         except OmegaConfBaseException as error:
             yield f"config: {error}"
         self.layout()
+
+    def _problems_of_program(self) -> Iterable[str]:
+        if roles := ", ".join(role.lower() for role in self.roles()):
+            yield f"{roles}: trainer={self.trainer} is a program without workloads; a class is given as module:Class"
+        if self.node_num > 1:
+            yield f"node_num={self.node_num}: the processes of a program are on one node"
+        if self.num_processes > self.device_per_node:
+            yield f"num_processes={self.num_processes} need a device each, and device_per_node={self.device_per_node}"
+
+    @property
+    def is_program(self) -> bool:
+        """True if the trainer is started by module path, as a program of its own."""
+        return ":" not in self.trainer
 
     def roles(self) -> dict[RLRoleType, RoleSpec]:
         """Return the roles of the job."""
@@ -144,6 +173,8 @@ class JobSpec(Options):
         Raises:
             PlacementError: the workloads do not fit.
         """
+        if self.is_program:
+            return Layout({}, (self.device_per_node,))
         sizes = {role: RoleSize(spec.total, spec.per_node) for role, spec in self.roles().items()}
         return lay_out(sizes, self.groups(), self.node_num, self.device_per_node)
 

@@ -17,6 +17,7 @@ from rlite.control.role_group import RoleGroup, role_groups
 from rlite.control.roles import RLRoleType
 from rlite.control.trainer import BaseTrainer
 from rlite.errors import RliteError
+from rlite.recovery.reporting import TrainerReport
 
 Progress = Literal["new", "running", "finished", "raised"]
 
@@ -41,6 +42,10 @@ class TrainerOutcome:
     error: str = ""
     """type and message of the exception"""
     trace: str = ""
+    report: TrainerReport | None = None
+    """latest report of a program"""
+    is_final: bool = False
+    """every restart would meet the same error"""
 
 
 @dataclass(frozen=True)

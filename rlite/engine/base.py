@@ -62,6 +62,8 @@ class Engine:
         self.weights = Weights.RELEASED
         self.options: Any = None
         self._version = 0
+        self._factory: Any = None
+        """makes a worker from its context, in its process"""
 
     # -- building ------------------------------------------------------------------------------------------------
 
@@ -120,18 +122,17 @@ class Engine:
             )
         )
         factory = partial(make_worker, self._backend.worker, self._source(), self.options, tensor_parallel_size)
-        self.name, self._session = owner, session
+        self.name, self._session, self._factory = owner, session, factory
         try:
             make_room(session, owner)
-            self._group = group = session.start(owner, [device for devices in executors for device in devices], factory)
+            replica_size = tensor_parallel_size if self.has_independent_replicas else None
+            devices = [device for devices in executors for device in devices]
+            self._group = group = session.start(owner, devices, factory, replica_size)
             check_neighbours(session, owner, group)
             self.executors = [
                 Executor(index, group, tensor_parallel_size, self._backend.ranks) for index in range(len(executors))
             ]
-            if self.has_independent_replicas and session.launcher.survives_deaths:
-                group.divide(tensor_parallel_size)
-            num_peers = self._num_peers()
-            group.reporters = range(range(num_peers)[self._backend.ranks.returns], len(group), num_peers)
+            self._choose_reporters()
             self.weights = Weights.DEVICE
             self._built()
         except BaseException:
@@ -172,6 +173,11 @@ class Engine:
     def _num_peers(self) -> int:
         """Return the number of neighbouring workers that do the same work on the same data."""
         return self.executors[0].size
+
+    def _choose_reporters(self) -> None:
+        """Let one of the workers that do the same work report its statistics."""
+        num_peers = self._num_peers()
+        self.group.reporters = range(range(num_peers)[self._backend.ranks.returns], len(self.group), num_peers)
 
     def _built(self) -> None:
         """Finish building after the workers are ready."""
@@ -312,6 +318,15 @@ class Engine:
         self._each(lambda resident: resident.weights_changed(version))
         self.weights = Weights.DEVICE
         self._version = version
+
+    def has_lost_some_of(self, members: Sequence[Executor]) -> bool:
+        """Return whether some of these executors are members no more, so that a call on the others may succeed."""
+        return False
+
+    @property
+    def members(self) -> list[Executor]:
+        """The executors that take part in what all do."""
+        return self.executors
 
     def _need_weights(self, what: str) -> None:
         """Check that the engine is built and its weights are written and on the device.

@@ -14,10 +14,11 @@ from tensordict import TensorDict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlite.data.chat.raw import raw_prompts
-from rlite.engine.inference_lifecycle import InferenceLifecycle
+from rlite.engine.elastic import ElasticReplicas
 from rlite.engine.replica import InFlightRequest
 from rlite.engine.workers import together
 from rlite.errors import CallTimeout, ConfigError, DataError
+from rlite.futures import result_of
 from rlite.observability import trace
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.options import CollectorOptions
@@ -38,24 +39,26 @@ from rlite.types import (
 logger = logging.getLogger(__name__)
 
 
-class RliteInferenceEngine(InferenceLifecycle):
+class RliteInferenceEngine(ElasticReplicas):
     """Serves a causal language model.
 
     `tensor_parallel_size` in `build` is the number of workers in one replica, `data_parallel_size` the number of
     replicas.
 
     When a worker dies its replica is lost; `lost_replicas` reports it. Its requests continue on the other replicas from
-    their tokens so far, and callers notice nothing. Calls that need every replica (a weight sync, `cpu()`, `cuda()`,
-    `load()`) raise WorkerDied until the engine is released and built again. When the last replica is lost, every call
-    does.
+    their tokens so far, and callers notice nothing. Under Ray the replica is replaced on the same devices, and receives
+    the current weights from another replica while all others go on; `replaced_replicas` reports it. If it cannot be
+    replaced, calls that need every replica (a weight sync, `cpu()`, `cuda()`, `load()`) raise WorkerDied until the
+    engine is released and built again. When the last replica is lost, every call does.
 
     Args:
         path: folder (or hub name) of a Hugging Face checkpoint.
         executor: name of the executor: "torch" (built in), or a registered executor.
+        max_replacements: most replacements of lost replicas in an hour; 0: lost replicas stay lost.
     """
 
-    def __init__(self, path: str | Path, executor: str = "torch") -> None:
-        super().__init__(path, executor)
+    def __init__(self, path: str | Path, executor: str = "torch", max_replacements: int = 3) -> None:
+        super().__init__(path, executor, max_replacements)
         self._has_noted_truncation = False
         self._ids = itertools.count()
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -153,7 +156,7 @@ class RliteInferenceEngine(InferenceLifecycle):
         with trace.task("generate", engine=self.name, prompt_tokens=len(request.input_ids)):
             self._router.route([[flying]], affinity=request.rid)
             try:
-                await asyncio.wrap_future(flying.done)
+                await result_of(flying.done)
             except asyncio.CancelledError:
                 self._router.cancel([flying])
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from rlite.engine.base import Engine, Weights
 from rlite.engine.registry import Backend, Kind
 from rlite.engine.replica import COMMON_OPTIONS, Capabilities, InferenceBackend, Replica
 from rlite.engine.router import ReplicaLost, Router
-from rlite.engine.workers import Part, together
+from rlite.engine.workers import Executor, Part, together
 from rlite.errors import ConfigError, ResidencyError, WeightSyncError
 from rlite.nn.huggingface import local_checkpoint
 from rlite.observability import trace
@@ -44,6 +45,10 @@ class InferenceLifecycle(Engine):
         self._is_paused = False
         self._is_receiving = False
         self._has_cache = False
+        self._is_as_loaded = True
+        """the weights are those of the engine's own checkpoint"""
+        self._membership = threading.RLock()
+        """held while the replicas rest, move or receive weights, and while a replica joins or leaves"""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -81,20 +86,23 @@ class InferenceLifecycle(Engine):
 
     def pause(self) -> None:
         """Rest at a token boundary; return when no worker computes. Requests wait until `resume()`."""
-        self._is_paused = True
-        self._hold()
+        with self._membership:
+            self._is_paused = True
+            self._hold()
 
     def resume(self) -> None:
         """Go on after `pause()`."""
-        self._is_paused = False
-        self._let_run()
+        with self._membership:
+            self._is_paused = False
+            self._let_run()
 
     def abort_all(self) -> None:
         """End every request in flight with its tokens so far and stop_reason "abort"."""
-        try:
-            self._cancel_all()
-        finally:
-            self._let_run()
+        with self._membership:
+            try:
+                self._cancel_all()
+            finally:
+                self._let_run()
 
     def load(self, path: str | Path | None = None) -> None:
         """Read weights from a checkpoint of the same model; without a path, from the engine's own: a new version."""
@@ -104,8 +112,9 @@ class InferenceLifecycle(Engine):
 
     def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on."""
-        self._each(lambda replica: replica.set_version(version))
-        super().set_version(version)
+        with self._membership:
+            self._each(lambda replica: replica.set_version(version))
+            super().set_version(version)
         self._version_changed()
 
     @contextmanager
@@ -144,27 +153,37 @@ class InferenceLifecycle(Engine):
     def _built(self) -> None:
         assert self._session is not None
         self._has_cache, self._version = True, 0
-        self._is_paused = False
-        self._router = router = Router(self.name)
+        self._is_paused, self._is_as_loaded = False, True
+        self._router = router = self._new_router()
         self._session.before_release(self.name, self._stop_serving)
         for executor in self.executors:
-            router.add(self._backend.replica(executor, self.options, router.replica_failed))
+            router.add(executor.index, self._backend.replica(executor, self.options, router.replica_failed))
+
+    def _new_router(self) -> Router:
+        return Router(self.name)
 
     def _residents(self) -> Sequence[Replica]:
         return self._replicas
 
+    @property
+    def members(self) -> list[Executor]:
+        """The executors of the replicas."""
+        return [replica.executor for replica in self._replicas]
+
     @contextmanager
     def _moving(self) -> Iterator[None]:
         self._need(self.capabilities.has_residency, "cuda(), cpu() and meta()", "release() and build() it instead")
-        self._hold()  # requests that nobody waits for have ended then
-        try:
-            if self.num_in_flight:
-                raise ResidencyError(
-                    f"{self.name} has {self.num_in_flight} requests in flight; wait for them or call abort_all() first"
-                )
-            yield
-        finally:
-            self._let_run()
+        with self._membership:
+            self._hold()  # requests that nobody waits for have ended then
+            try:
+                if self.num_in_flight:
+                    raise ResidencyError(
+                        f"{self.name} has {self.num_in_flight} requests in flight; wait for them or call abort_all() "
+                        "first"
+                    )
+                yield
+            finally:
+                self._let_run()
 
     def _moved(self, what: Part, resident: bool) -> None:
         if what in ("all", "kv_cache"):
@@ -176,7 +195,7 @@ class InferenceLifecycle(Engine):
         """End what runs in the driver, before the workers end."""
         for replica in self._replicas:
             replica.close()
-        self._router.replicas = []
+        self._router.clear()
 
     def _version_changed(self) -> None:
         """Note that tokens will carry another policy version."""
@@ -202,8 +221,12 @@ class InferenceLifecycle(Engine):
     def _hold(self) -> None:
         together(self._serving(), lambda replica: replica.pause())
 
+    @property
+    def _is_running(self) -> bool:
+        return not self._is_paused and self._has_cache and self.weights is Weights.DEVICE
+
     def _let_run(self) -> None:
-        if not self._is_paused and self._has_cache and self.weights is Weights.DEVICE:
+        if self._is_running:
             for replica in self._serving():
                 replica.resume()
 
@@ -217,6 +240,12 @@ class InferenceLifecycle(Engine):
 
     @contextmanager
     def _writing_weights(self, on_inflight: str) -> Iterator[None]:
+        with self._membership, self._writing(on_inflight):
+            yield
+        self._version_changed()
+
+    @contextmanager
+    def _writing(self, on_inflight: str) -> Iterator[None]:
         with trace.span("wait for a token boundary"):
             self._hold()
         if on_inflight == "abort":
@@ -224,6 +253,7 @@ class InferenceLifecycle(Engine):
         self._is_receiving = True
         try:
             with super().receiving_weights(on_inflight):
+                self._is_as_loaded = False
                 yield
         except Exception as error:
             cause = f"the weights of {self.name} could not be written, so this request was ended: {error}"
@@ -233,4 +263,3 @@ class InferenceLifecycle(Engine):
         finally:
             self._is_receiving = False
         self._let_run()
-        self._version_changed()

@@ -36,6 +36,9 @@ class Capabilities:
     """weights and KV cache can leave the device and come back while the replica lives"""
     has_weight_sync: bool = True
     """`Replica.executor` has workers whose `parameter_shards()` weight sync may write"""
+    has_readable_weights: bool = False
+    """`parameter_shards()` holds the served weights at any time, so a replica that joins can copy them; otherwise it
+    joins at the next weight sync"""
     extras: frozenset[str] = frozenset()
     """names of the columns beside tokens and log-probabilities that a request may ask for"""
 

@@ -66,28 +66,75 @@ class ReplicaLost:
     reason: str
 
 
+OnLoss = Callable[[int, Replica], bool]
+"""on_loss(index, replica): a replica was lost, and others serve; returns whether it will be replaced"""
+
+
 class Router:
     """Routes requests to replicas, and moves requests of a lost replica to the others.
 
     Args:
         name: name of the engine, for messages.
         policy: chooses a replica.
+        on_loss: called in a thread of the lost replica.
     """
 
-    def __init__(self, name: str, policy: Policy = least_outstanding) -> None:
+    def __init__(
+        self, name: str, policy: Policy = least_outstanding, on_loss: OnLoss = lambda index, replica: False
+    ) -> None:
         self.name = name
-        self.replicas: list[Replica] = []
         self.lost: list[ReplicaLost] = []
         """lost replicas, in the order of their loss"""
         self._policy = policy
+        self._on_loss = on_loss
         self._affinities = Affinities()
-        self._outstanding: list[OutstandingTokens] = []
-        self._lock = threading.Lock()
+        self._members: dict[int, Replica] = {}
+        self._noted: list[Replica] = []
+        self._outstanding: dict[int, OutstandingTokens] = {}
+        self._lock = threading.RLock()
 
-    def add(self, replica: Replica) -> None:
-        """Route requests to this replica too from now on."""
-        self._outstanding.append(OutstandingTokens())
-        self.replicas.append(replica)
+    @property
+    def replicas(self) -> list[Replica]:
+        """The replicas by index: the serving ones, and lost ones that are not replaced."""
+        with self._lock:
+            return [self._members[index] for index in sorted(self._members)]
+
+    def add(self, index: int, replica: Replica) -> None:
+        """Route requests to this replica too from now on.
+
+        Args:
+            index: number of the replica; no other has it now.
+            replica: it is ready.
+        """
+        with self._lock:
+            self._outstanding[index] = OutstandingTokens()
+            self._members[index] = replica
+
+    def remove(self, replica: Replica) -> bool:
+        """Route no more requests to this replica.
+
+        Returns:
+            False if it was removed before.
+        """
+        with self._lock:
+            index = self._index_of(replica)
+            if index is not None:
+                del self._members[index]
+            return index is not None
+
+    def clear(self) -> None:
+        """Remove all replicas."""
+        with self._lock:
+            self._members.clear()
+
+    @property
+    def indices(self) -> list[int]:
+        """The numbers of `replicas`."""
+        with self._lock:
+            return sorted(self._members)
+
+    def _index_of(self, replica: Replica) -> int | None:
+        return next((index for index, each in self._members.items() if each is replica), None)
 
     def route(self, groups: Sequence[Sequence[InFlightRequest]], affinity: str | None = None) -> None:
         """Submit requests to the replicas that the policy chooses.
@@ -105,7 +152,8 @@ class Router:
             refused = [siblings for replica, siblings in chosen if not replica.submit(siblings)]
 
     def _choose(self, siblings: Sequence[InFlightRequest], affinity: str | None) -> Replica:
-        serving = {index: replica for index, replica in enumerate(self.replicas) if replica.failure is None}
+        with self._lock:
+            serving = {index: replica for index, replica in self._members.items() if replica.failure is None}
         if not serving:
             self._raise_failure()
         with self._lock:
@@ -139,15 +187,20 @@ class Router:
         """Move a lost replica's requests to other replicas; called in a thread of the lost replica.
 
         Args:
-            replica: the lost replica.
+            replica: the lost replica, or a replica that was removed before it was closed.
             requests: its requests that have not ended.
-            error: a WorkerError if its workers are gone; any other error ends the requests.
+            error: a WorkerError if its workers are gone; any other error of a replica that was not removed ends the
+                requests.
         """
-        if not isinstance(error, WorkerError) or all(other.failure is not None for other in self.replicas):
+        error = error if isinstance(error, WorkerError) else self._loss_behind(replica) or error
+        others = [other for other in self.replicas if other is not replica and other.failure is None]
+        is_member = replica in self.replicas
+        if not others or (is_member and not isinstance(error, WorkerError)):
             for request in requests:
                 request.fail(error)
             return
-        self._note_loss(self.replicas.index(replica), len(requests), error)
+        if is_member and isinstance(error, WorkerError):
+            self._note_loss(replica, len(requests), error)
         siblings: dict[tuple[int, ...], list[InFlightRequest]] = {}
         for request in requests:
             siblings.setdefault(tuple(request.request.input_ids), []).append(request)
@@ -157,14 +210,32 @@ class Router:
             for request in requests:
                 request.fail(failure)
 
-    def _note_loss(self, index: int, num_moved: int, error: WorkerError) -> None:
-        died = error.workers if isinstance(error, WorkerDied) else ()
-        self.lost.append(ReplicaLost(replica=index, workers=died, num_moved=num_moved, reason=str(error)))
-        logger.warning(
-            "%s lost replica %d (%s): its %d requests in flight go on at the others",
-            self.name,
-            index,
-            "; ".join(died) or error,
-            num_moved,
-        )
-        trace.instant("replica lost", engine=self.name, replica=index, workers=died, num_moved=num_moved)
+    def _loss_behind(self, replica: Replica) -> WorkerError | None:
+        """Return why the workers of a replica are gone; None if they are not, or if the engine was released."""
+        try:
+            replica.check()
+        except WorkerError as error:
+            return error
+        except RliteError:
+            return None
+        return None
+
+    def _note_loss(self, replica: Replica, num_moved: int, error: WorkerError) -> None:
+        with self._lock:  # two threads may report one loss
+            index = self._index_of(replica)
+            if index is None or any(noted is replica for noted in self._noted):
+                return
+            self._noted.append(replica)
+            died = error.workers if isinstance(error, WorkerDied) else ()
+            loss = ReplicaLost(replica=index, workers=died, num_moved=num_moved, reason=str(error))
+            self.lost.append(loss)
+            logger.warning(
+                "%s lost replica %d (%s): its %d requests in flight go on at the others",
+                self.name,
+                index,
+                "; ".join(died) or error,
+                num_moved,
+            )
+            trace.instant("replica lost", engine=self.name, replica=index, workers=died, num_moved=num_moved)
+            if self._on_loss(index, replica):
+                self.remove(replica)

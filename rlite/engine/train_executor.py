@@ -203,6 +203,16 @@ class TrainExecutor(SourceWorker, Protocol):
             CheckpointError: the checkpoint does not fit. Nothing was changed.
         """
 
+    def pack_state(self) -> bytes:
+        """Return this rank's state to resume from, as `save_state` writes it."""
+
+    def unpack_state(self, packed: bytes) -> None:
+        """Resume exactly from the state that `pack_state` returned on the same rank of the same layout.
+
+        Args:
+            packed: the state.
+        """
+
     # -- health --------------------------------------------------------------------------------------------------
 
     def nonfinite_parameters(self) -> list[str]:

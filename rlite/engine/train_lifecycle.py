@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from rlite.checkpoint.atomic import staging, verify
+from rlite.checkpoint.atomic import is_staged, staging, verify
 from rlite.checkpoint.randomness import random_state, set_random_state
 from rlite.checkpoint.safe import load_values
 from rlite.engine.base import Engine, Weights
@@ -20,14 +21,24 @@ from rlite.engine.registry import Backend, Kind
 from rlite.engine.train_executor import TrainBackend, TrainExecutor
 from rlite.engine.weight_sync import OnInflight, SyncReport, sync_weights
 from rlite.engine.workers import Executor
-from rlite.errors import CheckpointError, ConfigError, RliteError, why_not_written
+from rlite.errors import CheckpointError, ConfigError, RliteError, WorkerError, why_not_written
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.huggingface import local_checkpoint
 
 logger = logging.getLogger(__name__)
 
+END_S = 10.0
+"""how long lost workers may take to end"""
 DRIVER_STATE = "driver.pt"
 """file in a checkpoint that holds the driver's random state and the values that the program keeps"""
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """The state of a train engine at a step boundary, in memory outside of its workers."""
+
+    references: tuple[Any, ...]
+    """one for each rank"""
 
 
 class StateWriting:
@@ -44,6 +55,12 @@ class StateWriting:
         self._error: CheckpointError | None = None
         self.is_known = False
         """whether the outcome has been reported to the caller"""
+
+    def workers_ended(self) -> None:
+        """Note that the workers have ended: the checkpoint is written by now, or never."""
+        if not self.is_known and is_staged(self.path):
+            self._error = CheckpointError(f"{self.path}: the workers that wrote it have ended")
+        self.is_known = True
 
     def done(self) -> bool:
         """Return whether the checkpoint is written or has failed, without waiting."""
@@ -226,6 +243,67 @@ class TrainLifecycle(Engine):
         facts = {"module": type(self.module).__name__, **facts}
         self._workers.call(TrainExecutor.save_state, str(folder), str(final), facts, asynchronous)
         return self._writing
+
+    def take_snapshot(self) -> MemorySnapshot:
+        """Copy the state of `save_state` to memory outside of the workers, for `recover`.
+
+        Under Ray, each rank's part lies in the object store of its node, and outlives the rank's process. The memory is
+        free again when the snapshot is no longer referenced.
+
+        Returns:
+            The snapshot.
+
+        Raises:
+            ConfigError: the launcher has no memory outside of the workers.
+        """
+        self._need_weights("take_snapshot")
+        return MemorySnapshot(tuple(self.group.keep(TrainExecutor.pack_state.__name__)))
+
+    def recover(self, source: MemorySnapshot | str | Path | None) -> dict[str, Any]:
+        """Go back to a state, after starting all workers again on their devices if one of them has died.
+
+        From a snapshot, the state is bit-identical on CPU. An asynchronous save that the workers did not finish has
+        failed.
+
+        Args:
+            source: a snapshot of this engine, a checkpoint of `save_state`, or None for the module's own weights.
+
+        Returns:
+            The facts of the checkpoint; {} without one.
+
+        Raises:
+            ConfigError: the launcher starts no process while others run.
+        """
+        if self.has_died:
+            self._restart()
+        elif self.weights is Weights.HOST:
+            self.cuda()
+        if isinstance(source, str | Path):
+            return self.load_state(source)
+        if source is None:
+            self.load()
+            return {}
+        calls: list[Any] = [((reference,), {}) for reference in source.references]
+        self.weights = Weights.EMPTY  # until all of it is read
+        self.group.call(TrainExecutor.unpack_state.__name__, calls)
+        self.weights = Weights.DEVICE
+        return {}
+
+    @property
+    def has_died(self) -> bool:
+        """True if a worker has died, or was stopped because it waited for a dead one."""
+        return self._group is not None and any(handle.death.done() for handle in self._group.handles)
+
+    def _restart(self) -> None:
+        assert self._session is not None
+        group = self.group
+        group.lose(range(len(group)), WorkerError(f"{self.name} is being started again"))
+        wait([handle.death for handle in group.handles], END_S)  # their memory is free then
+        if self._writing is not None:
+            self._writing.workers_ended()
+            self._writing = None
+        self._session.restart(self.name, 0, self._factory)
+        self.weights = Weights.DEVICE
 
     def _finish_saving(self) -> None:
         writing, self._writing = self._writing, None

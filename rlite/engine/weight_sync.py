@@ -37,7 +37,7 @@ from rlite.engine.transport import (
     unshare,
 )
 from rlite.engine.workers import Executor, on_each_process
-from rlite.errors import ConfigError, ResidencyError, RliteError, WeightSyncError
+from rlite.errors import ConfigError, ResidencyError, RliteError, WeightSyncError, WorkerError
 from rlite.observability import trace
 from rlite.parallel.processes import open_store
 from rlite.parallel.shards import Box, nonfinite_names
@@ -88,6 +88,7 @@ def sync_weights(
         ConfigError: `on_inflight` is unknown, or source and target are the same engine.
         ResidencyError: the target has no memory for weights.
         WeightSyncError: a tensor does not match, or arrived weights are not finite.
+        WorkerError: a worker was lost that is not replaced.
     """
     if on_inflight not in ("continue", "abort"):
         raise ConfigError(f"on_inflight={on_inflight!r}: expected 'continue' or 'abort'")
@@ -100,19 +101,36 @@ def sync_weights(
         )
     started = time.perf_counter()
     with trace.span("weight sync", source=source.name, target=target.name), target.receiving_weights(on_inflight):
-        sync = Sync(source, target, may_share=transport in ("auto", "shared"))
-        chosen = sync.best_transport() if transport == "auto" else transport
-        moves = {"shared": sync.read_shared, "gathered": sync.read_gathered, "broadcast": sync.broadcast}
-        written = moves[chosen]()
-        if verify_checksums:
-            sync.verify()
+        while True:
+            members = target.members
+            try:
+                sync, chosen, written = _move(source, target, verify_checksums, transport)
+                break
+            except WorkerError:
+                if not target.has_lost_some_of(members):
+                    raise
     return SyncReport(
         version=target.get_version(),
         num_bytes=written,
         seconds=time.perf_counter() - started,
         transport=chosen,
-        num_tensors=len(set().union(*(layout.places for layout in sync.targets))),
+        num_tensors=len(set().union(*(layout.places for layout in sync.targets.values()))),
     )
+
+
+def _move(source: Engine, target: Engine, verify_checksums: bool, transport: Transport) -> tuple[Sync, Transport, int]:
+    """Write the source's weights into all members of the target.
+
+    Returns:
+        The sync, its transport, and the number of bytes written.
+    """
+    sync = Sync(source, target, may_share=transport in ("auto", "shared"))
+    chosen = sync.best_transport() if transport == "auto" else transport
+    moves = {"shared": sync.read_shared, "gathered": sync.read_gathered, "broadcast": sync.broadcast}
+    written = moves[chosen]()
+    if verify_checksums:
+        sync.verify()
+    return sync, chosen, written
 
 
 # -- planning (pure) --------------------------------------------------------------------------------------------------
@@ -214,15 +232,19 @@ class Sync:
 
     def __init__(self, source: Engine, target: Engine, may_share: bool) -> None:
         self.source, self.target = source, target
+        self._ranks = [rank for copy in target.members for rank in copy.ranks]
+        """ranks of the target"""
         layouts = self._describe(may_share)
-        sources, self.targets = layouts[: len(source.group)], layouts[len(source.group) :]
-        hosts = {layout.host for layout in self.targets}
+        sources = layouts[: len(source.group)]
+        self.targets = dict(zip(self._ranks, layouts[len(source.group) :], strict=True))
+        """by rank"""
+        hosts = {layout.host for layout in self.targets.values()}
         near = [copy for copy in source.executors if {sources[rank].host for rank in copy.ranks} == hosts]
         self.copy = (near or source.executors)[0]
         """the source's replica on the target's machine if there is one, else the first"""
         self.offered = [sources[rank] for rank in self.copy.ranks]
         self.plan = self._plan(self.offered)
-        """[target rank][piece]"""
+        """pieces by rank of the target"""
 
     def _describe(self, may_share: bool) -> list[Layout]:
         """Return the layouts of all workers of both engines, from one round of calls. A source on CPU adds handles.
@@ -230,22 +252,30 @@ class Sync:
         If one process holds all workers, its tensors need no handles that another process can open.
         """
         groups = [self.source.group, self.target.group]
-        processes = {handle.process for group in groups for handle in group.handles}
+        ranks = (range(len(self.source.group)), self._ranks)
+        workers = [(group, rank) for group, of_one in zip(groups, ranks, strict=True) for rank in of_one]
+        processes = {group.handles[rank].process for group, rank in workers}
         is_shared = may_share and len(processes) > 1 and can_share_memory() and groups[0].devices[0].kind == "cpu"
         calls = [
-            (group, rank, (group.key(rank),), (is_source, is_source and is_shared))
-            for group, is_source in zip(groups, (True, False), strict=True)
-            for rank in range(len(group))
+            (group, rank, (group.key(rank),), (group is groups[0], group is groups[0] and is_shared))
+            for group, rank in workers
         ]
         return apply_on_processes(calls, describe, groups, "describe weights", groups[0].call_timeout)
 
-    def _plan(self, offered: Sequence[Layout]) -> list[list[Piece]]:
-        copies = [[self.targets[rank] for rank in copy.ranks] for copy in self.target.executors]
-        return [make_plan(offered, layout, self.target.name, peers) for peers in copies for layout in peers]
+    def _plan(self, offered: Sequence[Layout]) -> dict[int, list[Piece]]:
+        plans: dict[int, list[Piece]] = {}
+        for copy in self.target.members:
+            peers = [self.targets[rank] for rank in copy.ranks]
+            plans |= {rank: make_plan(offered, self.targets[rank], self.target.name, peers) for rank in copy.ranks}
+        return plans
+
+    @property
+    def _layouts(self) -> list[Layout]:
+        return [*self.offered, *self.targets.values()]
 
     @property
     def _is_staged_on_host(self) -> bool:
-        return any(layout.device == "cpu" for layout in [*self.offered, *self.targets])
+        return any(layout.device == "cpu" for layout in self._layouts)
 
     def best_transport(self) -> Transport:
         """Return the transport for the processes and devices of both engines.
@@ -253,18 +283,19 @@ class Sync:
         Raises:
             WeightSyncError: two processes that would broadcast share a GPU.
         """
-        source, target, layouts = self.source.group, self.target.group, [*self.offered, *self.targets]
+        source, target, layouts = self.source.group, self.target.group, self._layouts
         if len({layout.process for layout in layouts}) == 1:
             return "shared"
         if source.devices[0].kind == "cpu":
             is_one_host = len({layout.host for layout in layouts}) == 1
             return "shared" if is_one_host and can_share_memory() else "broadcast"
-        if set(target.devices) <= set(source.devices):  # whichever copy: NCCL refuses two processes on a GPU
+        devices = [target.devices[rank] for rank in self._ranks]
+        if set(devices) <= set(source.devices):  # whichever copy: NCCL refuses two processes on a GPU
             return "gathered"
         if self._is_staged_on_host:
             return "broadcast"
         senders = {source.devices[rank]: source.handles[rank].process for rank in self.copy.ranks}
-        for device, handle in zip(target.devices, target.handles, strict=True):
+        for device, handle in zip(devices, [target.handles[rank] for rank in self._ranks], strict=True):
             if senders.get(device, handle.process) != handle.process:
                 raise WeightSyncError(
                     f"{target.name} shares {device} with {source.name}, but has other GPUs besides, and NCCL refuses "
@@ -282,9 +313,10 @@ class Sync:
         source, handles = self.source.group, [layout.handles for layout in self.offered]
         has_to_share = None in handles
         if has_to_share:
-            readers = {layout.process for layout in self.targets}
+            readers = {layout.process for layout in self.targets.values()}
             handles = _apply(source, share, "share weights", self.copy.ranks, lambda rank: (None, False, readers))
-        read_by = _apply(self.target.group, read, "read weights", None, lambda rank: (self.plan[rank], handles))
+        pieces = self.plan
+        read_by = _apply(self.target.group, read, "read weights", self._ranks, lambda rank: (pieces[rank], handles))
         if has_to_share:
             _apply(source, unshare, "forget shared weights", self.copy.ranks)
         return sum(read_by)
@@ -297,7 +329,7 @@ class Sync:
         """
         source, target = self.source.group, self.target.group
         ranks = {device: rank for rank, device in enumerate(source.devices)}
-        local = [ranks[device] for device in target.devices]
+        local = {rank: ranks[target.devices[rank]] for rank in self._ranks}
         whole: dict[str, Place] = {
             name: Place(place.dtype, (0,) * len(place.shape), place.global_shape, place.global_shape)
             for layout in self.offered
@@ -308,12 +340,12 @@ class Sync:
         written = 0
         for bucket in make_buckets([everything]):
             names = set(bucket.names)
-            wanted = [[piece for piece in of_rank if piece.source_name in names] for of_rank in plan]
-            readers = {local[rank]: [self.targets[rank].process] for rank, of_rank in enumerate(wanted) if of_rank}
+            wanted = {rank: [piece for piece in plan[rank] if piece.source_name in names] for rank in self._ranks}
+            readers = {local[rank]: [self.targets[rank].process] for rank, of_rank in wanted.items() if of_rank}
             offers = [(bucket.names, True, readers.get(rank, [])) for rank in range(len(source))]
             shared = _apply(source, share, "gather weights", None, offers.__getitem__)
-            reads = [(of_rank, [shared[local[rank]]]) for rank, of_rank in enumerate(wanted)]
-            written += sum(_apply(target, read, "read weights", None, reads.__getitem__))
+            reads = {rank: (of_rank, [shared[local[rank]]]) for rank, of_rank in wanted.items()}
+            written += sum(_apply(target, read, "read weights", self._ranks, reads.__getitem__))
         _apply(source, unshare, "forget shared weights")
         return written
 
@@ -325,10 +357,10 @@ class Sync:
         """
         source, target = self.source.group, self.target.group
         senders = {source.handles[rank].process: rank for rank in self.copy.ranks}
-        receivers = {handle.process: rank for rank, handle in enumerate(target.handles) if self.plan[rank]}
+        receivers = {target.handles[rank].process: rank for rank in self._ranks if self.plan[rank]}
         processes = list(dict.fromkeys([*senders, *receivers]))
         plan = Broadcast(
-            meeting=_meet(self.source, self.target, self.copy, len(processes)),
+            meeting=_meet(self.source, self.target, self.copy, tuple(processes)),
             buckets=make_buckets(self.offered),
             roots=tuple(processes.index(source.handles[rank].process) for rank in self.copy.ranks),
             is_on_host=self._is_staged_on_host,
@@ -353,41 +385,45 @@ class Sync:
             WeightSyncError: a piece differs, or arrived weights are not finite.
         """
         source, target, first = self.source.group, self.target.group, self.copy.ranks[0]
-        pieces = [(to, piece) for to, of_rank in enumerate(self.plan) for piece in of_rank]
+        pieces = [(to, piece) for to, of_rank in self.plan.items() for piece in of_rank]
         by_source = [[piece for _, piece in pieces if piece.source == index] for index in range(len(self.offered))]
         sent = _apply(source, checksums, "checksum", self.copy.ranks, lambda rank: (True, by_source[rank - first]))
-        arrived = _apply(target, checksums, "checksum", None, lambda rank: (False, self.plan[rank]))
-        left, expected = list(map(iter, arrived)), list(map(iter, sent))
+        arrived = _apply(target, checksums, "checksum", self._ranks, lambda rank: (False, self.plan[rank]))
+        left = dict(zip(self._ranks, map(iter, arrived), strict=True))
+        expected = list(map(iter, sent))
         for to, piece in pieces:
             if next(left[to]) != next(expected[piece.source]):
                 raise WeightSyncError(f"{piece.name} on {target.describe(to)} is not what {source.name} sent")
-        found = _apply(target, lambda worker: nonfinite_names(worker.parameter_shards()), "look for NaN")
-        for rank, names in enumerate(found):
+        found = _apply(target, lambda worker: nonfinite_names(worker.parameter_shards()), "look for NaN", self._ranks)
+        for rank, names in zip(self._ranks, found, strict=True):
             if names:
                 raise WeightSyncError(f"{target.describe(rank)} received weights that are not finite: {names[:3]}")
 
 
-_meetings: dict[tuple[WorkerGroup, WorkerGroup, int], Meeting] = {}
-"""the process group between two engines, by the source's copy; it lives until either engine is released"""
+_meetings: dict[tuple[WorkerGroup, WorkerGroup, int], tuple[tuple[Any, ...], Meeting]] = {}
+"""the process group between two engines and its processes, by the source's copy. It lives until either engine is
+released, or until other processes take part"""
 
 
-def _meet(source: Engine, target: Engine, copy: Executor, size: int) -> Meeting:
+def _meet(source: Engine, target: Engine, copy: Executor, processes: tuple[Any, ...]) -> Meeting:
     key = (source.group, target.group, copy.index)
+    if key in _meetings and _meetings[key][0] != processes:
+        _part(*key)
     if key not in _meetings:
         ip, timeout = source.group.devices[copy.ranks[0]].ip, source.group.call_timeout
         call = (source.group, copy.ranks[0], (), (ip,))
         (port,) = apply_on_processes([call], open_store, [source.group], "open a rendezvous", timeout)
-        _meetings[key] = Meeting(ip, port, size, timeout)
+        _meetings[key] = processes, Meeting(ip, port, len(processes), timeout)
         for engine in (source, target):
             current_session().before_release(engine.name, partial(_part, *key))
-    return _meetings[key]
+    return _meetings[key][1]
 
 
 def _part(source: WorkerGroup, target: WorkerGroup, copy: int) -> None:
     """End the process group between two engines in every process that still serves."""
-    meeting = _meetings.pop((source, target, copy), None)
-    if meeting is None:
+    if (source, target, copy) not in _meetings:
         return
+    _, meeting = _meetings.pop((source, target, copy))
     serving = [(group, rank) for group in (source, target) for rank in range(len(group)) if group.is_serving(rank)]
     with suppress(RliteError):  # who died, or is stuck, takes the process group along
         on_each_process(serving, leave_meeting, (meeting,), "leave weight sync", PART_S)

@@ -17,7 +17,7 @@ from rlite.parallel.shared_memory import SharedArena
 Part = Literal["all", "weights", "kv_cache"]
 P = ParamSpec("P")
 T = TypeVar("T")
-R = TypeVar("R", bound="Resident")
+R = TypeVar("R")
 
 
 class Worker(Protocol):
@@ -214,7 +214,7 @@ def together(residents: Iterable[R], act: Callable[[R], T]) -> list[T]:
     """Run an action on several residents in parallel and wait for all.
 
     Args:
-        residents: usually the replicas of an engine.
+        residents: usually the replicas of an engine, or their numbers.
         act: action; runs in a separate thread for each resident.
 
     Returns:

@@ -20,3 +20,5 @@ class QuickstartConfig(Options):
     """supervised steps"""
     steps: Count = 60
     """GRPO steps"""
+    executor: str = "torch"
+    """inference executor of the rollouts"""

@@ -140,6 +140,7 @@ def reinforce(
         rollout=RolloutOptions(
             train_sampling_params=SamplingOptions(max_new_tokens=MAX_NEW_TOKENS),
             test_sampling_params=EvaluationSamplingOptions(max_new_tokens=MAX_NEW_TOKENS),
+            executor=options.executor,
             max_model_len=MAX_LENGTH,
             dynamic_filtering=False,
         ),

@@ -97,6 +97,8 @@ class TrainerFailed:
     detail: str
     trace: str = ""
     """the remote traceback"""
+    is_final: bool = False
+    """every restart would meet the same error"""
 
     def __str__(self) -> str:
         return f"trainer failed: {self.detail}"
@@ -449,6 +451,8 @@ def _restart_workloads(
 
 
 def _on_trainer(state: JobState, event: TrainerFailed, policy: FailoverPolicy) -> Decision:
+    if event.is_final:
+        return _end(state, "ERROR", str(event))
     if not state.is_trainer_recoverable:
         return _restart_job(state, event.at, policy, cause=str(event))
     if state.trainer_restarts >= policy.max_trainer_restarts:

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlite.errors import RliteError
 from rlite.recovery.failover import JobState
+from rlite.recovery.reporting import TrainerReport
 from rlite.recovery.store import StateStore
 
 MAX_ENTRIES = 1000
@@ -43,6 +44,8 @@ class JobRecord:
     """id of the submission; a job that takes the name of an ended one starts anew"""
     state: JobState = field(default_factory=JobState)
     log: tuple[LogEntry, ...] = ()
+    report: TrainerReport | None = None
+    """latest report of a trainer that is started by module path"""
 
     def noted(self, entry: LogEntry) -> JobRecord:
         """Return the record with one more entry, at the end."""

@@ -14,6 +14,7 @@ from typing import Any
 import cloudpickle
 
 from rlite.errors import ConfigError, DataError
+from rlite.futures import result_of
 from rlite.observability import trace
 from rlite.sandbox.call import Call, Code
 from rlite.sandbox.child import MAX_ANSWER, describe, same
@@ -97,7 +98,7 @@ class SandboxFunction:
         except Exception as error:
             raise DataError(f"a row cannot be sent to the process of {self._code.what}: {error}") from error
         pool = shared_pool(self._num_processes, self._env_vars)
-        return await asyncio.wrap_future(pool.submit(Call(self._code, arguments, self.timeout, self._memory_limit)))
+        return await result_of(pool.submit(Call(self._code, arguments, self.timeout, self._memory_limit)))
 
     async def ask(self, read: Callable[[Any], Any], /, **keywords: Any) -> Any:
         """Return the answer to a call, checked and converted by `read`.

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt
 from pydantic import AllowInfNan, Field
 
 import rlite
-from rlite.config import Count, Options, Positive, Rate, Share
+from rlite.config import Count, Natural, Options, Positive, Rate, Share
 from rlite.engine.fsdp2.options import BalanceBy, Dtype
 from rlite.errors import ConfigError
 from rlite.nn.options import LoraOptions, check_liger_installed
@@ -272,6 +272,9 @@ class TrainerOptions(RunOptions):
     save_dir: str = "runs/ppo"
     total_steps: Count = 100
     """rollout batches to train on"""
+    max_recoveries: Natural = 0
+    """times in an hour that lost train workers are started again and their step is repeated, under Ray; then each step
+    ends with a copy of the training state in host memory outside of the workers"""
 
 
 class EpochOptions(RunOptions):

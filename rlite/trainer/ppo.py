@@ -40,6 +40,7 @@ from rlite.trainer.rl.evaluation import evaluation_metrics
 from rlite.trainer.rl.kl_coefficient import KlCoefficient
 from rlite.trainer.rl.lengths import check_lengths, context_limit
 from rlite.trainer.rl.logprob_passes import LogprobPasses
+from rlite.trainer.rl.recovery import TrainRecovery
 from rlite.trainer.rl.report import append_samples, batch_plan
 from rlite.trainer.rl.rollout_metrics import mean_reward
 from rlite.trainer.rl.rollouts import make_rollouts
@@ -106,6 +107,7 @@ class PpoTrainer:
         self.run = TrainingRun(options, SHOWN, options.trainer.total_steps)
         self.alarms = Alarms(options, self.run)
         self.engines = Engines(options, self.context.length)
+        self.recovery = TrainRecovery(self.engines, options.trainer.max_recoveries)
         self.critic = make_critic(options, self.engines)
         self.logprobs = LogprobPasses(options, self.engines)
         self.rollouts = make_rollouts(options, self.engines, workflow, self.prompts)
@@ -120,17 +122,27 @@ class PpoTrainer:
         metrics: dict[str, float] = {}
         while self.run.step < self.options.trainer.total_steps:
             with stats_tracker.record_timing("step"), self.run.generating():
-                batch = self.rollouts.next_batch()
-                batch = self.logprobs.with_reference(batch)
-                batch = self.critic.with_values(batch)
-                batch = self.logprobs.with_old(batch)
-                batch = self.with_advantages(batch)
-                self.critic.update(batch)
-                self.update(batch)
-                self.sync()
+                generated = self.rollouts.next_batch()
+                batch = self.recovery.run(lambda: self.learn(generated), self.run.step)  # noqa: B023 - called at once
             metrics = self.finish_step(batch)
         self.run.close()
         return metrics
+
+    def learn(self, batch: TensorDict) -> TensorDict:
+        """Update the models from generated rollouts, and sync the policy's weights.
+
+        Returns:
+            The batch as it was trained on.
+        """
+        batch = self.logprobs.with_reference(batch)
+        batch = self.critic.with_values(batch)
+        batch = self.logprobs.with_old(batch)
+        batch = self.with_advantages(batch)
+        self.critic.update(batch)
+        self.update(batch)
+        self.sync()
+        self.recovery.keep()
+        return batch
 
     # -- the phases ----------------------------------------------------------------------------------------------
 
@@ -145,6 +157,7 @@ class PpoTrainer:
             self.sync()
             self.engines.rollout.set_version(self.run.step)
             self.rollouts.load_state_dict(facts["rollouts"])
+        self.recovery.keep()
         self.run.open()
         self.run.console.report("rlite ppo", batch_plan(self.options, self.engines, self.context))
         if self.run.step == 0 and self.test_rows:

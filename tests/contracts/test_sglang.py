@@ -236,9 +236,9 @@ def test_requests_of_a_lost_server_go_on_elsewhere_from_their_tokens(
     doomed = ServerProcess("127.0.0.1", {"model_path": str(path), "dtype": "float32"}, "its key", [])
     doomed.wait_until_ready(60)
     router = Router("two")
-    for name, address in ("doomed", doomed.endpoint.url), ("other", server.endpoint.url):
-        options = SglangOptions(addresses=[address], api_key="its key")
-        router.add(replica_of(name, options, path, router))
+    for index, (name, of_server) in enumerate({"doomed": doomed, "other": server}.items()):
+        options = SglangOptions(addresses=[of_server.endpoint.url], api_key="its key")
+        router.add(index, replica_of(name, options, path, router))
     sequence = SequenceRequest(request_id=1, input_ids=[72, 73, 74], gconfig=request_of(600).gconfig, seed=5)
     has_begun = threading.Event()
     request = InFlightRequest(sequence, lambda chunk: has_begun.set())

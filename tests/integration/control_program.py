@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ class Rollout(Actor):
 class Trainer(BaseTrainer):
     def init(self) -> None:
         self.out = Path(self.config.out)
+        if self.config.get("stop") and not (self.out / "stopped").exists():
+            (self.out / "stopped").write_text("")
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     def is_recoverable(self) -> bool:
         return bool(self.config.get("recoverable", False))

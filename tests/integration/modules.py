@@ -50,6 +50,11 @@ class Policy(HuggingFaceFsdp2TrainModule):
         with torch.no_grad():
             self.get_parameter(name).fill_(value)
 
+    def scale_weights(self, factor: float) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(factor)
+
 
 class Qwen2Policy(Policy, Qwen2ForCausalLM):
     pass

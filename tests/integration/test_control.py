@@ -91,6 +91,38 @@ def test_a_killed_master_takes_its_running_job_over(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "steps").read_text())[0] > 1
 
 
+def test_a_stopped_master_is_killed_and_its_successor_takes_the_job_over(tmp_path: Path) -> None:
+    run = Run(builder(tmp_path), tmp_path, "stopped-master")
+    run.pids()
+    time.sleep(3.0)  # the agent of its node has been asked
+    os.kill(ray.get(Service("stopped-master").actor.host_look.remote()).pid, signal.SIGSTOP)
+    wait_for(lambda: "take the job over" in str(run.handle.record().log[-1]))
+    result = run.finish()
+    assert (result.succeeded, result.restarts) == (True, 0), result
+
+
+def test_a_trainer_that_is_stopped_as_soon_as_it_begins_is_restarted(tmp_path: Path) -> None:
+    run = Run(builder(tmp_path, recoverable=True, stop=True), tmp_path, "stopped-trainer")
+    run.pids()
+    result = run.finish()
+    assert (result.succeeded, result.restarts) == (True, 1), result
+    assert "trainer failed: stopped" in "\n".join(map(str, result.events))
+
+
+def test_a_node_without_heartbeats_gets_another_agent(tmp_path: Path) -> None:
+    run = Run(builder(tmp_path).options(health={"silent_after": 4.0}), tmp_path, "silent")
+    victim = run.pids()["actors"][0]
+    time.sleep(3.0)  # the agent has reported
+    (name,) = [name for name in Fleet("silent").names() if name.startswith("agent-")]
+    agent = ray.get(ray.get_actor(f"silent/{name}", "rlite").host_look.remote()).pid
+    os.kill(agent, signal.SIGSTOP)
+    wait_for(lambda: "no heartbeat for" in str(run.handle.record().log))
+    assert run.pids(2)["actors"][0] != victim
+    wait_for(lambda: not is_alive(agent))
+    result = run.finish()
+    assert (result.succeeded, result.restarts) == (True, 1), result
+
+
 def test_a_killed_rollout_is_replaced_while_the_trainer_goes_on(tmp_path: Path) -> None:
     run = Run(builder(tmp_path, rollouts="workload"), tmp_path, "rollout")
     before = run.pids()["rollouts"]

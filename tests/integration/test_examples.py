@@ -9,23 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked_python
 from tests.tiny import build_model_dir
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(*command, cwd):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
-    )
+def run(*command, cwd, python=sys.executable):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHON_EXEC": python}
+    done = subprocess.run([python, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
 
 @pytest.mark.parametrize("name", ["grpo.py", "grpo_from_engines.py", "agent.py", "gym_environment.py"])
 def test_a_grpo_example_prints_its_reward(name, tmp_path):
-    assert "reward" in run(str(ROOT / "examples" / name), "2", cwd=tmp_path)
+    python = sys.executable if name == "grpo.py" else forked_python.python()
+    assert "reward" in run(str(ROOT / "examples" / name), "2", cwd=tmp_path, python=python)
 
 
 def test_the_tutorial_runs_under_torchrun_and_its_loss_falls(tmp_path):
@@ -42,7 +42,8 @@ def test_the_program_in_the_readme_runs_as_printed_but_for_its_model(tmp_path):
     model = build_model_dir(tmp_path / "model", "qwen3")
     program = block.replace("path/to/qwen3", str(model)) + "print(len(losses), inference.get_version())\n"
     (tmp_path / "program.py").write_text(program)
-    out = run("-m", "torch.distributed.run", "--nproc_per_node=1", "--standalone", "program.py", cwd=tmp_path)
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=1", "--standalone"]
+    out = run(*torchrun, "program.py", cwd=tmp_path, python=forked_python.python())
     assert out.split() == ["1", "1"]
 
 
@@ -50,7 +51,7 @@ def test_the_quickstart_goes_on_where_it_was_stopped_and_ends_with_a_model_and_a
     small = ["num_train=400", "num_held_out=32", "warm_steps=4"]
     command = ["-m", "rlite.cli", "quickstart", *small]
     run(*command, "steps=2", cwd=tmp_path)
-    out = run(*command, "steps=4", cwd=tmp_path)
+    out = run(*command, "steps=4", cwd=tmp_path, python=forked_python.python())
     folder = tmp_path / "runs" / "quickstart"
     assert "warm start" not in out.split("rlite ppo")[0]
     assert "held-out accuracy" in out

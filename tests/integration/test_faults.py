@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from rlite.cluster import group
 from rlite.cluster.group import apply_on_processes
 from rlite.engine.base import Engine
 from rlite.errors import CallTimeout, ResidencyError, RliteError, WorkerDied, WorkerError
+from tests import forked_python
 from tests.integration.modules import Policy, on_meta
 from tests.integration.worlds import environment, free_port, processes_with
 
@@ -289,17 +291,18 @@ def run_under_torchrun(
     model: Path, folder: Path, method: str, rank: int, program: str = PROGRAM
 ) -> tuple[subprocess.CompletedProcess, float]:
     """Run `engine.method(rank)`; its output, and the seconds from the call to the end of the run."""
-    script, mark = folder / "program.py", uuid.uuid4().hex
+    script, mark, python = folder / "program.py", uuid.uuid4().hex, forked_python.python()
     script.write_text(program)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    launch = [python, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     ran = subprocess.run(
         [*launch, str(script), str(model), method, str(rank)],
-        env=environment(**{MARK: mark}),
+        env=environment(**{MARK: mark, "PYTHON_EXEC": python}),
         capture_output=True,
         text=True,
         timeout=280,
     )
     ended = time.time()
+    psutil.wait_procs(processes_with(MARK, mark), timeout=SOON_S)
     assert processes_with(MARK, mark) == []
     called = re.search(r"calling at ([\d.]+)", ran.stdout)
     assert called is not None, ran.stderr

@@ -1,4 +1,7 @@
-"""One of two replicas is killed: what it was making goes on at the other, and nobody who waits for it notices."""
+"""One of two replicas is killed: what it was making goes on at the other, and nobody who waits for it notices.
+
+Here a lost replica stays lost; `test_replaced_replicas.py` tests its replacement.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def session() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def engine(models: dict[str, Path]) -> RliteInferenceEngine:
-    return RliteInferenceEngine(models["llama"])
+    return RliteInferenceEngine(models["llama"], max_replacements=0)
 
 
 @pytest.fixture

@@ -10,18 +10,20 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests import forked_python
 from tests.integration.worlds import environment, free_port
 
 
 def run_on_two_nodes(*argv: str, cwd: Path) -> list[str]:
     """Run a module as one job of two agents with one process each; what each agent wrote."""
+    python = forked_python.python()
     endpoint = f"127.0.0.1:{free_port()}"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_id=job"]
+    torchrun = [python, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_id=job"]
     torchrun += ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "--local_addr=127.0.0.1"]
     agents = [
         subprocess.Popen(
             [*torchrun, f"--node_rank={rank}", "-m", *argv],
-            env=environment(),
+            env=environment(PYTHON_EXEC=python),
             cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import forked_python
 from tests.integration.worlds import environment, free_port, processes_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -85,13 +86,15 @@ def options(models: dict[str, Path], folder: Path) -> dict[str, list[str]]:
 def command(ranks: int, trainer: str, options: Sequence[str], save_dir: Path, *further: str) -> list[str]:
     program = ["-m", f"rlite.trainer.{trainer}", *options, f"trainer.save_dir={save_dir}", *further]
     if ranks == 1:
-        return [sys.executable, *program]
-    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
-    return [sys.executable, *torchrun, *program]
+        return program
+    return ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}", *program]
 
 
-def run(argv: Sequence[str]) -> None:
-    done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=RUN_S)
+def run(python: str, argv: Sequence[str]) -> None:
+    """Run a program by this python, which also starts its ranks."""
+    done = subprocess.run(
+        [python, *argv], env=environment(PYTHON_EXEC=python), capture_output=True, text=True, timeout=RUN_S
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -100,13 +103,17 @@ Whole = Callable[[str, int], Path]
 
 @pytest.fixture(scope="module")
 def whole(options: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """whole(trainer, ranks): the results of a run that nobody disturbed, with all its checkpoints."""
+    """whole(trainer, ranks): the results of a run that nobody disturbed, with all its checkpoints.
+
+    Where the killed processes are forks of one, these are new ones, and share nothing with them (the seed of hashes).
+    """
     made: dict[tuple[str, int], Path] = {}
 
     def results(trainer: str, ranks: int) -> Path:
         if (trainer, ranks) not in made:
             save_dir = tmp_path_factory.mktemp("runs") / f"{trainer}-{ranks}"
-            run(command(ranks, trainer, options[trainer], save_dir, "trainer.keep=99"))
+            python = sys.executable if ranks == 1 else forked_python.python()
+            run(python, command(ranks, trainer, options[trainer], save_dir, "trainer.keep=99"))
             made[trainer, ranks] = save_dir
         return made[trainer, ranks]
 
@@ -116,19 +123,21 @@ def whole(options: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactor
 def run_and_kill(argv: Sequence[str], save_dir: Path, moments: random.Random, steps: int) -> str:
     """Kill a run's only process, or one of torchrun's, at a random moment after a random step; returns what and when.
 
-    What is left of the run must end by itself.
+    What is left of the run must end by itself, so the ranks of a torchrun are its children.
     """
+    is_torchrun = "torch.distributed.run" in argv
+    python = sys.executable if is_torchrun else forked_python.python()
     mark, metrics = uuid.uuid4().hex, save_dir / "metrics.jsonl"
     done = metrics.read_text().count("\n") if metrics.exists() else 0
     step, delay = min(moments.randrange(done, steps + 1) + 1, steps), moments.random() * 0.3
     with (save_dir.parent / "log").open("a") as log:
-        program = subprocess.Popen(argv, env=environment(**{MARK: mark}), stdout=log, stderr=log)
+        program = subprocess.Popen([python, *argv], env=environment(**{MARK: mark}), stdout=log, stderr=log)
         try:
             while program.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < step):
                 time.sleep(0.002)
             time.sleep(delay)
             processes = [psutil.Process(program.pid)]  # under torchrun that is its agent
-            if "torch.distributed.run" in argv:
+            if is_torchrun:
                 processes += processes[0].children()
             place = moments.randrange(len(processes))
             processes[place].kill()
@@ -165,7 +174,7 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(
         return command(ranks, trainer, options[trainer], broken, "trainer.load_ckpt_from=latest")
 
     kills = [run_and_kill(argv(), broken, moments, steps) for _ in range(2)]
-    run(argv())
+    run(forked_python.python(), argv())
     expected = whole(trainer, ranks)
     assert curve(broken, 1, steps) == curve(expected, 1, steps), f"killed: {kills}"
     exports = ["latest", "best"] if trainer == "sft" else ["latest", "critic_latest"]
@@ -184,7 +193,8 @@ def test_a_run_of_two_ranks_goes_on_as_one(
     options: dict[str, list[str]], whole: Whole, tmp_path: Path, trainer: str, step: int
 ) -> None:
     start, steps = whole(trainer, 2) / "state" / f"step-{step}", STEPS[trainer]
-    run(command(1, trainer, options[trainer], tmp_path / "alone", f"trainer.load_ckpt_from={start}"))
+    argv = command(1, trainer, options[trainer], tmp_path / "alone", f"trainer.load_ckpt_from={start}")
+    run(forked_python.python(), argv)
     pairs = zip(curve(tmp_path / "alone", step + 1, steps), curve(whole(trainer, 2), step + 1, steps), strict=True)
     for found, expected in pairs:
         for key in ("step", "num_tokens", "lr"):
@@ -199,7 +209,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(
     start = whole("sft", 1) / "state" / "step-36"
     of_another = [f"actor.model_name={models['llama']}", *options["sft"][1:], f"trainer.load_ckpt_from={start}"]
     tried = subprocess.run(
-        command(1, "sft", of_another, tmp_path / "run"),
+        [forked_python.python(), *command(1, "sft", of_another, tmp_path / "run")],
         env=environment(),
         capture_output=True,
         text=True,

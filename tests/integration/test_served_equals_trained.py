@@ -14,9 +14,13 @@ from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.algorithms import TokenLogprobs, next_token, on_logprobs
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
+from rlite.quickstart.tiny import byte_tokenizer
+from rlite.rollout import MultiTurnWorkflow
 from rlite.trainer.losses import OwnLogprobs
 from rlite.trainer.modules import critic_module, policy_module
+from rlite.types import GenerationHyperparameters
 from tests.integration.modules import POLICIES, make_batch, num_counted, on_meta
+from tests.integration.rewards import digits
 from tests.integration.worlds import world
 from tests.tiny import build_model_dir
 
@@ -127,3 +131,22 @@ def test_what_cannot_be_equal_is_refused_before_any_process_starts(models: dict[
         with pytest.raises(ConfigError, match=message):
             engine.build(**{"tensor_parallel_size": 1, "data_parallel_size": 1, "deterministic": True, **options})
         assert not engine.is_built
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_truncated_rollouts_have_the_same_logprobs_over_their_kept_ids(models: dict[str, Path], kind: str) -> None:
+    serve = RliteInferenceEngine(models[kind])
+    serve.build(max_model_len=256, max_num_seqs=7, dtype="float32", deterministic=True)
+    train = RliteTrainEngine(on_meta(POLICIES[kind], models[kind]))
+    train.build(data_parallel_size=2, max_tokens_per_microbatch=300, deterministic=True, colocate_with=serve)
+    rows = [{"messages": [{"role": "user", "content": f"{a}+{b}="}]} for a in range(3) for b in range(3)]
+    for sampling in ({"top_p": 0.9}, {"top_k": 20}, {"top_p": 0.8, "top_k": 30, "temperature": 0.7}):
+        gconfig = GenerationHyperparameters(max_new_tokens=16, **sampling)
+        workflow = MultiTurnWorkflow(digits, gconfig, byte_tokenizer(), max_turns=2, solved=2.0)
+        batch = serve.rollout_batch(rows, workflow, group_size=2)
+        is_generated = batch["loss_mask"].bool()
+        assert (batch["kept_counts"][is_generated] > 0).all()
+        found = train.forward(batch, OwnLogprobs(temperature=gconfig.temperature))
+        assert torch.equal(found[is_generated], batch["logprobs"][is_generated])
+    train.release()
+    serve.release()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
+import pickle
 import socket
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,20 +14,10 @@ from pathlib import Path
 import psutil
 
 import rlite
+from tests import forked_python
 
 ROOT = Path(__file__).parents[2]
-# all ranks are forks of one process that has imported what they need, which takes seconds
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        "pytest",
-        "rlite.cluster.torchrun",
-        "rlite.engine.embedded.worker",
-        "rlite.engine.fsdp2.worker",
-        "tests.integration.modules",
-        "tests.integration.worlds",
-    ]
-)
+CALL = "import pickle, sys; work, arguments = pickle.load(sys.stdin.buffer); work(*arguments)"
 
 
 def free_port() -> int:
@@ -65,19 +56,20 @@ def world(num_devices: int) -> Iterator[None]:
 @contextmanager
 def ranks(work: Callable[..., None], arguments: Sequence[tuple]) -> Iterator[None]:
     """Processes that call `work`, each with its arguments; they have ended well after the block."""
-    processes = [FORKS.Process(target=work, args=each) for each in arguments]
+    command, variables = [forked_python.python(), "-c", CALL], environment()
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, env=variables) for _ in arguments]
     try:
-        for process in processes:
-            process.start()
+        for process, each in zip(processes, arguments, strict=True):
+            assert process.stdin is not None
+            with process.stdin as pipe:
+                pickle.dump((work, each), pipe)
         yield
         for process in processes:
-            process.join(100)
-            assert process.exitcode == 0
+            assert process.wait(100) == 0
     finally:
         for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.kill()
+            process.wait()
 
 
 def serve(rank: int, environment: dict[str, str]) -> None:

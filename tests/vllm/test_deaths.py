@@ -71,7 +71,7 @@ def killer(pid: int) -> tuple[Callable[[TokenChunk], None], threading.Event]:
 
 
 def test_requests_of_a_killed_replica_finish_on_another_and_the_last_death_is_named(mark: str, path: Path) -> None:
-    engine = RliteInferenceEngine(path, executor="vllm")
+    engine = RliteInferenceEngine(path, executor="vllm", max_replacements=0)
     engine.build(data_parallel_size=3, max_model_len=512, max_num_seqs=8)
     first, second, third = servers(mark=MARK, value=mark)
     undisturbed = answers(engine, lambda chunk: None)

@@ -274,6 +274,16 @@ def living_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
+def own_node() -> str:
+    """Return the id of this process's node."""
+    return ray.get_runtime_context().get_node_id()
+
+
+def cluster_address() -> str:
+    """Return the address of the cluster, for programs that join it."""
+    return ray.get_runtime_context().gcs_address
+
+
 def value_of(answer: Future[Outcome], worker: str) -> Any:
     """Return the value of an answer that is there, or raise its error."""
     outcome = answer.result()

@@ -17,13 +17,15 @@ import cloudpickle
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from rlite.cluster.group import AbsentHandle
 from rlite.cluster.guard import end_at_sigterm
 from rlite.cluster.host import Outcome, Whereabouts, WorkerHost, WorkerKey
+from rlite.cluster.notice import TerminationNotice
 from rlite.cluster.ray.connection import ControlService
 from rlite.errors import ConfigError, WorkerDied, WorkerError
 
 STOP_TIMEOUT_S = 10.0
-GROUPS = {"pulse": 1, "look": 1, "aside": 4}
+GROUPS = {"pulse": 1, "notice": 1, "look": 1, "aside": 4}
 """threads beside the thread that serves calls in order"""
 KEPT_OPTIONS = ("concurrency_groups", "runtime_env")
 """what `@ray.remote(...)` may set on a workload; the job decides everything else"""
@@ -35,15 +37,18 @@ class RayHost:
     `host_pulse` never returns, so its end signals the death of the process.
     """
 
-    def __init__(self, key: WorkerKey | None = None, factory: bytes = b"") -> None:
+    def __init__(self, key: WorkerKey | None = None, factory: bytes = b"", grace_s: float = 0.0) -> None:
         """Serve calls.
 
         Args:
             key: worker to make at once, for an actor that Ray restarts; None: a call makes it.
             factory: pickled function that makes this worker.
+            grace_s: seconds for which the process goes on after SIGTERM.
         """
         self._host = WorkerHost()
-        end_at_sigterm()  # Ray's own handler waits for all calls to return, and `host_pulse` does not
+        self._notice = TerminationNotice(grace_s) if grace_s else None
+        if self._notice is None:
+            end_at_sigterm()  # Ray's own handler waits for all calls to return, and `host_pulse` does not
         if key is not None:
             self._host.put(key, cloudpickle.loads(factory)())
 
@@ -51,6 +56,12 @@ class RayHost:
     def host_pulse(self) -> None:
         """Block for ever."""
         threading.Event().wait()
+
+    @ray.method(concurrency_group="notice")
+    def host_notice(self) -> None:
+        """Block until the process is asked to end, for a host with a grace period."""
+        assert self._notice is not None
+        self._notice.wait()
 
     @ray.method(concurrency_group="look")
     def host_look(self, with_stack: bool = False) -> Whereabouts:
@@ -86,6 +97,19 @@ class RayHost:
             key, name, given, named = args
             args = (key, name, tuple(map(_fetched, given)), {each: _fetched(value) for each, value in named.items()})
         return getattr(self._host, method)(*args)
+
+    def host_keep(self, key: WorkerKey, method: str) -> tuple[Outcome, Any]:
+        """Call a worker's method in order.
+
+        Args:
+            key: group name and rank.
+            method: name of the method.
+
+        Returns:
+            The outcome without its value, and the value.
+        """
+        outcome = self._host.call(key, method, (), {})
+        return replace(outcome, value=None), outcome.value
 
     def host_worker(self) -> Any:
         """Return the worker of a process that has one."""
@@ -144,12 +168,13 @@ def _forward(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 class RayHandle:
     """Handle of a worker that is an actor: calls are its tasks, and its death is the end of `host_pulse`."""
 
-    def __init__(self, actor: Any, name: str, control: ControlService | None = None) -> None:
+    def __init__(self, actor: Any, name: str, control: ControlService | None = None, has_notice: bool = False) -> None:
         self.actor = actor
         self._name = name
         self._control = control
         self.process = actor._actor_id.hex()
         self.death = self._future(actor.host_pulse.remote())
+        self.notice: Future[Any] = self._future(actor.host_notice.remote()) if has_notice else Future()
 
     def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
         """Call a method of the host as a task of its actor; see `WorkerHandle`.
@@ -181,6 +206,19 @@ class RayHandle:
         """Return the position of the call under way."""
         return self._future(self.actor.host_look.remote(with_stack))
 
+    def keep(self, key: WorkerKey, method: str) -> tuple[Future[Outcome], Any]:
+        """Call a worker's method, and keep its result in Ray's object store, which outlives the process.
+
+        Args:
+            key: group name and rank.
+            method: name of the method.
+
+        Returns:
+            The outcome without its value, and a reference to the value.
+        """
+        outcome, value = self.actor.host_keep.options(num_returns=2).remote(key, method)
+        return self._future(outcome), value
+
     def stop(self, key: WorkerKey) -> None:
         """End the process and wait until it is gone, so that its memory is free again."""
         if self._control is not None and self._control.is_gone:  # and the call would wait for it
@@ -205,32 +243,6 @@ class RayHandle:
 
         ref.future().add_done_callback(settle)
         return answer
-
-
-class AbsentHandle:
-    """Handle of a worker that is gone."""
-
-    actor = None
-    process = ""
-
-    def __init__(self, name: str) -> None:
-        self.death: Future[Any] = Future()
-        self.death.set_exception(WorkerDied(f"worker process ended: {name}", (name,)))
-
-    def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
-        """Return WorkerDied as the answer."""
-        return self.death
-
-    def aside(self, key: WorkerKey, method: str, *args: Any, **kwargs: Any) -> Future[Outcome]:
-        """Return WorkerDied as the answer."""
-        return self.death
-
-    def look(self, with_stack: bool = False) -> Future[Whereabouts]:
-        """Return WorkerDied as the answer."""
-        return self.death
-
-    def stop(self, key: WorkerKey) -> None:
-        """Do nothing."""
 
 
 AnyHandle = RayHandle | AbsentHandle

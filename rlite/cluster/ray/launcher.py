@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 GPU_SHARE = 0.02  # of a device's Ray resource per worker, so that up to fifty workers can share it in turns
 VISIBILITY = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+GRACE_S = 30.0
+"""how long a worker goes on after SIGTERM so that its replica can leave; Kubernetes gives as long by default"""
 CONTROL_PATIENCE_S = 30.0
 """A cluster that rlite did not start may start its control service again. After 60 s Ray itself ends the driver."""
 
@@ -47,6 +49,8 @@ class RayLauncher:
         self._placement: Any = None
         self._control: ControlService | None = None
         self._groups: list[WorkerGroup] = []
+        self._grace_s: dict[str, float] = {}
+        """by group, how long its workers go on after SIGTERM"""
         self._connection = RayConnection(options.device, options.num_devices, options.address)
         try:
             address = ray.get_runtime_context().gcs_address
@@ -70,19 +74,59 @@ class RayLauncher:
             for node_id, num_devices in seen.items()
         }
 
-    def start(self, name: str, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]) -> WorkerGroup:
-        """Start one actor per device, join them in one torch.distributed world, and make every worker.
+    def start(
+        self,
+        name: str,
+        devices: Sequence[Device],
+        factory: Callable[[WorkerContext], Any],
+        replica_size: int | None = None,
+    ) -> WorkerGroup:
+        """Start one actor per device, join each replica in a torch.distributed world, and make every worker.
 
         Args:
             name: name of the group.
             devices: one per worker.
             factory: makes a worker from its context, in its process.
+            replica_size: number of neighbouring workers that no collective joins with others; None: all.
 
         Returns:
             The group.
         """
+        grace_s = self._grace_s[name] = GRACE_S if replica_size else 0.0
+        group = WorkerGroup(name, devices, self._actors(name, 0, devices, grace_s), self._options.call_timeout)
+        group.divide(replica_size or len(devices))
+        self._groups.append(group)
+        try:
+            self._make_workers(group, range(len(group)), factory)
+        except BaseException:
+            group.stop()
+            raise
+        return group
+
+    def start_replica(
+        self, group: WorkerGroup, first: int, devices: Sequence[Device], factory: Callable[[WorkerContext], Any]
+    ) -> None:
+        """Start the workers of one replica beside the others; see `Launcher.start_replica`.
+
+        Args:
+            group: a group of this launcher.
+            first: first rank of the replica; the number of ranks appends a replica.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+        """
+        handles = self._actors(group.name, first, devices, self._grace_s[group.name])
+        candidate = group.with_replica(first, devices, handles)
+        ranks = range(first, first + len(devices))
+        try:
+            self._make_workers(candidate, ranks, factory)
+            group.take_replica(first, devices, handles)
+        except BaseException:
+            candidate.lose(ranks, WorkerError(f"{group.name}: this replica could not be started"))
+            raise
+
+    def _actors(self, name: str, first: int, devices: Sequence[Device], grace_s: float) -> list[RayHandle]:
         assert self._control is not None  # since the constructor
-        handles = [
+        return [
             RayHandle(
                 HostActor.options(
                     num_gpus=0 if device.kind == "cpu" else GPU_SHARE,
@@ -91,35 +135,37 @@ class RayLauncher:
                         placement_group_bundle_index=self._bundles[device],
                         placement_group_capture_child_tasks=False,
                     ),
-                ).remote(),
+                ).remote(grace_s=grace_s),
                 worker_name(name, rank, device),
                 self._control,
+                has_notice=grace_s > 0,
             )
-            for rank, device in enumerate(devices)
+            for rank, device in enumerate(devices, first)
         ]
-        group = WorkerGroup(name, devices, handles, self._options.call_timeout)
-        self._groups.append(group)
-        torch_devices = ["cpu" if device.kind == "cpu" else "cuda:0" for device in devices]
-        num_threads = [self._num_threads[device.node] for device in devices]
-        try:
-            self._meet(group)
-            group.create(factory, torch_devices, num_threads, range(len(group)), self._options.start_timeout)
-        except BaseException:
-            group.stop()
-            raise
-        return group
 
-    def _meet(self, group: WorkerGroup) -> None:
-        devices, timeout = group.devices, self._options.start_timeout
-        calls: list[Any] = [(group, rank, (), (device.kind, str(device))) for rank, device in enumerate(devices)]
+    def _make_workers(self, group: WorkerGroup, ranks: Sequence[int], factory: Callable[[WorkerContext], Any]) -> None:
+        torch_devices = ["cpu" if device.kind == "cpu" else "cuda:0" for device in group.devices]
+        num_threads = [self._num_threads[device.node] for device in group.devices]
+        world_ranks = [rank % group.replica_size for rank in range(len(group))]
+        self._meet(group, ranks)
+        group.create(factory, torch_devices, num_threads, world_ranks, self._options.start_timeout, ranks)
+
+    def _meet(self, group: WorkerGroup, ranks: Sequence[int]) -> None:
+        """Join each replica among these ranks in a world of its own."""
+        devices, size, timeout = group.devices, group.replica_size, self._options.start_timeout
+        calls: list[Any] = [(group, rank, (), (devices[rank].kind, str(devices[rank]))) for rank in ranks]
         apply_on_processes(calls, check_visibility, [group], "look for the device", timeout)
         is_one_node = len({device.node for device in devices}) == 1
         ips = ["127.0.0.1" if is_one_node else device.ip for device in devices]
-        (port,) = apply_on_processes([(group, 0, (), (ips[0],))], open_store, [group], "open a rendezvous", timeout)
-        calls = [
-            (group, rank, (), (rank, len(group), ips[0], port, ips[rank], device.kind, timeout))
-            for rank, device in enumerate(devices)
-        ]
+        firsts = ranks[::size]
+        calls = [(group, rank, (), (ips[rank],)) for rank in firsts]
+        opened = apply_on_processes(calls, open_store, [group], "open a rendezvous", timeout)
+        ports = dict(zip(firsts, opened, strict=True))
+        calls = []
+        for rank in ranks:
+            first = rank - rank % size
+            meeting = (rank % size, size, ips[first], ports[first], ips[rank], devices[rank].kind, timeout)
+            calls.append((group, rank, (), meeting))
         apply_on_processes(calls, join, [group], "meet", timeout)
 
     def _lose_control(self) -> None:

@@ -205,8 +205,24 @@ class Fsdp2Worker(BatchRunner):
         accumulated = sharded.load(
             Path(path), module, module.optimizer, module.lr_scheduler, self._context.rank, self._everyone
         )
+        self._resume(accumulated)
+
+    def pack_state(self) -> bytes:
+        """Return this rank's state to resume from; see `TrainExecutor.pack_state`."""
+        module = self.module
+        accumulated = {"weight": self._weight, "is_finite": self._is_finite}
+        state = sharded.snapshot(module, module.optimizer, module.lr_scheduler, False, accumulated=accumulated)
+        return sharded.pack(state)
+
+    def unpack_state(self, packed: bytes) -> None:
+        """Resume from the state that `pack_state` returned; see `TrainExecutor.unpack_state`."""
+        module = self.module
+        accumulated = sharded.unpack(packed, module, module.optimizer, module.lr_scheduler)
+        self._resume(accumulated)
+
+    def _resume(self, accumulated: dict[str, Any]) -> None:
         self._weight, self._is_finite = accumulated.get("weight", 0.0), accumulated.get("is_finite", True)
-        module.on_state_loaded()
+        self.module.on_state_loaded()
         self._rest_optimizer()
 
     # -- residency -----------------------------------------------------------------------------------------------

@@ -50,5 +50,5 @@ BACKEND = InferenceBackend(
     replica=FetchingReplica,
     check=check_served,
     ranks=RankChoice(receives=(0,), returns=0),  # the other ranks hold the devices of vLLM's workers
-    capabilities=Capabilities(has_prompt_logprobs=True),
+    capabilities=Capabilities(has_prompt_logprobs=True, extras=frozenset({"kept_ids"})),
 )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlite.engine.embedded.sampling import SamplingBatch, sample, uniforms
+from rlite.engine.embedded.sampling import SamplingBatch, kept_ids_of, sample, uniforms
 from rlite.engine.embedded.scheduler import RunningSequence
 from rlite.engine.vllm.requests import SAMPLING
 from rlite.errors import WeightSyncError
@@ -126,8 +126,9 @@ class WorkerExtension:
 class RequestSampler:
     """rlite's sampler in place of vLLM's: a token depends on its logits, its request's seed and its position alone.
 
-    A request therefore continues with the same tokens on another replica. Both log-probabilities of the contract are
-    returned: of the whole distribution under the sampled token, of the truncated one under the next token id.
+    A request therefore continues with the same tokens on another replica. vLLM's log-probabilities carry both of the
+    contract: of the whole distribution in the first column, of the truncated one in the second. The third column of the
+    token ids, and those after it, hold the kept ids of requests that ask for them, padded with -1.
 
     Args:
         runner: vLLM's model runner.
@@ -151,12 +152,16 @@ class RequestSampler:
         lengths = rows.num_tokens_no_spec[: len(rows.req_ids)].tolist()
         batch = self._sampling(rows.req_ids, lengths, logits)
         positions = torch.tensor(lengths, device=logits.device)
-        tokens, whole, kept, _ = sample(logits, batch, uniforms(batch.seeds, positions))
-        other = (tokens + 1) % logits.shape[1]
+        tokens, whole, kept, kept_ids = sample(logits, batch, uniforms(batch.seeds, positions))
+        columns = torch.stack([tokens, (tokens + 1) % logits.shape[1]], 1)
+        if kept_ids is not None:
+            rows_of_ids = [torch.tensor(ids, dtype=columns.dtype) for ids in kept_ids_of(kept_ids, len(tokens))]
+            padded = torch.nn.utils.rnn.pad_sequence(rows_of_ids, batch_first=True, padding_value=-1)
+            columns = torch.cat([columns, padded.to(columns.device)], 1)
         return SamplerOutput(
             sampled_token_ids=tokens.to(torch.int32)[:, None],
             logprobs_tensors=LogprobsTensors(
-                torch.stack([tokens, other], 1).to(torch.int32), torch.stack([whole, kept], 1), torch.ones_like(tokens)
+                columns.to(torch.int32), torch.stack([whole, kept], 1), torch.ones_like(tokens)
             ),
         )
 
@@ -178,7 +183,16 @@ class RequestSampler:
         return asked["min_length"], _sequence(asked, is_early=True), _sequence(asked, is_early=False)
 
 
-GREEDY = {"seed": 0, "greedy": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_ids": [], "min_length": 0}
+GREEDY = {
+    "seed": 0,
+    "greedy": True,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "stop_ids": [],
+    "min_length": 0,
+    "extras": [],
+}
 """sampling of requests whose completion nobody reads"""
 
 
@@ -186,7 +200,9 @@ def _sequence(asked: dict[str, Any], is_early: bool) -> RunningSequence:
     """Return the sampling parameters of a request in the form that the sampler reads."""
     gconfig = GenerationHyperparameters(**{name: asked[name] for name in ("greedy", "temperature", "top_p", "top_k")})
     return RunningSequence(
-        request=SequenceRequest(request_id=0, input_ids=[], gconfig=gconfig, seed=asked["seed"]),
+        request=SequenceRequest(
+            request_id=0, input_ids=[], gconfig=gconfig, seed=asked["seed"], extras=tuple(asked["extras"])
+        ),
         tokens=[],
         max_tokens=0,
         stop_ids=frozenset(asked["stop_ids"]),

@@ -28,6 +28,8 @@ ASYNC_SCHEDULER = "rlite.engine.vllm.scheduler.AsyncTableScheduler"
 DRAIN_TURNS = 10
 """turns of the event loop in which vLLM's frontend passes on outputs that its engine core has sent"""
 Take = Callable[[list[Any]], list[Any]]
+Table = tuple[list[float], list[float], list[list[int]]]
+"""log-probabilities before and after truncation, and kept ids, with an entry for each token"""
 
 
 @cache
@@ -155,19 +157,21 @@ class Release:
         """Return "stop", "length" or another reason of vLLM; None if the request continues."""
         return None if output.finish_reason is None else str(output.finish_reason)
 
-    def take_table(self, outputs: Sequence[Any]) -> tuple[list[float], list[float]]:
+    def take_table(self, outputs: Sequence[Any]) -> Table:
         """Remove the table of log-probabilities from the outputs of one step.
 
         Returns:
-            Log-probabilities before and after truncation of all tokens, in the order of the outputs.
+            The table of all tokens, in the order of the outputs. A token whose request does not ask for kept ids has
+                none.
         """
         first = next((output for output in outputs if output.new_token_ids), None)
         if first is None:
-            return [], []
-        table = first.new_logprobs.logprobs
+            return [], [], []
+        table = first.new_logprobs
         first.new_logprobs = None
-        whole, kept = table.T.tolist()
-        return whole, kept
+        whole, kept = table.logprobs.T.tolist()
+        padded = table.logprob_token_ids[:, 2:]
+        return whole, kept, [ids[ids >= 0].tolist() for ids in padded] if padded.size else [[]] * len(whole)
 
     def sampling_params(self, arguments: dict[str, Any]) -> Any:
         """Return vLLM's SamplingParams of a request with one output at its end."""

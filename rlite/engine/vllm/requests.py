@@ -43,6 +43,7 @@ def sampling_arguments(request: SequenceRequest, end_ids: frozenset[int], max_mo
                 "top_k": gconfig.top_k,
                 "stop_ids": stop_ids,
                 "min_length": num_prompt + gconfig.min_new_tokens,
+                "extras": list(request.extras),
             }
         },
     }

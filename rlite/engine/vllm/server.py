@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from rlite.engine.vllm.process import is_resource_tracker
-from rlite.engine.vllm.releases import Release
+from rlite.engine.vllm.releases import Release, Table
 from rlite.engine.vllm.requests import StopStrings, objection, sampling_arguments
 from rlite.engine.vllm.steps import TokenStep
 from rlite.types import SequenceRequest, TokenChunk
@@ -212,14 +212,14 @@ class Server:
 
     def _send_tokens(self, outputs: list[Any]) -> list[Any]:
         self._flush()
-        whole, kept = self._release.take_table(outputs)
+        whole, kept, kept_ids = self._release.take_table(outputs)
         step, left, row = TokenStep(version=self._version, last=self._ended), [], 0
         for output in outputs:
             rows = slice(row, row := row + len(output.new_token_ids))
             serving = self._serving.get(self._release.name_of(output))
             reason = self._release.finish_reason(output)
             if serving is not None:
-                self._add(step, serving, output.new_token_ids, whole[rows], kept[rows], reason)
+                self._add(step, serving, output.new_token_ids, (whole[rows], kept[rows], kept_ids[rows]), reason)
             if serving is None or reason is not None:  # it forgets a request at its last output
                 left.append(output)
         self._ended = []
@@ -231,10 +231,10 @@ class Server:
         step: TokenStep,
         serving: Serving,
         tokens: list[int],
-        logprobs: list[float],
-        kept: list[float],
+        table: Table,
         reason: str | None,
     ) -> None:
+        logprobs, over_kept, kept_ids = table
         if any(value != value for value in logprobs):
             told = "the model computes NaN or infinity for this request"
             return self._abort(serving, error=told, is_nonfinite=True)
@@ -242,7 +242,9 @@ class Server:
         step.request_ids.extend([serving.request.request_id] * len(tokens[:num]))
         step.token_ids.extend(tokens[:num])
         step.logprobs.extend(logprobs[:num])
-        step.sampling_logprobs.extend(kept[:num])
+        step.sampling_logprobs.extend(over_kept[:num])
+        if tokens and "kept_ids" in serving.request.extras:
+            step.kept_ids.setdefault(serving.request.request_id, []).extend(kept_ids[:num])
         if serving.stops is not None and num is not None:
             self._abort(serving, finish_reason="stop")
         elif reason in ("stop", "length"):

@@ -19,6 +19,8 @@ class TokenStep:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
+    kept_ids: dict[int, list[list[int]]] = field(default_factory=dict)
+    """kept ids of the tokens of each request that asks for them"""
     last: list[TokenChunk] = field(default_factory=list)
     """a chunk without tokens for each request that ended, after its tokens in this step"""
 
@@ -35,9 +37,15 @@ def chunks_of(steps: Iterable[TokenStep]) -> list[TokenChunk]:
             chunk.token_ids.append(token)
             chunk.logprobs.append(logprob)
             chunk.sampling_logprobs.append(sampling_logprob)
+        for number, kept_ids in step.kept_ids.items():
+            chunks[number, step.version].extras.setdefault("kept_ids", []).extend(kept_ids)
         for last in step.last:
             made = chunks.get((last.request_id, last.version), last)
             chunks[last.request_id, last.version] = replace(
-                last, token_ids=made.token_ids, logprobs=made.logprobs, sampling_logprobs=made.sampling_logprobs
+                last,
+                token_ids=made.token_ids,
+                logprobs=made.logprobs,
+                sampling_logprobs=made.sampling_logprobs,
+                extras=made.extras,
             )
     return list(chunks.values())

@@ -281,6 +281,8 @@ class RolloutOptions(CollectorLimits):
     """the same tokens and log-probabilities, bit by bit, after a resume as without it; executor torch alone, slower"""
     num_devices: int | None = None
     """devices that only generate, if rollouts run ahead; default: half of them"""
+    max_replacements: Natural = 3
+    """lost replicas that are replaced in an hour, under Ray; the others take over their requests in any case"""
     escape_special_tokens: bool = False
     """special tokens in messages, but for the assistant's, are plain text"""
     env_path: str | None = None

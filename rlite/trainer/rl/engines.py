@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import rlite
 from rlite.engine.base import Engine
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
+from rlite.engine.train_lifecycle import MemorySnapshot
 from rlite.engine.weight_sync import SyncReport
 from rlite.errors import ConfigError
 from rlite.trainer.modules import critic_module, policy_module, trained_engine
@@ -40,7 +41,9 @@ class Engines:
         self._options = options
         self._takes_turns: dict[Engine, bool] = {}
         self._resident: Engine | None = None
-        self.rollout = RliteInferenceEngine(actor.model_name, executor=options.rollout.executor)
+        self.rollout = RliteInferenceEngine(
+            actor.model_name, executor=options.rollout.executor, max_replacements=options.rollout.max_replacements
+        )
         check_engine(options.rollout, self.rollout.extras)
         num_updates = max(trainer.total_steps - actor.freeze_steps, 1) * actor.update_per_rollout
         self.actor = trained_engine(policy_module, actor, num_updates)
@@ -89,6 +92,34 @@ class Engines:
         """Trained engines other than the actor, by name."""
         return {} if self.critic is None else {"critic": self.critic}
 
+    @property
+    def trained(self) -> list[RliteTrainEngine]:
+        """All trained engines."""
+        return [self.actor, *self.other_trained.values()]
+
+    @property
+    def has_lost_training(self) -> bool:
+        """True if a worker of the actor, the critic or the reference has died."""
+        return any(engine.has_died for engine in (*self.trained, self.reference) if engine is not None)
+
+    def recover(self, snapshots: Mapping[RliteTrainEngine, MemorySnapshot], version: int) -> None:
+        """Bring back the engines that have lost workers, and all trained engines to the state of their snapshots.
+
+        Args:
+            snapshots: one for each trained engine.
+            version: policy version that the rollout engine goes back to.
+        """
+        if self._resident is self.rollout:
+            self.rollout.meta()
+        self._resident = None
+        for engine in (*self.trained, self.reference):
+            if engine is not None and (engine in snapshots or engine.has_died):
+                engine.recover(snapshots.get(engine))
+                if self._takes_turns[engine]:
+                    engine.cpu()
+        if self.rollout.get_version() != version:
+            self.rollout.set_version(version)
+
     def begin_turns(self) -> None:
         """Move the engines that take turns to the host; before this call, all of them are on the device."""
         for engine, takes_turns in self._takes_turns.items():
@@ -113,7 +144,7 @@ class Engines:
     @contextmanager
     def trained_on_device(self) -> Iterator[None]:
         """Keep all trained engines on the device, for a checkpoint, and the rollout engine on the host."""
-        trained = [engine for engine in (self.actor, *self.other_trained.values()) if self._takes_turns[engine]]
+        trained = [engine for engine in self.trained if self._takes_turns[engine]]
         if self._resident is self.rollout:
             self.rollout.cpu()
         for engine in trained:

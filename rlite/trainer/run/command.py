@@ -9,14 +9,19 @@ from rlite.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    DivergedError,
+    FolderInUse,
     RemoteTraceback,
     RliteError,
     StorageError,
     why_not_written,
 )
+from rlite.recovery import reporting
 from rlite.trainer.run.interruption import INTERRUPTION, Terminated
 
 EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError)
+FINAL = (ConfigError, DataError, DivergedError)
+"""errors that the same command meets again"""
 
 
 def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
@@ -37,6 +42,8 @@ def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[st
     try:
         main(arguments)
     except RliteError as error:
+        if isinstance(error, FINAL) and not isinstance(error, FolderInUse):
+            reporting.report_final_error(error)
         # what a worker raised has its traceback there; these errors say all that a user can act on
         is_traced = isinstance(error.__cause__, RemoteTraceback) and not isinstance(error, EXPLAINED)
         details = f"{error.__cause__}" if is_traced else ""

@@ -14,11 +14,12 @@ from typing import Any
 
 from rlite import config
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CheckpointError, ConfigError, DivergedError, NonFiniteError, why_not_written
+from rlite.errors import CheckpointError, ConfigError, DivergedError, FolderInUse, NonFiniteError, why_not_written
 from rlite.observability import stats_tracker, trace
 from rlite.observability.console import ConsoleReporter
 from rlite.observability.sinks.base import Run, open_sinks
 from rlite.observability.sinks.jsonl import drop_later_lines
+from rlite.recovery import reporting
 from rlite.rollout.workflow import RolloutError
 from rlite.trainer.options import RunOptions
 from rlite.trainer.run.checkpoints import Checkpoints
@@ -53,8 +54,9 @@ class TrainingRun:
         self._best: float | None = None
         self._has_missed_best = False
         self._watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
+        self._overwrites = options.overwrite and not reporting.has_begun()
         wanted = checkpoint_to_load(
-            self.folder, options.load_ckpt_from, options.overwrite, config.to_container(resolved)
+            self.folder, options.load_ckpt_from, self._overwrites, config.to_container(resolved)
         )
         self._checkpoints = Checkpoints(self.folder / "state", options.keep, wanted, is_asynchronous=options.save_async)
 
@@ -97,7 +99,7 @@ class TrainingRun:
         stats_tracker.export()  # a run that was stopped in a step may have left what belongs to no step of this one
         try:
             self._lock()
-            if self._options.overwrite and begins_anew(self.folder, self._options.load_ckpt_from):
+            if self._overwrites and begins_anew(self.folder, self._options.load_ckpt_from):
                 clear(self.folder)
             if self._checkpoints.found is not None:
                 self._checkpoints.clear_leftovers()  # a resumed run that is finished already saves nothing itself
@@ -122,11 +124,12 @@ class TrainingRun:
         self.console = ConsoleReporter(self.total_steps, metrics=self._shown, done_steps=self.step)
         self._follow_trace()
         self._report_resume()
+        reporting.report_step(self.step, self.total_steps)
         INTERRUPTION.begin(f"{self._way_on()} goes on from the newest checkpoint, or anew if there is none.")
 
     def _way_on(self) -> str:
         """Return the name of the command that resumes this run."""
-        is_lost = self._options.overwrite and begins_anew(self.folder, self._options.load_ckpt_from)
+        is_lost = self._overwrites and begins_anew(self.folder, self._options.load_ckpt_from)
         return "The same command without trainer.overwrite=true" if is_lost else "The same command"
 
     def _report_resume(self) -> None:
@@ -142,7 +145,7 @@ class TrainingRun:
         """Keep runs of other processes out of the folder, until this run or its process ends.
 
         Raises:
-            ConfigError: another run is using the folder.
+            FolderInUse: another run is using the folder.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._locked = (self.folder / ".lock").open("a")
@@ -150,7 +153,7 @@ class TrainingRun:
             fcntl.lockf(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise ConfigError(
+                raise FolderInUse(
                     f"trainer.save_dir={self.folder}: another run is under way there; choose another folder"
                 ) from error
             # a file system without locks
@@ -178,6 +181,7 @@ class TrainingRun:
         """
         self._sinks.log(self.step, metrics)
         self.console.log(self.step, metrics)
+        reporting.report_step(self.step, self.total_steps)
         self._checkpoints.look()
         self._follow_trace()
         if self._watch.see(metrics):

@@ -249,3 +249,49 @@ def test_waiting_for_one_replica_after_another_has_returned_unevenly_costs_no_cp
     started = time.thread_time()
     assert broadcast(group, "sleep", [0.0, 0.2, 1.0, 1.0]) == [0, 1, 2, 3]
     assert time.thread_time() - started < 0.2
+
+
+def started_again(group: WorkerGroup, first: int, size: int) -> None:
+    """Serve new workers in these ranks, as a launcher does."""
+    devices = [Device("node", rank, "10.0.0.1") for rank in range(first, first + size)]
+    handles = [ThreadHandle(100 + rank) for rank in range(first, first + size)]
+    candidate = group.with_replica(first, devices, handles)
+    num = len(candidate)
+    candidate.create(Counter, ["cpu"] * num, [1] * num, range(num), 20.0, ranks=range(first, first + size))
+    group.take_replica(first, devices, handles)
+
+
+def test_a_replica_that_is_started_again_serves_beside_the_others() -> None:
+    group = make_group("inference-0", 4)
+    group.divide(2)
+    old = group.handles[1]
+    group.lose([1], WorkerDied("gone", ("rank 1",)))
+    with pytest.raises(WorkerDied):
+        broadcast(group, "add", 1)
+    started_again(group, 0, 2)
+    assert broadcast(group, "add", 1) == [(0, 1), (1, 1), (2, 1), (3, 1)]
+    old.die()
+    assert broadcast(group, "add", 2) == [(0, 2), (1, 2), (2, 2), (3, 2)], "the late news is of another process"
+
+
+def test_a_group_that_has_failed_comes_back_with_its_replica_and_a_released_one_does_not() -> None:
+    group = make_group()
+    group.lose([2], WorkerDied("gone", ("rank 2",)))
+    assert isinstance(group.failure, WorkerDied)
+    started_again(group, 0, 3)
+    assert broadcast(group, "add", 1) == [(0, 1), (1, 1), (2, 1)]
+    group.stop()
+    with pytest.raises(WorkerError, match="released"):
+        started_again(group, 0, 3)
+
+
+def test_an_offered_replica_serves_only_after_its_start() -> None:
+    group = make_group("inference-0", 2)
+    group.divide(1)
+    group.offer(2, [Device("node", 2, "10.0.0.1")])
+    assert len(group) == 3
+    assert [group.is_serving(rank) for rank in range(3)] == [True, True, False]
+    with pytest.raises(WorkerError, match="has not started"):
+        group.call("add", [((1,), {})], ranks=[2])
+    started_again(group, 2, 1)
+    assert broadcast(group, "add", 1) == [(0, 1), (1, 1), (2, 1)]

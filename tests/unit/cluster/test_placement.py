@@ -292,3 +292,32 @@ def test_ten_thousand_devices_are_placed_in_under_two_seconds(size: int, number:
     assert shared == executors
     assert len(executors) == number
     assert len(str(refused.value)) < 2_000
+
+
+# Owners that grow and shrink
+
+
+def test_an_owner_grows_on_the_conditions_of_its_request_and_shrinks_again() -> None:
+    before = place(place(cluster(4), "served", 1, 1), "trained", 1, 1)
+    after, further = before.grow("served", 2)
+    assert shown(after, "served") == ["a0", "a2", "a3"]
+    assert [device.index for (device,) in further] == [2, 3]
+    with pytest.raises(PlacementError, match="none can be placed"):
+        after.grow("served", 1)
+    assert after.shrink("served", further) == before
+    shared = place(place(cluster(4), "trained", 1, 4), "served", 2, 1, colocate_with=("trained",))
+    shared, _ = shared.grow("served", 1)
+    assert shown(shared, "served") == ["a0 a1", "a2 a3"]
+    with pytest.raises(PlacementError, match="none can be placed"):
+        shared.grow("served", 1)
+
+
+def test_an_owner_that_grows_keeps_apart_from_whom_it_was_placed_apart() -> None:
+    ledger = place(cluster(2, 2), "first", 1, 1)
+    ledger = place(ledger, "second", 1, 1, not_colocate_with=("first",), acceptable_node_ips=("10.0.0.2",))
+    ledger, _ = ledger.grow("second", 1)
+    assert shown(ledger, "second") == ["b0", "b1"]
+    with pytest.raises(PlacementError):
+        ledger.grow("second", 1)
+    with pytest.raises(PlacementError, match="third"):
+        ledger.grow("third", 1)

@@ -95,3 +95,11 @@ def test_neighbours_are_the_serving_workers_of_others_on_the_same_devices() -> N
     session.release("third")
     assert session.neighbours("first") == []
     assert session.neighbours("second") == [(groups["first"], 0)]
+
+
+def test_a_launcher_with_fixed_processes_starts_no_replica() -> None:
+    init(device="cpu", num_devices=1)
+    session = current_session()
+    group = session.launcher.start("owner", session.launcher.devices, lambda context: object())
+    with pytest.raises(ConfigError, match="owner: launcher='inprocess' has fixed processes"):
+        session.launcher.start_replica(group, 0, group.devices, lambda context: object())

@@ -12,7 +12,8 @@ import ray
 from omegaconf import OmegaConf
 
 from rlite.control import RLJobBuilder, RLRoleType
-from rlite.control.job import read_job
+from rlite.control.job import job_of, read_job
+from rlite.control.spec import JobSpec
 from rlite.errors import ConfigError, UnknownOptionError
 from tests.unit.control.programs import Actor, Rollout, Trainer, Unfinished
 
@@ -120,6 +121,32 @@ def test_a_yaml_spec_is_the_same_job_as_the_builder_makes(tmp_path: Path) -> Non
     (tmp_path / "job.yaml").write_text(SPEC.replace("rollout:", "rolout:"))
     with pytest.raises(UnknownOptionError, match="rolout"):
         read_job(["--config", str(tmp_path / "job.yaml")])
+
+
+PROGRAM = {"trainer": "rlite.trainer.ppo", "device_per_node": 2, "device_type": "CPU"}
+
+
+def test_a_trainer_without_a_class_is_a_program_on_devices_of_one_node() -> None:
+    job = job_of(JobSpec(**PROGRAM, num_processes=2, config={"actor": {"lr": 1e-3}}))
+    assert job.spec.is_program
+    assert job.classes.trainer is None
+    assert job.layout.num_devices == (2,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer": "rlite.trainer.poo"}, "no module 'rlite.trainer.poo'"),
+        ({"trainer": "no_such_package.ppo"}, "'no_such_package.ppo' cannot be found"),
+        ({"num_processes": 3}, "num_processes=3 need a device each, and device_per_node=2"),
+        ({"node_num": 2}, "node_num=2: the processes of a program are on one node"),
+        ({"actor": {"workload": "a:B", "total": 1, "per_node": 1}}, "actor: .*is a program without workloads"),
+        ({"trainer": "a:B", "num_processes": 2}, "num_processes: only of a trainer that is started by module path"),
+    ],
+)
+def test_a_program_that_cannot_run_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        job_of(JobSpec(**{**PROGRAM, **changes}))
 
 
 def test_importing_the_sdk_loads_neither_torch_nor_ray() -> None:

@@ -82,3 +82,17 @@ def test_an_agent_sees_a_stopped_process_and_kills_it() -> None:
         agent.kill([process.pid, 2**22 - 1])
         assert process.wait(10) == -signal.SIGKILL
     assert agent.look([process.pid]) == {}
+
+
+def test_an_agent_kills_a_stopped_master_and_no_other() -> None:
+    agent = NodeAgent(stopped_after_s=1.0)
+    sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
+    with subprocess.Popen(sleep) as master, subprocess.Popen(sleep) as other:
+        agent.look([], master.pid)
+        time.sleep(2.0)
+        assert master.poll() is None
+        for process in (master, other):
+            os.kill(process.pid, signal.SIGSTOP)
+        assert master.wait(10) == -signal.SIGKILL
+        assert psutil.Process(other.pid).status() == STOPPED
+        other.kill()

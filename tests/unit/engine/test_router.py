@@ -55,12 +55,12 @@ def in_flight(number: int, num_prompt: int = 10, max_new_tokens: int = 90) -> In
 def router_of(num: int, **options: Any) -> tuple[Router, list[IdleReplica]]:
     router, replicas = Router("engine", **options), [IdleReplica(index) for index in range(num)]
     for replica in replicas:
-        router.add(replica)  # type: ignore[arg-type]
+        router.add(replica.executor.index, replica)  # type: ignore[arg-type]
     return router, replicas
 
 
 def loads(router: Router) -> list[int]:
-    return [counter.count for counter in router._outstanding]
+    return [counter.count for counter in router._outstanding.values()]
 
 
 def test_a_request_goes_where_the_fewest_tokens_are_outstanding() -> None:

@@ -1,0 +1,62 @@
+"""Recovery of a reinforcement-learning run from lost train workers, without an end of the run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from rlite.engine.train import RliteTrainEngine
+from rlite.engine.train_lifecycle import MemorySnapshot
+from rlite.errors import WorkerError
+from rlite.observability import stats_tracker
+from rlite.recovery.budget import RestartBudget
+from rlite.trainer.rl.engines import Engines
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class TrainRecovery:
+    """Repeats the part of a step that a lost train worker interrupts, from the state at the end of the last step.
+
+    Args:
+        engines: the run's engines.
+        max_recoveries: most recoveries in an hour; 0: no state is kept, and a lost worker ends the run.
+    """
+
+    def __init__(self, engines: Engines, max_recoveries: int) -> None:
+        self._engines = engines
+        self._budget = RestartBudget(max_recoveries)
+        self._began: list[float] = []
+        self._snapshots: dict[RliteTrainEngine, MemorySnapshot] = {}
+
+    @stats_tracker.record_timing("snapshot")
+    def keep(self) -> None:
+        """Keep the state of all trained engines as that of the end of a step."""
+        if self._budget.max_restarts:
+            with self._engines.trained_on_device():
+                self._snapshots = {engine: engine.take_snapshot() for engine in self._engines.trained}
+
+    def run(self, act: Callable[[], T], version: int) -> T:
+        """Return the result of an action on the engines, repeated after each recovery.
+
+        Args:
+            act: what a step does after its rollouts.
+            version: policy version of the rollouts at the beginning of the step.
+
+        Raises:
+            WorkerError: the budget of recoveries is used up, or no train worker was lost.
+        """
+        while True:
+            try:
+                return act()
+            except WorkerError as error:
+                now = time.monotonic()
+                if not self._engines.has_lost_training or not self._budget.allows(self._began, now):
+                    raise
+                self._began.append(now)
+                logger.warning("training goes back to the end of the last step: %s", error)
+                self._engines.recover(self._snapshots, version)
+                logger.warning("training goes on after %.1f s", time.monotonic() - now)

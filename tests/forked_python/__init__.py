@@ -1,0 +1,45 @@
+"""A `python` whose programs start in a moment: they are forks of one process that has imported what they need.
+
+A program that imports rlite's engines spends four seconds on it. `python()` is an executable that does what
+`sys.executable` does, for tests in which the start itself is not what is tested: its programs share their string hash
+seed, and are not children of the process that starts them.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDER = "RLITE_TEST_FORKED_PYTHON"
+ROOT = Path(__file__).parents[2]
+ROOM = 32_768
+"""bytes of the largest environment of a program"""
+
+
+def prepare(folder: Path) -> None:
+    """Put the executable into the folder. Its server starts with the first program, and ends with this process."""
+    os.environ[FOLDER] = str(folder)
+    if not sys.platform.startswith("linux"):
+        (folder / "python").symlink_to(sys.executable)
+        return
+    source = Path(__file__).with_name("client.py").read_text()
+    (folder / "python").write_text(f"#!{sys.executable} -SE\n{source}")
+    changes = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RLITE_TEST_ROOM": "_" * ROOM}
+    environment = [f"{name}={value}" for name, value in {**os.environ, **changes}.items()]
+    server = [sys.executable, str(Path(__file__).with_name("server.py")), str(folder), str(os.getpid())]
+    (folder / "start").write_text(f"#!/bin/sh\nexec {shlex.join(['env', '-i', *environment, *server])}\n")
+    for name in ("python", "start"):
+        (folder / name).chmod(0o755)
+
+
+def python() -> str:
+    """The executable."""
+    return os.path.join(os.environ[FOLDER], "python")
+
+
+def for_workers(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
+    """Let Ray start its workers by the executable: Ray calls RAY_RUNTIME_ENV_HOOK in each program that connects."""
+    return {"py_executable": python(), **(runtime_env or {})}

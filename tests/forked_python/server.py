@@ -1,0 +1,170 @@
+"""Server that forks Python programs from one process, which has imported what they need: `server.py FOLDER OWNER`.
+
+It ends with the process OWNER.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import sys
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+# not ray, which reads its settings from the environment when it is imported
+PRELOADED = (
+    "numpy",
+    "pytest",
+    "torch.distributed.run",
+    "rlite.cluster.torchrun",
+    "rlite.engine.embedded.worker",
+    "rlite.engine.fsdp2.worker",
+    "rlite.trainer.ppo",
+    "rlite.trainer.sft",
+    "tests.integration.modules",
+    "tests.integration.worlds",
+)
+
+
+class Server:
+    """Forks a process for each connection, and sends the process's id and how it ended."""
+
+    def __init__(self, folder: str, owner: int) -> None:
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(os.path.join(folder, "socket"))
+        self._listener.listen(64)
+        self._owner = os.pidfd_open(owner)
+        self._clients: dict[int, tuple[int, socket.socket]] = {}
+        """by the descriptor of the process: its id and its client"""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._owner, selectors.EVENT_READ)
+
+    def serve(self) -> dict[str, Any] | None:
+        """Serve until the owner ends and return nothing; in each forked process, return the request."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    if request := self._accept():
+                        return request
+                elif key.fileobj == self._owner:
+                    return None
+                elif key.fd in self._clients:
+                    self._report(key.fd)
+                elif key.fd in self._selector.get_map():  # the client was killed
+                    self._selector.unregister(key.fd)
+                    with suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(key.data, signal.SIGKILL)
+
+    def _accept(self) -> dict[str, Any] | None:
+        client, _ = self._listener.accept()
+        head, files, _, _ = socket.recv_fds(client, 4, 3)
+        try:
+            (length,) = struct.unpack("=i", head)
+            request = json.loads(client.recv(length, socket.MSG_WAITALL).decode(errors="surrogateescape"))
+            if (pid := os.fork()) == 0:
+                for number, file in enumerate(files):
+                    os.dup2(file, number)
+                self._leave(client)
+                return request
+            self._follow(pid, client)
+        except (ValueError, struct.error):  # the client was killed
+            client.close()
+        finally:
+            for file in files:
+                os.close(file)
+        return None
+
+    def _leave(self, client: socket.socket) -> None:
+        """Close in a forked process what belongs to the server."""
+        self._selector.close()
+        self._listener.close()
+        os.close(self._owner)
+        for process, (_, other) in self._clients.items():
+            os.close(process)
+            other.close()
+        client.close()
+
+    def _follow(self, pid: int, client: socket.socket) -> None:
+        process = os.pidfd_open(pid)
+        self._clients[process] = (pid, client)
+        with suppress(OSError):
+            client.sendall(struct.pack("=i", pid))
+        self._selector.register(process, selectors.EVENT_READ)
+        self._selector.register(client, selectors.EVENT_READ, process)
+
+    def _report(self, process: int) -> None:
+        pid, client = self._clients.pop(process)
+        _, status = os.waitpid(pid, 0)
+        self._selector.unregister(process)
+        os.close(process)
+        if client.fileno() in self._selector.get_map():
+            self._selector.unregister(client)
+        with suppress(OSError):
+            client.sendall(struct.pack("=i", status))
+        client.close()
+
+
+def take_environment(environment: dict[str, str]) -> None:
+    """Set the environment, also in /proc, where others look for marks in it."""
+    os.environ.clear()
+    os.environ.update(environment)
+    block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    with open("/proc/self/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start and env_end of proc_pid_stat(5)
+    if len(block) > end - start:
+        raise SystemExit(f"no room for an environment of {len(block)} bytes")
+    ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
+
+
+def run(argv: list[str]) -> None:
+    """Run `python *argv`."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main)["__builtins__"] = __builtins__
+    while argv[0].startswith("-") and argv[0] not in ("-m", "-c"):
+        argv = argv[1:]  # such as -u
+    if argv[0] == "-m":
+        sys.modules.pop(argv[1], None)  # it runs as __main__
+        sys.argv = ["-m", *argv[2:]]
+        sys.path.insert(0, os.getcwd())
+        runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
+    elif argv[0] == "-c":
+        sys.argv = ["-c", *argv[2:]]
+        sys.path.insert(0, "")
+        exec(compile(argv[1], "<string>", "exec"), vars(main))
+    else:
+        sys.argv = argv
+        sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
+        main.__file__ = argv[0]
+        with open(argv[0], "rb") as file:
+            code = compile(file.read(), argv[0], "exec")
+        exec(code, vars(main))
+
+
+def main(folder: str, owner: int) -> None:
+    os.setsid()
+    sys.path.pop(0)  # of this file, which programs do not see
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    if request := Server(folder, owner).serve():
+        os.setpgrp()
+        os.chdir(request["folder"])
+        take_environment(request["environment"])
+        sys.modules["numpy"].random.seed()  # Python's own generator does it itself
+        run(request["argv"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,44 @@
+"""A program that a job starts by module path: `python -m tests.integration.reporting_program --config FILE`.
+
+It makes a step each time a file `step-N` appears, notes its process, and fails as the options say.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+from rlite.errors import ConfigError
+from rlite.recovery import reporting
+
+
+def main() -> None:
+    options = yaml.safe_load(Path(sys.argv[2]).read_text())
+    out = Path(options["out"])
+    if options.get("refuse"):
+        reporting.report_final_error(ConfigError("no such model"))
+        sys.exit("ConfigError: no such model")
+    starts = out / "starts"
+    with starts.open("a") as file:
+        file.write(f"{os.getpid()} {int(reporting.has_begun())}\n")
+    print(f"start {len(starts.read_text().splitlines())}")
+    done = len(list(out.glob("done-*")))
+    for step in range(done, options["steps"]):
+        reporting.report_step(step, options["steps"])
+        while not (out / f"step-{step}").exists():
+            if options.get("computes"):
+                sum(range(10_000))
+            else:
+                time.sleep(0.02)
+        if options.get("raises"):
+            raise ValueError("the disk is on fire")
+        (out / f"done-{step}").write_text("")
+    reporting.report_step(options["steps"], options["steps"])
+
+
+if __name__ == "__main__":
+    main()

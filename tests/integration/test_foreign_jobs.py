@@ -1,0 +1,63 @@
+"""An example that runs a torchrun script under the control plane: a rank is killed, and the result is the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.worlds import environment, free_port, processes_with
+
+pytestmark = pytest.mark.slow
+EXAMPLES = Path(__file__).parents[2] / "examples" / "control"
+MARK = "RLITE_TEST_RUN"
+START_S = 240.0
+
+
+def wait_for(is_there: Callable[[], Any], program: subprocess.Popen[str]) -> Any:
+    deadline = time.monotonic() + START_S
+    while not (found := is_there()):
+        assert program.poll() is None, program.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def start(*command: str, **changes: str) -> subprocess.Popen[str]:
+    env = environment(**changes)
+    return subprocess.Popen(
+        [sys.executable, *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def output_of(program: subprocess.Popen[str]) -> str:
+    output, _ = program.communicate(timeout=START_S)
+    assert program.returncode == 0, output
+    return output
+
+
+def test_a_torchrun_script_resumes_after_a_killed_rank_and_learns_the_same(tmp_path: Path) -> None:
+    script, whole, broken = EXAMPLES / "ddp_script.py", tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}")
+    output_of(start(*torchrun, str(script), str(whole), "200"))
+    mark = str(tmp_path)
+    program = start(str(EXAMPLES / "torchrun_script.py"), str(broken), "200", **{MARK: mark})
+    wait_for((broken / "checkpoint.pt").exists, program)
+    (victim,) = [each for each in processes_with("RANK", "1") if str(broken) in each.cmdline()]
+    os.kill(victim.pid, signal.SIGKILL)
+    output = output_of(program)
+    assert "job succeeded; restarts of the trainer: 1" in output
+    assert "died with <Signals.SIGKILL: 9>" in output
+    found, expected = (torch.load(folder / "checkpoint.pt") for folder in (broken, whole))
+    assert found["step"] == expected["step"] == 200
+    assert all(torch.equal(found["model"][name], tensor) for name, tensor in expected["model"].items())
+    assert processes_with(MARK, mark) == []

@@ -1,0 +1,85 @@
+"""A PPO run whose train worker and whose rollout replica are killed ends as a run in which nothing happens."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensordict import TensorDict
+
+import rlite
+from rlite.errors import WorkerDied
+from rlite.trainer.ppo import PpoTrainer
+from tests.integration.test_lost_replicas import kill, process_of
+from tests.integration.test_ppo_trainer import logged, trainer
+from tests.integration.worlds import processes_with
+from tests.tiny import build_model_dir
+
+pytestmark = pytest.mark.slow
+MARK = "RLITE_TEST_RUN"
+DETERMINISTIC = {"deterministic": True, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    mark = os.environ[MARK] = uuid.uuid4().hex
+    rlite.init(device="cpu", num_devices=2, launcher="ray", num_threads=1)
+    yield
+    rlite.shutdown()
+    del os.environ[MARK]
+    assert processes_with(MARK, mark) == []
+
+
+class UnderFire(PpoTrainer):
+    """Loses a train worker in its second update, and a replica before its third rollouts."""
+
+    num_kills = 0
+
+    def update(self, batch: TensorDict) -> None:
+        if self.run.step == 1 and self.num_kills == 0:
+            self.num_kills += 1
+            kill(process_of(self.engines.actor, 1))
+        super().update(batch)
+
+    def sync(self) -> None:
+        super().sync()
+        if self.run.step == 1 and self.num_kills == 1:
+            self.num_kills += 1
+            kill(process_of(self.engines.rollout, 0))
+
+
+def release(run: PpoTrainer) -> None:
+    for engine in (run.engines.rollout, run.engines.actor):
+        engine.release()
+
+
+def test_a_run_goes_on_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+    model = str(build_model_dir(tmp_path / "model", "qwen3", hidden=64))
+    calm = trainer(model, tmp_path / "calm", 4, rollout=DETERMINISTIC)
+    calm.fit()
+    release(calm)
+    run = trainer(model, tmp_path / "fire", 4, kind=UnderFire, rollout=DETERMINISTIC, max_recoveries=1)
+    run.fit()
+    assert run.num_kills == 2
+    run.engines.rollout.wait_for_replacements()
+    assert [lost.replica for lost in run.engines.rollout.lost_replicas] == [0]
+    release(run)
+    for row, expected in zip(logged(tmp_path / "fire"), logged(tmp_path / "calm"), strict=True):
+        assert row["step"] == expected["step"]
+        assert (row["reward"], row["loss"]) == (expected["reward"], expected["loss"])
+    weights, expected_weights = (load_file(tmp_path / name / "latest/model.safetensors") for name in ("fire", "calm"))
+    assert weights.keys() == expected_weights.keys()
+    assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
+
+
+def test_without_recoveries_a_lost_train_worker_ends_the_run(tmp_path: Path) -> None:
+    model = str(build_model_dir(tmp_path / "model", "qwen3", hidden=64))
+    run = trainer(model, tmp_path / "run", 4, kind=UnderFire)
+    with pytest.raises(WorkerDied, match="rank 1"):
+        run.fit()
+    release(run)

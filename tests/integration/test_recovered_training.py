@@ -1,0 +1,122 @@
+"""A train engine whose worker is killed starts again from a snapshot in memory or on disk, bit by bit."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import wait
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlite
+from rlite import RliteInferenceEngine, RliteTrainEngine
+from rlite.errors import CheckpointError, WorkerDied
+from tests.integration.modules import LlamaPolicy, make_batch, num_counted, on_meta, token_loss
+from tests.integration.test_lost_replicas import kill, process_of
+from tests.integration.worlds import processes_with
+
+pytestmark = pytest.mark.slow
+MARK = "RLITE_TEST_RUN"
+SOON_S = 60.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    mark = os.environ[MARK] = uuid.uuid4().hex
+    rlite.init(device="cpu", num_devices=2, launcher="ray", num_threads=1)
+    yield
+    rlite.shutdown()
+    del os.environ[MARK]
+    assert processes_with(MARK, mark) == []
+
+
+@pytest.fixture
+def train(models: dict[str, Path]) -> Iterator[RliteTrainEngine]:
+    engine = RliteTrainEngine(on_meta(LlamaPolicy, models["llama"]))
+    engine.build(tensor_parallel_size=2)
+    yield engine
+    engine.release()
+
+
+def step(engine: RliteTrainEngine, number: int) -> dict[str, float]:
+    return engine.train_batch(make_batch([5, 9, 7, 3], seed=number), token_loss, num_counted)
+
+
+def train_on(engine: RliteTrainEngine) -> None:
+    for number in range(10_000):
+        step(engine, number)
+
+
+def check_same(weights: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_it_goes_on_bit_by_bit_from_memory_and_syncs_as_before(
+    train: RliteTrainEngine, models: dict[str, Path], tmp_path: Path
+) -> None:
+    serve = RliteInferenceEngine(models["llama"])
+    serve.build(data_parallel_size=2, max_model_len=64, max_num_seqs=4, colocate_with=train)
+    train.save_state(tmp_path / "first")
+    metrics = [step(train, number) for number in range(4)]
+    expected = train.state_dict()
+
+    train.load_state(tmp_path / "first")
+    assert [step(train, number) for number in range(2)] == metrics[:2]
+    snapshot = train.take_snapshot()
+    killer = threading.Timer(0.05, kill, [process_of(train, 1)])
+    killer.start()
+    with pytest.raises(WorkerDied):
+        train_on(train)
+    killer.join()
+    with pytest.raises(WorkerDied):
+        step(train, 2)
+    train.recover(snapshot)
+    assert [step(train, number) for number in range(2, 4)] == metrics[2:], "losses, norms and rates, to the last bit"
+    check_same(train.state_dict(), expected)
+
+    train.p2p_weight_sync(serve, verify_checksums=True)
+    assert serve.get_version() == 1
+    kill(process_of(train, 0))
+    wait([train.group.handles[0].death], SOON_S)
+    train.recover(snapshot)
+    assert [step(train, number) for number in range(2, 4)] == metrics[2:]
+    pid = process_of(train, 0)
+    train.recover(snapshot)
+    assert process_of(train, 0) == pid, "who lives goes back without a new process"
+    assert [step(train, number) for number in range(2, 4)] == metrics[2:]
+    check_same(train.state_dict(), expected)
+    train.p2p_weight_sync(serve, verify_checksums=True)
+    serve.release()
+
+
+def test_without_a_snapshot_it_goes_on_from_disk(train: RliteTrainEngine, tmp_path: Path) -> None:
+    step(train, 0)
+    train.save_state(tmp_path / "state", step=1)
+    metrics = step(train, 1)
+    expected = train.state_dict()
+    kill(process_of(train, 0))
+    with pytest.raises(WorkerDied):
+        step(train, 2)
+    assert train.recover(tmp_path / "state")["step"] == 1
+    assert step(train, 1) == metrics
+    check_same(train.state_dict(), expected)
+
+
+def test_a_save_under_way_is_whole_or_has_failed(train: RliteTrainEngine, tmp_path: Path) -> None:
+    step(train, 0)
+    snapshot = train.take_snapshot()
+    writing = train.save_state(tmp_path / "state", asynchronous=True)
+    kill(process_of(train, 1))
+    wait([train.group.handles[1].death], SOON_S)
+    train.recover(snapshot)
+    with suppress(CheckpointError):
+        train.load_state(writing.result())
+    train.save_state(tmp_path / "state")
+    train.load_state(tmp_path / "state")

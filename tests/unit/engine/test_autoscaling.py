@@ -1,0 +1,29 @@
+"""The policy of the autoscaler is a function of the load."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlite.engine.autoscaling import EngineLoad, TargetInFlight
+from rlite.errors import ConfigError
+from rlite.recovery.budget import RestartBudget
+
+
+def test_the_target_is_met_within_the_bounds() -> None:
+    policy = TargetInFlight(per_replica=10, min_replicas=2, max_replicas=4)
+    wanted = [policy(EngineLoad(num_replicas=1, num_in_flight=num)) for num in (0, 20, 21, 40, 1000)]
+    assert wanted == [2, 2, 3, 4, 4]
+
+
+def test_bounds_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="min_replicas"):
+        TargetInFlight(per_replica=10, min_replicas=3, max_replicas=2)
+
+
+def test_a_budget_forgets_restarts_outside_its_window() -> None:
+    budget = RestartBudget(max_restarts=2, window_s=100.0)
+    assert budget.allows([], now=0.0)
+    assert budget.allows([0.0], now=1.0)
+    assert not budget.allows([0.0, 1.0], now=99.0)
+    assert budget.allows([0.0, 1.0], now=100.0)
+    assert not RestartBudget(max_restarts=0).allows([], now=0.0)

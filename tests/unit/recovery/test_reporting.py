@@ -1,0 +1,34 @@
+"""Reports of programs: to a file, or to nobody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlite.errors import ConfigError
+from rlite.recovery import reporting
+
+
+def test_a_report_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "report"
+    for name, value in reporting.environment(file, has_begun=True).items():
+        monkeypatch.setenv(name, value)
+    assert reporting.has_begun()
+    assert reporting.read(file) is None
+    reporting.report_step(3, 10)
+    reporting.report_final_error(ConfigError("no such model"))
+    report = reporting.read(file)
+    assert report is not None
+    assert (report.step, report.total_steps, report.final_error) == (3, 10, "ConfigError: no such model")
+    assert str(report).startswith("step 3 of 10, reported at ")
+    file.write_text("{")
+    assert reporting.read(file) is None
+
+
+def test_a_program_that_nobody_watches_reports_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(reporting.FILE, raising=False)
+    monkeypatch.delenv(reporting.BEGUN, raising=False)
+    reporting.report_step(1, 2)
+    reporting.report_final_error(ConfigError("wrong"))
+    assert not reporting.has_begun()
