@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,6 +45,32 @@ class TargetInFlight:
         """Return the number of replicas for a load."""
         wanted = math.ceil(load.num_in_flight / self.per_replica)
         return max(self.min_replicas, min(wanted, self.max_replicas))
+
+
+class SlowToShrink:
+    """A policy that grows as another one says, and shrinks only to the most which that one wanted for some time.
+
+    The load of a rollout falls to zero between two batches. Without the delay, replicas would leave and join each time.
+
+    Args:
+        policy: the other policy.
+        after_s: seconds for which the other policy has to want fewer replicas.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, policy: ScalingPolicy, after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._policy, self._after_s, self._clock = policy, after_s, clock
+        self._wanted: deque[tuple[float, int]] = deque()
+
+    def __call__(self, load: EngineLoad) -> int:
+        """Return the number of replicas for a load."""
+        now = self._clock()
+        if not self._wanted:  # the replicas that serve at first were wanted, too
+            self._wanted.append((now, load.num_replicas))
+        self._wanted.append((now, wanted := self._policy(load)))
+        while self._wanted[0][0] <= now - self._after_s and len(self._wanted) > 1:
+            self._wanted.popleft()
+        return wanted if wanted >= load.num_replicas else min(load.num_replicas, max(num for _, num in self._wanted))
 
 
 class Autoscaler:

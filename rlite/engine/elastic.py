@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlite.engine.autoscaling import Autoscaler, EngineLoad, ScalingPolicy
+from rlite.engine.autoscaling import Autoscaler, EngineLoad, ScalingPolicy, SlowToShrink
 from rlite.engine.replacement import ReplacedReplicas, loss_of
 from rlite.engine.replica import Replica
 from rlite.engine.workers import together
@@ -78,19 +78,21 @@ class ElasticReplicas(ReplacedReplicas):
                 self._session.grow(self.name, vacant)
                 self._start_all(vacant)
 
-    def follow(self, policy: ScalingPolicy | None, every_s: float = 5.0) -> None:
+    def follow(self, policy: ScalingPolicy | None, every_s: float = 5.0, shrink_after_s: float = 60.0) -> None:
         """Scale the engine as a policy says, until the engine is released or another policy is given.
 
         Args:
             policy: chooses the number of replicas from the load; None ends the scaling.
             every_s: seconds between two decisions.
+            shrink_after_s: replicas leave only when the policy has wanted fewer for so many seconds, because the load
+                falls to zero between two batches.
         """
         scaler, self._autoscaler = self._autoscaler, None
         if scaler is not None:
             scaler.close()
         if policy is not None:
             self._check_scalable(1)
-            self._autoscaler = Autoscaler(policy, self._load, self.scale, every_s)
+            self._autoscaler = Autoscaler(SlowToShrink(policy, shrink_after_s), self._load, self.scale, every_s)
 
     def _built(self) -> None:
         self.left_replicas = []

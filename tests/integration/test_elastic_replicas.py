@@ -44,7 +44,7 @@ def session() -> Iterator[None]:
 def long_requests(num: int, **gconfig: Any) -> list[LLMRequest]:
     """They take so long that a replica has time to leave."""
     asked = requests(**gconfig)[:num]
-    return [replace(request, gconfig=request.gconfig.new(max_new_tokens=400)) for request in asked]
+    return [replace(request, gconfig=request.gconfig.new(max_new_tokens=160)) for request in asked]
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -56,7 +56,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 def test_replicas_join_with_the_current_weights_and_leave_without_a_lost_token(models: dict[str, Path]) -> None:
     serve = RliteInferenceEngine(models["llama"])
-    serve.build(data_parallel_size=1, max_model_len=512, max_num_seqs=12)
+    serve.build(data_parallel_size=1, max_model_len=512, max_num_seqs=12, deterministic=True)
     train = RliteTrainEngine(on_meta(LlamaPolicy, models["llama"]))
     train.build(tensor_parallel_size=1, data_parallel_size=1, not_colocate_with=serve)
     train.scale_weights(1.5)
@@ -111,7 +111,7 @@ def test_replicas_join_with_the_current_weights_and_leave_without_a_lost_token(m
 
 def test_sigterm_lets_a_replica_leave_while_it_generates(models: dict[str, Path]) -> None:
     serve = RliteInferenceEngine(models["llama"])
-    serve.build(data_parallel_size=2, tensor_parallel_size=2, max_model_len=512, max_num_seqs=12)
+    serve.build(data_parallel_size=2, tensor_parallel_size=2, max_model_len=512, max_num_seqs=12, deterministic=True)
     asked = long_requests(16, greedy=True)
     expected = answers(serve, asked, silent)
     pid, seen = process_of(serve, 3), itertools.count()
@@ -133,15 +133,26 @@ def test_sigterm_lets_a_replica_leave_while_it_generates(models: dict[str, Path]
 
 def test_a_policy_scales_with_the_load(models: dict[str, Path]) -> None:
     serve = RliteInferenceEngine(models["llama"])
-    serve.build(data_parallel_size=1, max_model_len=512, max_num_seqs=4)
-    serve.follow(TargetInFlight(per_replica=8, max_replicas=2), every_s=0.05)
+    serve.build(data_parallel_size=1, max_model_len=512, max_num_seqs=4, deterministic=True)
     asked = requests(greedy=True)
     expected = [response.output_tokens for response in answers(serve, asked, silent)]
-    for _ in range(100):
-        if serve.num_replicas == 2:
-            break
-        assert [response.output_tokens for response in answers(serve, asked, silent)] == expected
-    assert serve.num_replicas == 2, "32 requests at 8 for each replica"
+    made, is_busy = [], threading.Event()
+    is_busy.set()
+
+    def rollouts() -> None:
+        while is_busy.is_set():
+            made.append([response.output_tokens for response in answers(serve, asked, silent)])
+
+    busy = threading.Thread(target=rollouts)
+    serve.follow(TargetInFlight(per_replica=8, max_replicas=2), every_s=0.05, shrink_after_s=5.0)
+    busy.start()
+    try:
+        until(lambda: serve.num_replicas == 2)  # 32 requests at 8 for each replica
+    finally:
+        is_busy.clear()
+        busy.join()
+    assert made
+    assert all(tokens == expected for tokens in made)
     until(lambda: serve.num_replicas == 1)
     serve.follow(None)
     serve.release()

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.slow
 MARK = "RLITE_TEST_RUN"
 NUM = 32
 SOON_S = 60.0
-BUILD: dict[str, Any] = {"data_parallel_size": 2, "max_model_len": 512, "max_num_seqs": 12}
+# an answer that moves has the bits of one that stays
+BUILD: dict[str, Any] = {"data_parallel_size": 2, "max_model_len": 512, "max_num_seqs": 12, "deterministic": True}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,7 +64,7 @@ def check_same(asked: list[LLMRequest], made: list[LLMResponse], expected: list[
     for request, response, whole in zip(asked, made, expected, strict=True):
         assert response.output_len == request.gconfig.max_new_tokens
         assert response.output_tokens == whole.output_tokens
-        assert response.output_logprobs == pytest.approx(whole.output_logprobs, abs=1e-4)
+        assert response.output_logprobs == whole.output_logprobs
         assert response.output_versions == [version] * response.output_len
 
 

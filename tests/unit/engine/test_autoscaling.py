@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlite.engine.autoscaling import EngineLoad, TargetInFlight
+from rlite.engine.autoscaling import EngineLoad, SlowToShrink, TargetInFlight
 from rlite.errors import ConfigError
 from rlite.recovery.budget import RestartBudget
 
@@ -18,6 +18,16 @@ def test_the_target_is_met_within_the_bounds() -> None:
 def test_bounds_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match="min_replicas"):
         TargetInFlight(per_replica=10, min_replicas=3, max_replicas=2)
+
+
+def test_a_pause_in_the_load_keeps_the_replicas() -> None:
+    times = iter([0, 30, 60, 61, 90, 100, 120, 121, 160, 220])
+    policy = SlowToShrink(TargetInFlight(per_replica=1, max_replicas=9), after_s=60.0, clock=lambda: next(times))
+    num, seen = 4, []
+    for in_flight in [0, 0, 0, 5, 0, 3, 0, 0, 0, 0]:
+        num = policy(EngineLoad(num_replicas=num, num_in_flight=in_flight))
+        seen.append(num)
+    assert seen == [4, 4, 1, 5, 5, 5, 5, 3, 1, 1]
 
 
 def test_a_budget_forgets_restarts_outside_its_window() -> None:
