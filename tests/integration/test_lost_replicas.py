@@ -35,6 +35,8 @@ pytestmark = pytest.mark.slow
 SOON_S = 10.0
 MARK = "RLITE_TEST_RUN"
 NUM = 32
+# fewer slots in each replica than there are requests; an answer that moves has the bits of one that stays
+BUILD: dict[str, Any] = {"data_parallel_size": 2, "max_model_len": 512, "max_num_seqs": 12, "deterministic": True}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,11 +56,11 @@ def engine(models: dict[str, Path]) -> RliteInferenceEngine:
 
 @pytest.fixture
 def serve(engine: RliteInferenceEngine) -> RliteInferenceEngine:
-    """Two replicas that live, fewer slots in each than there are requests."""
+    """Two replicas that live."""
     if engine.is_built and engine.group.losses:
         engine.release()
     if not engine.is_built:
-        engine.build(data_parallel_size=2, max_model_len=512, max_num_seqs=12)
+        engine.build(**BUILD)
     return engine
 
 
@@ -107,7 +109,7 @@ def test_all_answers_are_whole_and_as_without_the_kill(
     for sampling in ({"greedy": True}, {"seed": 3, "temperature": 0.8}):
         if serve.lost_replicas:
             serve.release()
-            serve.build(data_parallel_size=2, max_model_len=512, max_num_seqs=12)
+            serve.build(**BUILD)
         asked = requests(**sampling)
         expected = answers(serve, asked, lambda: None)
         pid, name, seen = process_of(serve, 1), serve.group.describe(1), itertools.count()
@@ -117,7 +119,7 @@ def test_all_answers_are_whole_and_as_without_the_kill(
             assert response.stop_reason == "length"
             assert response.output_len == request.gconfig.max_new_tokens
             assert response.output_tokens == whole.output_tokens
-            assert response.output_logprobs == pytest.approx(whole.output_logprobs, abs=1e-4)
+            assert response.output_logprobs == whole.output_logprobs
             assert response.output_versions == [0] * response.output_len
         (lost,) = serve.lost_replicas
         assert (lost.replica, lost.workers) == (1, (name,))
@@ -176,9 +178,8 @@ def test_a_rollout_batch_is_whole_and_each_row_is_there_once(serve: RliteInferen
     batch = serve.rollout_batch(items, workflow)
     killer.join()
     assert serve.lost_replicas[0].num_moved > 0
-    for key in ("input_ids", "attention_mask", "loss_mask", "versions", "rewards"):
+    for key in ("input_ids", "attention_mask", "loss_mask", "versions", "rewards", "logprobs"):
         assert torch.equal(batch[key], expected[key]), key
-    assert torch.allclose(batch["logprobs"], expected["logprobs"], atol=1e-4)
     assert len(set(batch["group_ids"].tolist())) == NUM
     assert serve.collector.failed_attempts.total() == attempts, "no episode was begun again"
     assert serve.collector.lost.total() == 0
@@ -209,7 +210,7 @@ def test_what_needs_every_replica_says_who_is_missing_and_the_others_still_serve
     assert train.is_tied() is False, "the source goes on"
 
     serve.release()
-    serve.build(data_parallel_size=2, max_model_len=512, max_num_seqs=12, colocate_with=train)
+    serve.build(**BUILD, colocate_with=train)
     train.p2p_weight_sync(serve)
     assert len(serve.generate([[1]] * 4, greedy)) == 4
     train.release()
@@ -238,7 +239,7 @@ def test_with_the_last_replica_everything_ends_with_its_name(serve: RliteInferen
 
 def test_a_worker_takes_its_replica_with_it_and_no_other(engine: RliteInferenceEngine) -> None:
     engine.release()
-    engine.build(tensor_parallel_size=2, data_parallel_size=2, max_model_len=512, max_num_seqs=12)
+    engine.build(**BUILD, tensor_parallel_size=2)
     asked = requests(greedy=True)[:12]
     expected = answers(engine, asked, lambda: None)
     pid, seen = process_of(engine, 3), itertools.count()  # its peer sits in a collective with it

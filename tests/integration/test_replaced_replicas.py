@@ -17,15 +17,13 @@ from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.errors import WorkerDied
 from rlite.types import LLMRequest, LLMResponse
 from tests.integration.modules import LlamaPolicy, on_meta
-from tests.integration.test_lost_replicas import answers, kill, process_of, requests
+from tests.integration.test_lost_replicas import BUILD, answers, kill, process_of, requests
 from tests.integration.worlds import processes_with
 
 pytestmark = pytest.mark.slow
 MARK = "RLITE_TEST_RUN"
 NUM = 32
 SOON_S = 60.0
-# an answer that moves has the bits of one that stays
-BUILD: dict[str, Any] = {"data_parallel_size": 2, "max_model_len": 512, "max_num_seqs": 12, "deterministic": True}
 
 
 @pytest.fixture(scope="module", autouse=True)
