@@ -15,7 +15,7 @@ from rlite import lazy
 # threads seven times slower than one, or next to nothing, which makes every small operation wait for a thread to wake.
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
     os.environ["OMP_WAIT_POLICY"] = "ACTIVE"
-    os.environ["GOMP_SPINCOUNT"] = "2000"  # of GNU's OpenMP: some 20 microseconds
+    os.environ["GOMP_SPINCOUNT"] = "20000"  # of GNU's OpenMP: some 0.2 milliseconds
     os.environ["KMP_BLOCKTIME"] = "1"  # of LLVM's and Intel's: milliseconds
 # oneDNN keeps a compiled primitive for each of the last 1,024 shapes. Packs have a new shape at every step, and the
 # host's memory grew by gigabytes; this many suffice for the batch sizes of generation.

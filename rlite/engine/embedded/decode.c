@@ -1,6 +1,6 @@
-/* Attention of one new token per sequence over the slot cache, on CPU in float32; `native.py` compiles and calls it.
+/* The operations between the matrix products of a decoder, on CPU in float32; `native.py` compiles and calls them.
 
-   Keys are stored in blocks of BLOCK positions, [head_dim][BLOCK] each, and values as [positions][head_dim]. The query
+   decode_attention: attention of one new token per sequence over the slot cache. Keys are stored in blocks of BLOCK positions, [head_dim][BLOCK] each, and values as [positions][head_dim]. The query
    heads that share a key head are computed together, so that each block is read from memory once. The softmax is
    computed block by block. The order of all sums depends on the sequence alone, not on the batch or the threads. */
 
@@ -128,4 +128,70 @@ void decode_attention(const struct shape *s, const float *query, const float *ke
         int64_t at = (row * s->num_heads + head * num) * dim;
         attend(s, query + at, keys + offset, values + offset, position + 1, output + at);
     }
+}
+
+static float inverse_rms(const float *x, int64_t width, float eps) {
+    lanes part = {};
+    int64_t j = 0;
+    for (; j + LANES <= width; j += LANES)
+        part += load(x + j) * load(x + j);
+    float sum = 0;
+    for (; j < width; j++)
+        sum += x[j] * x[j];
+    for (int i = 0; i < LANES; i++)
+        sum += part[i];
+    return 1 / __builtin_sqrtf(sum / width + eps);
+}
+
+/* x += added, then output = x / rms(x) * weight, for x, added, output [rows, width]; `added` may be null. */
+void add_rms_norm(int64_t rows, int64_t width, float eps, int64_t threads, float *x, const float *added,
+                  const float *weight, float *output) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < rows; i++) {
+        float *row = x + i * width;
+        if (added)
+            for (int64_t j = 0; j < width; j++)
+                row[j] += added[i * width + j];
+        float scale = inverse_rms(row, width, eps);
+        for (int64_t j = 0; j < width; j++)
+            output[i * width + j] = row[j] * scale * weight[j];
+    }
+}
+
+/* x [rows, heads, dim] in place: each head is divided by its rms and multiplied by `weight` [dim], unless that is null,
+   and rotated by the angles of its row's position: angles [positions][2][dim], cosines and sines, of which those of the
+   first half are negated. */
+void rms_norm_rotate(int64_t rows, int64_t heads, int64_t dim, float eps, int64_t threads, float *x,
+                     const float *weight, const int64_t *positions, const float *angles) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < rows; i++) {
+        const float *cos = angles + positions[i] * 2 * dim, *sin = cos + dim;
+        for (int64_t h = 0; h < heads; h++) {
+            float *low = x + (i * heads + h) * dim, *high = low + dim / 2;
+            float scale = weight ? inverse_rms(low, dim, eps) : 1;
+            for (int64_t d = 0; d < dim / 2; d++) {
+                float a = low[d], b = high[d];
+                if (weight)
+                    a *= scale * weight[d], b *= scale * weight[d + dim / 2];
+                low[d] = a * cos[d] + b * sin[d];
+                high[d] = b * cos[d + dim / 2] + a * sin[d + dim / 2];
+            }
+        }
+    }
+}
+
+/* gate = silu(gate) * up, for `num` values each. */
+void silu_multiply(int64_t num, int64_t threads, float *gate, const float *up) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < num / LANES; i++) {
+        lanes x = load(gate + i * LANES), low;
+        bits is_negative = (bits)(x < (lanes){});
+        low = (lanes)(((bits)x & is_negative) | ((bits)(-x) & ~is_negative)); /* -|x|, or NaN */
+        lanes e = exponential(low);
+        lanes numerator = (lanes)(((bits)e & is_negative) | ((bits)((lanes){} + 1.0f) & ~is_negative));
+        x = x * numerator / (1.0f + e) * load(up + i * LANES);
+        memcpy(gate + i * LANES, &x, sizeof x);
+    }
+    for (int64_t i = num / LANES * LANES; i < num; i++)
+        gate[i] = gate[i] / (1 + __builtin_expf(-gate[i])) * up[i];
 }

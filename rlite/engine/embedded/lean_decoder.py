@@ -8,20 +8,17 @@ are `[tokens, ...]`, rotary angles come from a table, and activations that are n
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlite.engine.embedded.attention import AttentionPlan
+from rlite.engine.embedded.native import compiled
+from rlite.engine.embedded.pointwise import Pointwise
 from rlite.nn.batch_invariant import FAMILY, is_plain
 from rlite.nn.meta import real_tensors
-
-Rotate = Callable[[Tensor], Tensor]
 
 
 class LeanDecoder:
@@ -40,16 +37,12 @@ class LeanDecoder:
         self._layers = list(base.layers)
         self._norm: nn.Module = base.norm
         self._head: nn.Module = model.lm_head
-        self._rotate = _rotate if is_invariant else _rotate_fused
-        if not is_invariant:
-            for layer in self._layers:
-                layer.mlp.act_fn.forward = partial(F.silu, inplace=True)
         with real_tensors(device), torch.inference_mode():
             cos, sin = base.rotary_emb(torch.empty(0), torch.arange(max_len)[None])
             half = sin.shape[-1] // 2
             # rotate_half negates the second half, here the sines of the first are negated
-            self._angles = torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)], dim=1)
-        """[max_len, 2, head_dim]"""
+            angles = torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)], dim=1)
+        self._pointwise = Pointwise(angles, is_native=not is_invariant and compiled() is not None)
 
     @classmethod
     def of(
@@ -77,10 +70,14 @@ class LeanDecoder:
             positions: `[tokens]`.
             plan: the attention of this forward pass.
         """
-        x, rotate = self._below_last_layer(tokens, positions, plan)
-        layer = self._layers[-1]
-        attention, x = layer.self_attn, _rms_norm(layer.input_layernorm, x)
-        plan.write(attention.layer_idx, _key(attention, x, rotate), _heads(attention.v_proj, attention, x))
+        x, h = self._embedding.forward(tokens), None
+        *layers, last = self._layers
+        for layer in layers:
+            h = self._layer(layer, x, h, positions, plan)
+        attention, h = last.self_attn, self._pointwise.add_norm(last.input_layernorm, x, h)
+        plan.write(
+            attention.layer_idx, self._rotated(attention, "k", h, positions), _heads(attention.v_proj, attention, h)
+        )
 
     def logits(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Return the logits `[tokens, vocabulary]` of tokens.
@@ -90,60 +87,26 @@ class LeanDecoder:
             positions: `[tokens]`.
             plan: the attention of this forward pass.
         """
-        x, rotate = self._below_last_layer(tokens, positions, plan)
-        x = _layer(self._layers[-1], x, rotate, plan)
-        return self._head.forward(_rms_norm(self._norm, x))
+        x, h = self._embedding.forward(tokens), None
+        for layer in self._layers:
+            h = self._layer(layer, x, h, positions, plan)
+        return self._head.forward(self._pointwise.add_norm(self._norm, x, h))
 
-    def _below_last_layer(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Rotate]:
-        """Return the input of the last layer, and the rotation of queries and keys `[tokens, heads, head_dim]`."""
-        cos, sin = self._angles[positions][:, :, None].unbind(1)
-        rotate = partial(self._rotate, cos=cos, sin=sin)
-        x = self._embedding.forward(tokens)
-        for layer in self._layers[:-1]:
-            x = _layer(layer, x, rotate, plan)
-        return x, rotate
+    def _layer(self, module: Any, x: Tensor, added: Tensor | None, positions: Tensor, plan: AttentionPlan) -> Tensor:
+        """Return the output of the layer's MLP; x, the residual stream, takes in `added` and the attention's output."""
+        attention, mlp = module.self_attn, module.mlp
+        h = self._pointwise.add_norm(module.input_layernorm, x, added)
+        query, key = (self._rotated(attention, which, h, positions) for which in ("q", "k"))
+        value = _heads(attention.v_proj, attention, h)
+        h = plan.attend(attention.layer_idx, query, key, value, attention.scaling).flatten(1)
+        h = self._pointwise.add_norm(module.post_attention_layernorm, x, attention.o_proj.forward(h))
+        h = self._pointwise.gate(mlp.act_fn, mlp.gate_proj.forward(h), mlp.up_proj.forward(h))
+        return mlp.down_proj.forward(h)
 
-
-def _layer(module: Any, x: Tensor, rotate: Rotate, plan: AttentionPlan) -> Tensor:
-    x += _attention(module.self_attn, _rms_norm(module.input_layernorm, x), rotate, plan)
-    x += _mlp(module.mlp, _rms_norm(module.post_attention_layernorm, x))
-    return x
-
-
-def _attention(module: Any, x: Tensor, rotate: Rotate, plan: AttentionPlan) -> Tensor:
-    query = _heads(module.q_proj, module, x)
-    if hasattr(module, "q_norm"):
-        query = _rms_norm(module.q_norm, query)
-    query = rotate(query)
-    key, value = _key(module, x, rotate), _heads(module.v_proj, module, x)
-    return module.o_proj.forward(plan.attend(module.layer_idx, query, key, value, module.scaling).flatten(1))
+    def _rotated(self, attention: Any, which: str, h: Tensor, positions: Tensor) -> Tensor:
+        heads = _heads(getattr(attention, f"{which}_proj"), attention, h)
+        return self._pointwise.norm_rotate(getattr(attention, f"{which}_norm", None), heads, positions)
 
 
-def _key(module: Any, x: Tensor, rotate: Rotate) -> Tensor:
-    key = _heads(module.k_proj, module, x)
-    if hasattr(module, "k_norm"):
-        key = _rms_norm(module.k_norm, key)
-    return rotate(key)
-
-
-def _heads(projection: Any, module: Any, x: Tensor) -> Tensor:
-    return projection.forward(x).view(x.shape[0], -1, module.head_dim)
-
-
-def _mlp(module: Any, x: Tensor) -> Tensor:
-    gate = module.act_fn.forward(module.gate_proj.forward(x))
-    gate *= module.up_proj.forward(x)
-    return module.down_proj.forward(gate)
-
-
-def _rms_norm(module: Any, x: Tensor) -> Tensor:
-    weight = module.weight
-    return torch.rms_norm(x, weight.shape, weight, module.variance_epsilon)
-
-
-def _rotate_fused(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1) * sin)  # each operation rounds, as in transformers
+def _heads(projection: Any, attention: Any, h: Tensor) -> Tensor:
+    return projection.forward(h).view(h.shape[0], -1, attention.head_dim)

@@ -1,7 +1,7 @@
-"""Compile and call `decode.c`, the attention of decode steps on CPU.
+"""Compile and call `decode.c`, the operations between the matrix products of a decoder on CPU.
 
 The library is compiled once for each machine, by the C compiler `$CC` or `cc`, in about a second. Without a compiler,
-attention is computed by PyTorch.
+PyTorch computes these operations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,16 @@ class _Shape(ctypes.Structure):
         ),
         ("scale", ctypes.c_float),
     )
+
+
+_INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+SIGNATURES: dict[str, list[Any]] = {
+    "decode_attention": [ctypes.POINTER(_Shape), *[_POINTER] * 7],
+    "add_rms_norm": [_INT, _INT, _FLOAT, _INT, *[_POINTER] * 4],
+    "rms_norm_rotate": [_INT, _INT, _INT, _FLOAT, _INT, *[_POINTER] * 4],
+    "silu_multiply": [_INT, _INT, _POINTER, _POINTER],
+}
+"""types of the arguments of each function in decode.c"""
 
 
 def decode_attention(
@@ -69,32 +78,101 @@ def decode_attention(
     tensors = [t.contiguous() for t in (query, key, value, positions)]
     output = torch.empty_like(tensors[0])
     shape = _Shape(rows, heads, key.shape[1], dim, values.shape[2], window or 0, torch.get_num_threads(), scale)
-    library = compiled()
-    assert library is not None
     assert keys.is_contiguous()
     assert values.is_contiguous()
-    addresses = [t.data_ptr() for t in (*tensors, keys, values, output)]
-    library(ctypes.byref(shape), *addresses)
+    _call("decode_attention", ctypes.byref(shape), *_addresses(*tensors, keys, values, output))
     return output
 
 
+def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Add to x in place, and normalise the sum.
+
+    Args:
+        x: `[rows, width]`, contiguous.
+        added: `[rows, width]`; None adds nothing.
+        weight: `[width]`.
+        eps: added to the mean square.
+
+    Returns:
+        The RMS norm of x, `[rows, width]`.
+    """
+    rows, width = x.shape
+    assert x.is_contiguous()
+    output = torch.empty_like(x)
+    added = None if added is None else added.contiguous()
+    addresses = _addresses(x, added, weight, output)
+    _call("add_rms_norm", rows, width, eps, torch.get_num_threads(), *addresses)
+    return output
+
+
+def rms_norm_rotate_(x: Tensor, weight: Tensor | None, eps: float, positions: Tensor, angles: Tensor) -> Tensor:
+    """Normalise and rotate every head in place.
+
+    Args:
+        x: `[rows, heads, head_dim]`, contiguous.
+        weight: `[head_dim]`, of the RMS norm of each head; None does not normalise.
+        eps: added to the mean square.
+        positions: `[rows]`, int64.
+        angles: `[max_len, 2, head_dim]`, cosines and sines, of which those of the first half are negated.
+
+    Returns:
+        x.
+    """
+    rows, heads, dim = x.shape
+    assert x.is_contiguous()
+    assert angles.shape[1:] == (2, dim)
+    positions = positions.contiguous()
+    addresses = _addresses(x, weight, positions, angles)
+    _call("rms_norm_rotate", rows, heads, dim, eps, torch.get_num_threads(), *addresses)
+    return x
+
+
+def silu_multiply_(gate: Tensor, up: Tensor) -> Tensor:
+    """Multiply silu(gate) by `up` in place.
+
+    Args:
+        gate: contiguous.
+        up: in the shape of gate.
+
+    Returns:
+        gate.
+    """
+    assert gate.is_contiguous()
+    assert gate.shape == up.shape
+    up = up.contiguous()
+    _call("silu_multiply", gate.numel(), torch.get_num_threads(), *_addresses(gate, up))
+    return gate
+
+
 @functools.cache
-def compiled() -> Callable[..., Any] | None:
-    """Return the compiled function, None if this machine cannot compile it."""
+def compiled() -> ctypes.CDLL | None:
+    """Return the compiled library, None if this machine cannot compile it."""
     flags = (*FLAGS, f"-DBLOCK={BLOCK}")
     key = hashlib.sha256("\0".join((SOURCE.read_text(), *flags, _machine(), torch.__version__)).encode())
     try:
-        library = _folder() / f"decode-{key.hexdigest()[:24]}.so"
-        if not library.exists():
-            _compile(library, flags)
-        function = ctypes.CDLL(str(library)).decode_attention
+        path = _folder() / f"decode-{key.hexdigest()[:24]}.so"
+        if not path.exists():
+            _compile(path, flags)
+        library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or error
-        logger.info("decode attention runs in PyTorch, which is slower: decode.c could not be compiled (%s)", told)
+        logger.info("decode steps run in PyTorch, which is slower: decode.c could not be compiled (%s)", told)
         return None
-    function.argtypes = [ctypes.POINTER(_Shape), *[ctypes.c_void_p] * 7]
-    function.restype = None
-    return function
+    for name, types in SIGNATURES.items():
+        function = library[name]
+        function.argtypes, function.restype = types, None
+        setattr(library, name, function)
+    return library
+
+
+def _call(name: str, *arguments: Any) -> None:
+    library = compiled()
+    assert library is not None
+    getattr(library, name)(*arguments)
+
+
+def _addresses(*tensors: Tensor | None) -> list[int | None]:
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _compile(library: Path, flags: tuple[str, ...]) -> None:
