@@ -1,4 +1,4 @@
-/* The operations between the matrix products of a decoder, on CPU in float32; `native.py` compiles and calls them.
+/* All of a decode step but its matrix products, on CPU in float32; `native.py` compiles and calls them.
 
    decode_attention: attention of one new token per sequence over the slot cache. Keys are stored in blocks of BLOCK positions, [head_dim][BLOCK] each, and values as [positions][head_dim]. The query
    heads that share a key head are computed together, so that each block is read from memory once. The softmax is
@@ -194,4 +194,68 @@ void silu_multiply(int64_t num, int64_t threads, float *gate, const float *up) {
     }
     for (int64_t i = num / LANES * LANES; i < num; i++)
         gate[i] = gate[i] / (1 + __builtin_expf(-gate[i])) * up[i];
+}
+
+#define SEGMENT (8 * LANES)
+
+/* Weights e^(x - most) of one segment, 0 beyond `num` and for x below the range of e^x. Return their sum. */
+static double weights_of(const float *x, int64_t num, float most, float *weights) {
+    lanes sum = {};
+    for (int64_t j = 0; j < SEGMENT; j += LANES) {
+        lanes value = (lanes){} - __builtin_inff();
+        if (j + LANES <= num)
+            value = load(x + j);
+        else
+            for (int i = 0; j + i < num; i++)
+                value[i] = x[j + i];
+        value -= most;
+        bits is_kept = ~(bits)(value < (lanes){} - 87.0f); /* NaN is kept */
+        lanes weight = (lanes)((bits)exponential(value) & is_kept);
+        sum += weight;
+        memcpy(weights + j, &weight, sizeof weight);
+    }
+    double total = 0;
+    for (int i = 0; i < LANES; i++)
+        total += sum[i];
+    return total;
+}
+
+/* The first index at which the cumulative sum of a row's weights is above u * total. Its weight is not 0. */
+static int64_t drawn(const float *x, int64_t num, float most, double total, const double *sums, float u) {
+    int64_t segment = 0, found = 0;
+    double target = u * total, before = 0;
+    float weights[SEGMENT];
+    for (int64_t k = 0; k < (num + SEGMENT - 1) / SEGMENT && before <= target; k++)
+        if (sums[k] > 0) {
+            segment = k;
+            before += sums[k];
+        }
+    before -= sums[segment];
+    int64_t left = num - segment * SEGMENT;
+    weights_of(x + segment * SEGMENT, left, most, weights);
+    for (int64_t j = 0; j < SEGMENT && before <= target; j++)
+        if (weights[j] > 0) {
+            found = j;
+            before += weights[j];
+        }
+    return segment * SEGMENT + found;
+}
+
+/* tokens [rows] by the inverse of each row's cumulative distribution at `uniform` [rows], or the most likely ones where
+   `is_greedy` [rows]; logprobs [rows] of these tokens, NaN for a row with NaN or infinity; logits [rows, vocabulary]. */
+void draw(int64_t rows, int64_t vocabulary, int64_t threads, const float *logits, const float *uniform,
+          const uint8_t *is_greedy, int64_t *tokens, float *logprobs) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < rows; i++) {
+        const float *x = logits + i * vocabulary;
+        int64_t best = 0, num = (vocabulary + SEGMENT - 1) / SEGMENT;
+        float weights[SEGMENT];
+        double sums[num], total = 0;
+        for (int64_t j = 1; j < vocabulary; j++)
+            best = x[j] > x[best] ? j : best;
+        for (int64_t k = 0; k < num; k++)
+            total += sums[k] = weights_of(x + k * SEGMENT, vocabulary - k * SEGMENT, x[best], weights);
+        tokens[i] = is_greedy[i] || total != total ? best : drawn(x, vocabulary, x[best], total, sums, uniform[i]);
+        logprobs[i] = x[tokens[i]] - x[best] - (float)__builtin_log(total);
+    }
 }

@@ -1,4 +1,4 @@
-"""Compile and call `decode.c`, the operations between the matrix products of a decoder on CPU.
+"""Compile and call `decode.c`: all of a decode step on CPU but its matrix products.
 
 The library is compiled once for each machine, by the C compiler `$CC` or `cc`, in about a second. Without a compiler,
 PyTorch computes these operations.
@@ -45,6 +45,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "add_rms_norm": [_INT, _INT, _FLOAT, _INT, *[_POINTER] * 4],
     "rms_norm_rotate": [_INT, _INT, _INT, _FLOAT, _INT, *[_POINTER] * 4],
     "silu_multiply": [_INT, _INT, _POINTER, _POINTER],
+    "draw": [_INT, _INT, _INT, *[_POINTER] * 5],
 }
 """types of the arguments of each function in decode.c"""
 
@@ -144,6 +145,22 @@ def silu_multiply_(gate: Tensor, up: Tensor) -> Tensor:
     return gate
 
 
+def draw(logits: Tensor, uniform: Tensor, is_greedy: Tensor) -> tuple[Tensor, Tensor]:
+    """Return one token for each row, and its log-probability: NaN if the row holds NaN or infinity.
+
+    Args:
+        logits: `[rows, vocabulary]`; -inf is never chosen.
+        uniform: where to invert the cumulative distribution, in [0, 1), `[rows]`.
+        is_greedy: whether the row takes its most likely token, bool `[rows]`.
+    """
+    logits, uniform, is_greedy = logits.contiguous(), uniform.contiguous(), is_greedy.contiguous()
+    rows, vocab_size = logits.shape
+    tokens, logprobs = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
+    addresses = _addresses(logits, uniform, is_greedy, tokens, logprobs)
+    _call("draw", rows, vocab_size, torch.get_num_threads(), *addresses)
+    return tokens, logprobs
+
+
 @functools.cache
 def compiled() -> ctypes.CDLL | None:
     """Return the compiled library, None if this machine cannot compile it."""
@@ -172,6 +189,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def _addresses(*tensors: Tensor | None) -> list[int | None]:
+    assert all(tensor is None or tensor.device.type == "cpu" for tensor in tensors)
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
@@ -183,7 +201,7 @@ def _compile(library: Path, flags: tuple[str, ...]) -> None:
         # -fopenmp for the compiler alone: the linker would add the system's OpenMP as a second one
         for command in (
             [compiler, *flags, "-fopenmp", "-c", str(SOURCE), "-o", str(objects)],
-            [compiler, "-shared", str(objects), "-o", str(made)],
+            [compiler, "-shared", str(objects), "-o", str(made), "-lm"],
         ):
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_S)
         os.replace(made, library)  # at once: other processes may compile it too

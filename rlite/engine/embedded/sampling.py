@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlite.algorithms.replay import KeptIds
+from rlite.engine.embedded import native
 from rlite.engine.embedded.scheduler import RunningSequence
 from rlite.types import MAX_KEPT_IDS, GenerationHyperparameters
 
@@ -234,6 +235,8 @@ def _scaled(logits: Tensor, batch: SamplingBatch, rows: slice | Tensor) -> Tenso
 
 def _draw(logits: Tensor, uniform: Tensor, batch: SamplingBatch, is_greedy: Tensor) -> tuple[Tensor, Tensor]:
     """Return tokens and their log-probabilities, without a softmax and without the whole of a long cumulative sum."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32 and native.compiled() is not None:
+        return native.draw(logits, uniform, is_greedy)
     vocab_size = logits.shape[-1]
     weights = (logits - logits.amax(dim=-1, keepdim=True)).exp_()
     width = SEGMENT if vocab_size > 8 * SEGMENT else vocab_size

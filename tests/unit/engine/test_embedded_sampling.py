@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from rlite.algorithms.replay import KeptIds
+from rlite.engine.embedded import native
 from rlite.engine.embedded.deterministic import sample_each
 from rlite.engine.embedded.sampling import SamplingBatch, kept_ids_of, sample, uniforms
 from rlite.engine.embedded.scheduler import RunningSequence
@@ -70,6 +72,29 @@ def test_a_row_that_is_not_finite_says_so_and_leaves_the_others_theirs() -> None
         assert logprobs[[1, 2]].isnan().all()
         for values, its in zip((tokens, logprobs, sampling_logprobs), expected, strict=True):
             assert torch.equal(values[[0, 3]], its)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 259, 3001, 40_000])
+def test_the_function_in_c_and_pytorch_sample_the_same(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    rows = 200
+    logits = 8 * torch.randn(rows, vocab_size, generator=generator)
+    logits[:, 2:4] = float("-inf")
+    random = torch.rand(rows, generator=generator)
+    random[:2] = torch.tensor([0.0, 1 - 2**-24])
+    gconfigs = [GenerationHyperparameters(greedy=row % 5 == 4) for row in range(rows)]
+    batch = batch_of(*gconfigs, vocab_size=vocab_size)
+    assert native.compiled() is not None
+    ours = sample(logits, batch, random)
+    monkeypatch.setattr(native, "compiled", lambda: None)
+    theirs = sample(logits, batch, random)
+    assert not logits[torch.arange(rows), ours.tokens].isinf().any()
+    is_same = ours.tokens == theirs.tokens  # unless rounding puts the random number on the other side of a boundary
+    assert is_same.sum() >= rows - 2
+    assert is_same[4::5].all()
+    exact = torch.log_softmax(logits.double(), -1).gather(1, ours.tokens[:, None])[:, 0]
+    torch.testing.assert_close(ours.logprobs.double(), exact, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(ours.logprobs[is_same], theirs.logprobs[is_same], rtol=1e-5, atol=1e-5)
 
 
 def test_samples_follow_the_tempered_distribution() -> None:
