@@ -140,7 +140,9 @@ class PumpedReplica(WorkerReplica):
                     if self._has_ended:
                         return
                     new, cancelled = self._take()
-                self._try_to_advance(new, cancelled, STEPS_PER_CALL)
+                    is_first = len(new) == len(self._in_flight)
+                # the first requests of a batch do not decode long without the others, which arrive during this call
+                self._try_to_advance(new, cancelled, 1 if is_first else STEPS_PER_CALL)
 
     @property
     def _has_ended(self) -> bool:
