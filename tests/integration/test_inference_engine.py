@@ -36,6 +36,15 @@ def long_request(seed=1, max_new_tokens=200):
     return LLMRequest(input_ids=[72, 73, 74], gconfig=gconfig)
 
 
+async def begun(engine, request):
+    """The task of a request that has its first tokens."""
+    has_tokens = threading.Event()
+    task = asyncio.ensure_future(engine.agenerate(request, lambda chunk: has_tokens.set()))
+    while not has_tokens.is_set():
+        await asyncio.sleep(0)
+    return task
+
+
 def test_results_come_in_the_order_of_the_prompts_whatever_form_they_have(engine, path):
     tokenizer = AutoTokenizer.from_pretrained(path)
     texts = ["a", "Hello, world!", "你好"]
@@ -99,8 +108,7 @@ def test_tokens_stream_as_they_are_made_and_add_up_to_the_response(engine):
 
 def test_a_cancelled_request_leaves_its_slot(engine):
     async def cancel():
-        task = asyncio.ensure_future(engine.agenerate(long_request()))
-        await asyncio.sleep(0.05)
+        task = await begun(engine, long_request())
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -138,11 +146,10 @@ def test_requests_that_were_given_up_are_not_in_the_way_of_a_move(engine, path):
 
 
 def test_pause_rests_at_a_token_boundary_and_resume_goes_on(engine):
-    undisturbed = asyncio.run(engine.agenerate(long_request(seed=9, max_new_tokens=60)))
+    undisturbed = asyncio.run(engine.agenerate(long_request(seed=9)))
 
     async def interrupted():
-        task = asyncio.ensure_future(engine.agenerate(long_request(seed=9, max_new_tokens=60)))
-        await asyncio.sleep(0.02)
+        task = await begun(engine, long_request(seed=9))
         engine.pause()
         await asyncio.sleep(0.1)
         assert not task.done()
