@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,30 +14,24 @@ from typing import Any
 
 import pytest
 
-import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.engine.autoscaling import TargetInFlight
 from rlite.errors import ConfigError, PlacementError
 from rlite.types import LLMRequest
 from tests.integration.modules import LlamaPolicy, on_meta
-from tests.integration.test_lost_replicas import answers, process_of, requests
+from tests.integration.test_lost_replicas import answers, requests
 from tests.integration.test_replaced_replicas import check_same, silent
-from tests.integration.worlds import processes_with
+from tests.integration.worlds import process_of, ray_session
 
 pytestmark = pytest.mark.slow
-MARK = "RLITE_TEST_RUN"
 NUM = 32
 SOON_S = 90.0
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    mark = os.environ[MARK] = uuid.uuid4().hex
-    rlite.init(device="cpu", num_devices=4, launcher="ray", num_threads=1)
-    yield
-    rlite.shutdown()
-    del os.environ[MARK]
-    assert processes_with(MARK, mark) == []
+    with ray_session(4):
+        yield
 
 
 def long_requests(num: int, **gconfig: Any) -> list[LLMRequest]:

@@ -21,19 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.cluster import group
-from rlite.cluster.group import apply_on_processes
 from rlite.engine.base import Engine
 from rlite.errors import CallTimeout, ResidencyError, RliteError, WorkerDied, WorkerError
 from tests import forked_python
 from tests.integration.modules import Policy, on_meta
-from tests.integration.worlds import environment, free_port, processes_with
+from tests.integration.worlds import MARK, environment, free_port, process_of, processes_with, ray_session
 
 pytestmark = pytest.mark.slow
 SOON_S = 10.0
-MARK = "RLITE_TEST_RUN"
 
 
 class Fragile(Policy, LlamaForCausalLM):
@@ -81,12 +78,8 @@ class Fragile(Policy, LlamaForCausalLM):
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    mark = os.environ[MARK] = uuid.uuid4().hex
-    rlite.init(device="cpu", num_devices=2, launcher="ray", num_threads=1)
-    yield
-    rlite.shutdown()
-    del os.environ[MARK]
-    assert processes_with(MARK, mark) == []
+    with ray_session(2):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +107,7 @@ def soon() -> Iterator[None]:
 
 def kill(engine: Engine, rank: int, after: float, number: int = signal.SIGKILL) -> threading.Timer:
     """Send the process of this rank a signal, in so many seconds."""
-    (pid,) = apply_on_processes([(engine.group, rank, (), ())], os.getpid, [engine.group], "ask", 60)
-    timer = threading.Timer(after, os.kill, (pid, number))
+    timer = threading.Timer(after, os.kill, (process_of(engine, rank), number))
     timer.start()
     return timer
 

@@ -12,10 +12,9 @@ import psutil
 import pytest
 
 from tests import forked_python
-from tests.integration.worlds import environment, processes_with
+from tests.integration.worlds import MARK, environment, processes_with
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sys.executable itself elsewhere")
-MARK = "RLITE_TEST_RUN"
 SOON_S = 20.0
 WAIT = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.worlds import environment, free_port, processes_with
+from tests.integration.worlds import MARK, environment, free_port, processes_with
 
 PROGRAM = str(Path(__file__).with_name("forking.py"))
-MARK = "RLITE_TEST_RUN"
 SOON_S = 20.0
 
 

@@ -20,10 +20,9 @@ from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
 from rlite.engine.weight_sync import sync_weights
 from rlite.errors import ConfigError, PlacementError, RliteError, WorkerError
 from tests.integration.modules import LlamaPolicy, Qwen2Policy, on_meta
-from tests.integration.worlds import environment, free_port, processes_with, world
+from tests.integration.worlds import MARK, environment, free_port, processes_with, world
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
-MARK = "RLITE_TEST_RUN"
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 
 

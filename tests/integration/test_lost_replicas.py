@@ -8,11 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
-import signal
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,19 +18,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.cluster.group import apply_on_processes
 from rlite.engine.router import ReplicaLost
 from rlite.errors import ResidencyError, WorkerDied
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
 from tests.integration.modules import LlamaPolicy, on_meta
-from tests.integration.worlds import processes_with
+from tests.integration.worlds import kill, process_of, ray_session
 
 pytestmark = pytest.mark.slow
 SOON_S = 10.0
-MARK = "RLITE_TEST_RUN"
 NUM = 32
 # fewer slots in each replica than there are requests; an answer that moves has the bits of one that stays
 BUILD: dict[str, Any] = {"data_parallel_size": 2, "max_model_len": 512, "max_num_seqs": 12, "deterministic": True}
@@ -41,12 +35,8 @@ BUILD: dict[str, Any] = {"data_parallel_size": 2, "max_model_len": 512, "max_num
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    mark = os.environ[MARK] = uuid.uuid4().hex
-    rlite.init(device="cpu", num_devices=4, launcher="ray", num_threads=1)
-    yield
-    rlite.shutdown()
-    del os.environ[MARK]
-    assert processes_with(MARK, mark) == []
+    with ray_session(4):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +52,6 @@ def serve(engine: RliteInferenceEngine) -> RliteInferenceEngine:
     if not engine.is_built:
         engine.build(**BUILD)
     return engine
-
-
-def process_of(engine: RliteInferenceEngine | RliteTrainEngine, rank: int) -> int:
-    return apply_on_processes([(engine.group, rank, (), ())], os.getpid, [engine.group], "ask", 60)[0]
-
-
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
 
 
 def requests(**gconfig: Any) -> list[LLMRequest]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,27 +10,20 @@ import torch
 from safetensors.torch import load_file
 from tensordict import TensorDict
 
-import rlite
 from rlite.errors import WorkerDied
 from rlite.trainer.ppo import PpoTrainer
-from tests.integration.test_lost_replicas import kill, process_of
 from tests.integration.test_ppo_trainer import logged, trainer
-from tests.integration.worlds import processes_with
+from tests.integration.worlds import kill, process_of, ray_session
 from tests.tiny import build_model_dir
 
 pytestmark = pytest.mark.slow
-MARK = "RLITE_TEST_RUN"
 DETERMINISTIC = {"deterministic": True, "dtype": "float32"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    mark = os.environ[MARK] = uuid.uuid4().hex
-    rlite.init(device="cpu", num_devices=2, launcher="ray", num_threads=1)
-    yield
-    rlite.shutdown()
-    del os.environ[MARK]
-    assert processes_with(MARK, mark) == []
+    with ray_session(2):
+        yield
 
 
 class UnderFire(PpoTrainer):

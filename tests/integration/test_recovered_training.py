@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import suppress
@@ -14,26 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.errors import CheckpointError, WorkerDied
 from tests.integration.modules import LlamaPolicy, make_batch, num_counted, on_meta, token_loss
-from tests.integration.test_lost_replicas import kill, process_of
-from tests.integration.worlds import processes_with
+from tests.integration.worlds import kill, process_of, ray_session
 
 pytestmark = pytest.mark.slow
-MARK = "RLITE_TEST_RUN"
 SOON_S = 60.0
 
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    mark = os.environ[MARK] = uuid.uuid4().hex
-    rlite.init(device="cpu", num_devices=2, launcher="ray", num_threads=1)
-    yield
-    rlite.shutdown()
-    del os.environ[MARK]
-    assert processes_with(MARK, mark) == []
+    with ray_session(2):
+        yield
 
 
 @pytest.fixture

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.errors import WorkerDied
 from rlite.types import LLMRequest, LLMResponse
 from tests.integration.modules import LlamaPolicy, on_meta
-from tests.integration.test_lost_replicas import BUILD, answers, kill, process_of, requests
-from tests.integration.worlds import processes_with
+from tests.integration.test_lost_replicas import BUILD, answers, requests
+from tests.integration.worlds import kill, process_of, ray_session
 
 pytestmark = pytest.mark.slow
-MARK = "RLITE_TEST_RUN"
 NUM = 32
 SOON_S = 60.0
 
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    mark = os.environ[MARK] = uuid.uuid4().hex
-    rlite.init(device="cpu", num_devices=4, launcher="ray", num_threads=1)
-    yield
-    rlite.shutdown()
-    del os.environ[MARK]
-    assert processes_with(MARK, mark) == []
+    with ray_session(4):
+        yield
 
 
 @pytest.fixture

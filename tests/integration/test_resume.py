@@ -17,10 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests import forked_python
-from tests.integration.worlds import environment, free_port, processes_with
+from tests.integration.worlds import MARK, environment, free_port, processes_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-MARK = "RLITE_TEST_RUN"
 STEPS = {"sft": 36, "ppo": 12}
 LEFT = {"sft": ["step-33", "step-36"], "ppo": ["step-10", "step-10-critic", "step-12", "step-12-critic"]}
 MACHINE = ("second", "time", "memory", "mfu")

@@ -1,12 +1,14 @@
-"""Real worlds of processes for tests, started in a moment: this process is rank 0, as under torchrun."""
+"""Real worlds of processes for tests: sessions on Ray, and under torchrun with this process as rank 0."""
 
 from __future__ import annotations
 
 import gc
 import os
 import pickle
+import signal
 import socket
 import subprocess
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +16,13 @@ from pathlib import Path
 import psutil
 
 import rlite
+from rlite.cluster.group import apply_on_processes
+from rlite.engine.base import Engine
 from tests import forked_python
 
 ROOT = Path(__file__).parents[2]
+MARK = "RLITE_TEST_RUN"
+"""environment variable that all processes of a test inherit"""
 CALL = "import pickle, sys; work, arguments = pickle.load(sys.stdin.buffer); work(*arguments)"
 
 
@@ -29,6 +35,26 @@ def free_port() -> int:
 def environment(**changes: str) -> dict[str, str]:
     """For a process that imports rlite and tests from this checkout, on one thread."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **changes}
+
+
+@contextmanager
+def ray_session(num_devices: int) -> Iterator[str]:
+    """A session of the Ray launcher with so many CPU devices, and its mark; no process is left after it."""
+    mark = os.environ[MARK] = uuid.uuid4().hex
+    rlite.init(device="cpu", num_devices=num_devices, launcher="ray", num_threads=1)
+    yield mark
+    rlite.shutdown()
+    del os.environ[MARK]
+    assert processes_with(MARK, mark) == []
+
+
+def process_of(engine: Engine, rank: int) -> int:
+    """Process id of a rank."""
+    return apply_on_processes([(engine.group, rank, (), ())], os.getpid, [engine.group], "ask", 60)[0]
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

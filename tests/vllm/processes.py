@@ -9,9 +9,6 @@ import psutil
 from rlite.engine.vllm.process import session_members
 from tests.integration.worlds import processes_with
 
-MARK = "RLITE_TEST_RUN"
-"""environment variable that all processes of a session inherit"""
-
 
 def servers(mark: str, value: str) -> list[int]:
     """Process ids of vLLM's servers that inherited an environment variable."""

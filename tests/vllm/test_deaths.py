@@ -16,13 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-import rlite
 from rlite import RliteInferenceEngine
 from rlite.errors import WorkerDied
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, TokenChunk
-from tests.integration.worlds import environment, processes_with
+from tests.integration.worlds import MARK, environment, ray_session
 from tests.tiny import build_model_dir
-from tests.vllm.processes import MARK, engine_core_of, servers, wait_until_gone
+from tests.vllm.processes import engine_core_of, servers, wait_until_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SOON_S = 10.0
@@ -37,12 +36,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def mark() -> Iterator[str]:
     """A value of the environment variable MARK that every process of the session inherits."""
-    value = os.environ[MARK] = uuid.uuid4().hex
-    rlite.init(device="cpu", num_devices=3, launcher="ray", num_threads=1)
-    yield value
-    rlite.shutdown()
-    del os.environ[MARK]
-    assert processes_with(MARK, value) == []
+    with ray_session(3) as mark:
+        yield mark
 
 
 def requests() -> list[LLMRequest]:

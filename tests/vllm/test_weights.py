@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from tests.integration.modules import POLICIES, next_token_logprobs, on_meta
+from tests.integration.worlds import MARK, ray_session
 from tests.tiny import build_model_dir
-from tests.vllm.processes import MARK, servers
+from tests.vllm.processes import servers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PROMPTS = [[1, 2, 3], [200, 7, 91, 4, 77, 8], [5]]
@@ -23,12 +21,9 @@ NUM_STEPS = 20
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    value = os.environ[MARK] = uuid.uuid4().hex
-    rlite.init(device="cpu", num_devices=2, launcher="ray", num_threads=1)
-    yield
-    assert servers(mark=MARK, value=value) == [], "a released engine leaves no process"
-    rlite.shutdown()
-    del os.environ[MARK]
+    with ray_session(2) as mark:
+        yield
+        assert servers(mark=MARK, value=mark) == [], "a released engine leaves no process"
 
 
 @pytest.mark.parametrize("size", [1, 2])
