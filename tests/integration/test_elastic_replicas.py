@@ -25,7 +25,7 @@ from tests.integration.worlds import process_of, ray_session
 
 pytestmark = pytest.mark.slow
 NUM = 32
-SOON_S = 90.0
+SOON_S = 240.0
 
 
 @pytest.fixture(scope="module", autouse=True)
