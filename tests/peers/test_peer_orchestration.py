@@ -38,7 +38,7 @@ def arguments() -> SimpleNamespace:
         "reward": {"model_name_or_path": "reward", "clip_range": None},
         "algo": {
             "kl": {"init_coef": 0.1, "estimator": "k1", "use_loss": False},
-            "advantage": {"estimator": "gae", "gamma": 1.0, "lambd": 1.0, "is_correction_level": "off"},
+            "advantage": {"estimator": "gae", "gamma": 1.0, "lambd": 1.0, "no_std_norm": False},
         },
         "rollout": {
             "batch_size": 4,
@@ -158,7 +158,8 @@ def trainer(example: ModuleType) -> Iterator[Any]:
     classes = {role: getattr(example, str(role).capitalize()) for role in RLRoleType}
     groups, handles = [], {}
     for role, cls in classes.items():
-        group = WorkerGroup(str(role), [Device("local", rank) for rank in range(2)], [ThreadHandle(), ThreadHandle()])
+        devices, processes = [Device("local", rank) for rank in range(2)], [ThreadHandle(), ThreadHandle()]
+        group = WorkerGroup(str(role), devices, processes, 10.0)
         group.divide(1)
         factory = WorkloadFactory(cls, role, {}, "master", ((0, 2), (1, 2)), ("127.0.0.1", 1234), None)
         group.create(factory, ["cpu"] * 2, [0] * 2, range(2), 10.0)
