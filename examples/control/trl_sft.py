@@ -61,9 +61,8 @@ def train(folder: Path, steps: int) -> None:
         bf16=False,
         report_to="none",
     )
-    trainer = trl.SFTTrainer(
-        tiny_model(tokenizer), options, datasets.Dataset.from_dict({"text": TEXTS}), processing_class=tokenizer
-    )
+    data, model = datasets.Dataset.from_dict({"text": TEXTS}), tiny_model(tokenizer)
+    trainer = trl.SFTTrainer(model, options, train_dataset=data, processing_class=tokenizer)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(str(folder / "final"))
 
