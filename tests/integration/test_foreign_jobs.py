@@ -69,10 +69,14 @@ def test_a_torchrun_script_resumes_after_a_killed_rank_and_learns_the_same(tmp_p
 @pytest.mark.skipif(not (PEERS / "trl").is_dir(), reason="`make test` installs TRL for the tests")
 def test_a_trl_trainer_resumes_from_its_own_checkpoint_after_a_kill_and_learns_the_same(tmp_path: Path) -> None:
     whole, broken, mark = tmp_path / "whole", tmp_path / "broken", str(tmp_path)
-    path = os.pathsep.join([environment()["PYTHONPATH"], str(EXAMPLES), str(PEERS)])
-    alone = "import sys, pathlib, trl_sft; trl_sft.train(pathlib.Path(sys.argv[1]), 60)"
+    only_trl = tmp_path / "only_trl"  # other peers ship a package named `tests`
+    only_trl.mkdir()
+    for part in PEERS.glob("trl*"):
+        (only_trl / part.name).symlink_to(part)
+    path = os.pathsep.join([environment()["PYTHONPATH"], str(EXAMPLES), str(only_trl)])
+    alone = "import sys, pathlib, trl_sft; trl_sft.train(pathlib.Path(sys.argv[1]), 100)"
     output_of(start("-c", alone, str(whole), PYTHONPATH=path))
-    program = start(str(EXAMPLES / "trl_sft.py"), str(broken), "60", **{"PYTHONPATH": path, MARK: mark})
+    program = start(str(EXAMPLES / "trl_sft.py"), str(broken), "100", **{"PYTHONPATH": path, MARK: mark})
     wait_for(lambda: list(broken.glob("checkpoint-*/trainer_state.json")), program)
     (victim,) = [each for each in processes_with(MARK, mark) if is_workload(each)]
     os.kill(victim.pid, signal.SIGKILL)
