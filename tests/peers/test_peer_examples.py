@@ -63,13 +63,13 @@ def test_a_call_that_does_not_fit_is_found(right: str, wrong: str, message: str)
     assert any(message in each for each in program.wrong), program.wrong
 
 
-@pytest.mark.parametrize(("name", "needs"), [("openrlhf", ("vllm", "deepspeed")), ("verl", ("codetiming", "hydra"))])
-def test_without_its_environment_an_example_ends_at_the_first_missing_import(name: str, needs: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("name", "need"), [("openrlhf", "flash_attn"), ("verl", "codetiming")])
+def test_without_its_environment_an_example_ends_at_the_first_missing_import(name: str, need: str) -> None:
     library(name)
-    if missing := [need for need in needs if importlib.util.find_spec(need)]:
-        pytest.skip(f"{missing} is installed")
+    if importlib.util.find_spec(need):
+        pytest.skip(f"{need} is installed")
     environment = {**os.environ, "PYTHONPATH": f"{EXAMPLES.parents[1]}:{FOLDER}"}
     command = [sys.executable, str(EXAMPLES / f"{name}_ppo.py"), "options.yaml"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 1
-    assert done.stderr.rstrip().endswith(tuple(f"No module named {need!r}" for need in needs))
+    assert done.stderr.rstrip().endswith(f"No module named {need!r}")
