@@ -1,4 +1,4 @@
-"""An example that runs a torchrun script under the control plane: a rank is killed, and the result is the same."""
+"""Examples that run programs of other libraries under the control plane: one is killed, and the result is the same."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.integration.worlds import environment, free_port, processes_with
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples" / "control"
 MARK = "RLITE_TEST_RUN"
+PEERS = Path(sys.prefix) / "peers"
 START_S = 240.0
 
 
@@ -61,3 +64,34 @@ def test_a_torchrun_script_resumes_after_a_killed_rank_and_learns_the_same(tmp_p
     assert found["step"] == expected["step"] == 200
     assert all(torch.equal(found["model"][name], tensor) for name, tensor in expected["model"].items())
     assert processes_with(MARK, mark) == []
+
+
+@pytest.mark.skipif(not (PEERS / "trl").is_dir(), reason="`make test` installs TRL for the tests")
+def test_a_trl_trainer_resumes_from_its_own_checkpoint_after_a_kill_and_learns_the_same(tmp_path: Path) -> None:
+    whole, broken, mark = tmp_path / "whole", tmp_path / "broken", str(tmp_path)
+    only_trl = tmp_path / "only_trl"  # other peers ship a package named `tests`
+    only_trl.mkdir()
+    for part in PEERS.glob("trl*"):
+        (only_trl / part.name).symlink_to(part)
+    path = os.pathsep.join([environment()["PYTHONPATH"], str(EXAMPLES), str(only_trl)])
+    alone = "import sys, pathlib, trl_sft; trl_sft.train(pathlib.Path(sys.argv[1]), 100)"
+    output_of(start("-c", alone, str(whole), PYTHONPATH=path))
+    program = start(str(EXAMPLES / "trl_sft.py"), str(broken), "100", **{"PYTHONPATH": path, MARK: mark})
+    wait_for(lambda: list(broken.glob("checkpoint-*/trainer_state.json")), program)
+    (victim,) = [each for each in processes_with(MARK, mark) if is_workload(each)]
+    os.kill(victim.pid, signal.SIGKILL)
+    output = output_of(program)
+    assert "job succeeded; restarts of the trainer: 1" in output
+    assert f"process {victim.pid}: from None" in output
+    assert "from " + str(broken / "checkpoint-") in output
+    found, expected = (load_file(folder / "final" / "model.safetensors") for folder in (broken, whole))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert processes_with(MARK, mark) == []
+
+
+def is_workload(process: psutil.Process) -> bool:
+    try:
+        return process.cmdline()[0].startswith("ray::Sft")
+    except (psutil.Error, IndexError):
+        return False
