@@ -16,11 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.worlds import environment, free_port, processes_with
+from tests.integration.worlds import MARK, environment, free_port, processes_with
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples" / "control"
-MARK = "RLITE_TEST_RUN"
 PEERS = Path(sys.prefix) / "peers"
 START_S = 240.0
 
@@ -36,6 +35,7 @@ def wait_for(is_there: Callable[[], Any], program: subprocess.Popen[str]) -> Any
 
 def start(*command: str, **changes: str) -> subprocess.Popen[str]:
     env = environment(**changes)
+    env.pop("RAY_RUNTIME_ENV_HOOK", None)  # forks of a server of Python programs would not see another PYTHONPATH
     return subprocess.Popen(
         [sys.executable, *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
