@@ -240,11 +240,13 @@ class RolesJob(FaultJob):
         "recovery": ["ACTOR", "TRAINER"],
     }
     steps_per_fault = 4
+    step_s = 0.0
+    """that the rollout of a step takes at least"""
     max_skip = {"rollout": 2, "reward": 2, "training step": 2, "weight sync": 2, "checkpoint": 1}
 
     def submit(self, name: str, out: Path, mark: str) -> JobHandle:
         job = RLJobBuilder().node_num(NUM_NODES).device_per_node(CPUS).device_type("CPU").trainer(Trainer)
-        job = job.config({"out": str(out), "seed": 7, "steps": self.total_steps})
+        job = job.config({"out": str(out), "seed": 7, "steps": self.total_steps, "step_s": self.step_s})
         job = job.global_env({MARK: mark, "OMP_NUM_THREADS": "1"})
         job = job.actor(Actor).total(2).per_node(1).on_failure("role", ENDLESS).end()
         job = job.rollout(Rollout).total(1).per_node(1).on_failure("workload", ENDLESS).end()

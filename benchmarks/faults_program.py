@@ -56,6 +56,7 @@ class Faulty(BaseWorkload):
 
 class Rollout(Faulty):
     def generate(self, step: int, items: list[int]) -> list[list[int]]:
+        time.sleep(self.config.step_s)
         made = []
         for place, item in enumerate(items):
             if place == len(items) // 2:
