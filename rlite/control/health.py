@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -61,12 +61,11 @@ class NodeAgent:
         if master and master != self._master:
             self._master = master
             threading.Thread(target=self._watch_master, args=(master,), name="rlite-master-watch", daemon=True).start()
-        found = {}
+        children, found = _children(), {}
         for pid in pids:
             with suppress(psutil.Error):  # it has ended
                 process = psutil.Process(pid)
-                tree = [process, *process.children(recursive=True)]
-                found[pid] = Vital(process.status(), sum(map(_cpu_s, tree)))
+                found[pid] = Vital(process.status(), sum(map(_cpu_s, _tree(process, children))))
         return found
 
     def _watch_master(self, pid: int) -> None:
@@ -85,6 +84,23 @@ class NodeAgent:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def _children() -> dict[int, list[psutil.Process]]:
+    """Return the children of all processes: one pass, however many processes are looked at."""
+    children: dict[int, list[psutil.Process]] = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended
+            children.setdefault(process.ppid(), []).append(process)
+    return children
+
+
+def _tree(root: psutil.Process, children: Mapping[int, Sequence[psutil.Process]]) -> list[psutil.Process]:
+    """Return a process and its descendants."""
+    left, tree = dict(children), [root]
+    for process in tree:  # which grows meanwhile
+        tree += left.pop(process.pid, ())
+    return tree
 
 
 def _cpu_s(process: psutil.Process) -> float:
