@@ -12,8 +12,9 @@ import time
 from dataclasses import dataclass
 
 import rlite
-from rlite.control import BaseTrainer, BaseWorkload, JobResult, RLJobBuilder, trainer_invocation
+from rlite.control import BaseTrainer, BaseWorkload, JobHandle, RLJobBuilder, trainer_invocation
 from rlite.errors import CallTimeout
+from rlite.recovery.record import LogEntry
 
 NUM_WORKLOADS = 2
 HELD_S = 5.0
@@ -23,6 +24,8 @@ TIMES = 6
 DECLARED_S = 3.0
 """time-out of a call, which passes each time"""
 CHUNK = 10**7
+EVERY_S, WAIT_S = 5.0, 300.0
+"""between two looks at the events, and for the job's last words"""
 QUIET = ("job submitted", "workloads are ready", "trainer begins", "trainer finished")
 LATE = (" is late: ", " answered late")
 
@@ -73,14 +76,28 @@ class Patient(BaseTrainer):
 
 
 def measure(minutes: float) -> Calm:
-    """Run the job for some minutes with the default health options, and count its events."""
+    """Run the job for some minutes with the default health options, and print and count its events."""
     job = RLJobBuilder().device_per_node(NUM_WORKLOADS).device_type("CPU").trainer(Patient)
     job = job.config({"seconds": 60.0 * minutes}).actor(Slow).total(NUM_WORKLOADS).per_node(NUM_WORKLOADS).end()
-    result = job.build().submit("calm")
+    handle = job.build().submit("calm", blocking=False)
+    assert isinstance(handle, JobHandle)
+    events = _follow(handle)
+    handle.result(timeout=WAIT_S)
     rlite.shutdown()
-    assert isinstance(result, JobResult)
-    late = [entry.event for entry in result.events if any(part in entry.event for part in LATE)]
-    others = [str(entry) for entry in result.events if not any(part in entry.event for part in LATE)]
-    alarms = [line for line in others if not any(part in line for part in QUIET)]
-    calls = sum("is late" in event for event in late) // NUM_WORKLOADS
+    late = [entry for entry in events if any(part in entry.event for part in LATE)]
+    alarms = [str(entry) for entry in events if not any(part in entry.event for part in (*LATE, *QUIET))]
+    calls = sum(LATE[0] in entry.event for entry in late) // NUM_WORKLOADS
     return Calm(minutes, calls, len(late), alarms)
+
+
+def _follow(handle: JobHandle) -> list[LogEntry]:
+    """Return the events of a job when it has ended, and print each as it comes."""
+    events: list[LogEntry] = []
+    while True:
+        record = handle.record()
+        for entry in record.log[len(events) :]:
+            print(entry, flush=True)
+        events = list(record.log)
+        if record.state.has_ended:
+            return events
+        time.sleep(EVERY_S)
