@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -31,7 +32,7 @@ class Vital:
     """State of a process."""
 
     status: str
-    """psutil's word"""
+    """psutil's word, and "running" if any thread waits for a core"""
     cpu_s: float
     """CPU seconds of the process and its children so far"""
 
@@ -65,7 +66,7 @@ class NodeAgent:
         for pid in pids:
             with suppress(psutil.Error):  # it has ended
                 process = psutil.Process(pid)
-                found[pid] = Vital(process.status(), sum(map(_cpu_s, _tree(process, children))))
+                found[pid] = Vital(_status(process), sum(map(_cpu_s, _tree(process, children))))
         return found
 
     def _watch_master(self, pid: int) -> None:
@@ -84,6 +85,20 @@ class NodeAgent:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def _status(process: psutil.Process) -> str:
+    """Return the state of a process. psutil returns the state of the main thread, and calls run in others."""
+    status = process.status()
+    if status == psutil.STATUS_SLEEPING and any(map(_is_runnable, Path(f"/proc/{process.pid}/task").glob("*/stat"))):
+        return psutil.STATUS_RUNNING
+    return status
+
+
+def _is_runnable(stat: Path) -> bool:
+    with suppress(OSError):  # the thread has ended
+        return stat.read_text().rpartition(") ")[2].startswith("R")
+    return False
 
 
 def _children() -> dict[int, list[psutil.Process]]:

@@ -96,6 +96,20 @@ def test_the_cpu_time_of_a_process_includes_its_descendants() -> None:
         process.communicate(b"\n")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not show the states of threads")
+def test_a_process_is_running_if_a_thread_beside_its_main_thread_is() -> None:
+    compute = "import threading\nthreading.Thread(target=lambda: sum(range(10**12)), daemon=True).start()"
+    with subprocess.Popen([sys.executable, "-c", f"{compute}\ninput()"], stdin=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 10
+        agent = NodeAgent()
+        while psutil.Process(process.pid).num_threads() < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.2)  # the main thread waits for Python's lock
+        assert psutil.Process(process.pid).status() == SLEEPING
+        assert agent.look([process.pid])[process.pid].status == RUNNING
+        process.kill()
+
+
 def test_a_look_at_many_processes_costs_little_more_than_at_one() -> None:
     agent = NodeAgent()
     others = [subprocess.Popen(["sleep", "100"]) for _ in range(40)]
