@@ -22,7 +22,7 @@ import ray
 
 import rlite
 from rlite import files
-from rlite.control import BaseTrainer, BaseWorkload, RLJobBuilder
+from rlite.control import BaseTrainer, BaseWorkload, JobResult, RLJobBuilder
 from rlite.control.layout import RoleSize, check_capacity, lay_out
 from rlite.control.roles import RLRoleType
 from rlite.recovery.failover import (
@@ -36,7 +36,8 @@ from rlite.recovery.failover import (
 )
 
 CALLS = 30
-
+NUM_EVENTS = 4
+"""of an undisturbed job: submitted, ready, begins, finished"""
 
 FAILURES = {"dead": signal.SIGKILL, "stopped": signal.SIGSTOP}
 """conditions, with the signals that cause them"""
@@ -135,7 +136,9 @@ def main(count: int) -> None:
         job = RLJobBuilder().device_per_node(count).device_type("CPU").trainer(Meter)
         job = job.config({"out": str(out), "submitted": time.time()}).actor(Idle).total(count).per_node(count).end()
         result = job.build().submit(job_name="benchmark")
-        assert result.succeeded, result  # type: ignore[union-attr]
+        assert isinstance(result, JobResult)
+        assert result.succeeded, result
+        assert len(result.events) == NUM_EVENTS, result  # nothing failed meanwhile
         print(out.read_text(), flush=True)
         print(json.dumps(detection()))
         rlite.shutdown()

@@ -33,14 +33,16 @@ from tests.tiny import build_model_dir
 CPUS = 3
 """of each node"""
 NUM_NODES = 2
-STUCK_S = 300.0
-"""in which a job must get over a fault"""
-LEFT_S = 20.0
-"""in which the processes of a job must be gone"""
-AGENT_S, REPORT_S = 20.0, 1.5
+STUCK_S = 900.0
+"""in which a job must get over a fault, on a machine that does a lot beside it"""
+START_S = 300.0
+"""in which workloads must start there"""
+LEFT_S = 120.0
+"""in which the processes of a job must be gone: Ray does not end a process that it is starting"""
+AGENT_S, REPORT_S = 60.0, 1.5
 """in which the agent of a node is there, and has reported"""
 MARK = "RLITE_FAULTS_JOB"
-HEALTH = {"stopped_after": 1.0, "silent_after": 4.0, "hung_after": 10.0}
+HEALTH = {"stopped_after": 1.0, "silent_after": 8.0, "hung_after": 10.0}
 IDLE = "ray::IDLE"
 """a process of Ray's pool, which Ray started for the job and did not use"""
 ENDLESS = 10**6
@@ -211,7 +213,7 @@ class FaultJob(ABC):
         if key not in self.world.undisturbed:
             out = self.world.folder / f"whole-{type(self).__name__}-{self.total_steps}"
             out.mkdir()
-            result = self.submit(out.name, out, uuid.uuid4().hex).result(timeout=600.0)
+            result = self.submit(out.name, out, uuid.uuid4().hex).result(timeout=STUCK_S)
             assert isinstance(result, JobResult)
             assert result.succeeded, result
             self.world.undisturbed[key] = self.outcome(out)
@@ -240,17 +242,19 @@ class RolesJob(FaultJob):
         "recovery": ["ACTOR", "TRAINER"],
     }
     steps_per_fault = 4
+    step_s = 0.0
+    """that the rollout of a step takes at least"""
     max_skip = {"rollout": 2, "reward": 2, "training step": 2, "weight sync": 2, "checkpoint": 1}
 
     def submit(self, name: str, out: Path, mark: str) -> JobHandle:
         job = RLJobBuilder().node_num(NUM_NODES).device_per_node(CPUS).device_type("CPU").trainer(Trainer)
-        job = job.config({"out": str(out), "seed": 7, "steps": self.total_steps})
+        job = job.config({"out": str(out), "seed": 7, "steps": self.total_steps, "step_s": self.step_s})
         job = job.global_env({MARK: mark, "OMP_NUM_THREADS": "1"})
         job = job.actor(Actor).total(2).per_node(1).on_failure("role", ENDLESS).end()
         job = job.rollout(Rollout).total(1).per_node(1).on_failure("workload", ENDLESS).end()
         job = job.reward(Reward).total(1).per_node(1).on_failure("workload", ENDLESS).end()
         job = job.options(
-            backoff=1e-6, health=HEALTH, max_trainer_restarts=ENDLESS, max_node_faults=ENDLESS, start_timeout=60.0
+            backoff=1e-6, health=HEALTH, max_trainer_restarts=ENDLESS, max_node_faults=ENDLESS, start_timeout=START_S
         )
         handle = job.build().submit(name, blocking=False, job_max_restart=ENDLESS)
         assert isinstance(handle, JobHandle)

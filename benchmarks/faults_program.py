@@ -24,7 +24,7 @@ from rlite.recovery.faults import Phase
 
 VOCABULARY, LENGTH, BATCH, LR = 32, 6, 8, 0.5
 SAVE_FREQ = 2
-WHOLE_S = 120.0
+WHOLE_S = 600.0
 
 
 def node_id() -> str:
@@ -56,6 +56,7 @@ class Faulty(BaseWorkload):
 
 class Rollout(Faulty):
     def generate(self, step: int, items: list[int]) -> list[list[int]]:
+        time.sleep(self.config.step_s)
         made = []
         for place, item in enumerate(items):
             if place == len(items) // 2:

@@ -10,9 +10,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -31,7 +32,7 @@ class Vital:
     """State of a process."""
 
     status: str
-    """psutil's word"""
+    """psutil's word, and "running" if any thread waits for a core"""
     cpu_s: float
     """CPU seconds of the process and its children so far"""
 
@@ -61,12 +62,11 @@ class NodeAgent:
         if master and master != self._master:
             self._master = master
             threading.Thread(target=self._watch_master, args=(master,), name="rlite-master-watch", daemon=True).start()
-        found = {}
+        children, found = _children(), {}
         for pid in pids:
             with suppress(psutil.Error):  # it has ended
                 process = psutil.Process(pid)
-                tree = [process, *process.children(recursive=True)]
-                found[pid] = Vital(process.status(), sum(map(_cpu_s, tree)))
+                found[pid] = Vital(_status(process), sum(map(_cpu_s, _tree(process, children))))
         return found
 
     def _watch_master(self, pid: int) -> None:
@@ -85,6 +85,37 @@ class NodeAgent:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def _status(process: psutil.Process) -> str:
+    """Return the state of a process. psutil returns the state of the main thread, and calls run in others."""
+    status = process.status()
+    if status == psutil.STATUS_SLEEPING and any(map(_is_runnable, Path(f"/proc/{process.pid}/task").glob("*/stat"))):
+        return psutil.STATUS_RUNNING
+    return status
+
+
+def _is_runnable(stat: Path) -> bool:
+    with suppress(OSError):  # the thread has ended
+        return stat.read_text().rpartition(") ")[2].startswith("R")
+    return False
+
+
+def _children() -> dict[int, list[psutil.Process]]:
+    """Return the children of all processes: one pass, however many processes are looked at."""
+    children: dict[int, list[psutil.Process]] = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended
+            children.setdefault(process.ppid(), []).append(process)
+    return children
+
+
+def _tree(root: psutil.Process, children: Mapping[int, Sequence[psutil.Process]]) -> list[psutil.Process]:
+    """Return a process and its descendants."""
+    left, tree = dict(children), [root]
+    for process in tree:  # which grows meanwhile
+        tree += left.pop(process.pid, ())
+    return tree
 
 
 def _cpu_s(process: psutil.Process) -> float:

@@ -350,12 +350,14 @@ class Master:
                 self._looks.pop(node, None)
                 self._judge.restart(node)
                 self._in_thread(self._processes.replace_agent, node)
-            if any(life.role == TRAINER for life in finding.lives):
-                self._handle(TrainerFailed(time.time(), self._state.run, f"{finding.condition}: {finding.detail}"))
             lives = tuple(life for life in finding.lives if life.role != TRAINER)
+            if len(lives) < len(finding.lives):
+                self._processes.end_trainer(self._state.run)  # it may be alive, on a node without heartbeats
             if lives:
                 spare = self._has_spare(node)
                 self._handle(WorkloadsFailed(time.time(), lives, finding.condition, node, detail, spare))
+            if len(lives) < len(finding.lives):  # after the workloads, so that the trainer starts when they are ready
+                self._handle(TrainerFailed(time.time(), self._state.run, f"{finding.condition}: {finding.detail}"))
 
     def _note_late(self, role: str, ranks: list[int], call: str) -> None:
         for life in [self._state.life(role, rank) for rank in ranks]:

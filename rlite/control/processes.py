@@ -186,6 +186,8 @@ class JobProcesses:
         group = WorkerGroup(TRAINER, [Device("", 0)], [self._trainer], plan.spec.start_timeout)
         factory = self._program(has_begun) if plan.spec.is_program else self._trainer_factory()
         group.create(factory, ["cpu"], [0], [0], plan.spec.start_timeout)
+        for role in self._groups:  # its processes may have been replaced before the trainer could be told
+            self.renew_trainer(role)
 
     def _trainer_factory(self) -> TrainerFactory:
         plan = self._plan
@@ -235,6 +237,11 @@ class JobProcesses:
         """
         assert self._trainer is not None
         return value_of(self._trainer.aside(TRAINER_KEY, "outcome", wait_s), TRAINER)
+
+    def end_trainer(self, run: int) -> None:
+        """End the trainer's process of a run. This does not wait for its end."""
+        name = actor_name(trainer_life(run))
+        self._fleet.kill(lambda each: each == name)
 
     def view_of_trainer(self) -> ProcessView:
         """Return the trainer's process."""

@@ -43,6 +43,13 @@ class Rollout(Actor):
 
 
 class Trainer(BaseTrainer):
+    def __init__(self, actor_handles: Any, actor_classes: Any, config: Any) -> None:
+        super().__init__(actor_handles, actor_classes, config)
+        hold = Path(config.out) / "hold"
+        while hold.exists():
+            (hold.parent / "held").write_text("")
+            time.sleep(0.05)
+
     def init(self) -> None:
         self.out = Path(self.config.out)
         if self.config.get("stop") and not (self.out / "stopped").exists():

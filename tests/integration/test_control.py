@@ -161,6 +161,20 @@ def test_a_killed_trainer_that_is_recoverable_restarts_alone(tmp_path: Path) -> 
     assert result.restarts == 1
 
 
+def test_a_trainer_calls_workloads_that_were_replaced_while_it_was_made(tmp_path: Path) -> None:
+    run = Run(builder(tmp_path, rollouts="workload", recoverable=True), tmp_path, "made")
+    before = run.pids()
+    (tmp_path / "hold").write_text("")
+    os.kill(before["trainer"], signal.SIGKILL)
+    wait_for((tmp_path / "held").exists)
+    os.kill(before["rollouts"][1], signal.SIGKILL)
+    wait_for(lambda: "workloads are ready (ticket 2)" in str(run.handle.record().log))
+    (tmp_path / "hold").unlink()
+    assert run.pids(2)["rollouts"][1] != before["rollouts"][1]
+    result = run.finish()
+    assert (result.succeeded, result.restarts) == (True, 1), result
+
+
 def test_a_late_worker_is_hung_if_it_sleeps_and_busy_if_it_computes(tmp_path: Path) -> None:
     for late, restarts in (("hang", 1), ("compute", 0)):
         out = tmp_path / late

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import Row, draw, read_log, run, table
+from benchmarks.faults import PER_JOB, TURNS, Row, draw, draw_batch, missing, read_log, run, table
 from benchmarks.faults_jobs import JOBS
 from rlite.recovery.faults import KINDS, PHASES
 
@@ -30,3 +30,25 @@ def test_every_kind_is_drawn_in_every_phase_where_it_can_happen() -> None:
         expected = {(phase, kind) for phase in PHASES for kind in JOBS[job].kinds[phase]}
         assert {(row.phase, row.kind) for row in rows} == expected
         assert {kind for _, kind in expected} == set(KINDS)
+
+
+def test_a_log_of_210_faults_lacks_nothing() -> None:
+    rows: list[Row] = []
+    for turn in range(1000):
+        job = TURNS[turn % len(TURNS)]
+        rows += draw_batch(rows, 0, job, min(PER_JOB[job], 210 - len(rows)))
+    assert len(rows) == 210
+    assert "200 faults" in missing(rows)  # none of their jobs was sound
+    for row in rows:
+        row.is_identical = True
+    assert missing(rows) == []
+    assert "nothing is missing" in table(rows)
+
+
+def test_a_cell_without_a_sound_fault_is_missing() -> None:
+    row = Row(0, 0, "roles", "rollout", "SIGKILL", "ROLLOUT", 0)
+    assert "SIGKILL in rollout" in missing([row])
+    assert "1 (1 bad)" in table([row])
+    row.is_identical = True
+    assert "SIGKILL in rollout" not in missing([row])
+    assert "14 in rollout" in missing([row])

@@ -84,6 +84,48 @@ def test_an_agent_sees_a_stopped_process_and_kills_it() -> None:
     assert agent.look([process.pid]) == {}
 
 
+def test_the_cpu_time_of_a_process_includes_its_descendants() -> None:
+    busy = "import time; [None for _ in iter(lambda: time.process_time() < 0.5, False)]; print(flush=True); input()"
+    nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
+    command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {nested!r}])"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        own = psutil.Process(process.pid).cpu_times()
+        assert NodeAgent().look([process.pid])[process.pid].cpu_s > own.user + own.system + 0.4
+        process.communicate(b"\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not show the states of threads")
+def test_a_process_is_running_if_a_thread_beside_its_main_thread_is() -> None:
+    compute = "import threading\nthreading.Thread(target=lambda: sum(range(10**12)), daemon=True).start()"
+    with subprocess.Popen([sys.executable, "-c", f"{compute}\ninput()"], stdin=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 10
+        agent = NodeAgent()
+        while psutil.Process(process.pid).num_threads() < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.2)  # the main thread waits for Python's lock
+        assert psutil.Process(process.pid).status() == SLEEPING
+        assert agent.look([process.pid])[process.pid].status == RUNNING
+        process.kill()
+
+
+def test_a_look_at_many_processes_costs_little_more_than_at_one() -> None:
+    agent = NodeAgent()
+    others = [subprocess.Popen(["sleep", "100"]) for _ in range(40)]
+    try:
+        costs = []
+        for pids in ([others[0].pid], [each.pid for each in others]):
+            began = time.process_time()
+            assert all(len(agent.look(pids)) == len(pids) for _ in range(5))
+            costs.append(time.process_time() - began)
+        assert costs[1] < 8 * costs[0]  # one pass over all processes for each of 40 would be 40 times
+    finally:
+        for each in others:
+            each.kill()
+            each.wait()
+
+
 def test_an_agent_kills_a_stopped_master_and_no_other() -> None:
     agent = NodeAgent(stopped_after_s=1.0)
     sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
