@@ -37,8 +37,8 @@ NOT_RUN = {
 }
 """modules of the peers whose own code is left out: each would import engines, servers and schedulers"""
 ABSENT = {
-    *("aiohttp", "codetiming", "colorlog", "deepspeed", "einops", "flash_attn", "hydra", "numba", "orjson"),
-    *("pybase64", "swanlab", "tensorboardX", "torchdata", "trackio", "uvloop", "vllm", "wandb"),
+    *("aiohttp", "codetiming", "colorlog", "deepspeed", "einops", "hydra", "numba", "orjson", "pybase64", "swanlab"),
+    *("tensorboardX", "torchdata", "trackio", "uvloop", "wandb"),
 }
 """third parties that may be missing"""
 

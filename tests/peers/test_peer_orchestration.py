@@ -22,7 +22,8 @@ from rlite.cluster.placement import Device
 from rlite.control.role_group import RoleGroup, role_groups
 from rlite.control.roles import RLRoleType
 from rlite.control.workload import WorkloadFactory
-from tests.peers.conftest import stand_ins
+from tests.peers import conftest
+from tests.peers.conftest import ABSENT, stand_ins
 from tests.unit.control.threads import ThreadHandle
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "control" / "openrlhf_ppo.py"
@@ -132,6 +133,8 @@ class Engine:
 
 @pytest.fixture
 def example(peer: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    # not for all tests: TRL, for one, asks for the version of a vLLM that it finds
+    monkeypatch.setattr(conftest, "ABSENT", ABSENT | {"flash_attn", "vllm"})
     peer("openrlhf.trainer.ppo_utils.experience_maker")  # skips without OpenRLHF
     spec = importlib.util.spec_from_file_location("openrlhf_ppo", EXAMPLE)
     assert spec is not None
