@@ -2,7 +2,7 @@
 
     make bench-vllm-env                                                             # once, for vLLM
     python -m benchmarks.generation --threads 1 --vllm-python .venv-vllm/bin/python
-    python -m benchmarks.generation --threads 1 --vocab-size 32768 --vllm-python .venv-vllm/bin/python
+    python -m benchmarks.generation --width 512 --layers 8 --vocab-size 32768 --vllm-python .venv-vllm/bin/python
     .venv-vllm/bin/python -m benchmarks.generation --executor vllm --vllm-python .venv-vllm/bin/python
 
 Every side serves the same checkpoint (`benchmarks.model`) and the same prompts in float32, samples at temperature 1 and
@@ -277,6 +277,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vllm-logprobs", action="store_true", help="let vLLM return log-probabilities too")
     parser.add_argument("--vllm-compile", action="store_true", help="let vLLM compile the model: a C++ compiler")
     parser.add_argument("--vocab-size", type=int, help="default: the byte tokenizer's 259")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--uniform", type=int, default=256, metavar="N", help="new tokens; 0 leaves the case out")
     parser.add_argument("--ragged", type=int, nargs=2, default=(32, 256), metavar=("MIN", "MAX"), help="0 0: leave out")
@@ -291,7 +293,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     draw = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
-        model = build_model(Path(folder) / "model", args.vocab_size)
+        model = build_model(Path(folder) / "model", args.vocab_size, width=args.width, layers=args.layers)
         prompts = json.loads((model / "prompts.json").read_text())
         cases = {"uniform": [args.uniform] * len(prompts), "ragged": [draw.randint(*args.ragged) for _ in prompts]}
         cases = {case: num_new for case, num_new in cases.items() if max(num_new) > 0}
@@ -312,7 +314,7 @@ def main() -> None:
             "threads": torch.get_num_threads(),
             "replicas": args.replicas,
             "dtype": "float32",
-            "model": "Qwen3, 256 wide, 4 layers",
+            "model": f"Qwen3, {args.width} wide, {args.layers} layers",
             "vocab_size": args.vocab_size or 259,
             "num_prompts": len(prompts),
             "prompt_lengths": [min(map(len, prompts)), max(map(len, prompts))],

@@ -1,6 +1,6 @@
 """The checkpoints and prompts that both sides of a benchmark use, made from nothing in a second.
 
-    python -m benchmarks.model OUT_DIR [--vocab-size 32768] [--stop-probability 0.0235]
+    python -m benchmarks.model OUT_DIR [--vocab-size 32768] [--width 512] [--layers 8] [--stop-probability 0.0235]
 
 OUT_DIR becomes an ordinary Hugging Face folder (Qwen3, 256 wide, 4 layers, 4 query and 2 key/value heads of size 64)
 with a `prompts.json` beside it: a list of 128 prompts, each a list of 8 to 64 token ids.
@@ -30,11 +30,17 @@ CONSTANT = 8.0
 """what channel 0 of the residual stream holds at every position of a stopping model"""
 
 
-def build_model(out: Path, vocab_size: int | None = None, stop_probability: float | None = None) -> Path:
+def build_model(
+    out: Path,
+    vocab_size: int | None = None,
+    stop_probability: float | None = None,
+    width: int = 256,
+    layers: int = 4,
+) -> Path:
     """Write the benchmark's checkpoint and `prompts.json` to `out`; the same arguments give the same bytes."""
     overrides = {} if vocab_size is None else {"vocab_size": vocab_size}
     tied = stop_probability is None
-    build_model_dir(out, "qwen3", tie=tied, hidden=256, layers=4, initializer_range=0.02, **overrides)
+    build_model_dir(out, "qwen3", tie=tied, hidden=width, layers=layers, initializer_range=0.02, **overrides)
     if stop_probability is not None:
         _make_stopping(out, stop_probability)
     (out / "prompts.json").write_text(json.dumps(build_prompts()))
@@ -75,9 +81,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--vocab-size", type=int, help="default: the byte tokenizer's 259")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--stop-probability", type=float, help="default: the model hardly ever stops")
     args = parser.parse_args()
-    print(build_model(args.out, args.vocab_size, args.stop_probability))
+    print(build_model(args.out, args.vocab_size, args.stop_probability, args.width, args.layers))
 
 
 if __name__ == "__main__":

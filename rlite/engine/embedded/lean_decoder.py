@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -18,7 +19,12 @@ from rlite.engine.embedded.attention import AttentionPlan
 from rlite.engine.embedded.native import compiled
 from rlite.engine.embedded.pointwise import Pointwise
 from rlite.nn.batch_invariant import FAMILY, is_plain
+from rlite.nn.linear import MIN_ROWS
 from rlite.nn.meta import real_tensors
+
+ROWS = 8
+"""Decode batches are filled up to a multiple of this. oneDNN compiles its kernels for each number of rows, and would
+compile them again in every batch of ragged answers, because its cache does not hold so many."""
 
 
 class LeanDecoder:
@@ -42,6 +48,7 @@ class LeanDecoder:
             half = sin.shape[-1] // 2
             # rotate_half negates the second half, here the sines of the first are negated
             angles = torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)], dim=1)
+        self._is_invariant = is_invariant
         self._pointwise = Pointwise(angles, is_native=not is_invariant and compiled() is not None)
 
     @classmethod
@@ -87,18 +94,28 @@ class LeanDecoder:
             positions: `[tokens]`.
             plan: the attention of this forward pass.
         """
+        rows = len(tokens)
+        missing = 0 if self._is_invariant or rows < MIN_ROWS else -rows % ROWS
+        tokens, positions = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
         x, h = self._embedding.forward(tokens), None
         for layer in self._layers:
-            h = self._layer(layer, x, h, positions, plan)
-        return self._head.forward(self._pointwise.add_norm(self._norm, x, h))
+            h = self._layer(layer, x, h, positions, plan, missing)
+        return self._head.forward(self._pointwise.add_norm(self._norm, x, h))[:rows]
 
-    def _layer(self, module: Any, x: Tensor, added: Tensor | None, positions: Tensor, plan: AttentionPlan) -> Tensor:
-        """Return the output of the layer's MLP; x, the residual stream, takes in `added` and the attention's output."""
+    def _layer(
+        self, module: Any, x: Tensor, added: Tensor | None, positions: Tensor, plan: AttentionPlan, missing: int = 0
+    ) -> Tensor:
+        """Return the output of the layer's MLP; x, the residual stream, takes in `added` and the attention's output.
+
+        The last `missing` rows belong to no sequence.
+        """
         attention, mlp = module.self_attn, module.mlp
         h = self._pointwise.add_norm(module.input_layernorm, x, added)
         query, key = (self._rotated(attention, which, h, positions) for which in ("q", "k"))
         value = _heads(attention.v_proj, attention, h)
+        query, key, value = (heads[: len(heads) - missing] for heads in (query, key, value))
         h = plan.attend(attention.layer_idx, query, key, value, attention.scaling).flatten(1)
+        h = F.pad(h, (0, 0, 0, missing))
         h = self._pointwise.add_norm(module.post_attention_layernorm, x, attention.o_proj.forward(h))
         h = self._pointwise.gate(mlp.act_fn, mlp.gate_proj.forward(h), mlp.up_proj.forward(h))
         return mlp.down_proj.forward(h)

@@ -1,0 +1,43 @@
+"""Decode batches of any size: transformers' logits, and matrix products of few shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlite.engine.embedded.attention import NativeDecodePlan
+from rlite.engine.embedded.cache import CacheShape, SlotCache
+from rlite.engine.embedded.lean_decoder import ROWS
+from rlite.engine.embedded.model import ShardedModel
+from rlite.nn.linear import MIN_ROWS
+from tests.tiny import build_model_dir
+
+CPU = torch.device("cpu")
+MOST = 21
+
+
+@torch.inference_mode()
+def test_logits_are_those_of_transformers_and_many_rows_are_filled_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = build_model_dir(tmp_path / "m", "qwen3", hidden=64)
+    model = ShardedModel(str(path), "float32", CPU, None)
+    model.load()
+    model.specialise(max_len=8)
+    head, seen = model.model.lm_head, []
+    forward = head.forward
+    monkeypatch.setattr(head, "forward", lambda x: seen.append(len(x)) or forward(x))
+    tokens = torch.arange(3, 3 + MOST)
+    expected = AutoModelForCausalLM.from_pretrained(path).eval()(tokens[:, None]).logits[:, 0]
+    for rows in range(1, MOST + 1):
+        cache = SlotCache(CacheShape(2, rows, 4, 2, 8, 16), torch.float32, CPU)
+        positions = torch.zeros(rows, dtype=torch.int64)
+        logits = model.logits(tokens[:rows], positions, NativeDecodePlan(cache, positions[None]))
+        torch.testing.assert_close(logits, expected[:rows], rtol=1e-5, atol=1e-5)
+    assert {rows for rows in seen if rows >= MIN_ROWS} == {
+        rows for rows in range(MIN_ROWS, MOST + ROWS) if not rows % ROWS
+    }
+    assert {rows for rows in seen if rows < MIN_ROWS} == set(range(1, MIN_ROWS))
