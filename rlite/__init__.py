@@ -18,7 +18,7 @@ if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys(
     os.environ["GOMP_SPINCOUNT"] = "20000"  # of GNU's OpenMP: some 0.2 milliseconds
     os.environ["KMP_BLOCKTIME"] = "1"  # of LLVM's and Intel's: milliseconds
 # oneDNN keeps a compiled primitive for each of the last 1,024 shapes. Packs have a new shape at every step, and the
-# host's memory grew by gigabytes; this many suffice for the batch sizes of generation.
+# host's memory grew by gigabytes.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "384")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "384")
 
