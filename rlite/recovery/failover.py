@@ -141,6 +141,18 @@ class RecoveryFailed:
 
 
 @dataclass(frozen=True)
+class RendezvousLost:
+    """The workload of the recovery with this ticket cannot come back alone, because its peers know another rendezvous."""
+
+    at: float
+    ticket: int
+    detail: str
+
+    def __str__(self) -> str:
+        return f"the workload cannot come back alone (ticket {self.ticket}): {self.detail}"
+
+
+@dataclass(frozen=True)
 class MasterRestarted:
     """The master was killed and takes the job over."""
 
@@ -169,6 +181,7 @@ Event = (
     | TrainerFinished
     | Recovered
     | RecoveryFailed
+    | RendezvousLost
     | MasterRestarted
     | StopRequested
 )
@@ -363,6 +376,8 @@ def decide(state: JobState, event: Event, policy: FailoverPolicy) -> Decision:
             return _on_recovered(state, event.ticket)
         case RecoveryFailed():
             return _on_failed_recovery(state, event, policy)
+        case RendezvousLost():
+            return _on_lost_rendezvous(state, event.ticket)
     if event.run != state.run or state.is_trainer_waiting:
         return Decision(state, (), "stale: this run was replaced")
     match event:
@@ -477,6 +492,17 @@ def _on_failed_recovery(state: JobState, event: RecoveryFailed, policy: Failover
     if event.is_raised and event.detail == state.creation_error:
         return _end(state, "ERROR", f"{event}. It failed twice in the same way.")
     return _restart_job(replace(state, creation_error=event.detail), event.at, policy, cause=str(event))
+
+
+def _on_lost_rendezvous(state: JobState, ticket: int) -> Decision:
+    labels = [label for label, each in state.recoveries.items() if each == ticket]
+    if not labels:
+        return Decision(state, (), "stale: this recovery was replaced")
+    role = labels[0].partition("/")[0]
+    counted = state.roles[role].restarts
+    state, actions = _restart_role(state, role, 0.0)
+    state = _with_role(state, role, replace(state.roles[role], restarts=counted))  # of the workload's restart
+    return Decision(state, tuple(actions), f"restart {_scope(role, 'role')}")
 
 
 def _start_trainer(state: JobState, delay_s: float, why: str) -> Decision:
