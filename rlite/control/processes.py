@@ -77,7 +77,7 @@ class JobProcesses:
         self._agents: dict[str, RayHandle] = {}
         self._lock = threading.Lock()
         classes = plan.classes.workloads
-        self._actor_classes = {role: hosting(each.cls, each.actor_options) for role, each in classes.items()}
+        self._actor_classes = {role: hosting(each.interface, each.actor_options) for role, each in classes.items()}
 
     # Devices
 
@@ -202,11 +202,10 @@ class JobProcesses:
 
     def _trainer_factory(self) -> TrainerFactory:
         plan = self._plan
-        assert plan.classes.trainer is not None
         return TrainerFactory(
-            cls=plan.classes.trainer,
+            trainer=plan.classes.trainer,
             config=plan.spec.config,
-            classes={role: each.cls for role, each in plan.classes.workloads.items()},
+            classes={role: each.pickled for role, each in plan.classes.workloads.items()},
             resources={role: plan.spec.resource_of(role) for role in plan.spec.roles()},
             roles={role: self._actors(role) for role in self._groups},
             call_timeout=plan.spec.call_timeout,
@@ -336,7 +335,7 @@ class JobProcesses:
             raise StaleRendezvous(f"the peers of {role} expect rank 0 at {address}:{port}: {error}") from error
 
     def _hold_port(self, group: WorkerGroup, address: str, port: int = 0) -> int:
-        """Hold a port in the process of rank 0; 0 is a free one."""
+        """Return a port that the process of rank 0 holds: this one, or a free one for 0."""
         timeout = self._plan.spec.start_timeout
         (held,) = apply_on_processes([(group, 0, (), (address, port))], hold_port, [group], "hold a port", timeout)
         return held
@@ -345,7 +344,7 @@ class JobProcesses:
         """Make the workloads in started processes."""
         plan, timeout = self._plan, self._plan.spec.start_timeout
         factory = WorkloadFactory(
-            cls=plan.classes.workloads[role].cls,
+            workload=plan.classes.workloads[role].pickled,
             role=role,
             config=plan.spec.config,
             master=Service(plan.name).actor,

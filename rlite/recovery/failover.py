@@ -142,7 +142,7 @@ class RecoveryFailed:
 
 @dataclass(frozen=True)
 class RendezvousLost:
-    """The workload of the recovery with this ticket cannot come back alone, because its peers know another rendezvous."""
+    """The workload of this recovery cannot come back alone, because the rendezvous that its peers know is not valid."""
 
     at: float
     ticket: int
