@@ -17,7 +17,7 @@ from rlite.control.layout import check_capacity
 from rlite.control.plan import JobPlan
 from rlite.control.spec import JobSpec
 from rlite.errors import CallTimeout, ConfigError, RliteError
-from rlite.recovery.record import JobRecord, LogEntry
+from rlite.recovery.record import JobRecord, LogEntry, forget_old
 from rlite.recovery.store import check_name
 
 WAIT_S = 5.0
@@ -133,6 +133,7 @@ class RLJob:
         processes = fleet.Fleet(job_name)
         if "master" in processes.names():
             raise ConfigError(f"job_name={job_name!r}: a job of this name runs on the cluster; choose another")
+        forget_old(fleet.RayStore())
         fleet.keep_plan(job_name, self.plan(job_name, job_max_restart))
         processes.serve(MasterFactory(job_name))
         handle = JobHandle(job_name)

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import pytest
 import ray
 
 import rlite
-from rlite.cluster.ray.fleet import Fleet, Service
+from rlite.cluster.ray.fleet import Fleet, RayStore, Service
 from rlite.control import JobHandle, JobResult, RLJobBuilder, command
 from rlite.errors import ConfigError, PlacementError, RliteError
+from rlite.recovery.failover import JobState
+from rlite.recovery.record import MAX_ENDED, JobRecord, LogEntry, save_record
 from tests.integration.control_program import Actor, Rollout, Trainer
 
 pytestmark = pytest.mark.slow
@@ -254,7 +257,12 @@ def test_the_commands_launch_show_and_stop_a_job(tmp_path: Path, capsys: pytest.
         f"device_per_node: 2\ndevice_type: CPU\ntrainer: {program}:Trainer\nconfig: {{out: {tmp_path}}}\n"
         f"actor: {{workload: '{program}:Actor', total: 2, per_node: 2}}\n"
     )
+    ended = JobRecord(state=JobState(stage="FINISHED"), log=(LogEntry(0.0, "FINISHED", "long ago"),))
+    save_record(RayStore(), "long-ago", ended)
+    for number in range(MAX_ENDED):
+        save_record(RayStore(), f"ended-{number}", replace(ended, log=(LogEntry(1.0, "FINISHED", "done"),)))
     command.launch([str(tmp_path / "job.yaml"), "wait=false", "name=cli", "store=ray"])
+    assert "long-ago" not in RayStore().names()
     assert "rlite status cli" in capsys.readouterr().out
     wait_for((tmp_path / "runs").exists)
     command.status(["cli"])

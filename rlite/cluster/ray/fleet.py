@@ -243,6 +243,10 @@ class RayStore:
         """Replace the text of a name."""
         _internal_kv_put(name, text, overwrite=True, namespace=NAMESPACE)
 
+    def remove(self, name: str) -> None:
+        """Forget the text of a name, if there is one."""
+        _internal_kv_del(name, namespace=NAMESPACE)
+
     def names(self) -> list[str]:
         """Return all names that have a text."""
         return sorted(key.decode() for key in _internal_kv_list("", namespace=NAMESPACE) if b"/" not in key)
