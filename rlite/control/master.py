@@ -190,7 +190,8 @@ class Master:
         except Exception as error:  # the boundary: any failure of a recovery is an event
             is_raised = not isinstance(error, WorkerError | CallTimeout)
             detail = f"{type(error).__name__}: {error}"
-            self._events.put(RecoveryFailed(time.time(), action.ticket, detail, is_raised))
+            has_lost_node = not is_raised and self._processes.has_lost_node()
+            self._events.put(RecoveryFailed(time.time(), action.ticket, detail, is_raised, has_lost_node))
         else:
             self._events.put(Recovered(time.time(), action.ticket))
 

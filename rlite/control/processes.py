@@ -89,6 +89,10 @@ class JobProcesses:
             timeout = self._plan.spec.start_timeout
             self._reserved = self._fleet.reserve(name, self._plan.bundles(), avoid, timeout)
 
+    def has_lost_node(self) -> bool:
+        """Return True if a node that held devices of the job has died."""
+        return not {reserved.node for reserved in self._reserved.values()} <= living_nodes()
+
     def num_nodes(self) -> int:
         """Return the number of living nodes."""
         return len(living_nodes())

@@ -135,6 +135,8 @@ class RecoveryFailed:
     detail: str
     is_raised: bool = False
     """a constructor raised, or devices are missing; the same error twice in a row ends the job"""
+    has_lost_node: bool = False
+    """a node died on which a process started; Ray gives its devices on another node"""
 
     def __str__(self) -> str:
         return f"workloads could not be made (ticket {self.ticket}): {self.detail}"
@@ -491,6 +493,12 @@ def _on_failed_recovery(state: JobState, event: RecoveryFailed, policy: Failover
         return Decision(state, (), "stale: this recovery was replaced")
     if event.is_raised and event.detail == state.creation_error:
         return _end(state, "ERROR", f"{event}. It failed twice in the same way.")
+    role, _, rank = labels[0].partition("/")
+    if event.has_lost_node and role != JOB and _level(state, role, policy) != "job":
+        state, delay_s = _back_off(state, event.at, policy)
+        ranks = [int(rank)] if rank else []
+        again = _restart_workloads(state, role, ranks, delay_s) if ranks else _restart_role(state, role, delay_s)
+        return Decision(again[0], tuple(again[1]), f"its node has died: again on another one after {delay_s:g} s")
     return _restart_job(replace(state, creation_error=event.detail), event.at, policy, cause=str(event))
 
 

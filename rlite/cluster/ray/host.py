@@ -12,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from rlite.cluster.group import AbsentHandle
 from rlite.cluster.guard import end_at_sigterm
@@ -20,7 +20,7 @@ from rlite.cluster.host import Outcome, Whereabouts, WorkerHost, WorkerKey
 from rlite.cluster.interface import Interface, Method
 from rlite.cluster.notice import TerminationNotice
 from rlite.cluster.ray.connection import ControlService
-from rlite.errors import ConfigError, WorkerDied, WorkerError
+from rlite.errors import ConfigError, SnapshotLost, WorkerDied, WorkerError
 
 STOP_TIMEOUT_S = 10.0
 GROUPS = {"pulse": 1, "notice": 1, "look": 1, "aside": 4}
@@ -235,6 +235,9 @@ class RayHandle:
                     answer.set_result(done.result())
                 elif isinstance(error, RayActorError):
                     answer.set_exception(WorkerDied(f"worker process ended: {self._name}", (self._name,)))
+                elif isinstance(error, ObjectLostError):
+                    why = f"{self._name}: a part of a snapshot is lost, because the node that kept it has died"
+                    answer.set_exception(SnapshotLost(why))
                 else:
                     answer.set_exception(WorkerError(f"Ray could not deliver a call to {self._name}: {error}"))
 

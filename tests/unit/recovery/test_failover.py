@@ -217,6 +217,26 @@ TABLE: dict[str, tuple[list[Event], list[tuple[Action, ...]], str]] = {
         ],
         "FAILOVER",
     ),
+    "a recovery that meets another dead node is tried again, within the budget": (
+        [
+            dead("ROLLOUT", 1),
+            RecoveryFailed(0.0, 2, "WorkerDied", has_lost_node=True),
+            Recovered(0.0, 2),
+            RecoveryFailed(0.0, 3, "WorkerDied", has_lost_node=True),
+        ],
+        [
+            (RestartWorkload(2, WorkloadId("ROLLOUT", 1, 0, 0, 1)),),
+            (RestartWorkload(3, WorkloadId("ROLLOUT", 1, 0, 0, 2), 1.0),),
+            (),
+            (CreateJob(4, 1, 3.0),),
+        ],
+        "FAILOVER",
+    ),
+    "and so is a role's": (
+        [dead("CRITIC", 1), RecoveryFailed(0.0, 2, "WorkerDied", has_lost_node=True), Recovered(0.0, 3)],
+        [(RestartRole(2, "CRITIC", 1),), (RestartRole(3, "CRITIC", 2, 1.0),), ()],
+        "RUNNING",
+    ),
     "a new master takes a running job over": ([MasterRestarted(0.0)], [()], "RUNNING"),
     "a new master creates anew what was being created": (
         [dead("ACTOR"), MasterRestarted(0.0), Recovered(0.0, 2), Recovered(0.0, 3)],
