@@ -82,7 +82,8 @@ $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	$(BIN)/pip install --quiet -c constraints-cpu.txt -e ".[dev]"
 	touch $@
 
-# for tests/peers and tests/contracts/test_sglang.py alone; torch and transformers are the environment's
+# for tests/peers, tests/contracts/test_sglang*.py and tests/integration/test_job_submission.py alone; torch and
+# transformers are the environment's
 $(VENV)/.peers-installed: $(VENV)/.installed tests/peers/requirements.txt
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/peers -r tests/peers/requirements.txt
 	touch $@

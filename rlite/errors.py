@@ -89,6 +89,10 @@ class WorkerDied(WorkerError):
         self.workers = workers
 
 
+class SnapshotLost(WorkerError):
+    """A part of a snapshot in memory went with the node that held it; a checkpoint on disk is left."""
+
+
 class CallTimeout(RliteError, TimeoutError):
     """A call did not end in time. `late` names the workers that had not answered."""
 

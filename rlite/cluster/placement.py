@@ -176,6 +176,21 @@ class Ledger:
         left = tuple(executor for executor in self.placements[owner].executors if executor not in executors)
         return self._with_executors(owner, left)
 
+    def moved(self, places: Mapping[Device, Device]) -> Ledger:
+        """Return the ledger after devices were replaced by others, such as those of a dead node.
+
+        Args:
+            places: the new device by the old one.
+        """
+
+        def at(devices: Iterable[Device]) -> tuple[Device, ...]:
+            return tuple(places.get(device, device) for device in devices)
+
+        placements = {
+            owner: replace(each, executors=tuple(map(at, each.executors))) for owner, each in self.placements.items()
+        }
+        return Ledger(at(self.devices), placements)
+
     def _with_executors(self, owner: str, executors: Executors) -> Ledger:
         changed = replace(self.placements[owner], executors=executors)
         return replace(self, placements={**self.placements, owner: changed})

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count
 from typing import Any, Literal
@@ -87,7 +87,7 @@ class Session:
         return self._groups[owner]
 
     def restart(self, owner: str, replica: int, factory: Callable[[WorkerContext], Any]) -> None:
-        """Start the workers of a lost replica again, on their devices.
+        """Start the workers of a lost replica again, on their devices, or on others if their node has died.
 
         Args:
             owner: name of the engine.
@@ -96,7 +96,18 @@ class Session:
         """
         group = self._groups[owner]
         ranks = group.replica_of(replica * group.replica_size)
-        self.launcher.start_replica(group, ranks[0], [group.devices[rank] for rank in ranks], factory)
+        before = [group.devices[rank] for rank in ranks]
+        self.launcher.start_replica(group, ranks[0], before, factory)
+        after = [group.devices[rank] for rank in ranks]
+        if moved := {old: new for old, new in zip(before, after, strict=True) if old != new}:
+            self._move(moved)
+
+    def _move(self, places: Mapping[Device, Device]) -> None:
+        """Note for all owners that devices are elsewhere. Their workers on the old devices have died with the node."""
+        with self._lock:
+            self._ledger = self._ledger.moved(places)
+            for group in self._groups.values():
+                group.devices = tuple(places.get(device, device) for device in group.devices)
 
     def grow(self, owner: str, replicas: Sequence[int]) -> None:
         """Take devices for further replicas of an owner. `restart` starts their workers.

@@ -1,4 +1,8 @@
-"""Classes of a job: found by name or given, plain or decorated by Ray, and checked before anything starts."""
+"""Classes of a job: found by name or given, plain or decorated by Ray, and checked before anything starts.
+
+A job's plan holds them as bytes. Only the processes that make their objects unpickle them, so that the master imports
+none of the user's libraries.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import cloudpickle
+
+from rlite.cluster.interface import Interface, interface_of
 from rlite.control.roles import RLRoleType
 from rlite.control.trainer import BaseTrainer
 from rlite.control.workload import BaseWorkload
@@ -35,6 +42,33 @@ class JobClasses:
     trainer: type[BaseTrainer] | None
     """None: a program, which the job's spec names"""
     workloads: Mapping[RLRoleType, WorkloadClass]
+
+    def packed(self) -> PackedClasses:
+        """Return the classes for a plan."""
+        trainer = b"" if self.trainer is None else cloudpickle.dumps(self.trainer)
+        return PackedClasses(trainer, {role: _packed(each) for role, each in self.workloads.items()})
+
+
+@dataclass(frozen=True)
+class PackedWorkload:
+    """Class of a role's workloads, for a process that does not import it."""
+
+    pickled: bytes
+    interface: Interface
+    actor_options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PackedClasses:
+    """All classes of a job, for a process that imports none of them."""
+
+    trainer: bytes
+    """pickled; empty for a program"""
+    workloads: Mapping[RLRoleType, PackedWorkload]
+
+
+def _packed(workload: WorkloadClass) -> PackedWorkload:
+    return PackedWorkload(cloudpickle.dumps(workload.cls), interface_of(workload.cls), workload.actor_options)
 
 
 def workload_class(role: RLRoleType, given: Any) -> WorkloadClass:

@@ -17,7 +17,7 @@ from rlite.control.layout import check_capacity
 from rlite.control.plan import JobPlan
 from rlite.control.spec import JobSpec
 from rlite.errors import CallTimeout, ConfigError, RliteError
-from rlite.recovery.record import JobRecord, LogEntry
+from rlite.recovery.record import JobRecord, LogEntry, forget_old
 from rlite.recovery.store import check_name
 
 WAIT_S = 5.0
@@ -133,16 +133,8 @@ class RLJob:
         processes = fleet.Fleet(job_name)
         if "master" in processes.names():
             raise ConfigError(f"job_name={job_name!r}: a job of this name runs on the cluster; choose another")
-        plan = JobPlan(
-            name=job_name,
-            submission=uuid.uuid4().hex,
-            spec=self.spec,
-            classes=self.classes,
-            layout=self.layout,
-            policy=self.spec.policy(job_max_restart),
-            folder=os.getcwd(),
-        )
-        fleet.keep_plan(job_name, plan)
+        forget_old(fleet.RayStore())
+        fleet.keep_plan(job_name, self.plan(job_name, job_max_restart))
         processes.serve(MasterFactory(job_name))
         handle = JobHandle(job_name)
         if not blocking:
@@ -152,6 +144,18 @@ class RLJob:
         except BaseException:
             self._abandon(handle)
             raise
+
+    def plan(self, job_name: str, job_max_restart: int) -> JobPlan:
+        """Return what the master of a new submission needs."""
+        return JobPlan(
+            name=job_name,
+            submission=uuid.uuid4().hex,
+            spec=self.spec,
+            classes=self.classes.packed(),
+            layout=self.layout,
+            policy=self.spec.policy(job_max_restart),
+            folder=os.getcwd(),
+        )
 
     def _abandon(self, handle: JobHandle) -> None:
         """End a job whose submitter does not wait any more."""

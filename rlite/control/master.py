@@ -26,7 +26,7 @@ from rlite.cluster.host import Whereabouts
 from rlite.cluster.ray.fleet import Fleet, RayStore, kept_plan, own_node
 from rlite.control.health import Judge, Vital
 from rlite.control.plan import TRAINER, JobPlan, trainer_life
-from rlite.control.processes import JobProcesses, ProcessView
+from rlite.control.processes import JobProcesses, ProcessView, StaleRendezvous
 from rlite.control.roles import RLRoleType
 from rlite.errors import CallTimeout, StorageError, WorkerError
 from rlite.recovery.failover import (
@@ -40,6 +40,7 @@ from rlite.recovery.failover import (
     MasterRestarted,
     Recovered,
     RecoveryFailed,
+    RendezvousLost,
     RestartRole,
     RestartWorkload,
     StartTrainer,
@@ -184,10 +185,13 @@ class Master:
         assert not isinstance(action, EndJob)
         try:
             self._recover(action)
+        except StaleRendezvous as error:
+            self._events.put(RendezvousLost(time.time(), action.ticket, str(error)))
         except Exception as error:  # the boundary: any failure of a recovery is an event
             is_raised = not isinstance(error, WorkerError | CallTimeout)
             detail = f"{type(error).__name__}: {error}"
-            self._events.put(RecoveryFailed(time.time(), action.ticket, detail, is_raised))
+            has_lost_node = not is_raised and self._processes.has_lost_node()
+            self._events.put(RecoveryFailed(time.time(), action.ticket, detail, is_raised, has_lost_node))
         else:
             self._events.put(Recovered(time.time(), action.ticket))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlite.control.classes import JobClasses
+from rlite.control.classes import PackedClasses
 from rlite.control.layout import Layout
 from rlite.control.roles import RLRoleType
 from rlite.control.spec import JobSpec
@@ -22,7 +22,7 @@ class JobPlan:
     submission: str
     """unique id of this submission"""
     spec: JobSpec
-    classes: JobClasses
+    classes: PackedClasses
     layout: Layout
     policy: FailoverPolicy
     folder: str

@@ -31,6 +31,7 @@ from rlite.control.program import Program
 from rlite.control.roles import RLRoleType
 from rlite.control.trainer_process import RoleActors, TrainerFactory, TrainerOutcome
 from rlite.control.workload import WorkloadFactory, hold_port
+from rlite.errors import RliteError
 from rlite.recovery.failover import WorkloadId
 
 GPU_SHARE = 0.02
@@ -59,6 +60,10 @@ class ProcessView:
 OnStart = Callable[[WorkloadId, ProcessView], None]
 
 
+class StaleRendezvous(RliteError):
+    """A workload cannot be made anew beside its peers, because their rendezvous is no longer valid."""
+
+
 class JobProcesses:
     """All processes of a job. Threads of several actions may use it at the same time."""
 
@@ -72,7 +77,7 @@ class JobProcesses:
         self._agents: dict[str, RayHandle] = {}
         self._lock = threading.Lock()
         classes = plan.classes.workloads
-        self._actor_classes = {role: hosting(each.cls, each.actor_options) for role, each in classes.items()}
+        self._actor_classes = {role: hosting(each.interface, each.actor_options) for role, each in classes.items()}
 
     # Devices
 
@@ -83,6 +88,10 @@ class JobProcesses:
             self._fleet.release(lambda full: not full.startswith(f"{name}/"))
             timeout = self._plan.spec.start_timeout
             self._reserved = self._fleet.reserve(name, self._plan.bundles(), avoid, timeout)
+
+    def has_lost_node(self) -> bool:
+        """Return True if a node that held devices of the job has died."""
+        return not {reserved.node for reserved in self._reserved.values()} <= living_nodes()
 
     def num_nodes(self) -> int:
         """Return the number of living nodes."""
@@ -107,6 +116,8 @@ class JobProcesses:
             for life in lives[role]:
                 on_start(life, self._view(role, life.rank))
         for role, group in groups.items():
+            address = "127.0.0.1" if _is_on_one_node(group) else group.devices[0].ip
+            self._rendezvous[role] = (address, self._hold_port(group, address))
             self._furnish(role, group, range(len(group)))
 
     def replace_workload(self, role: RLRoleType, life: WorkloadId, on_start: OnStart) -> None:
@@ -116,6 +127,9 @@ class JobProcesses:
             role: its role.
             life: its new life.
             on_start: called with the process before the workload is made.
+
+        Raises:
+            StaleRendezvous: its peers know a rendezvous at which rank 0 no longer is, or whose port was taken.
         """
         suffix = f"/{role}-{life.rank}"
         self._fleet.kill(lambda name: name.endswith(suffix) and name != actor_name(life))
@@ -125,6 +139,7 @@ class JobProcesses:
         handles[life.rank] = self._start(role, life)
         self._groups[role] = self._group(role, handles)
         on_start(life, self._view(role, life.rank))
+        self._keep_rendezvous(role, life.rank)
         self._furnish(role, self._groups[role], [life.rank])
 
     def end_role(self, role: RLRoleType) -> None:
@@ -191,11 +206,10 @@ class JobProcesses:
 
     def _trainer_factory(self) -> TrainerFactory:
         plan = self._plan
-        assert plan.classes.trainer is not None
         return TrainerFactory(
-            cls=plan.classes.trainer,
+            trainer=plan.classes.trainer,
             config=plan.spec.config,
-            classes={role: each.cls for role, each in plan.classes.workloads.items()},
+            classes={role: each.pickled for role, each in plan.classes.workloads.items()},
             resources={role: plan.spec.resource_of(role) for role in plan.spec.roles()},
             roles={role: self._actors(role) for role in self._groups},
             call_timeout=plan.spec.call_timeout,
@@ -304,20 +318,37 @@ class JobProcesses:
         group.divide(1)
         return group
 
+    def _keep_rendezvous(self, role: RLRoleType, rank: int) -> None:
+        """Check that the rendezvous which the peers of a new workload know is valid, and hold its port for rank 0.
+
+        Raises:
+            StaleRendezvous: it is not valid.
+        """
+        group = self._groups[role]
+        if role not in self._rendezvous:
+            raise StaleRendezvous(f"no workload of {role} can say which rendezvous its peers know")
+        address, port = self._rendezvous[role]
+        now = group.devices[0].ip
+        if address != now and not (address == "127.0.0.1" and _is_on_one_node(group)):
+            raise StaleRendezvous(f"the peers of {role} expect rank 0 at {address}:{port}, and it is at {now} now")
+        if rank != 0:
+            return
+        try:
+            self._hold_port(group, address, port)
+        except OSError as error:
+            raise StaleRendezvous(f"the peers of {role} expect rank 0 at {address}:{port}: {error}") from error
+
+    def _hold_port(self, group: WorkerGroup, address: str, port: int = 0) -> int:
+        """Return a port that the process of rank 0 holds: this one, or a free one for 0."""
+        timeout = self._plan.spec.start_timeout
+        (held,) = apply_on_processes([(group, 0, (), (address, port))], hold_port, [group], "hold a port", timeout)
+        return held
+
     def _furnish(self, role: RLRoleType, group: WorkerGroup, ranks: Sequence[int]) -> None:
-        """Make the workloads in started processes, with a rendezvous at rank 0."""
+        """Make the workloads in started processes."""
         plan, timeout = self._plan, self._plan.spec.start_timeout
-        if 0 in ranks:
-            is_one_node = len({device.node for device in group.devices}) == 1
-            address = "127.0.0.1" if is_one_node else group.devices[0].ip
-            before = self._rendezvous.get(role, ("", 0))
-            wanted = before[1] if len(ranks) < len(group) and before[0] == address else 0
-            (port,) = apply_on_processes(
-                [(group, 0, (), (address, wanted))], hold_port, [group], "keep a port", timeout
-            )
-            self._rendezvous[role] = (address, port)
         factory = WorkloadFactory(
-            cls=plan.classes.workloads[role].cls,
+            workload=plan.classes.workloads[role].pickled,
             role=role,
             config=plan.spec.config,
             master=Service(plan.name).actor,
@@ -341,6 +372,10 @@ class JobProcesses:
         if self._trainer is not None and is_chosen(f"/{TRAINER}-0"):
             deaths.append(self._trainer.death)
         wait(deaths, END_S)
+
+
+def _is_on_one_node(group: WorkerGroup) -> bool:
+    return len({device.node for device in group.devices}) == 1
 
 
 def _answers(looks: Sequence[Future[T]], timeout: float = LOOK_S) -> list[T | None]:

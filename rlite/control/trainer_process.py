@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import cloudpickle
 from omegaconf import OmegaConf
 
 from rlite.cluster.group import WorkerGroup
@@ -52,9 +53,11 @@ class TrainerOutcome:
 class TrainerFactory:
     """Maker of a trainer's process."""
 
-    cls: type[BaseTrainer]
+    trainer: bytes
+    """the pickled class"""
     config: Mapping[str, Any]
-    classes: Mapping[RLRoleType, type]
+    classes: Mapping[RLRoleType, bytes]
+    """pickled, of the workloads"""
     resources: Mapping[RLRoleType, Mapping[str, float]]
     roles: Mapping[RLRoleType, RoleActors]
     call_timeout: float
@@ -77,16 +80,17 @@ class TrainerProcess:
         self._error = self._trace = ""
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        cls: type[BaseTrainer] = cloudpickle.loads(factory.trainer)
+        classes = {role: cloudpickle.loads(pickled) for role, pickled in factory.classes.items()}
         groups = {
-            role: RoleGroup(role, factory.classes[role], self._group(actors), self._on_late)
+            role: RoleGroup(role, classes[role], self._group(actors), self._on_late)
             for role, actors in factory.roles.items()
         }
-        cls = factory.cls
         handles = {role: list(actors.actors) for role, actors in factory.roles.items()}
         self._trainer = cls.__new__(cls)
         self._trainer._resources = factory.resources
         self._trainer.__init__(  # type: ignore[misc]
-            handles, dict(factory.classes), OmegaConf.create(dict(factory.config))
+            handles, classes, OmegaConf.create(dict(factory.config))
         )
         self._groups = groups
         self._trainer._groups = role_groups(groups.values())

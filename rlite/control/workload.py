@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 from omegaconf import DictConfig, OmegaConf
 
 from rlite.cluster.host import WorkerContext
@@ -143,7 +144,8 @@ class BaseWorkload:
 class WorkloadFactory:
     """Maker of a role's workloads, called in their processes."""
 
-    cls: type[BaseWorkload]
+    workload: bytes
+    """the pickled class"""
     role: RLRoleType
     config: Mapping[str, Any]
     master: Any
@@ -154,7 +156,7 @@ class WorkloadFactory:
 
     def __call__(self, context: WorkerContext) -> BaseWorkload:
         """Return the workload of a rank. Its place is set before its constructor runs."""
-        workload = object.__new__(self.cls)
+        workload = object.__new__(cloudpickle.loads(self.workload))
         local_rank, local_world_size = self.local_ranks[context.rank]
         workload._place = WorkloadPlace(
             f"{self.role}-{context.rank}",
@@ -166,9 +168,7 @@ class WorkloadFactory:
             *self.rendezvous,
             self.collocation,
         )
-        workload.__init__(  # type: ignore[misc]
-            self.master, OmegaConf.create(dict(self.config))
-        )
+        workload.__init__(self.master, OmegaConf.create(dict(self.config)))
         return workload
 
 

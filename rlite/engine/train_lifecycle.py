@@ -273,6 +273,8 @@ class TrainLifecycle(Engine):
 
         Raises:
             ConfigError: the launcher starts no process while others run.
+            SnapshotLost: a node that kept a part of the snapshot has died. The engine has no weights, and may recover
+                from a checkpoint.
         """
         if self.has_died:
             self._restart()

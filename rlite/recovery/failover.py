@@ -135,9 +135,23 @@ class RecoveryFailed:
     detail: str
     is_raised: bool = False
     """a constructor raised, or devices are missing; the same error twice in a row ends the job"""
+    has_lost_node: bool = False
+    """a node died on which a process started; Ray gives its devices on another node"""
 
     def __str__(self) -> str:
         return f"workloads could not be made (ticket {self.ticket}): {self.detail}"
+
+
+@dataclass(frozen=True)
+class RendezvousLost:
+    """The workload of this recovery cannot come back alone, because the rendezvous that its peers know is not valid."""
+
+    at: float
+    ticket: int
+    detail: str
+
+    def __str__(self) -> str:
+        return f"the workload cannot come back alone (ticket {self.ticket}): {self.detail}"
 
 
 @dataclass(frozen=True)
@@ -169,6 +183,7 @@ Event = (
     | TrainerFinished
     | Recovered
     | RecoveryFailed
+    | RendezvousLost
     | MasterRestarted
     | StopRequested
 )
@@ -363,6 +378,8 @@ def decide(state: JobState, event: Event, policy: FailoverPolicy) -> Decision:
             return _on_recovered(state, event.ticket)
         case RecoveryFailed():
             return _on_failed_recovery(state, event, policy)
+        case RendezvousLost():
+            return _on_lost_rendezvous(state, event.ticket)
     if event.run != state.run or state.is_trainer_waiting:
         return Decision(state, (), "stale: this run was replaced")
     match event:
@@ -476,7 +493,24 @@ def _on_failed_recovery(state: JobState, event: RecoveryFailed, policy: Failover
         return Decision(state, (), "stale: this recovery was replaced")
     if event.is_raised and event.detail == state.creation_error:
         return _end(state, "ERROR", f"{event}. It failed twice in the same way.")
+    role, _, rank = labels[0].partition("/")
+    if event.has_lost_node and role != JOB and _level(state, role, policy) != "job":
+        state, delay_s = _back_off(state, event.at, policy)
+        ranks = [int(rank)] if rank else []
+        again = _restart_workloads(state, role, ranks, delay_s) if ranks else _restart_role(state, role, delay_s)
+        return Decision(again[0], tuple(again[1]), f"its node has died: again on another one after {delay_s:g} s")
     return _restart_job(replace(state, creation_error=event.detail), event.at, policy, cause=str(event))
+
+
+def _on_lost_rendezvous(state: JobState, ticket: int) -> Decision:
+    labels = [label for label, each in state.recoveries.items() if each == ticket]
+    if not labels:
+        return Decision(state, (), "stale: this recovery was replaced")
+    role = labels[0].partition("/")[0]
+    counted = state.roles[role].restarts
+    state, actions = _restart_role(state, role, 0.0)
+    state = _with_role(state, role, replace(state.roles[role], restarts=counted))  # of the workload's restart
+    return Decision(state, tuple(actions), f"restart {_scope(role, 'role')}")
 
 
 def _start_trainer(state: JobState, delay_s: float, why: str) -> Decision:

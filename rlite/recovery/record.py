@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from pydantic import TypeAdapter, ValidationError
@@ -14,6 +15,8 @@ from rlite.recovery.store import StateStore
 
 MAX_ENTRIES = 1000
 """entries of a log that are kept, the latest"""
+MAX_ENDED = 20
+"""records of ended jobs that are kept, the latest"""
 
 
 @dataclass(frozen=True)
@@ -79,3 +82,15 @@ def load_record(store: StateStore, job: str) -> JobRecord | None:
         return _JSON.validate_json(text)
     except ValidationError as error:
         raise RliteError(f"the stored state of job {job!r} cannot be read; remove it: {error}") from error
+
+
+def forget_old(store: StateStore) -> None:
+    """Remove the records of ended jobs except the latest. A record that cannot be read may be of a running job."""
+    ended: dict[str, float] = {}
+    for name in store.names():
+        with suppress(RliteError):
+            record = load_record(store, name)
+            if record is not None and record.state.has_ended:
+                ended[name] = record.log[-1].at
+    for name in sorted(ended, key=ended.__getitem__)[:-MAX_ENDED]:
+        store.remove(name)

@@ -19,6 +19,9 @@ class StateStore(Protocol):
     def save(self, name: str, text: str) -> None:
         """Replace the text of a name."""
 
+    def remove(self, name: str) -> None:
+        """Forget the text of a name, if there is one."""
+
     def names(self) -> list[str]:
         """Return all names that have a text."""
 
@@ -36,6 +39,10 @@ class MemoryStore:
     def save(self, name: str, text: str) -> None:
         """Replace the text of a name."""
         self._texts[name] = text
+
+    def remove(self, name: str) -> None:
+        """Forget the text of a name, if there is one."""
+        self._texts.pop(name, None)
 
     def names(self) -> list[str]:
         """Return all names that have a text."""
@@ -65,6 +72,10 @@ class FileStore:
         with writing(path):
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             files.replace(path, text.encode(), mode=0o600)
+
+    def remove(self, name: str) -> None:
+        """Forget the text of a name, if there is one."""
+        self._path(name).unlink(missing_ok=True)
 
     def names(self) -> list[str]:
         """Return all names that have a text."""

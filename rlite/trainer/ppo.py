@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from tensordict import TensorDict
@@ -40,7 +40,7 @@ from rlite.trainer.rl.evaluation import evaluation_metrics
 from rlite.trainer.rl.kl_coefficient import KlCoefficient
 from rlite.trainer.rl.lengths import check_lengths, context_limit
 from rlite.trainer.rl.logprob_passes import LogprobPasses
-from rlite.trainer.rl.recovery import TrainRecovery
+from rlite.trainer.rl.recovery import TrainRecovery, fit_again
 from rlite.trainer.rl.report import append_samples, batch_plan
 from rlite.trainer.rl.rollout_metrics import mean_reward
 from rlite.trainer.rl.rollouts import make_rollouts
@@ -48,6 +48,7 @@ from rlite.trainer.rl.selection import with_selected
 from rlite.trainer.run.command import run
 from rlite.trainer.run.training_run import TrainingRun, check_best_metric, step_metrics
 
+T = TypeVar("T")
 SHOWN = (
     "reward",
     "score",
@@ -205,23 +206,34 @@ class PpoTrainer:
         """
         self.run.step += 1
         is_trained = self.run.step > self.options.actor.freeze_steps
-        metrics = step_metrics(self.engines.actor, sequence_lengths(batch), is_trained)
+        lengths = sequence_lengths(batch)
+        metrics = self._on_result(lambda: step_metrics(self.engines.actor, lengths, is_trained))
         metrics["reward_trained"] = mean_reward(batch)
         metrics |= self.kl.adapt(metrics.get("kl"), len(batch))
         append_samples(self.run.folder / "rollouts.jsonl", batch, self.run.step, self.engines.rollout.tokenizer)
         if self.test_rows and self.run.is_due(self.options.trainer.test_freq):
             metrics |= (evaluation := self.evaluate())
             if self._is_valid(evaluation) and self.options.trainer.best_metric is not None:
-                with self.engines.trained_on_device():
-                    self.run.save_best(evaluation)
+                self._on_result(lambda: self._save_best(evaluation))
         self.run.log(metrics)
         self.alarms.look(metrics, self.engines.rollout.collector.first_losses)
         if self.run.is_save_due():
-            with self.engines.trained_on_device():
-                kept = {"rollouts": self.rollouts.state_dict()}
-                facts = {"prompts": self.prompts.state_dict(), "kl": self.kl.state_dict()}
-                self.run.save(kept, **facts)
+            self._on_result(self._save)
         return metrics
+
+    def _on_result(self, act: Callable[[], T]) -> T:
+        """Return the result of an action on what the step has trained, repeated if train workers are lost meanwhile."""
+        return self.recovery.run(act, self.run.step - 1, restore=self.engines.sync)
+
+    def _save_best(self, evaluation: Mapping[str, float]) -> None:
+        with self.engines.trained_on_device():
+            self.run.save_best(evaluation)
+
+    def _save(self) -> None:
+        with self.engines.trained_on_device():
+            kept = {"rollouts": self.rollouts.state_dict()}
+            facts = {"prompts": self.prompts.state_dict(), "kl": self.kl.state_dict()}
+            self.run.save(kept, **facts)
 
     def _is_valid(self, evaluation: Mapping[str, float]) -> bool:
         return self.alarms.is_valid(evaluation, self.test_errors, len(self.test_rows))
@@ -279,14 +291,17 @@ def main(argv: Sequence[str]) -> None:
     if rollout.escape_special_tokens:
         tokenizer = EscapingTokenizer(tokenizer)
     limit = context_limit(options)
-    init_devices(options)
 
     def workflow(sampling: SamplingOptions) -> RolloutWorkflow:
         return make_workflow(sampling.gconfig(), tokenizer, rollout.max_turns, limit)
 
-    evaluating = workflow(rollout.evaluation_sampling)
-    PpoTrainer(options, workflow(rollout.train_sampling_params), train_rows, test_rows, evaluating).fit()
-    rlite.shutdown()
+    def fit(options: PpoConfig) -> None:
+        init_devices(options)
+        evaluating = workflow(rollout.evaluation_sampling)
+        PpoTrainer(options, workflow(rollout.train_sampling_params), train_rows, test_rows, evaluating).fit()
+        rlite.shutdown()
+
+    fit_again(fit, options)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rlite import files
 from rlite.control import BaseTrainer, BaseWorkload, trainer_invocation
 from rlite.errors import CallTimeout, WorkerDied
 
@@ -22,6 +23,9 @@ class Actor(BaseWorkload):
 
     def pid(self) -> int:
         return os.getpid()
+
+    def rendezvous(self) -> tuple[str, int]:
+        return self.torch_master_addr, self.torch_master_port
 
     def step(self) -> int:
         self.steps += 1
@@ -62,7 +66,7 @@ class Trainer(BaseTrainer):
     def fit(self) -> None:
         pids = {"actors": self.RG_ACTOR.pid(), "trainer": os.getpid()}
         if self.rollouts:
-            pids["rollouts"] = self.RG_ROLLOUT.pid()
+            pids |= self.note_rollouts()
         with (self.out / "runs").open("a") as file:
             file.write(json.dumps(pids) + "\n")
         late = self.config.get("late")
@@ -84,4 +88,7 @@ class Trainer(BaseTrainer):
             self.RG_ROLLOUT.step()
         except WorkerDied:
             self.RG_ROLLOUT.wait_until_whole(60.0)
-            (self.out / "whole").write_text(json.dumps(self.RG_ROLLOUT.pid()))
+            files.replace(self.out / "whole", json.dumps(self.note_rollouts()).encode())
+
+    def note_rollouts(self) -> dict[str, Any]:
+        return {"rollouts": self.RG_ROLLOUT.pid(), "rendezvous": self.RG_ROLLOUT.rendezvous()}

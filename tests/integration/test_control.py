@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,11 @@ import pytest
 import ray
 
 import rlite
-from rlite.cluster.ray.fleet import Fleet, Service
+from rlite.cluster.ray.fleet import Fleet, RayStore, Service
 from rlite.control import JobHandle, JobResult, RLJobBuilder, command
 from rlite.errors import ConfigError, PlacementError, RliteError
+from rlite.recovery.failover import JobState
+from rlite.recovery.record import MAX_ENDED, JobRecord, LogEntry, save_record
 from tests.integration.control_program import Actor, Rollout, Trainer
 
 pytestmark = pytest.mark.slow
@@ -54,12 +59,26 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@contextmanager
+def taken(port: int) -> Iterator[None]:
+    """Hold a port as soon as it is free."""
+    with socket.socket() as holder:
+
+        def hold() -> bool:
+            with suppress(OSError):
+                holder.bind(("", port))
+            return holder.getsockname()[1] == port
+
+        wait_for(hold)
+        yield
+
+
 class Run:
     """A submitted job and what it noted."""
 
-    def __init__(self, job: RLJobBuilder, out: Path, name: str) -> None:
+    def __init__(self, job: RLJobBuilder, out: Path, name: str, address: str | None = None) -> None:
         self.out = out
-        handle = job.build().submit(job_name=name, blocking=False, job_max_restart=3)
+        handle = job.build().submit(job_name=name, blocking=False, job_max_restart=3, address=address)
         assert isinstance(handle, JobHandle)
         self.handle = handle
 
@@ -123,17 +142,36 @@ def test_a_node_without_heartbeats_gets_another_agent(tmp_path: Path) -> None:
     assert (result.succeeded, result.restarts) == (True, 1), result
 
 
-def test_a_killed_rollout_is_replaced_while_the_trainer_goes_on(tmp_path: Path) -> None:
-    run = Run(builder(tmp_path, rollouts="workload"), tmp_path, "rollout")
-    before = run.pids()["rollouts"]
-    os.kill(before[1], signal.SIGKILL)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rollout_is_replaced_while_the_trainer_goes_on(tmp_path: Path, rank: int) -> None:
+    run = Run(builder(tmp_path, rollouts="workload"), tmp_path, f"rollout-{rank}")
+    before = run.pids()
+    os.kill(before["rollouts"][rank], signal.SIGKILL)
     wait_for((tmp_path / "whole").exists)
     after = json.loads((tmp_path / "whole").read_text())
-    assert after[0] == before[0]
-    assert after[1] != before[1]
+    assert after["rollouts"][1 - rank] == before["rollouts"][1 - rank]
+    assert after["rollouts"][rank] != before["rollouts"][rank]
+    assert after["rendezvous"] == before["rendezvous"]
     result = run.finish()
     assert result.succeeded, result
     assert result.restarts == 0
+
+
+def test_the_role_restarts_if_the_port_of_its_killed_rank_0_is_taken(tmp_path: Path) -> None:
+    run = Run(builder(tmp_path, rollouts="workload"), tmp_path, "taken")
+    before = run.pids()
+    ((_, port), _) = before["rendezvous"]
+    os.kill(before["rollouts"][0], signal.SIGKILL)
+    with taken(port):
+        wait_for((tmp_path / "whole").exists)
+    after = json.loads((tmp_path / "whole").read_text())
+    assert set(after["rollouts"]).isdisjoint(before["rollouts"])
+    assert after["rendezvous"][0] == after["rendezvous"][1] != before["rendezvous"][0]
+    result = run.finish()
+    assert (result.succeeded, result.restarts) == (True, 0), result
+    log = "\n".join(map(str, result.events))
+    assert f"the peers of ROLLOUT expect rank 0 at 127.0.0.1:{port}" in log
+    assert "restart role ROLLOUT with a new rendezvous" in log
 
 
 def test_a_stopped_actor_restarts_the_job(tmp_path: Path) -> None:
@@ -219,7 +257,12 @@ def test_the_commands_launch_show_and_stop_a_job(tmp_path: Path, capsys: pytest.
         f"device_per_node: 2\ndevice_type: CPU\ntrainer: {program}:Trainer\nconfig: {{out: {tmp_path}}}\n"
         f"actor: {{workload: '{program}:Actor', total: 2, per_node: 2}}\n"
     )
+    ended = JobRecord(state=JobState(stage="FINISHED"), log=(LogEntry(0.0, "FINISHED", "long ago"),))
+    save_record(RayStore(), "long-ago", ended)
+    for number in range(MAX_ENDED):
+        save_record(RayStore(), f"ended-{number}", replace(ended, log=(LogEntry(1.0, "FINISHED", "done"),)))
     command.launch([str(tmp_path / "job.yaml"), "wait=false", "name=cli", "store=ray"])
+    assert "long-ago" not in RayStore().names()
     assert "rlite status cli" in capsys.readouterr().out
     wait_for((tmp_path / "runs").exists)
     command.status(["cli"])

@@ -44,21 +44,42 @@ class UnderFire(PpoTrainer):
             kill(process_of(self.engines.rollout, 0))
 
 
+class LosesResult(PpoTrainer):
+    """Loses a train worker after its first step, before the metrics, and after its last step, before the checkpoint."""
+
+    num_kills = 0
+
+    def finish_step(self, batch: TensorDict) -> dict[str, float]:
+        if self.run.step == 0:
+            self.lose()
+        return super().finish_step(batch)
+
+    def _save(self) -> None:
+        if self.num_kills == 1:
+            self.lose()
+        super()._save()
+
+    def lose(self) -> None:
+        self.num_kills += 1
+        kill(process_of(self.engines.actor, 1))
+
+
 def release(run: PpoTrainer) -> None:
     for engine in (run.engines.rollout, run.engines.actor):
         engine.release()
 
 
-def test_a_run_goes_on_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [UnderFire, LosesResult])
+def test_a_run_goes_on_and_ends_with_the_same_bits(tmp_path: Path, kind: type[UnderFire | LosesResult]) -> None:
     model = str(build_model_dir(tmp_path / "model", "qwen3", hidden=64))
     calm = trainer(model, tmp_path / "calm", 4, rollout=DETERMINISTIC)
     calm.fit()
     release(calm)
-    run = trainer(model, tmp_path / "fire", 4, kind=UnderFire, rollout=DETERMINISTIC, max_recoveries=1)
+    run = trainer(model, tmp_path / "fire", 4, kind=kind, rollout=DETERMINISTIC, max_recoveries=2)
     run.fit()
     assert run.num_kills == 2
     run.engines.rollout.wait_for_replacements()
-    assert [lost.replica for lost in run.engines.rollout.lost_replicas] == [0]
+    assert [lost.replica for lost in run.engines.rollout.lost_replicas] == ([0] if kind is UnderFire else [])
     release(run)
     for row, expected in zip(logged(tmp_path / "fire"), logged(tmp_path / "calm"), strict=True):
         assert row["step"] == expected["step"]

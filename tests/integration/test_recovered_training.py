@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -85,6 +86,30 @@ def test_it_goes_on_bit_by_bit_from_memory_and_syncs_as_before(
     check_same(train.state_dict(), expected)
     train.p2p_weight_sync(serve, verify_checksums=True)
     serve.release()
+
+
+class FragilePolicy(LlamaPolicy):
+    def die_in_next_step(self, rank: int) -> None:
+        """Let a rank die in its optimizer step, before it writes what its peers write."""
+        if torch.distributed.get_rank() == rank:
+            self.optimizer.register_step_pre_hook(lambda *_: kill(os.getpid()))
+
+
+def test_a_worker_that_dies_in_the_optimizer_step_leaves_no_trace(models: dict[str, Path]) -> None:
+    train = RliteTrainEngine(on_meta(FragilePolicy, models["llama"]))
+    train.build(tensor_parallel_size=2)
+    step(train, 0)
+    snapshot = train.take_snapshot()
+    metrics = [step(train, number) for number in (1, 2)]
+    expected = train.state_dict()
+    train.recover(snapshot)
+    train.die_in_next_step(1)
+    with pytest.raises(WorkerDied):
+        train_on(train)
+    train.recover(snapshot)
+    assert [step(train, number) for number in (1, 2)] == metrics
+    check_same(train.state_dict(), expected)
+    train.release()
 
 
 def test_without_a_snapshot_it_goes_on_from_disk(train: RliteTrainEngine, tmp_path: Path) -> None:

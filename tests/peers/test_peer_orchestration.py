@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 import ray
 import torch
@@ -164,7 +165,9 @@ def trainer(example: ModuleType) -> Iterator[Any]:
         devices, processes = [Device("local", rank) for rank in range(2)], [ThreadHandle(), ThreadHandle()]
         group = WorkerGroup(str(role), devices, processes, 10.0)
         group.divide(1)
-        factory = WorkloadFactory(cls, role, {}, "master", ((0, 2), (1, 2)), ("127.0.0.1", 1234), None)
+        factory = WorkloadFactory(
+            cloudpickle.dumps(cls), role, {}, "master", ((0, 2), (1, 2)), ("127.0.0.1", 1234), None
+        )
         group.create(factory, ["cpu"] * 2, [0] * 2, range(2), 10.0)
         groups.append(RoleGroup(role, cls, group, lambda *late: None))
         handles[role] = [f"{role} 0", f"{role} 1"]

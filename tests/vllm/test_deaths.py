@@ -16,9 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlite import RliteInferenceEngine
+from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.errors import WorkerDied
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, TokenChunk
+from tests.integration.modules import POLICIES, on_meta
 from tests.integration.worlds import MARK, environment, ray_session
 from tests.tiny import build_model_dir
 from tests.vllm.processes import engine_core_of, servers, wait_until_gone
@@ -99,6 +100,53 @@ def test_requests_of_a_killed_replica_finish_on_another_and_the_last_death_is_na
     with pytest.raises(WorkerDied):
         engine.generate([[1]], {"max_tokens": 1})
     assert wait_until_gone(first, SOON_S) == []
+
+
+def test_a_killed_replica_is_replaced_and_the_next_sync_brings_it_the_weights(mark: str, path: Path) -> None:
+    engine = RliteInferenceEngine(path, executor="vllm", max_replacements=2)
+    engine.build(data_parallel_size=2, max_model_len=512, max_num_seqs=8)
+    train = RliteTrainEngine(on_meta(POLICIES["qwen2"], path))
+    train.build(data_parallel_size=1)
+    first, second = servers(mark=MARK, value=mark)
+    undisturbed = answers(engine, lambda chunk: None)
+
+    # with the checkpoint's weights, the new replica joins at once
+    made = disturbed(engine, second)
+    assert [each.output_tokens for each in made] == [each.output_tokens for each in undisturbed]
+    engine.wait_for_replacements()
+    assert [lost.num_moved > 0 for lost in engine.lost_replicas] == [True]
+    assert [replaced.version for replaced in engine.replaced_replicas] == [0]
+    assert second not in servers(mark=MARK, value=mark)
+
+    # after a sync, it joins at the next one
+    train.scale_weights(1.5)
+    train.p2p_weight_sync(engine)
+    expected = answers(engine, lambda chunk: None)
+    assert [each.output_tokens for each in expected] != [each.output_tokens for each in undisturbed]
+    check_same(disturbed(engine, first), expected, version=1)
+    engine.wait_for_replacements()
+    assert engine.num_replicas == 1
+    train.scale_weights(1.5)
+    train.p2p_weight_sync(engine, verify_checksums=True)
+    assert engine.num_replicas == 2
+    expected = answers(engine, lambda chunk: None)
+    (third, _) = servers(mark=MARK, value=mark)
+    check_same(disturbed(engine, third), expected, version=2)  # the newest replica has answered the rest
+    train.release()
+    engine.release()
+
+
+def disturbed(engine: RliteInferenceEngine, server: int) -> list[LLMResponse]:
+    """The answers while the process of a server that computes is killed."""
+    see, killed = killer(engine_core_of(server))
+    made = answers(engine, see)
+    assert killed.is_set()
+    return made
+
+
+def check_same(made: list[LLMResponse], expected: list[LLMResponse], version: int) -> None:
+    assert [each.output_tokens for each in made] == [each.output_tokens for each in expected]
+    assert {at for each in made for at in each.output_versions} == {version}
 
 
 PROGRAM = """

@@ -83,12 +83,14 @@ class Fleet:
                     f"Ray gave no node with {bundles[number]} within {timeout:g} s: other jobs hold the devices. "
                     "Wait for them, or ask for fewer"
                 )
-        ips = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        reserved = {}
-        for number, group in groups.items():
-            node = placement_group_table(group)["bundles_to_node_id"][0]
-            reserved[number] = Reserved(group, node, ips[node])
-        return reserved
+        while True:
+            ips = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+            nodes = {number: placement_group_table(group)["bundles_to_node_id"][0] for number, group in groups.items()}
+            if ips.keys() >= set(nodes.values()):
+                return {number: Reserved(group, nodes[number], ips[nodes[number]]) for number, group in groups.items()}
+            if time.monotonic() > deadline:
+                raise PlacementError(f"a node of the job has died, and Ray gave no other one within {timeout:g} s")
+            time.sleep(ASK_AGAIN_S)  # Ray is about to move the devices
 
     def release(self, is_chosen: Callable[[str], bool]) -> None:
         """Give reservations back, by name."""
@@ -242,6 +244,10 @@ class RayStore:
     def save(self, name: str, text: str) -> None:
         """Replace the text of a name."""
         _internal_kv_put(name, text, overwrite=True, namespace=NAMESPACE)
+
+    def remove(self, name: str) -> None:
+        """Forget the text of a name, if there is one."""
+        _internal_kv_del(name, namespace=NAMESPACE)
 
     def names(self) -> list[str]:
         """Return all names that have a text."""

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import replace
-from types import FunctionType
 from typing import Any
 
 import cloudpickle
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from rlite.cluster.group import AbsentHandle
 from rlite.cluster.guard import end_at_sigterm
 from rlite.cluster.host import Outcome, Whereabouts, WorkerHost, WorkerKey
+from rlite.cluster.interface import Interface, Method
 from rlite.cluster.notice import TerminationNotice
 from rlite.cluster.ray.connection import ControlService
-from rlite.errors import ConfigError, WorkerDied, WorkerError
+from rlite.errors import ConfigError, SnapshotLost, WorkerDied, WorkerError
 
 STOP_TIMEOUT_S = 10.0
 GROUPS = {"pulse": 1, "notice": 1, "look": 1, "aside": 4}
@@ -137,31 +135,30 @@ def plain_class(given: Any) -> tuple[type, dict[str, Any]]:
     return cls, options
 
 
-def hosting(cls: type, options: Mapping[str, Any]) -> Any:
-    """Return an actor class of hosts whose actors also have the public methods of `cls`, for plain Ray calls.
+def hosting(interface: Interface, options: Mapping[str, Any]) -> Any:
+    """Return an actor class of hosts whose actors also have the methods of an interface, for plain Ray calls.
 
     Args:
-        cls: class of the host's one worker.
+        interface: of the class of the host's one worker.
         options: `concurrency_groups` and `runtime_env` of the actor.
 
     Raises:
         ConfigError: a method has a name of the host's.
     """
-    names = [name for name in dir(cls) if isinstance(inspect.getattr_static(cls, name), FunctionType)]
-    functions = {name: getattr(cls, name) for name in names if not name.startswith("_")}
-    methods = {name: _forward(name, each) for name, each in functions.items() if not inspect.iscoroutinefunction(each)}
-    if taken := sorted(methods.keys() & vars(RayHost).keys()):
-        raise ConfigError(f"{cls.__name__}.{taken[0]}: rlite's hosts use this name; rename the method")
-    named = type(cls.__name__, (RayHost,), {**methods, "__module__": cls.__module__})
+    if taken := sorted(interface.methods.keys() & vars(RayHost).keys()):
+        raise ConfigError(f"{interface.name}.{taken[0]}: rlite's hosts use this name; rename the method")
+    methods = {name: _forward(name, each) for name, each in interface.methods.items()}
+    named = type(interface.name, (RayHost,), {**methods, "__module__": interface.module})
     groups = {**GROUPS, **(options.get("concurrency_groups") or {})}
     return ray.remote(**{**HOST_OPTIONS, **options, "concurrency_groups": groups})(named)
 
 
-def _forward(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)  # Ray checks arguments against the signature
+def _forward(name: str, method: Method) -> Callable[..., Any]:
     def forward(self: RayHost, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.host_worker(), name)(*args, **kwargs)
 
+    # Ray checks arguments against the signature
+    vars(forward).update(__signature__=method.signature, **method.marks)
     return forward
 
 
@@ -238,6 +235,9 @@ class RayHandle:
                     answer.set_result(done.result())
                 elif isinstance(error, RayActorError):
                     answer.set_exception(WorkerDied(f"worker process ended: {self._name}", (self._name,)))
+                elif isinstance(error, ObjectLostError):
+                    why = f"{self._name}: a part of a snapshot is lost, because the node that kept it has died"
+                    answer.set_exception(SnapshotLost(why))
                 else:
                     answer.set_exception(WorkerError(f"Ray could not deliver a call to {self._name}: {error}"))
 

@@ -8,10 +8,12 @@ import gc
 import logging
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import InvalidStateError
+from concurrent.futures import InvalidStateError, wait
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -25,7 +27,7 @@ from rlite.cluster.launcher import LaunchOptions, default_cpu_slots
 from rlite.cluster.placement import Device, DeviceKind
 from rlite.cluster.ray.connection import ControlService, RayConnection, stop_reporting_errors
 from rlite.cluster.ray.host import HostActor, RayHandle
-from rlite.errors import ConfigError, PlacementError, WorkerDied, WorkerError
+from rlite.errors import CallTimeout, ConfigError, PlacementError, WorkerDied, WorkerError
 from rlite.parallel.processes import join, keep_for_ever, open_store
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ class RayLauncher:
         self._groups: list[WorkerGroup] = []
         self._grace_s: dict[str, float] = {}
         """by group, how long its workers go on after SIGTERM"""
+        self._moving = threading.Lock()
         self._connection = RayConnection(options.device, options.num_devices, options.address)
         try:
             address = ray.get_runtime_context().gcs_address
@@ -118,11 +121,47 @@ class RayLauncher:
         candidate = group.with_replica(first, devices, handles)
         ranks = range(first, first + len(devices))
         try:
+            devices = self._located(devices, handles)
+            candidate = group.with_replica(first, devices, handles)
             self._make_workers(candidate, ranks, factory)
             group.take_replica(first, devices, handles)
         except BaseException:
             candidate.lose(ranks, WorkerError(f"{group.name}: this replica could not be started"))
             raise
+
+    def _located(self, devices: Sequence[Device], handles: Sequence[RayHandle]) -> list[Device]:
+        """Return the devices that processes have. Ray gives them others if their node has died.
+
+        Raises:
+            CallTimeout: a process does not start, because no other node has a free device.
+        """
+        timeout = self._options.start_timeout
+        looks = [handle.look() for handle in handles]
+        wait(looks, timeout)
+        if late := [str(device) for device, look in zip(devices, looks, strict=True) if not look.done()]:
+            raise CallTimeout(
+                f"no process started for {', '.join(late)} within {timeout:g} s. If its node has died, the cluster "
+                "needs another one with as many free devices"
+            )
+        return [self._at(device, look.result().node) for device, look in zip(devices, looks, strict=True)]
+
+    def _at(self, device: Device, node: str) -> Device:
+        """Return the device that a bundle has now, after noting it if Ray has moved the bundle to another node."""
+        with self._moving:
+            return device if node == device.node else self._moved(device, node)
+
+    def _moved(self, device: Device, node: str) -> Device:
+        bundle = self._bundles[device]
+        known = [each for each, its_bundle in self._bundles.items() if each.node == node and its_bundle == bundle]
+        if known:  # another owner's worker came first
+            return known[0]
+        (ip,) = [each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node]
+        index = 1 + max((each.index for each in self._bundles if each.node == node), default=-1)
+        moved = replace(device, node=node, index=index, ip=ip)
+        self._bundles[moved] = bundle
+        self._num_threads.setdefault(node, self._num_threads[device.node])
+        logger.warning("%s is at %s now, because Ray moved it to another node", device, moved)
+        return moved
 
     def _actors(self, name: str, first: int, devices: Sequence[Device], grace_s: float) -> list[RayHandle]:
         assert self._control is not None  # since the constructor

@@ -65,6 +65,8 @@ class SglangReplica(WorkerReplica):
         self._held: list[tuple[TokenChunk, TokenStream]] = []
         self._heard = time.monotonic()
         self._session: aiohttp.ClientSession
+        self._closing = threading.Lock()
+        self._is_closed = False
         self._loop = asyncio.new_event_loop()
         name = f"streams of {executor.group.name} {executor.index}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -141,7 +143,13 @@ class SglangReplica(WorkerReplica):
         return self._within(self._score_all(prompts), self._options.start_timeout_s)
 
     def close(self) -> None:
-        """Stop listening, end requests in flight with an error, and end a server that rlite started."""
+        """Stop listening, end requests in flight with an error, and end a server of rlite's own. Safe to call again."""
+        with self._closing:
+            if not self._is_closed:
+                self._is_closed = True
+                self._close()
+
+    def _close(self) -> None:
         self.resume()  # an attached server serves others too
         self._within(self._shut(RliteError("the inference engine was released while this request was in flight")))
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -157,7 +165,8 @@ class SglangReplica(WorkerReplica):
 
     def _post(self, act: Callable[..., object], *args: Any) -> None:
         """Call a function in the event loop, soon."""
-        self._loop.call_soon_threadsafe(act, *args)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing is left to act on
+            self._loop.call_soon_threadsafe(act, *args)
 
     def _within(self, act: Coroutine[Any, Any, T], timeout: float = CALL_S) -> T:
         """Return the result of a coroutine in the event loop."""

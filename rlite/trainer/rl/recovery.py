@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from rlite.cluster.session import shutdown
 from rlite.engine.train import RliteTrainEngine
 from rlite.engine.train_lifecycle import MemorySnapshot
-from rlite.errors import WorkerError
+from rlite.errors import SnapshotLost, WorkerError
 from rlite.observability import stats_tracker
 from rlite.recovery.budget import RestartBudget
+from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.engines import Engines
 
 T = TypeVar("T")
@@ -39,24 +41,58 @@ class TrainRecovery:
             with self._engines.trained_on_device():
                 self._snapshots = {engine: engine.take_snapshot() for engine in self._engines.trained}
 
-    def run(self, act: Callable[[], T], version: int) -> T:
+    def run(self, act: Callable[[], T], version: int, restore: Callable[[], object] = lambda: None) -> T:
         """Return the result of an action on the engines, repeated after each recovery.
 
         Args:
             act: what a step does after its rollouts.
             version: policy version of the rollouts at the beginning of the step.
+            restore: called after each recovery, before `act`.
 
         Raises:
             WorkerError: the budget of recoveries is used up, or no train worker was lost.
         """
+        is_lost = False
         while True:
             try:
+                if is_lost:
+                    self._recover(version)
+                    restore()
                 return act()
             except WorkerError as error:
                 now = time.monotonic()
-                if not self._engines.has_lost_training or not self._budget.allows(self._began, now):
+                is_lost = self._engines.has_lost_training and not isinstance(error, SnapshotLost)
+                if not is_lost or not self._budget.allows(self._began, now):
                     raise
                 self._began.append(now)
                 logger.warning("training goes back to the end of the last step: %s", error)
-                self._engines.recover(self._snapshots, version)
-                logger.warning("training goes on after %.1f s", time.monotonic() - now)
+
+    def _recover(self, version: int) -> None:
+        began = time.monotonic()
+        self._engines.recover(self._snapshots, version)
+        logger.warning("training goes on after %.1f s", time.monotonic() - began)
+
+
+def fit_again(fit: Callable[[PpoConfig], None], options: PpoConfig) -> None:
+    """Call `fit`, and again from the newest checkpoint if a node dies with a part of the state in memory.
+
+    Args:
+        fit: trains in a session of its own.
+        options: the run's config. `trainer.overwrite` counts for the first call alone.
+
+    Raises:
+        SnapshotLost: the budget of recoveries is used up.
+    """
+    budget = RestartBudget(options.trainer.max_recoveries)
+    began: list[float] = []
+    while True:
+        try:
+            fit(options)
+            return
+        except SnapshotLost as error:
+            if not budget.allows(began, time.monotonic()):
+                raise
+            logger.warning("training goes back to the newest checkpoint: %s", error)
+        began.append(time.monotonic())
+        shutdown()
+        options = options.model_copy(update={"trainer": options.trainer.model_copy(update={"overwrite": False})})

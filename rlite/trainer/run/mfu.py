@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedModel
 
-from rlite.engine.train import RliteTrainEngine
+from rlite.parallel.memory_usage import DeviceUsage
 
 PEAK_TFLOPS = {
     2500: ("GB200",),
@@ -96,11 +97,14 @@ def mfu(size: ModelSize, lengths: Iterable[int], seconds: float, device_names: S
     return training_flops(size, lengths) / (seconds * sum(peaks))
 
 
-def usage_metrics(engine: RliteTrainEngine, lengths: Sequence[int], seconds: float) -> dict[str, float]:
+def usage_metrics(
+    usage: Sequence[DeviceUsage], module: Any, lengths: Sequence[int], seconds: float
+) -> dict[str, float]:
     """Return metrics of memory and throughput for one training phase.
 
     Args:
-        engine: the trained engine.
+        usage: of the trained engine's devices.
+        module: the engine's module.
         lengths: tokens of each sequence, each once.
         seconds: time of the phase.
 
@@ -108,7 +112,7 @@ def usage_metrics(engine: RliteTrainEngine, lengths: Sequence[int], seconds: flo
         `memory_gib`, the peak of the worker with the most memory since the last call; and `mfu`, if the devices are
             known.
     """
-    usage, size = engine.device_usage(), ModelSize.of(engine.module)
+    size = ModelSize.of(module)
     metrics = {"memory_gib": max(each.peak_bytes for each in usage) / 2**30}
     share = None if size is None else mfu(size, lengths, seconds, [each.name for each in usage])
     return metrics if share is None else {**metrics, "mfu": share}

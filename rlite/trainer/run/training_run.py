@@ -365,9 +365,10 @@ def step_metrics(engine: RliteTrainEngine, lengths: Sequence[int], is_trained: b
         lengths: number of tokens of each sequence of the step.
         is_trained: whether the step has updated the weights.
     """
+    usage = engine.device_usage()  # if it fails, the statistics are still there for another call
     renamed = {key.replace("timeperf/", "seconds_"): value for key, value in stats_tracker.export().items()}
     metrics = {"seconds" if key == "seconds_step" else key: value for key, value in renamed.items()}
     if "seconds" in metrics:
         metrics["tokens_per_second"] = sum(lengths) / metrics["seconds"]
     trained = lengths if is_trained else []
-    return metrics | usage_metrics(engine, trained, metrics.get("seconds_update", 0.0))
+    return metrics | usage_metrics(usage, engine.module, trained, metrics.get("seconds_update", 0.0))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -321,3 +322,15 @@ def test_an_owner_that_grows_keeps_apart_from_whom_it_was_placed_apart() -> None
         ledger.grow("second", 1)
     with pytest.raises(PlacementError, match="third"):
         ledger.grow("third", 1)
+
+
+def test_devices_of_a_dead_node_are_others_for_all_their_owners() -> None:
+    ledger = place(cluster(2, 1, 1), "a", 1, 2)
+    ledger = place(ledger, "b", 1, 2, colocate_with=("a",))
+    old = ledger.placements["a"].devices[0]
+    new = replace(ledger.devices[-1], index=7)
+    moved = ledger.moved({old: new})
+    assert moved.placements["a"].devices == moved.placements["b"].devices == (new, ledger.placements["a"].devices[1])
+    assert new in moved.devices
+    assert old not in moved.devices
+    assert len(moved.free()) == len(ledger.free())

@@ -105,9 +105,9 @@ def test_a_process_is_running_if_a_thread_beside_its_main_thread_is() -> None:
         while psutil.Process(process.pid).num_threads() < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.2)  # the main thread waits for Python's lock
-        assert psutil.Process(process.pid).status() == SLEEPING
-        assert agent.look([process.pid])[process.pid].status == RUNNING
-        process.kill()
+        main_thread, whole = psutil.Process(process.pid).status(), agent.look([process.pid])[process.pid].status
+        process.kill()  # before an assertion that fails, or the test would wait for it
+    assert (main_thread, whole) == (SLEEPING, RUNNING)
 
 
 def test_a_look_at_many_processes_costs_little_more_than_at_one() -> None:

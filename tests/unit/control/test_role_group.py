@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from rlite.cluster.group import WorkerGroup
@@ -28,7 +29,9 @@ def group() -> Iterator[WorkerGroup]:
     group = WorkerGroup("ACTOR", devices, [ThreadHandle() for _ in devices], 10.0)
     group.divide(1)
     ranks = tuple((rank, 3) for rank in range(3))
-    factory = WorkloadFactory(Actor, RLRoleType.ACTOR, CONFIG, "master", ranks, ("127.0.0.1", 1234), "ACTOR,ROLLOUT")
+    factory = WorkloadFactory(
+        cloudpickle.dumps(Actor), RLRoleType.ACTOR, CONFIG, "master", ranks, ("127.0.0.1", 1234), "ACTOR,ROLLOUT"
+    )
     group.create(factory, ["cpu"] * 3, [0] * 3, range(3), 10.0)
     yield group
     group.stop()

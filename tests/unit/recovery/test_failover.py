@@ -18,6 +18,7 @@ from rlite.recovery.failover import (
     MasterRestarted,
     Recovered,
     RecoveryFailed,
+    RendezvousLost,
     RestartRole,
     RestartWorkload,
     RolePolicy,
@@ -189,6 +190,53 @@ TABLE: dict[str, tuple[list[Event], list[tuple[Action, ...]], str]] = {
         [(RestartRole(2, "CRITIC", 1),), (CreateJob(3, 1, 1.0),)],
         "FAILOVER",
     ),
+    "a workload whose rendezvous is lost restarts its role, as one restart": (
+        [
+            dead("ROLLOUT", 0),
+            RendezvousLost(0.0, 2, "moved"),
+            Recovered(0.0, 2),
+            Recovered(0.0, 3),
+            dead("ROLLOUT", 1, epoch=1),
+        ],
+        [
+            (RestartWorkload(2, WorkloadId("ROLLOUT", 0, 0, 0, 1)),),
+            (RestartRole(3, "ROLLOUT", 1),),
+            (),
+            (),
+            (RestartWorkload(4, WorkloadId("ROLLOUT", 1, 0, 1, 1), 1.0),),
+        ],
+        "FAILOVER",
+    ),
+    "the role's restart replaces the restarts of its other workloads": (
+        [dead("ROLLOUT", 0), dead("ROLLOUT", 1), RendezvousLost(0.0, 2, "moved"), RendezvousLost(0.0, 3, "moved")],
+        [
+            (RestartWorkload(2, WorkloadId("ROLLOUT", 0, 0, 0, 1)),),
+            (RestartWorkload(3, WorkloadId("ROLLOUT", 1, 0, 0, 1), 1.0),),
+            (RestartRole(4, "ROLLOUT", 1),),
+            (),
+        ],
+        "FAILOVER",
+    ),
+    "a recovery that meets another dead node is tried again, within the budget": (
+        [
+            dead("ROLLOUT", 1),
+            RecoveryFailed(0.0, 2, "WorkerDied", has_lost_node=True),
+            Recovered(0.0, 2),
+            RecoveryFailed(0.0, 3, "WorkerDied", has_lost_node=True),
+        ],
+        [
+            (RestartWorkload(2, WorkloadId("ROLLOUT", 1, 0, 0, 1)),),
+            (RestartWorkload(3, WorkloadId("ROLLOUT", 1, 0, 0, 2), 1.0),),
+            (),
+            (CreateJob(4, 1, 3.0),),
+        ],
+        "FAILOVER",
+    ),
+    "and so is a role's": (
+        [dead("CRITIC", 1), RecoveryFailed(0.0, 2, "WorkerDied", has_lost_node=True), Recovered(0.0, 3)],
+        [(RestartRole(2, "CRITIC", 1),), (RestartRole(3, "CRITIC", 2, 1.0),), ()],
+        "RUNNING",
+    ),
     "a new master takes a running job over": ([MasterRestarted(0.0)], [()], "RUNNING"),
     "a new master creates anew what was being created": (
         [dead("ACTOR"), MasterRestarted(0.0), Recovered(0.0, 2), Recovered(0.0, 3)],
@@ -205,6 +253,14 @@ def test_what_a_running_job_does(case: str) -> None:
     state, actions = play([*BEGIN, *events])
     assert actions[len(BEGIN) :] == expected
     assert state.stage == stage
+
+
+def test_the_log_says_why_a_workload_does_not_come_back_alone() -> None:
+    state = play([*BEGIN, dead("ROLLOUT", 0)])[0]
+    event = RendezvousLost(0.0, 2, "rank 0 moved from 10.0.0.1 to 10.0.0.2")
+    decision = decide(state, event, POLICY)
+    assert "rank 0 moved from 10.0.0.1 to 10.0.0.2" in str(event)
+    assert decision.why == "restart role ROLLOUT with a new rendezvous"
 
 
 def test_restarts_count_how_often_init_ran_again() -> None:

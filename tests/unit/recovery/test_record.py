@@ -10,7 +10,7 @@ import pytest
 
 from rlite.errors import ConfigError, RliteError, StorageError
 from rlite.recovery.failover import JobState, RoleState
-from rlite.recovery.record import MAX_ENTRIES, JobRecord, LogEntry, load_record, save_record
+from rlite.recovery.record import MAX_ENDED, MAX_ENTRIES, JobRecord, LogEntry, forget_old, load_record, save_record
 from rlite.recovery.store import FileStore, MemoryStore, StateStore
 
 RECORD = JobRecord("id", JobState(stage="RUNNING", roles={"ACTOR": RoleState(1, {3: 2}, (4,), 5)})).noted(
@@ -33,6 +33,19 @@ def test_a_record_comes_back_from_any_store_as_it_was(store: StateStore) -> None
     store.save("job", '{"state": {"stage": "NONSENSE"}}')
     with pytest.raises(RliteError, match="state of job 'job' cannot be read"):
         load_record(store, "job")
+
+
+def test_records_of_running_jobs_and_of_the_latest_ended_jobs_stay(store: StateStore) -> None:
+    save_record(store, "running", RECORD)
+    store.save("unreadable", "{}{")
+    for number in range(MAX_ENDED + 3):
+        ended = JobRecord("id", JobState(stage="FINISHED" if number % 2 else "ERROR"))
+        save_record(store, f"job-{99 - number}", ended.noted(LogEntry(float(number), "FINISHED", "done")))
+    forget_old(store)
+    assert store.names() == [*(f"job-{99 - number}" for number in range(MAX_ENDED + 2, 2, -1)), "running", "unreadable"]
+    store.remove("running")
+    store.remove("running")
+    assert load_record(store, "running") is None
 
 
 def test_files_can_be_read_by_their_owner_only_and_are_written_whole(tmp_path: Path) -> None:
