@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -44,8 +45,9 @@ def own_loggers() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Share one server of Python programs between all processes of tests."""
+    """Share one server of Python programs, and compiled modules, between all processes of tests."""
     if not hasattr(config, "workerinput"):
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each program would compile the library again
         folder = Path(tempfile.mkdtemp(prefix="python-", dir="/tmp"))  # short: it is in the programs' first lines
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         forked_python.prepare(folder)

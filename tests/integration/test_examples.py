@@ -30,7 +30,15 @@ def test_a_grpo_example_prints_its_reward(name, tmp_path):
 
 def test_the_tutorial_runs_under_torchrun_and_its_loss_falls(tmp_path):
     program = str(ROOT / "examples" / "tutorial.py")
-    out = run("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", program, cwd=tmp_path)
+    out = run(
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--standalone",
+        program,
+        cwd=tmp_path,
+        python=forked_python.python(),
+    )
     losses = [float(line.rsplit(" ", 1)[1]) for line in out.splitlines() if line.startswith("step ")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
