@@ -2,7 +2,7 @@
 
 A program that imports rlite's engines spends four seconds on it. `python()` is an executable that does what
 `sys.executable` does, for tests in which the start itself is not what is tested: its programs share their string hash
-seed, and are not children of the process that starts them.
+seed, are not children of the process that starts them, and do not tear down their modules at the end.
 """
 
 from __future__ import annotations

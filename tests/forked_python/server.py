@@ -22,13 +22,15 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-# ray last: it reads settings from the environment, of which tests change none that it reads when it is imported
+# not ray, which reads its settings from the environment when it is imported, but what it imports
 PRELOADED = (
+    "google.protobuf.descriptor_pb2",
+    "jsonschema",
     "numpy",
     "pytest",
+    "requests",
     "torch.distributed.run",
-    "ray._private.node",
-    "rlite.cluster.ray.host",
+    "uvloop",
     "rlite.cluster.torchrun",
     "rlite.engine.embedded.worker",
     "rlite.engine.fsdp2.worker",
@@ -133,6 +135,8 @@ def take_environment(environment: dict[str, str]) -> None:
 
 def run(argv: list[str]) -> None:
     """Run `python *argv`."""
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [entry for entry in entries if entry and entry not in sys.path]
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main)["__builtins__"] = __builtins__
     while argv[0].startswith("-") and argv[0] not in ("-m", "-c"):
