@@ -32,6 +32,8 @@ def own_ray() -> Iterator[None]:
         patch.setenv("RAY_enable_worker_prestart", "0")
         patch.setenv("RAY_prestart_worker_first_driver", "0")
         patch.setenv("RAY_RUNTIME_ENV_HOOK", "tests.forked_python.for_workers")
+        patch.setattr("ray._private.services.sys", forked_python.RaySystem())
+        patch.setenv("RAY_enable_pipe_based_agent_to_parent_health_check", "1")  # not by the parent's process id
         yield
     shutil.rmtree(folder, ignore_errors=True)
 

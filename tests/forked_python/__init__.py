@@ -40,6 +40,17 @@ def python() -> str:
     return os.path.join(os.environ[FOLDER], "python")
 
 
+class RaySystem:
+    """The module `sys` as Ray sees it when it starts its own programs: they are run by the executable."""
+
+    @property
+    def executable(self) -> str:
+        return python()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys, name)
+
+
 def for_workers(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
     """Let Ray start its workers by the executable: Ray calls RAY_RUNTIME_ENV_HOOK in each program that connects."""
     return {"py_executable": python(), **(runtime_env or {})}
