@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ def own_ray() -> Iterator[None]:
         patch.setenv("RAY_enable_worker_prestart", "0")
         patch.setenv("RAY_prestart_worker_first_driver", "0")
         patch.setenv("RAY_RUNTIME_ENV_HOOK", "tests.forked_python.for_workers")
+        patch.setattr("ray._private.services.sys", forked_python.RaySystem())
+        patch.setenv("RAY_enable_pipe_based_agent_to_parent_health_check", "1")  # not by the parent's process id
         yield
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -44,8 +47,9 @@ def own_loggers() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Share one server of Python programs between all processes of tests."""
+    """Share one server of Python programs, and compiled modules, between all processes of tests."""
     if not hasattr(config, "workerinput"):
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each program would compile the library again
         folder = Path(tempfile.mkdtemp(prefix="python-", dir="/tmp"))  # short: it is in the programs' first lines
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         forked_python.prepare(folder)

@@ -5,6 +5,7 @@ It ends with the process OWNER.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -16,15 +17,20 @@ import signal
 import socket
 import struct
 import sys
+import threading
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-# not ray, which reads its settings from the environment when it is imported
+# not ray, which reads its settings from the environment when it is imported, but what it imports
 PRELOADED = (
+    "google.protobuf.descriptor_pb2",
+    "jsonschema",
     "numpy",
     "pytest",
+    "requests",
     "torch.distributed.run",
+    "uvloop",
     "rlite.cluster.torchrun",
     "rlite.engine.embedded.worker",
     "rlite.engine.fsdp2.worker",
@@ -129,6 +135,8 @@ def take_environment(environment: dict[str, str]) -> None:
 
 def run(argv: list[str]) -> None:
     """Run `python *argv`."""
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [entry for entry in entries if entry and entry not in sys.path]
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main)["__builtins__"] = __builtins__
     while argv[0].startswith("-") and argv[0] not in ("-m", "-c"):
@@ -151,6 +159,26 @@ def run(argv: list[str]) -> None:
         exec(code, vars(main))
 
 
+def end(error: BaseException | None) -> None:
+    """End as Python does, but leave the modules to the system: to tear them down would first copy their memory."""
+    status = 0
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    elif error is not None:
+        status = 1
+        sys.excepthook(type(error), error, error.__traceback__)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    vars(sys.modules["__main__"]).clear()
+    gc.collect()  # objects of the program alone
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(status & 0xFF)
+
+
 def main(folder: str, owner: int) -> None:
     os.setsid()
     sys.path.pop(0)  # of this file, which programs do not see
@@ -163,7 +191,13 @@ def main(folder: str, owner: int) -> None:
         os.chdir(request["folder"])
         take_environment(request["environment"])
         sys.modules["numpy"].random.seed()  # Python's own generator does it itself
-        run(request["argv"])
+        try:
+            run(request["argv"])
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            end(error)
+        end(None)
 
 
 if __name__ == "__main__":

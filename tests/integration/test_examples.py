@@ -22,15 +22,25 @@ def run(*command, cwd, python=sys.executable):
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["grpo.py", "grpo_from_engines.py", "agent.py", "gym_environment.py"])
-def test_a_grpo_example_prints_its_reward(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "steps"), [("grpo.py", 2), ("grpo_from_engines.py", 2), ("agent.py", 2), ("gym_environment.py", 1)]
+)
+def test_a_grpo_example_prints_its_reward(name, steps, tmp_path):
     python = sys.executable if name == "grpo.py" else forked_python.python()
-    assert "reward" in run(str(ROOT / "examples" / name), "2", cwd=tmp_path, python=python)
+    assert "reward" in run(str(ROOT / "examples" / name), str(steps), cwd=tmp_path, python=python)
 
 
 def test_the_tutorial_runs_under_torchrun_and_its_loss_falls(tmp_path):
     program = str(ROOT / "examples" / "tutorial.py")
-    out = run("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", program, cwd=tmp_path)
+    out = run(
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--standalone",
+        program,
+        cwd=tmp_path,
+        python=forked_python.python(),
+    )
     losses = [float(line.rsplit(" ", 1)[1]) for line in out.splitlines() if line.startswith("step ")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]

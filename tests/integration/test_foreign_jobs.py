@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import forked_python
 from tests.integration.worlds import MARK, environment, free_port, processes_with
 
 pytestmark = pytest.mark.slow
@@ -34,10 +35,13 @@ def wait_for(is_there: Callable[[], Any], program: subprocess.Popen[str]) -> Any
 
 
 def start(*command: str, **changes: str) -> subprocess.Popen[str]:
-    env = environment(**changes)
-    env.pop("RAY_RUNTIME_ENV_HOOK", None)  # forks of a server of Python programs would not see another PYTHONPATH
+    """Start a program as a fork; the ranks that the control plane starts are no forks."""
     return subprocess.Popen(
-        [sys.executable, *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [forked_python.python(), *command],
+        env=environment(**changes),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -51,7 +55,7 @@ def test_a_torchrun_script_resumes_after_a_killed_rank_and_learns_the_same(tmp_p
     script, whole, broken = EXAMPLES / "ddp_script.py", tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}")
-    output_of(start(*torchrun, str(script), str(whole), "200"))
+    output_of(start(*torchrun, str(script), str(whole), "200", PYTHON_EXEC=forked_python.python()))
     mark = str(tmp_path)
     program = start(str(EXAMPLES / "torchrun_script.py"), str(broken), "200", **{MARK: mark})
     wait_for((broken / "checkpoint.pt").exists, program)

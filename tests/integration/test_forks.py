@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked_python
 from tests.integration.worlds import MARK, environment, free_port, processes_with
 
 PROGRAM = str(Path(__file__).with_name("forking.py"))
@@ -25,8 +26,9 @@ def test_a_forked_child_ends_and_its_parent_goes_on_until_ray_loses_its_control_
 ) -> None:
     mark, python = uuid.uuid4().hex, [sys.executable]
     if launcher == "torchrun":
+        python = [forked_python.python()]  # the agent alone
         python += ["-m", "torch.distributed.run", f"--nproc_per_node={num_devices}", f"--master_port={free_port()}"]
-    variables = environment(**{MARK: mark})
+    variables = environment(**{MARK: mark}, PYTHON_EXEC=sys.executable)
     del variables["RAY_RUNTIME_ENV_HOOK"]  # here Ray's workers are no forks themselves
     ran = subprocess.run(
         [*python, PROGRAM, str(models["llama"]), launcher, str(num_devices)],

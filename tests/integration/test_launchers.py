@@ -19,6 +19,7 @@ import rlite
 from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
 from rlite.engine.weight_sync import sync_weights
 from rlite.errors import ConfigError, PlacementError, RliteError, WorkerError
+from tests import forked_python
 from tests.integration.modules import LlamaPolicy, Qwen2Policy, on_meta
 from tests.integration.worlds import MARK, environment, free_port, processes_with, world
 
@@ -27,9 +28,16 @@ GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 
 
 def command(launcher: str, num_devices: int, model: Path, out: Path) -> list[str]:
+    """Start a driver or the ranks of torchrun by Python itself, and torchrun's agent as a fork."""
     python = [sys.executable]
     if launcher == "torchrun":
-        python += ["-m", "torch.distributed.run", f"--nproc_per_node={num_devices}", f"--master_port={free_port()}"]
+        python = [
+            forked_python.python(),
+            "-m",
+            "torch.distributed.run",
+            f"--nproc_per_node={num_devices}",
+            f"--master_port={free_port()}",
+        ]
     return [*python, PROGRAM, str(model), str(num_devices), launcher, str(out)]
 
 
@@ -42,7 +50,7 @@ def test_one_program_gives_one_result_on_every_launcher_and_leaves_no_process(
         mark, out = uuid.uuid4().hex, tmp_path / f"{launcher}.json"
         ran = subprocess.run(
             command(launcher, num_devices, models["qwen2"], out),
-            env=environment(**{MARK: mark}),
+            env=environment(**{MARK: mark}, PYTHON_EXEC=sys.executable),
             capture_output=True,
             text=True,
             timeout=280,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,7 +47,7 @@ def test_sft_on_two_nodes_learns_what_one_process_learns(models: dict[str, Path]
     settings = [f"actor.model_name={models['qwen2']}", "data.path=rows.json", "data.batch_size=16", "actor.lr=1e-3"]
     outputs = run_on_two_nodes("rlite.trainer.sft", *settings, "trainer.save_dir=two", cwd=tmp_path)
     assert "2 x cpu, launcher torchrun" in "".join(outputs)
-    alone = [sys.executable, "-m", "rlite.trainer.sft", *settings, "trainer.save_dir=one"]
+    alone = [forked_python.python(), "-m", "rlite.trainer.sft", *settings, "trainer.save_dir=one"]
     subprocess.run(alone, env=environment(), cwd=tmp_path, check=True, timeout=200, stdout=subprocess.DEVNULL)
     one, two = (
         [json.loads(line) for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()]

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from rlite.control import JobHandle, JobResult, command
 from rlite.control.job import job_of
 from rlite.control.spec import JobSpec
 from rlite.recovery.injectors import find
+from tests import forked_python
 from tests.integration.worlds import environment, processes_with
 
 pytestmark = pytest.mark.slow
@@ -184,12 +184,12 @@ def with_folder(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def undisturbed(config: dict[str, Any], module: str, folder: Path, *launcher: str) -> None:
-    """Run the trainer without the control plane."""
+    """Run the trainer without the control plane. The programs of jobs are no forks."""
     file = folder.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(with_folder(config, folder)))
     done = subprocess.run(
-        [sys.executable, *launcher, "-m", module, "--config", str(file)],
-        env=environment(OMP_NUM_THREADS="1"),
+        [forked_python.python(), *launcher, "-m", module, "--config", str(file)],
+        env=environment(PYTHON_EXEC=forked_python.python()),
         capture_output=True,
         text=True,
         timeout=START_S,
@@ -213,7 +213,7 @@ def ppo(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> di
             "max_model_len": 64,
             "deterministic": True,
         },
-        "trainer": {"total_steps": 8, "save_freq": 2},
+        "trainer": {"total_steps": 7, "save_freq": 2},
     }
 
 
@@ -221,7 +221,7 @@ def test_a_killed_ppo_trainer_resumes_and_ends_with_the_same_weights(ppo: dict[s
     undisturbed(ppo, "rlite.trainer.ppo", tmp_path / "whole")
     broken = tmp_path / "broken"
     run = submit("ppo", "rlite.trainer.ppo", with_folder(ppo, broken))
-    for step, number in ((3, signal.SIGKILL), (5, signal.SIGTERM)):
+    for step, number in ((2, signal.SIGKILL), (4, signal.SIGTERM)):
         wait_for(lambda: num_steps(broken) >= step)  # noqa: B023
         (victim,) = [each for each in processes_with("RLITE_RUN_HAS_BEGUN", str(int(step > 3))) if is_driver(each)]
         victim.send_signal(number)
@@ -246,7 +246,7 @@ def test_a_trainer_under_torchrun_resumes_after_a_killed_and_a_stopped_rank(
     config = {
         "actor": {"model_name": str(models["qwen2"]), "lr": 1e-3},
         "data": {"path": str(tmp_path / "sums.jsonl"), "max_length": 64, "batch_size": 8},
-        "trainer": {"n_epochs": 4, "save_freq": 2},
+        "trainer": {"n_epochs": 3, "save_freq": 2},
     }
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     undisturbed(config, "rlite.trainer.sft", tmp_path / "whole", *torchrun)
@@ -254,9 +254,9 @@ def test_a_trainer_under_torchrun_resumes_after_a_killed_and_a_stopped_rank(
     run = submit(
         "sft", "rlite.trainer.sft", with_folder(config, broken), num_processes=2, health={"stopped_after": 1.0}
     )
-    for step, number in ((5, signal.SIGKILL), (12, signal.SIGSTOP)):
+    for step, number in ((3, signal.SIGKILL), (7, signal.SIGSTOP)):
         wait_for(lambda: num_steps(broken) >= step)  # noqa: B023
-        agents = processes_with("RLITE_RUN_HAS_BEGUN", str(int(step > 5)))
+        agents = processes_with("RLITE_RUN_HAS_BEGUN", str(int(step > 3)))
         (agent,) = [each for each in agents if "torch.distributed.run" in each.cmdline()]
         find("rank", agent.pid)[1].send_signal(number)
         wait_for(lambda: not agent.is_running())  # noqa: B023

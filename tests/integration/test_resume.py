@@ -20,8 +20,8 @@ from tests import forked_python
 from tests.integration.worlds import MARK, environment, free_port, processes_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STEPS = {"sft": 36, "ppo": 12}
-LEFT = {"sft": ["step-33", "step-36"], "ppo": ["step-10", "step-10-critic", "step-12", "step-12-critic"]}
+STEPS = {"sft": 24, "ppo": 8}
+LEFT = {"sft": ["step-21", "step-24"], "ppo": ["step-6", "step-6-critic", "step-8", "step-8-critic"]}
 MACHINE = ("second", "time", "memory", "mfu")
 """what metrics of the machine, not of the training, have in their names"""
 RUN_S = 300.0
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds sums of ragged length, and an environment."""
     folder = tmp_path_factory.mktemp("data")
     numbers = random.Random(0)
-    rows = [[numbers.randrange(10 ** numbers.randint(1, 5)) for _ in range(2)] for _ in range(144)]
+    rows = [[numbers.randrange(10 ** numbers.randint(1, 5)) for _ in range(2)] for _ in range(96)]
     lines = [json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a, b in rows]
     (folder / "sums.jsonl").write_text("".join(f"{line}\n" for line in lines))
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{a}+{b}="}) + "\n" for a, b in rows))
@@ -60,7 +60,7 @@ def options(models: dict[str, Path], folder: Path) -> dict[str, list[str]]:
         f"test_data.path={folder / 'sums.jsonl'}",
         "trainer.n_epochs=2",
         "trainer.save_freq=3",
-        "trainer.test_freq=12",
+        "trainer.test_freq=8",
         "trainer.best_metric=test_loss",
     ]
     ppo = [
@@ -133,7 +133,7 @@ def run_and_kill(argv: Sequence[str], save_dir: Path, moments: random.Random, st
         program = subprocess.Popen([python, *argv], env=environment(**{MARK: mark}), stdout=log, stderr=log)
         try:
             while program.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < step):
-                time.sleep(0.002)
+                time.sleep(0.01)
             time.sleep(delay)
             processes = [psutil.Process(program.pid)]  # under torchrun that is its agent
             if is_torchrun:
@@ -187,7 +187,7 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(
     assert sorted(path.name for path in (broken / "state").iterdir()) == LEFT[trainer]
 
 
-@pytest.mark.parametrize(("trainer", "step"), [("sft", 15), ("ppo", 6)])
+@pytest.mark.parametrize(("trainer", "step"), [("sft", 9), ("ppo", 4)])
 def test_a_run_of_two_ranks_goes_on_as_one(
     options: dict[str, list[str]], whole: Whole, tmp_path: Path, trainer: str, step: int
 ) -> None:
@@ -205,7 +205,7 @@ def test_a_run_of_two_ranks_goes_on_as_one(
 def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(
     options: dict[str, list[str]], whole: Whole, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    start = whole("sft", 1) / "state" / "step-36"
+    start = whole("sft", 1) / "state" / "step-24"
     of_another = [f"actor.model_name={models['llama']}", *options["sft"][1:], f"trainer.load_ckpt_from={start}"]
     tried = subprocess.run(
         [forked_python.python(), *command(1, "sft", of_another, tmp_path / "run")],

@@ -111,7 +111,7 @@ def processes_with(variable: str, value: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(variable) == value:
+            if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
             continue

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forked_python
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
@@ -94,7 +95,7 @@ for fatal in itertools.count(1):
 def test_a_write_that_is_killed_at_any_file_leaves_what_can_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "state" / "checkpoint")],
+        [forked_python.python(), "-c", PROGRAM, str(tmp_path / "state" / "checkpoint")],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

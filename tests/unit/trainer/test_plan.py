@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import Qwen2Config
 
+from tests import forked_python
 from tests.integration.worlds import environment
 
 NUM_PARAMETERS = 72_706_203_648  # of Qwen2.5-72B
@@ -27,7 +27,6 @@ DIVIDING = (("tp_size=8",), ("sp_size=4",), ("tp_size=4", "sp_size=2", "ddp_size
 NOT_DIVIDING = ("tp_size=16",)
 PROGRAM = """
 import os, runpy, sys
-import rlite.parallel.fsdp, rlite.trainer.modules  # which takes seconds
 
 for number, sizes in enumerate(sys.argv[2:]):
     child = os.fork()  # a plan is made in a process of its own
@@ -47,7 +46,7 @@ Ran = tuple[int, str, str]
 def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Ran]:
     """What the command did for each choice of sizes."""
     folder, choices = tmp_path_factory.mktemp("plans"), [*DIVIDING, NOT_DIVIDING]
-    command = [sys.executable, "-c", PROGRAM, f"model_name={model}", *map(" ".join, choices)]
+    command = [forked_python.python(), "-c", PROGRAM, f"model_name={model}", *map(" ".join, choices)]
     done = subprocess.run(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True, timeout=280)
     streams = [[(folder / f"{n}.<{name}>").read_text() for name in ("stdout", "stderr")] for n in range(len(choices))]
     codes = map(int, done.stdout.split())
