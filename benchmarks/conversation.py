@@ -6,8 +6,8 @@
 
 All sessions go on side by side, without waiting for each other between turns. A session begins with a prompt of its
 own; each turn generates tokens and appends an observation. vLLM serves the same conversations with its prefix cache, in
-a process of its own (`benchmarks/peers/vllm_conversation.py`). Figures are medians of rounds after a warm-up. The last
-line is one JSON object.
+a process of its own (`benchmarks/peers/vllm_conversation.py`). The sides take turns. Figures are medians of rounds
+after a warm-up; the ratio is the median of the rounds' ratios. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,30 +54,66 @@ async def converse_all(engine: rlite.RliteInferenceEngine, first: int, args: arg
     return sum(await asyncio.gather(*(converse(engine, first + i, args.turns) for i in range(args.sessions))))
 
 
-def ours(model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of every round after a warm-up."""
-    rlite.init(num_devices=1, num_threads=args.threads)
-    engine = rlite.RliteInferenceEngine(model)
-    length = PROMPT_TOKENS + args.turns * (NEW_TOKENS + OBSERVATION_TOKENS)
-    engine.build(max_model_len=length, max_num_seqs=args.sessions, dtype="float32")
-    rates = []
-    for number in range(1 + args.rounds):
+class Ours:
+    """rlite's engine in this process."""
+
+    def __init__(self, model: Path, args: argparse.Namespace) -> None:
+        rlite.init(num_devices=1, num_threads=args.threads)
+        self._args = args
+        self._engine = rlite.RliteInferenceEngine(model)
+        length = PROMPT_TOKENS + args.turns * (NEW_TOKENS + OBSERVATION_TOKENS)
+        self._engine.build(max_model_len=length, max_num_seqs=args.sessions, dtype="float32")
+
+    def rate(self, first: int) -> float:
+        """Tokens per second of one round."""
         begin = time.perf_counter()
-        made = asyncio.run(converse_all(engine, number * args.sessions, args))
-        rates.append(made / (time.perf_counter() - begin))
-    rlite.shutdown()
-    return {"tokens_per_second": statistics.median(rates[1:]), "rounds": rates[1:]}
+        made = asyncio.run(converse_all(self._engine, first, self._args))
+        return made / (time.perf_counter() - begin)
+
+    def close(self) -> None:
+        rlite.shutdown()
 
 
-def theirs(model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """The same of vLLM."""
-    command = [args.vllm_python, str(PEER), str(model), "--threads", str(args.threads)]
-    command += ["--sessions", str(args.sessions), "--turns", str(args.turns), "--rounds", str(args.rounds)]
-    command += ["--compile"] if args.vllm_compile else []
-    env = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+class Vllm:
+    """vLLM in a process of its own, with its own settings of OpenMP."""
+
+    def __init__(self, model: Path, args: argparse.Namespace) -> None:
+        command = [args.vllm_python, str(PEER), str(model), "--threads", str(args.threads)]
+        command += ["--sessions", str(args.sessions), "--turns", str(args.turns)]
+        command += ["--compile"] if args.vllm_compile else []
+        env = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        while not (line := self._answer()).startswith("{"):
+            pass  # vLLM's own messages
+        self.settings: dict[str, Any] = json.loads(line)
+
+    def rate(self, first: int) -> float:
+        """Tokens per second of one round."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{first}\n")
+        self._process.stdin.flush()
+        return float(self._answer())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"vLLM ended with exit code {self._process.wait()}")
+        return line
+
+
+def compare(sides: Mapping[str, Ours | Vllm], args: argparse.Namespace) -> dict[str, list[float]]:
+    """Tokens per second of each side, in turns, after a warm-up."""
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(1 + args.rounds):
+        for name, side in sides.items():
+            rates[name].append(side.rate(number * args.sessions))
+    return {name: found[1:] for name, found in rates.items()}
 
 
 def main() -> None:
@@ -84,18 +121,24 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--sessions", type=int, default=64)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--vllm-python")
     parser.add_argument("--vllm-compile", action="store_true", help="its best setting; needs a C++ compiler")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         model = build_model(Path(scratch) / "model")
-        sides = {"rlite": ours(model, args)}
+        sides: dict[str, Ours | Vllm] = {"rlite": Ours(model, args)}
+        settings = vars(args)
         if args.vllm_python:
-            sides["vllm"] = theirs(model, args)
-            ratio = sides["rlite"]["tokens_per_second"] / sides["vllm"]["tokens_per_second"]
-            print(f"rlite / vllm = {ratio:.2f}")
-    print(json.dumps({"settings": vars(args), **sides}))
+            sides["vllm"] = vllm = Vllm(model, args)
+            settings |= vllm.settings
+        rates = compare(sides, args)
+        for side in sides.values():
+            side.close()
+    for name, found in rates.items():
+        ratio = statistics.median(own / other for own, other in zip(rates["rlite"], found, strict=True))
+        print(f"{name:<8}{statistics.median(found):>8.0f} tokens/s   rlite is {ratio:.2f} x")
+    print(json.dumps({"settings": settings, "rounds": rates}))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     .venv-vllm/bin/python benchmarks/peers/vllm_conversation.py MODEL_DIR --threads 1
 
-Runs in vLLM's own environment and imports nothing of rlite. The last line of standard output is one JSON object. vLLM
+Runs in vLLM's own environment and imports nothing of rlite. The first line of standard output is a JSON object. A line of
+standard input is the number of a round's first session, and is answered with the tokens per second of the round. vLLM
 is given what suits it: its engine in this process, stepped without an event loop, room in the cache for all sessions,
 no detokenisation; `--compile` lets it compile the model.
 """
@@ -13,7 +14,7 @@ import argparse
 import json
 import os
 import random
-import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -33,7 +34,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--sessions", type=int, default=64)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="without it: enforce_eager")
     args = parser.parse_args()
     # vLLM and OpenMP read these at import
@@ -81,13 +81,11 @@ def main() -> None:
                     engine.add_request(f"{name}/{int(turn) + 1}", prompt, sampling)
         return made
 
-    rates = []
-    for number in range(1 + args.rounds):
+    print(json.dumps({"engine": f"vllm {vllm.__version__}", "compiled": args.compile}), flush=True)
+    for line in sys.stdin:
         begin = time.perf_counter()
-        made = converse_all(number * args.sessions)
-        rates.append(made / (time.perf_counter() - begin))
-    found = {"engine": f"vllm {vllm.__version__}", "compiled": args.compile}
-    print(json.dumps({**found, "tokens_per_second": statistics.median(rates[1:]), "rounds": rates[1:]}))
+        made = converse_all(int(line))
+        print(made / (time.perf_counter() - begin), flush=True)
 
 
 if __name__ == "__main__":
