@@ -3,8 +3,8 @@
     .venv-vllm/bin/python benchmarks/peers/vllm_conversation.py MODEL_DIR --threads 1
 
 Runs in vLLM's own environment and imports nothing of rlite. The first line of standard output is a JSON object. A line
-of standard input is the number of a round's first session, and is answered with the tokens per second. vLLM is given what
-suits it: its engine in this process, stepped without an event loop, room in the cache for all sessions, no
+of standard input is the number of a round's first session, and is answered with the tokens per second. vLLM is given
+what suits it: its engine in this process, stepped without an event loop, room in the cache for all sessions, no
 detokenisation; `--compile` lets it compile the model.
 """
 
