@@ -110,7 +110,7 @@ def measure(task: str, model: Path, num_tokens: int, args: argparse.Namespace) -
     result = {
         "tokens_per_pack": num_tokens,
         "tokens_per_second": args.packs * num_tokens / typical,
-        **usage_metrics(engine, [num_tokens] * args.packs, typical),
+        **usage_metrics(engine.device_usage(), engine.module, [num_tokens] * args.packs, typical),
         "seconds": seconds,
         "losses": losses,
         "num_parameters": engine.num_parameters,

@@ -65,7 +65,12 @@ def server(tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
     port, mark = free_port(), str(tmp_path)
     start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--num-cpus=2", "--disable-usage-stats"]
     options = [f"--port={free_port()}", f"--dashboard-port={port}", "--include-dashboard=true"]
-    paths = os.pathsep.join([environment()["PYTHONPATH"], os.environ.get("PYTHONPATH", ""), str(PEERS)])
+    dashboard = tmp_path / "dashboard"  # its packages alone: others in PEERS have modules of the same names as ours
+    dashboard.mkdir()
+    for package in {Path(name).parts[0] for name in NEEDED}:
+        for found in PEERS.glob(f"{package}*"):
+            (dashboard / found.name).symlink_to(found)
+    paths = os.pathsep.join([environment()["PYTHONPATH"], os.environ.get("PYTHONPATH", ""), str(dashboard)])
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = environment(PYTHONPATH=paths, PATH=path, RAY_AUTH_MODE="token", **{MARK: mark})
     try:
