@@ -83,28 +83,27 @@ class Vllm:
         command += ["--compile"] if args.vllm_compile else []
         env = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        while not (line := self._answer()).startswith("{"):
-            pass  # vLLM's own messages
-        self.settings: dict[str, Any] = json.loads(line)
+        self.settings = self._answer()
 
     def rate(self, first: int) -> float:
         """Tokens per second of one round."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{first}\n")
         self._process.stdin.flush()
-        return float(self._answer())
+        return float(self._answer()["tokens_per_second"])
 
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
-    def _answer(self) -> str:
+    def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"vLLM ended with exit code {self._process.wait()}")
-        return line
+        for line in self._process.stdout:
+            if line.startswith("{"):  # others are vLLM's messages
+                found: dict[str, Any] = json.loads(line)
+                return found
+        raise RuntimeError(f"vLLM ended with exit code {self._process.wait()}")
 
 
 def compare(sides: Mapping[str, Ours | Vllm], args: argparse.Namespace) -> dict[str, list[float]]:

@@ -2,9 +2,9 @@
 
     .venv-vllm/bin/python benchmarks/peers/vllm_conversation.py MODEL_DIR --threads 1
 
-Runs in vLLM's own environment and imports nothing of rlite. The first line of standard output is a JSON object. A line
-of standard input is the number of a round's first session, and is answered with the tokens per second. vLLM is given
-what suits it: its engine in this process, stepped without an event loop, room in the cache for all sessions, no
+Runs in vLLM's own environment and imports nothing of rlite. JSON objects on standard output are the settings and,
+for each number of a round's first session on standard input, the tokens per second of the round. vLLM is given what
+suits it: its engine in this process, stepped without an event loop, room in the cache for all sessions, no
 detokenisation; `--compile` lets it compile the model.
 """
 
@@ -85,7 +85,7 @@ def main() -> None:
     for line in sys.stdin:
         begin = time.perf_counter()
         made = converse_all(int(line))
-        print(made / (time.perf_counter() - begin), flush=True)
+        print(json.dumps({"tokens_per_second": made / (time.perf_counter() - begin)}), flush=True)
 
 
 if __name__ == "__main__":
