@@ -153,7 +153,8 @@ class JobProcesses:
         self._end(lambda name: "/" in name and (TRAINER in name or not name.startswith(own)), groups)
 
     def end(self) -> None:
-        """End every process of the job except the master, and return the devices."""
+        """End every process of the job except the master, return the devices, and start nothing any more."""
+        self._fleet.close()
         self._end(lambda name: name != "master", list(self._groups.values()))
         self._fleet.release(lambda _: True)
 

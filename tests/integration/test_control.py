@@ -16,13 +16,14 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from ray.util.placement_group import placement_group_table
 
 import rlite
 from rlite.cluster.ray.fleet import Fleet, RayStore, Service
 from rlite.control import JobHandle, JobResult, RLJobBuilder, command
 from rlite.errors import ConfigError, PlacementError, RliteError
 from rlite.recovery.failover import JobState
-from rlite.recovery.record import MAX_ENDED, JobRecord, LogEntry, save_record
+from rlite.recovery.record import MAX_ENDED, JobRecord, LogEntry, load_record, save_record
 from tests.integration.control_program import Actor, Rollout, Trainer
 
 pytestmark = pytest.mark.slow
@@ -48,8 +49,14 @@ def builder(out: Path, rollouts: str | None = None, **config: Any) -> RLJobBuild
 def wait_for(is_there: Callable[[], Any]) -> None:
     deadline = time.monotonic() + START_S
     while not is_there():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, f"it did not happen in time:\n{histories()}"
         time.sleep(0.05)
+
+
+def histories() -> str:
+    """What every job did, for the message of a test that fails."""
+    jobs = [(name, load_record(RayStore(), name)) for name in RayStore().names()] if ray.is_initialized() else []
+    return "\n".join(f"{name}: {entry}" for name, record in jobs if record for entry in record.log)
 
 
 def is_alive(pid: int) -> bool:
@@ -249,6 +256,18 @@ def test_what_cannot_run_is_refused_before_anything_starts(tmp_path: Path) -> No
     run.handle.stop()
     result = run.handle.result(timeout=START_S)
     assert (result.succeeded, result.error) == (False, "stopped on request")
+
+
+def test_a_job_that_is_stopped_while_it_is_made_leaves_nothing(tmp_path: Path) -> None:
+    for number in range(8):
+        run = Run(builder(tmp_path), tmp_path, f"short-{number}")
+        time.sleep(0.08 * number)
+        run.handle.stop()
+        assert not run.handle.result(timeout=START_S).succeeded
+    time.sleep(2.0)  # a creation under way would end
+    held = [each["name"] for each in placement_group_table().values() if each["state"] != "REMOVED"]
+    assert held == []
+    assert [name for number in range(8) for name in Fleet(f"short-{number}").names()] == []
 
 
 def test_the_commands_launch_show_and_stop_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,11 @@ the job's name and "/".
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +49,21 @@ class Fleet:
 
     def __init__(self, job: str) -> None:
         self._job = job
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Refuse to reserve devices and to start processes from now on, also to threads that are about to."""
+        with self._lock:
+            self._is_closed = True
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Hold `close` back while something is registered with Ray, so that whoever ends the job finds it."""
+        with self._lock:
+            if self._is_closed:
+                raise RliteError(f"job {self._job!r} has ended")
+            yield
 
     def reserve(
         self, name: str, bundles: Mapping[int, list[dict[str, float]]], avoid: Sequence[str], timeout: float
@@ -64,6 +81,7 @@ class Fleet:
 
         Raises:
             PlacementError: the cluster does not give them in time.
+            error: RliteError, the job was closed.
         """
         deadline = time.monotonic() + timeout
         known = self._placements(name)
@@ -72,9 +90,10 @@ class Fleet:
             full_name = f"{self._job}/{name}/{number}"
             if full_name not in known:
                 selectors = None if selector is None else [selector] * len(part)
-                known[full_name] = placement_group(
-                    part, "STRICT_PACK", full_name, lifetime="detached", bundle_label_selector=selectors
-                )
+                with self._open():
+                    known[full_name] = placement_group(
+                        part, "STRICT_PACK", full_name, lifetime="detached", bundle_label_selector=selectors
+                    )
         groups = {number: known[f"{self._job}/{name}/{number}"] for number in bundles}
         for number, group in groups.items():
             if not group.wait(timeout_seconds=max(1, round(deadline - time.monotonic()))):
@@ -112,6 +131,9 @@ class Fleet:
 
         Returns:
             The actor handle. The process may not run yet.
+
+        Raises:
+            error: RliteError, the job was closed.
         """
         options: dict[str, Any] = {"num_gpus": gpu_share}
         if place is not None:
@@ -120,7 +142,8 @@ class Fleet:
         if env:
             given = actor_class._default_options.get("runtime_env") or {}
             options["runtime_env"] = {**given, "env_vars": {**given.get("env_vars", {}), **env}}
-        return self._named(name, actor_class, **options).remote()
+        with self._open():
+            return self._named(name, actor_class, **options).remote()
 
     def start_on_node(self, name: str, node: str, factory: Callable[[], Any]) -> RayHandle:
         """Start a process that Ray restarts, on a certain node, or find it.
@@ -132,12 +155,16 @@ class Fleet:
 
         Returns:
             The handle.
+
+        Raises:
+            error: RliteError, the job was closed.
         """
         actor = self.find(name)
         if actor is None:
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
             made = self._named(name, HostActor, max_restarts=-1, scheduling_strategy=strategy)
-            actor = made.remote(SERVICE_KEY, cloudpickle.dumps(factory))
+            with self._open():
+                actor = made.remote(SERVICE_KEY, cloudpickle.dumps(factory))
         return RayHandle(actor, f"{self._job}/{name}")
 
     def serve(self, factory: Callable[[], Any]) -> None:
