@@ -59,7 +59,11 @@ class Fleet:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Hold `close` back while something is registered with Ray, so that whoever ends the job finds it."""
+        """Hold `close` back while something is registered with Ray, so that whoever ends the job finds it.
+
+        Raises:
+            RliteError: the job was closed.
+        """
         with self._lock:
             if self._is_closed:
                 raise RliteError(f"job {self._job!r} has ended")

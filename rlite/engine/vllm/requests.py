@@ -15,7 +15,7 @@ def sampling_arguments(request: SequenceRequest, end_ids: frozenset[int], max_mo
     """Return the arguments of vLLM's SamplingParams for a request.
 
     vLLM's own temperature, top-p and top-k are set as well, but the sampler of `extension.py` draws the tokens. It
-    reads `extra_args`. No argument comes from the model's generation_config.
+    reads `extra_args`, and so does the scheduler. No argument comes from the model's generation_config.
 
     Args:
         request: the request. Generation resumes after its `output_ids`.
@@ -44,6 +44,7 @@ def sampling_arguments(request: SequenceRequest, end_ids: frozenset[int], max_mo
                 "stop_ids": stop_ids,
                 "min_length": num_prompt + gconfig.min_new_tokens,
                 "extras": list(request.extras),
+                "is_urgent": bool(gconfig.stop),  # the server ends it, so it has to see each token
             }
         },
     }

@@ -198,7 +198,7 @@ class Server:
     # -- tokens --------------------------------------------------------------------------------------------------
 
     def _take(self, outputs: list[Any]) -> list[Any]:
-        """Send the tokens of one step.
+        """Send the tokens of some steps.
 
         Returns:
             The outputs that vLLM's own frontend has to see.
@@ -239,7 +239,8 @@ class Server:
             told = "the model computes NaN or infinity for this request"
             return self._abort(serving, error=told, is_nonfinite=True)
         num = len(tokens) if serving.stops is None else serving.stops.find(tokens)
-        step.request_ids.extend([serving.request.request_id] * len(tokens[:num]))
+        step.request_ids.append(serving.request.request_id)
+        step.counts.append(len(tokens[:num]))
         step.token_ids.extend(tokens[:num])
         step.logprobs.extend(logprobs[:num])
         step.sampling_logprobs.extend(over_kept[:num])

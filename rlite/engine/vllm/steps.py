@@ -1,4 +1,4 @@
-"""Tokens of one step of vLLM's engine, in one message from the server to rlite's worker."""
+"""Tokens of some steps of vLLM's engine, in one message from the server to rlite's worker."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from rlite.types import TokenChunk
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenStep:
-    """Tokens of all requests from one step, in columns: a chunk per token would cost more than the token."""
+    """Tokens of all requests from some steps, in columns: a chunk per token would cost more than the token."""
 
     version: int
     """policy version that made the tokens"""
     request_ids: list[int] = field(default_factory=list)
-    """request of each token"""
+    """requests that made tokens"""
+    counts: list[int] = field(default_factory=list)
+    """number of tokens of each of these requests"""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
@@ -29,14 +31,15 @@ def chunks_of(steps: Iterable[TokenStep]) -> list[TokenChunk]:
     """Return one chunk for each request and policy version in these steps."""
     chunks: dict[tuple[int, int], TokenChunk] = {}
     for step in steps:
-        columns = zip(step.request_ids, step.token_ids, step.logprobs, step.sampling_logprobs, strict=True)
-        for number, token, logprob, sampling_logprob in columns:
+        end = 0
+        for number, count in zip(step.request_ids, step.counts, strict=True):
             chunk = chunks.get((number, step.version))
             if chunk is None:
                 chunk = chunks[number, step.version] = TokenChunk(request_id=number, version=step.version)
-            chunk.token_ids.append(token)
-            chunk.logprobs.append(logprob)
-            chunk.sampling_logprobs.append(sampling_logprob)
+            own = slice(end, end := end + count)
+            chunk.token_ids.extend(step.token_ids[own])
+            chunk.logprobs.extend(step.logprobs[own])
+            chunk.sampling_logprobs.extend(step.sampling_logprobs[own])
         for number, kept_ids in step.kept_ids.items():
             chunks[number, step.version].extras.setdefault("kept_ids", []).extend(kept_ids)
         for last in step.last:

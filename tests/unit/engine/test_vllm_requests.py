@@ -62,24 +62,25 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it_also_after_a_resu
 
 
 def test_steps_become_a_chunk_for_each_request_and_version() -> None:
-    def step(version: int, *tokens: tuple[int, int], last: tuple[TokenChunk, ...] = ()) -> TokenStep:
+    def step(version: int, *runs: tuple[int, *tuple[int, ...]], last: tuple[TokenChunk, ...] = ()) -> TokenStep:
         return TokenStep(
             version=version,
-            request_ids=[number for number, _ in tokens],
-            token_ids=[token for _, token in tokens],
-            logprobs=[-1.0 * token for _, token in tokens],
-            sampling_logprobs=[0.0 for _ in tokens],
+            request_ids=[number for number, *_ in runs],
+            counts=[len(tokens) for _, *tokens in runs],
+            token_ids=[token for _, *tokens in runs for token in tokens],
+            logprobs=[-1.0 * token for _, *tokens in runs for token in tokens],
+            sampling_logprobs=[0.0 for _, *tokens in runs for _ in tokens],
             last=list(last),
         )
 
     refused = TokenChunk(request_id=3, version=0, error="too long")
     stopped = TokenChunk(request_id=1, version=1, finish_reason="stop")
-    made = chunks_of([step(0, (1, 1), (2, 5)), step(0, (1, 2), last=(refused,)), step(1, (1, 3), last=(stopped,))])
+    made = chunks_of([step(0, (1, 1, 4), (2, 5)), step(0, (1, 2), last=(refused,)), step(1, (1, 3), last=(stopped,))])
     assert [(c.request_id, c.token_ids, c.version, c.finish_reason, c.error) for c in made] == [
-        (1, [1, 2], 0, None, None),
+        (1, [1, 4, 2], 0, None, None),
         (2, [5], 0, None, None),
         (3, [], 0, None, "too long"),
         (1, [3], 1, "stop", None),
     ]
-    assert made[0].logprobs == [-1.0, -2.0]
+    assert made[0].logprobs == [-1.0, -4.0, -2.0]
     assert made[3].sampling_logprobs == [0.0]
