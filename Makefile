@@ -69,23 +69,23 @@ clean:  ## remove every environment and cache that make made
 
 # $(call install_torch,VENV): the CPU build carries the suffix +cpu on Linux and none elsewhere
 ifeq ($(RLITE_TORCH_INDEX),)
-install_torch = $(1)/bin/pip install --quiet "torch==$(TORCH)+cpu" 2>/dev/null \
-	|| $(1)/bin/pip install --extra-index-url https://download.pytorch.org/whl/cpu "torch==$(TORCH)"
+install_torch = $(1)/bin/pip install --quiet --no-compile "torch==$(TORCH)+cpu" 2>/dev/null \
+	|| $(1)/bin/pip install --no-compile --extra-index-url https://download.pytorch.org/whl/cpu "torch==$(TORCH)"
 else
-install_torch = $(1)/bin/pip install --index-url $(RLITE_TORCH_INDEX) "torch==$(TORCH)"
+install_torch = $(1)/bin/pip install --no-compile --index-url $(RLITE_TORCH_INDEX) "torch==$(TORCH)"
 endif
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"rlite needs Python 3.11 or newer, {sys.executable} is {sys.version.split()[0]}: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(call install_torch,$(VENV))
-	$(BIN)/pip install --quiet -c constraints-cpu.txt -e ".[dev]"
+	$(BIN)/pip install --quiet --no-compile -c constraints-cpu.txt -e ".[dev]"
 	touch $@
 
 # for tests/peers, tests/contracts/test_sglang*.py and tests/integration/test_job_submission.py alone; torch and
 # transformers are the environment's
 $(VENV)/.peers-installed: $(VENV)/.installed tests/peers/requirements.txt
-	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/peers -r tests/peers/requirements.txt
+	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/peers -r tests/peers/requirements.txt
 	touch $@
 
 $(VLLM_VENV)/.installed: benchmarks/peers/requirements-vllm.txt constraints-cpu.txt pyproject.toml
