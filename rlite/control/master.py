@@ -26,7 +26,8 @@ from rlite.cluster.host import Whereabouts
 from rlite.cluster.ray.fleet import Fleet, RayStore, kept_plan, own_node
 from rlite.control.health import Judge, Vital
 from rlite.control.plan import TRAINER, JobPlan, trainer_life
-from rlite.control.processes import JobProcesses, ProcessView, StaleRendezvous
+from rlite.control.processes import JobProcesses, ProcessView
+from rlite.control.rendezvous import StaleRendezvous
 from rlite.control.roles import RLRoleType
 from rlite.errors import CallTimeout, StorageError, WorkerError
 from rlite.recovery.failover import (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from rlite.cluster.group import WorkerGroup, apply_on_processes, worker_name
+from rlite.cluster.group import WorkerGroup, worker_name
 from rlite.cluster.host import Outcome, Whereabouts, WorkerHost
 from rlite.cluster.placement import Device
 from rlite.cluster.ray.fleet import (
@@ -28,10 +28,10 @@ from rlite.cluster.ray.host import HostActor, RayHandle, handle_of, hosting
 from rlite.control.health import NodeAgent
 from rlite.control.plan import TRAINER, JobPlan, actor_name, trainer_life
 from rlite.control.program import Program
+from rlite.control.rendezvous import Rendezvous
 from rlite.control.roles import RLRoleType
 from rlite.control.trainer_process import RoleActors, TrainerFactory, TrainerOutcome
-from rlite.control.workload import WorkloadFactory, hold_port
-from rlite.errors import RliteError
+from rlite.control.workload import WorkloadFactory
 from rlite.recovery.failover import WorkloadId
 
 GPU_SHARE = 0.02
@@ -60,10 +60,6 @@ class ProcessView:
 OnStart = Callable[[WorkloadId, ProcessView], None]
 
 
-class StaleRendezvous(RliteError):
-    """A workload cannot be made anew beside its peers, because their rendezvous is no longer valid."""
-
-
 class JobProcesses:
     """All processes of a job. Threads of several actions may use it at the same time."""
 
@@ -72,7 +68,7 @@ class JobProcesses:
         self._fleet = fleet
         self._reserved: dict[int, Reserved] = {}
         self._groups: dict[RLRoleType, WorkerGroup] = {}
-        self._rendezvous: dict[RLRoleType, tuple[str, int]] = {}
+        self._rendezvous = Rendezvous(plan.spec.start_timeout)
         self._trainer: RayHandle | None = None
         self._agents: dict[str, RayHandle] = {}
         self._lock = threading.Lock()
@@ -116,8 +112,7 @@ class JobProcesses:
             for life in lives[role]:
                 on_start(life, self._view(role, life.rank))
         for role, group in groups.items():
-            address = "127.0.0.1" if _is_on_one_node(group) else group.devices[0].ip
-            self._rendezvous[role] = (address, self._hold_port(group, address))
+            self._rendezvous.make(role, group)
             self._furnish(role, group, range(len(group)))
 
     def replace_workload(self, role: RLRoleType, life: WorkloadId, on_start: OnStart) -> None:
@@ -139,7 +134,7 @@ class JobProcesses:
         handles[life.rank] = self._start(role, life)
         self._groups[role] = self._group(role, handles)
         on_start(life, self._view(role, life.rank))
-        self._keep_rendezvous(role, life.rank)
+        self._rendezvous.keep(role, self._groups[role], life.rank)
         self._furnish(role, self._groups[role], [life.rank])
 
     def end_role(self, role: RLRoleType) -> None:
@@ -179,7 +174,7 @@ class JobProcesses:
             self._groups[role] = self._group(role, handles)
             told = _values([h.aside((str(role), rank), "_told_rendezvous") for rank, h in enumerate(handles)])
             if told:
-                self._rendezvous[role] = told[0]
+                self._rendezvous.adopt(role, told[0])
         return {life: self._view(role, life.rank) for role, each in lives.items() for life in each}
 
     # The trainer
@@ -319,32 +314,6 @@ class JobProcesses:
         group.divide(1)
         return group
 
-    def _keep_rendezvous(self, role: RLRoleType, rank: int) -> None:
-        """Check that the rendezvous which the peers of a new workload know is valid, and hold its port for rank 0.
-
-        Raises:
-            StaleRendezvous: it is not valid.
-        """
-        group = self._groups[role]
-        if role not in self._rendezvous:
-            raise StaleRendezvous(f"no workload of {role} can say which rendezvous its peers know")
-        address, port = self._rendezvous[role]
-        now = group.devices[0].ip
-        if address != now and not (address == "127.0.0.1" and _is_on_one_node(group)):
-            raise StaleRendezvous(f"the peers of {role} expect rank 0 at {address}:{port}, and it is at {now} now")
-        if rank != 0:
-            return
-        try:
-            self._hold_port(group, address, port)
-        except OSError as error:
-            raise StaleRendezvous(f"the peers of {role} expect rank 0 at {address}:{port}: {error}") from error
-
-    def _hold_port(self, group: WorkerGroup, address: str, port: int = 0) -> int:
-        """Return a port that the process of rank 0 holds: this one, or a free one for 0."""
-        timeout = self._plan.spec.start_timeout
-        (held,) = apply_on_processes([(group, 0, (), (address, port))], hold_port, [group], "hold a port", timeout)
-        return held
-
     def _furnish(self, role: RLRoleType, group: WorkerGroup, ranks: Sequence[int]) -> None:
         """Make the workloads in started processes."""
         plan, timeout = self._plan, self._plan.spec.start_timeout
@@ -354,7 +323,7 @@ class JobProcesses:
             config=plan.spec.config,
             master=Service(plan.name).actor,
             local_ranks=plan.layout.local_ranks(role),
-            rendezvous=self._rendezvous[role],
+            rendezvous=self._rendezvous.of(role),
             collocation=plan.spec.collocation_of(role),
         )
         torch_device = "cpu" if plan.spec.device_kind == "cpu" else "cuda:0"
@@ -373,10 +342,6 @@ class JobProcesses:
         if self._trainer is not None and is_chosen(f"/{TRAINER}-0"):
             deaths.append(self._trainer.death)
         wait(deaths, END_S)
-
-
-def _is_on_one_node(group: WorkerGroup) -> bool:
-    return len({device.node for device in group.devices}) == 1
 
 
 def _answers(looks: Sequence[Future[T]], timeout: float = LOOK_S) -> list[T | None]:

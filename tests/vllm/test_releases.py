@@ -93,16 +93,28 @@ def test_requests_and_outputs_have_the_fields_that_the_server_uses() -> None:
 def test_the_outputs_of_a_step_can_be_diverted_with_one_table_of_logprobs() -> None:
     assert {"scheduler_output", "model_runner_output"} <= parameters(SCHEDULER, "Scheduler", "update_from_output")
     assert class_of("v1/core/sched/async_scheduler.py", "AsyncScheduler")
+    assert {"requests", "pause_state", "add_request"} <= attributes(SCHEDULER, "Scheduler")
+    assert "total_num_scheduled_tokens" in fields("v1/core/sched/output.py", "SchedulerOutput")
+    assert "sampling_params" in parameters("v1/request.py", "Request", "__init__")
     assert {"scheduler_cls", "async_scheduling"} <= fields("config/scheduler.py", "SchedulerConfig")
     assert "distributed_executor_backend" in fields("config/parallel.py", "ParallelConfig")
     assert {"req_id_to_index", "logprobs"} <= fields("v1/outputs.py", "ModelRunnerOutput")
     assert {"logprob_token_ids", "logprobs", "sampled_token_ranks"} <= fields("v1/outputs.py", "LogprobsLists")
-    assert "outputs" in fields("v1/engine/__init__.py", "EngineCoreOutputs")
+    assert {"outputs", "finished_requests", "scheduler_stats"} <= fields("v1/engine/__init__.py", "EngineCoreOutputs")
     assert {"request_id", "new_token_ids", "new_logprobs", "finish_reason"} <= fields(
         "v1/engine/__init__.py", "EngineCoreOutput"
     )
     assert parameters("v1/engine/core_client.py", "AsyncMPClient", "get_output_async") == {"self"}
     assert "create_engine_config" in attributes("engine/arg_utils.py", "EngineArgs")
+
+
+def test_a_pause_is_answered_when_the_scheduler_has_nothing_to_do() -> None:
+    states = class_of("v1/core/sched/interface.py", "PauseState")
+    assert "UNPAUSED" in {target.id for node in states.body if isinstance(node, ast.Assign) for target in node.targets}
+    core = class_of("v1/engine/core.py", "EngineCoreProc")
+    methods = {node.name: ast.unparse(node) for node in core.body if isinstance(node, ast.FunctionDef)}
+    assert "scheduler.has_requests()" in methods["has_work"]
+    assert "has_work()" in methods.get("_pause_complete", methods["pause_scheduler"])
 
 
 def test_the_sampler_can_be_replaced_and_finds_requests_and_positions() -> None:

@@ -132,20 +132,17 @@ class EngineProcess:
         """Call a method of the server without waiting for it."""
         self._send("cast", method, arguments)
 
-    def take_chunks(self, wait_s: float = 0.0, gather_s: float = 0.0) -> list[TokenChunk]:
+    def take_chunks(self, wait_s: float = 0.0) -> list[TokenChunk]:
         """Return the tokens that have arrived, as one chunk for each request and policy version.
 
         Args:
             wait_s: seconds to wait for the first tokens.
-            gather_s: seconds to wait for further tokens after the first, if no request has ended.
 
         Raises:
             WorkerDied: the process is gone, and all its tokens were taken.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._steps or self._death, timeout=wait_s)
-            if self._steps and gather_s:
-                self._changed.wait_for(lambda: self._steps[-1].last or self._death, timeout=gather_s)
             steps, self._steps = self._steps, []
             if not steps and self._death is not None:
                 raise self._as_error()

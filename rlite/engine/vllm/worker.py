@@ -31,8 +31,6 @@ START_S = 1800.0
 """time limit in seconds for the start of vLLM, which loads the weights and may compile the model"""
 WAIT_S = 0.02
 """how long a call waits for the first tokens: new requests and other calls wait as long"""
-GATHER_S = 0.004
-"""how long a call waits for further tokens after the first"""
 CPU_BLOCK = 128
 """tokens of one block of vLLM's KV cache on CPU"""
 DTYPES = ("float32", "float16", "bfloat16")
@@ -90,7 +88,7 @@ class VllmWorker:
             self._process.cast("submit", new)
         if aborted:
             self._process.cast("cancel", aborted)
-        return self._process.take_chunks(WAIT_S, GATHER_S) if max_steps else self._process.take_chunks()
+        return self._process.take_chunks(WAIT_S if max_steps else 0.0)
 
     def pause(self) -> list[TokenChunk]:
         """Rest at a token boundary.
