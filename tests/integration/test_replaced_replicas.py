@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
+import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
+from rlite.cluster.session import current_session
 from rlite.errors import WorkerDied
 from rlite.types import LLMRequest, LLMResponse
 from tests.integration.modules import LlamaPolicy, on_meta
@@ -170,3 +174,26 @@ def test_a_budget_bounds_the_replacements(models: dict[str, Path]) -> None:
         engine.memory_bytes()
     assert len(engine.replaced_replicas) == 1
     engine.release()
+
+
+def test_a_replacement_under_way_at_the_end_of_the_session_starts_no_other_ray(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = RliteInferenceEngine(models["llama"])
+    engine.build(**BUILD)
+    launcher = current_session().launcher
+    began, goes_on = threading.Event(), threading.Event()
+    locate = launcher._located  # type: ignore[attr-defined]
+
+    def late(*args: object) -> object:
+        began.set()
+        assert goes_on.wait(SOON_S)
+        return locate(*args)
+
+    monkeypatch.setattr(launcher, "_located", late)
+    kill(process_of(engine, 1))
+    assert began.wait(SOON_S)
+    rlite.shutdown()
+    goes_on.set()
+    engine.wait_for_replacements()
+    assert not ray.is_initialized()

@@ -10,8 +10,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import ray
@@ -20,12 +20,14 @@ from ray.exceptions import RayError
 from rlite.cluster.guard import Guard
 from rlite.cluster.launcher import default_cpu_slots
 from rlite.cluster.placement import DeviceKind
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, WorkerError
 
 AUTHENTICATES_SINCE = (2, 59)
 """Ray's first version whose local clusters ask for a token unless RAY_AUTH_MODE says otherwise"""
 TOKEN = Path.home() / ".ray" / "auth_token"
 RECONNECT_S = 0.2
+CLOSE_S = 10.0
+"""how long `close` waits for calls of Ray under way, which do not return if its control service hangs"""
 
 
 class ControlService:
@@ -38,12 +40,34 @@ class ControlService:
         self._on_end = on_end
         self._line: socket.socket | None = None
         self._is_closed = False
+        self._uses = 0
+        self._use = threading.Condition()
         self.is_gone = False
         threading.Thread(target=self._watch, name="rlite-ray-control", daemon=True).start()
 
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Hold `close` back during calls of Ray's functions, which would start another Ray if this one has ended.
+
+        Raises:
+            WorkerError: it has ended.
+        """
+        with self._use:
+            if self._is_closed or self.is_gone:
+                raise WorkerError("the connection to Ray has ended")
+            self._uses += 1
+        try:
+            yield
+        finally:
+            with self._use:
+                self._uses -= 1
+                self._use.notify_all()
+
     def close(self) -> None:
         """Stop watching."""
-        self._is_closed = True
+        with self._use:
+            self._is_closed = True
+            self._use.wait_for(lambda: not self._uses, CLOSE_S)
         if self._line is not None:
             with suppress(OSError):
                 self._line.shutdown(socket.SHUT_RDWR)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -168,10 +168,10 @@ class RayHandle:
     def __init__(self, actor: Any, name: str, control: ControlService | None = None, has_notice: bool = False) -> None:
         self.actor = actor
         self._name = name
-        self._control = control
+        self._using = nullcontext if control is None else control.using
         self.process = actor._actor_id.hex()
-        self.death = self._future(actor.host_pulse.remote())
-        self.notice: Future[Any] = self._future(actor.host_notice.remote()) if has_notice else Future()
+        self.death = self._call(actor.host_pulse)
+        self.notice: Future[Any] = self._call(actor.host_notice) if has_notice else Future()
 
     def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
         """Call a method of the host as a task of its actor; see `WorkerHandle`.
@@ -183,7 +183,7 @@ class RayHandle:
         Returns:
             The outcome.
         """
-        return self._future(self.actor.host_serve.remote(method.__name__, *args))
+        return self._call(self.actor.host_serve, method.__name__, *args)
 
     def aside(self, key: WorkerKey, method: str, *args: Any, **kwargs: Any) -> Future[Outcome]:
         """Call a worker's method beside its ordered calls.
@@ -197,11 +197,11 @@ class RayHandle:
         Returns:
             The outcome.
         """
-        return self._future(self.actor.host_aside.remote(key, method, args, kwargs))
+        return self._call(self.actor.host_aside, key, method, args, kwargs)
 
     def look(self, with_stack: bool = False) -> Future[Whereabouts]:
         """Return the position of the call under way."""
-        return self._future(self.actor.host_look.remote(with_stack))
+        return self._call(self.actor.host_look, with_stack)
 
     def keep(self, key: WorkerKey, method: str) -> tuple[Future[Outcome], Any]:
         """Call a worker's method, and keep its result in Ray's object store, which outlives the process.
@@ -213,17 +213,25 @@ class RayHandle:
         Returns:
             The outcome without its value, and a reference to the value.
         """
-        outcome, value = self.actor.host_keep.options(num_returns=2).remote(key, method)
-        return self._future(outcome), value
+        with self._using():
+            outcome, value = self.actor.host_keep.options(num_returns=2).remote(key, method)
+            return self._future(outcome), value
 
     def stop(self, key: WorkerKey) -> None:
         """End the process and wait until it is gone, so that its memory is free again."""
-        if self._control is not None and self._control.is_gone:  # and the call would wait for it
-            return
-        with suppress(RayError):  # Ray itself may be gone
-            ray.kill(self.actor)
-        with suppress(WorkerDied, FutureTimeout):
+        with suppress(WorkerError, FutureTimeout):  # Ray may have ended, and its actors with it
+            with self._using(), suppress(RayError):
+                ray.kill(self.actor)
             self.death.result(timeout=STOP_TIMEOUT_S)
+
+    def _call(self, method: Any, *args: Any) -> Future[Any]:
+        try:
+            with self._using():
+                return self._future(method.remote(*args))
+        except WorkerError as error:
+            answer: Future[Any] = Future()
+            answer.set_exception(error)
+            return answer
 
     def _future(self, ref: ray.ObjectRef) -> Future[Any]:
         answer: Future[Any] = Future()

@@ -155,7 +155,9 @@ class RayLauncher:
         known = [each for each, its_bundle in self._bundles.items() if each.node == node and its_bundle == bundle]
         if known:  # another owner's worker came first
             return known[0]
-        (ip,) = [each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node]
+        assert self._control is not None  # since the constructor
+        with self._control.using():
+            (ip,) = [each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node]
         index = 1 + max((each.index for each in self._bundles if each.node == node), default=-1)
         moved = replace(device, node=node, index=index, ip=ip)
         self._bundles[moved] = bundle
@@ -165,22 +167,25 @@ class RayLauncher:
 
     def _actors(self, name: str, first: int, devices: Sequence[Device], grace_s: float) -> list[RayHandle]:
         assert self._control is not None  # since the constructor
-        return [
-            RayHandle(
-                HostActor.options(
-                    num_gpus=0 if device.kind == "cpu" else GPU_SHARE,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        placement_group=self._placement,
-                        placement_group_bundle_index=self._bundles[device],
-                        placement_group_capture_child_tasks=False,
-                    ),
-                ).remote(grace_s=grace_s),
-                worker_name(name, rank, device),
-                self._control,
-                has_notice=grace_s > 0,
-            )
-            for rank, device in enumerate(devices, first)
-        ]
+        with self._control.using():
+            return [
+                RayHandle(
+                    self._actor(device, grace_s),
+                    worker_name(name, rank, device),
+                    self._control,
+                    has_notice=grace_s > 0,
+                )
+                for rank, device in enumerate(devices, first)
+            ]
+
+    def _actor(self, device: Device, grace_s: float) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._placement,
+            placement_group_bundle_index=self._bundles[device],
+            placement_group_capture_child_tasks=False,
+        )
+        num_gpus = 0 if device.kind == "cpu" else GPU_SHARE
+        return HostActor.options(num_gpus=num_gpus, scheduling_strategy=strategy).remote(grace_s=grace_s)
 
     def _make_workers(self, group: WorkerGroup, ranks: Sequence[int], factory: Callable[[WorkerContext], Any]) -> None:
         torch_devices = ["cpu" if device.kind == "cpu" else "cuda:0" for device in group.devices]
