@@ -98,16 +98,16 @@ def test_the_cpu_time_of_a_process_includes_its_descendants() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not show the states of threads")
 def test_a_process_is_running_if_a_thread_beside_its_main_thread_is() -> None:
-    compute = "import threading\nthreading.Thread(target=lambda: sum(range(10**12)), daemon=True).start()"
-    with subprocess.Popen([sys.executable, "-c", f"{compute}\ninput()"], stdin=subprocess.PIPE) as process:
-        deadline = time.monotonic() + 10
-        agent = NodeAgent()
-        while psutil.Process(process.pid).num_threads() < 2 and time.monotonic() < deadline:
+    # without Python's lock, for which the main thread would otherwise wake now and then
+    compute = 'hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)'
+    start = f"import hashlib, threading\nthreading.Thread(target=lambda: {compute}, daemon=True).start()"
+    with subprocess.Popen([sys.executable, "-c", f"{start}\ninput()"], stdin=subprocess.PIPE) as process:
+        main_thread, agent, deadline = psutil.Process(process.pid), NodeAgent(), time.monotonic() + 30
+        while (main_thread.num_threads() < 2 or main_thread.status() != SLEEPING) and time.monotonic() < deadline:
             time.sleep(0.02)
-        time.sleep(0.2)  # the main thread waits for Python's lock
-        main_thread, whole = psutil.Process(process.pid).status(), agent.look([process.pid])[process.pid].status
+        seen = main_thread.status(), agent.look([process.pid])[process.pid].status
         process.kill()  # before an assertion that fails, or the test would wait for it
-    assert (main_thread, whole) == (SLEEPING, RUNNING)
+    assert seen == (SLEEPING, RUNNING)
 
 
 def test_a_look_at_many_processes_costs_little_more_than_at_one() -> None:
