@@ -35,6 +35,7 @@ from safetensors.torch import load_file
 
 from benchmarks.chaos_attacks import ATTACKS
 from benchmarks.model import build_model
+from rlite.cluster.guard import marked
 from rlite.recovery.faults import FileSizeFault, ProcessFault, SignalFault
 from rlite.recovery.injectors import NoTarget, inject
 
@@ -184,7 +185,7 @@ class Program:
 
     def left(self) -> list[psutil.Process]:
         """Living processes that this start has left, and their children."""
-        return [process for process in psutil.process_iter() if _has_mark(process, self._mark)]
+        return marked(self._mark, MARK)
 
     def wait_for_end(self, seconds: float) -> bool:
         """Wait for the end of every process; False if one goes on."""
@@ -349,13 +350,6 @@ def run(quick: bool, seed: int, folder: Path) -> list[Row]:
         print(f"{setting}: {sum(row.survived for row in rows)} of {sum(row.tried for row in rows)}", flush=True)
     rows += [run_attack(name, folder) for name in (["half-open connections"] if quick else ATTACKS)]
     return merge(rows)
-
-
-def _has_mark(process: psutil.Process, mark: str) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark
-    except psutil.Error:
-        return False
 
 
 def _free_port() -> int:

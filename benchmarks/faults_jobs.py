@@ -10,6 +10,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ray.exceptions import RayActorError
 
 import rlite
 from benchmarks.faults_program import BATCH, SAVE_FREQ, Actor, Reward, Rollout, Trainer
+from rlite.cluster.guard import marked
 from rlite.cluster.host import Whereabouts
 from rlite.cluster.ray.fleet import NAMESPACE, Fleet
 from rlite.control import JobHandle, JobResult, RLJobBuilder
@@ -364,12 +366,7 @@ def _look(actor: str) -> Whereabouts:
 
 def _processes(mark: str) -> list[str]:
     found = []
-    for process in psutil.process_iter():
-        try:
-            if process.status() == psutil.STATUS_ZOMBIE or process.name() == IDLE:
-                continue
-            if process.environ().get(MARK) == mark:
-                found.append(f"{process.pid} {process.name()}")
-        except psutil.Error:
-            continue
-    return found
+    for process in marked(mark, MARK):
+        with suppress(psutil.NoSuchProcess):
+            found.append(f"{process.pid} {process.name()}")
+    return [each for each in found if not each.endswith(f" {IDLE}")]

@@ -69,11 +69,19 @@ def marked(mark: str, variable: str = MARK) -> list[psutil.Process]:
     """Return living processes with this mark in an environment variable, except the caller."""
     found = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it ended just now, or belongs to somebody else
+        with suppress(psutil.Error, OSError):  # it ended just now, or belongs to somebody else
             is_alive = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
-            if is_alive and process.environ().get(variable) == mark:
+            if is_alive and _started_with(process, variable, mark):
                 found.append(process)
     return found
+
+
+def _started_with(process: psutil.Process, variable: str, value: str) -> bool:
+    if sys.platform != "linux":
+        return process.environ().get(variable) == value
+    # Ray's agents overwrite the first variables with their title, where psutil ends its search
+    with open(f"/proc/{process.pid}/environ", "rb") as environment:
+        return f"{variable}={value}".encode() in environment.read().split(b"\0")
 
 
 def reap(mark: str, variable: str = MARK) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -78,9 +78,13 @@ def server(tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
         assert done.returncode == 0, done.stderr
         yield f"http://127.0.0.1:{port}", env
     finally:
-        for process in processes_with(MARK, mark):
-            os.kill(process.pid, signal.SIGKILL)
-        psutil.wait_procs(processes_with(MARK, mark), 10)
+        marked = processes_with(MARK, mark)
+        # Ray's agents overwrite their environment with their title
+        left = {process for each in marked for process in (each, *each.children(recursive=True))}
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, 10)
 
 
 @pytest.mark.skipif(not HAS_DASHBOARD, reason=f"Ray's job server needs {', '.join(NEEDED)} in {PEERS}")

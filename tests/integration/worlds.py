@@ -17,6 +17,7 @@ import psutil
 
 import rlite
 from rlite.cluster.group import apply_on_processes
+from rlite.cluster.guard import marked
 from rlite.engine.base import Engine
 from tests import forked_python
 
@@ -108,11 +109,4 @@ def serve(rank: int, environment: dict[str, str]) -> None:
 
 def processes_with(variable: str, value: str) -> list[psutil.Process]:
     """Living processes whose environment says so: all that a program started, and their children."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+    return marked(value, variable)

@@ -39,6 +39,21 @@ def test_a_killed_program_takes_what_is_marked_with_it() -> None:
         outside.kill()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not show the memory of the environment")
+def test_a_process_whose_title_is_written_over_its_first_variables_is_found() -> None:
+    overwrite = "ctypes.memset(int(open('/proc/self/stat').read().rpartition(')')[2].split()[47]), 0, 4)"
+    guard = Guard()
+    with guard.marking():
+        program = [sys.executable, "-c", f"import ctypes; {overwrite}; print(flush=True); input()"]
+        titled = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert titled.stdout is not None
+    titled.stdout.readline()
+    assert psutil.Process(titled.pid).environ() == {}
+    guard.close(patience_s=0.1)
+    assert titled.wait(timeout=30) is not None
+    assert not psutil.pid_exists(titled.pid)
+
+
 def test_close_ends_what_does_not_end_by_itself() -> None:
     guard = Guard()
     with guard.marking():
