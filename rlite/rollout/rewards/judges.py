@@ -32,6 +32,8 @@ class JudgeLoop:
     async def run(self, value: Awaitable[Any]) -> Any:
         """Return the result of the function's awaitable.
 
+        If this call is cancelled, it ends when the awaitable has ended: until then it counts towards a limit.
+
         Args:
             value: the awaitable.
 
@@ -39,11 +41,16 @@ class JudgeLoop:
             RewardRaised: the awaitable raised an exception.
             RewardTimeout: the call ran for longer than its time-out, or blocks its event loop.
             TimeoutError: the call itself timed out. RewardTimeout is such a TimeoutError.
+            CancelledError: this call was cancelled.
         """
+        ended: Future[None] = Future()
 
         async def awaited() -> Any:
-            async with limited(self._what, self._timeout, REWARD_ERRORS):
-                return await value
+            try:
+                async with limited(self._what, self._timeout, REWARD_ERRORS):
+                    return await value
+            finally:
+                ended.set_result(None)
 
         if (thread := self._thread) is None:
             thread = self._thread = LoopThread("judge-loop", lambda death: None)
@@ -52,6 +59,9 @@ class JudgeLoop:
         try:
             async with asyncio.timeout(self._timeout + BLOCKED_AFTER) as limit:
                 return await asyncio.wrap_future(result)
+        except asyncio.CancelledError:
+            await asyncio.wait([asyncio.wrap_future(ended)], timeout=BLOCKED_AFTER)
+            raise
         except TimeoutError as error:
             if not limit.expired():
                 raise

@@ -539,6 +539,7 @@ def test_a_judge_that_awaits_needs_no_process_and_no_more_than_its_limit_run_at_
         try:
             await asyncio.sleep(3600 if mood == "hang" else 0.05)
         finally:
+            await asyncio.sleep(0.01)  # closes its connection
             running -= 1
         return 1.0
 
