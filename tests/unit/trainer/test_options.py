@@ -44,7 +44,7 @@ def test_a_critic_has_adapters_as_the_actor_has_and_a_reference_has_none():
 def test_the_critic_falls_by_the_schedule_of_the_actor_to_a_rate_of_its_own():
     schedule = ["actor.scheduler=polynomial", "actor.power=2", "actor.lr=1e-4", "actor.lr_end=1e-5"]
     config = load(PpoConfig, [*PPO, *schedule, "critic.lr_end=1e-7"])
-    critic = config.critic.as_model(config.actor).optimizer(10)
+    critic = config.critic.as_model(config.actor).optimizer_options(10)
     assert (critic.scheduler, critic.power, critic.lr, critic.lr_end) == ("polynomial", 2.0, 5e-6, 1e-7)
 
 
