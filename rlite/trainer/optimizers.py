@@ -86,9 +86,7 @@ def _as_torch(module: nn.Module, group: ParameterGroup) -> dict[str, object]:
     return {"params": parameters, "lr": group.lr, "weight_decay": group.weight_decay}
 
 
-def _match(
-    module: nn.Module, options: OptimizerOptions
-) -> list[tuple[ParameterGroupOptions, list[str]]]:
+def _match(module: nn.Module, options: OptimizerOptions) -> list[tuple[ParameterGroupOptions, list[str]]]:
     """Return each group that is trained with the names of its parameters, those of no group first."""
     rest = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     trained = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,18 @@ NORMS = {"norms": ParameterGroupOptions(pattern="norm", weight_decay=0.0, lr_fac
 MUON = OptimizerOptions(
     name="muon", lr=1e-2, weight_decay=0.1, scheduler="constant", warmup_steps=0, total_steps=9, parameter_groups=NORMS
 )
-BFLOAT16_STEP = 2e-3
-"""tolerance of weights after two steps: what two flipped roundings to bfloat16 change at a rate of 1e-2"""
+TOLERANCE = 0.05
+"""largest distance between two layouts' weights, as a share of the distance that training moved them: torch
+orthogonalises in bfloat16, so a gradient's last bit may become the last bit of a bfloat16"""
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+    """The largest distance of a tensor, as a share of the way from `start`."""
+    return max(
+        float((found[name] - tensor).norm() / (tensor - start[name]).norm())
+        for name, tensor in expected.items()
+        if not torch.equal(tensor, start[name])
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -125,15 +135,17 @@ def trained(engine: RliteTrainEngine, seeds: range = range(2)) -> dict[str, Tens
 def test_training_with_muon_does_not_see_how_the_work_is_divided(model: Path, lora: LoraOptions | None) -> None:
     options = {"param_dtype": "float64", "max_grad_norm": 0.05}
     groups = {} if lora else NORMS
-    make: Callable[[], Any] = lambda: policy_module(model, replace(MUON, parameter_groups=groups), lora)  # noqa: E731
+
+    def make() -> Any:
+        return policy_module(model, replace(MUON, parameter_groups=groups), lora)
+
     alone = build(make(), **options)
     start, whole = alone.state_dict(), trained(alone)
     alone.release()
     assert any(not torch.equal(start[name], whole[name]) for name in whole)
     for layout in LAYOUTS:
         engine = build(make(), **layout, **options)
-        for name, tensor in trained(engine).items():
-            torch.testing.assert_close(tensor, whole[name], atol=BFLOAT16_STEP, rtol=0, msg=f"{layout} {name}")
+        assert distance(trained(engine), whole, start) < TOLERANCE, layout
         engine.release()
 
 
@@ -152,7 +164,7 @@ def test_a_resumed_run_makes_the_steps_of_an_uninterrupted_one_in_any_layout(
 ) -> None:
     layout = {"size": 4, "tp_size": 2}
     engine = build(policy_module(model, MUON), **layout, param_dtype="float32")
-    trained(engine)
+    start = trained(engine)
     engine.save_state(tmp_path / "state")
     expected = trained(engine, range(2, 4))
     engine.release()
@@ -160,10 +172,7 @@ def test_a_resumed_run_makes_the_steps_of_an_uninterrupted_one_in_any_layout(
     resumed.load_state(tmp_path / "state")
     found = trained(resumed, range(2, 4))
     resumed.release()
-    for name, tensor in found.items():
-        if resumed_layout == layout:
-            assert torch.equal(tensor, expected[name]), name
-        torch.testing.assert_close(tensor, expected[name], atol=BFLOAT16_STEP, rtol=0, msg=name)
+    assert distance(found, expected, start) < (TOLERANCE if resumed_layout != layout else 1e-12)
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(model: Path, tmp_path: Path) -> None:
