@@ -38,14 +38,14 @@ class ShardedMuon(torch.optim.Muon):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_matrix(parameter, group)
+                    self._step_matrix(parameter, parameter.grad, group)
         return loss
 
-    def _step_matrix(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _step_matrix(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, momentum = self.state[parameter], group["momentum"]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        gradient, buffer = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        gradient, buffer = local_tensor(gradient), local_tensor(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - momentum)
         update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
         whole = full_tensor(dtensor_like(parameter, update.bfloat16()))
@@ -70,7 +70,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
         self._optimizers = [(optimizer, len(optimizer.param_groups)) for optimizer in optimizers]
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step of each optimizer.
 
         Args:

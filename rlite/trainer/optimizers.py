@@ -87,7 +87,11 @@ def _as_torch(module: nn.Module, group: ParameterGroup) -> dict[str, object]:
 
 
 def _match(module: nn.Module, options: OptimizerOptions) -> list[tuple[ParameterGroupOptions, list[str]]]:
-    """Return each group that is trained with the names of its parameters, those of no group first."""
+    """Return each group that is trained with the names of its parameters, those of no group first.
+
+    Raises:
+        ConfigError: a group matches no parameter.
+    """
     rest = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     trained = []
     for key, group in options.parameter_groups.items():
