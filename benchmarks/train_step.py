@@ -112,7 +112,7 @@ def main() -> None:
             gradient_checkpointing=False,
             max_length_per_device=args.max_length_per_device,
         )
-        engine = RliteTrainEngine(policy_module(path, options.optimizer(args.steps)))
+        engine = RliteTrainEngine(policy_module(path, options.optimizer_options(args.steps)))
         engine.build(**options.build_options(1, seed=0))
         engine.train()
         by_hand = HandWritten(path)

@@ -442,6 +442,9 @@ def _locate(root: type[Options], way: Sequence[int | str]) -> _Location:
     hint: Any = root
     option: FieldInfo | None = None
     for depth, part in enumerate(way):
+        if entry := _entry_of(hint):
+            hint, option = entry, None
+            continue
         group = _group_of(hint)
         if group is None or part not in group.model_fields:
             return _Location(".".join(map(str, way[:depth])), hint, option, False)
@@ -507,6 +510,9 @@ def _default(option: FieldInfo) -> Any:
 
 def _unknown(cls: type[Options], key: str) -> str:
     known = [path for path, *_ in _keys(cls)]
+    at = _locate(cls, key.split(".")[:-1])
+    if at.key and at.option is None and (entry := _group_of(at.hint)):
+        known = [f"{at.key}.{path}" for path, *_ in _keys(entry)]
     group, _, leaf = key.rpartition(".")
     same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
     initials = [path for path in known if _is_short_for(path.rpartition(".")[2], leaf)]
@@ -550,6 +556,12 @@ def _kinds(hint: Any) -> list[Any]:
 def _group_of(hint: Any) -> type[Options] | None:
     """Return the group that a type names, also in `X | None`."""
     return next((kind for kind in _kinds(hint) if isinstance(kind, type) and issubclass(kind, Options)), None)
+
+
+def _entry_of(hint: Any) -> type[Options] | None:
+    """Return the group that each value of a mapping is: `G` of `dict[str, G]`."""
+    values = [get_args(kind)[1] for kind in _kinds(hint) if get_origin(kind) is dict]
+    return _group_of(values[0]) if values else None
 
 
 def _is_open(hint: Any) -> bool:

@@ -182,6 +182,11 @@ def load(
     _check_model(folder, module)
     if own["stepped"] and optimizer is None:
         raise CheckpointError(f"{folder}: it holds an optimizer's state, and this module has none to take it")
+    if optimizer is not None and len(own["settings"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{folder}: saved with another optimizer or other parameter groups: {len(own['settings'])} groups, not "
+            f"{len(optimizer.param_groups)}. Resume with the options of that run, or start anew from its weights"
+        )
 
     def read(state: dict[str, Any]) -> None:
         try:

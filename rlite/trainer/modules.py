@@ -1,11 +1,11 @@
-"""Build the modules to train: any Hugging Face causal model, or a score model, with AdamW and a schedule.
+"""Build the modules to train: any Hugging Face causal model, or a score model, with an optimizer and a schedule.
 
 The tokenizer of a checkpoint is loaded here, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rlite.nn.huggingface import HuggingFaceFsdp2TrainModule, causal_lm_class, l
 from rlite.nn.lora import LoraTrainModule
 from rlite.nn.options import LoraOptions
 from rlite.nn.score import HuggingFaceFsdp2ScoreModule, score_module
+from rlite.trainer.optimizers import ParameterGroup, make_optimizer, parameter_groups
 from rlite.trainer.options import ModelOptions, OptimizerOptions
 
 
@@ -27,29 +28,28 @@ class _Optimized(LoraTrainModule):
     """A module with the optimizer described by `optimizer_options`. Without options it is a reference model."""
 
     optimizer_options: OptimizerOptions | None = None
+    parameter_groups: Sequence[ParameterGroup] = ()
 
     def on_weights_materialized(self) -> None:
         """Create the optimizer and the learning-rate scheduler."""
         options = self.optimizer_options
         if options is None:
             return
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        # fused: each parameter's memory is passed over once instead of ten times
-        self.optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=options.weight_decay, fused=True)
+        self.optimizer = make_optimizer(self, self.parameter_groups)
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(schedule, options=options))
 
     def on_state_loaded(self) -> None:
-        """Set the peak learning rate and the weight decay of this run's options.
+        """Set the peak learning rates and the weight decay of this run's options.
 
         The saved state may have other values.
         """
         options, scheduler = self.optimizer_options, self.lr_scheduler
         if options is None or self.optimizer is None or scheduler is None:
             return
-        lr = options.lr * schedule(scheduler.last_epoch, options)
-        scheduler.base_lrs = [options.lr for _ in scheduler.base_lrs]
-        for group in self.optimizer.param_groups:
-            group.update(initial_lr=options.lr, lr=lr, weight_decay=options.weight_decay)
+        factor = schedule(scheduler.last_epoch, options)
+        scheduler.base_lrs = [group.lr for group in self.parameter_groups]
+        for held, group in zip(self.optimizer.param_groups, self.parameter_groups, strict=True):
+            held.update(initial_lr=group.lr, lr=group.lr * factor, weight_decay=group.weight_decay)
 
 
 class PolicyModule(_Optimized, HuggingFaceFsdp2TrainModule):
@@ -120,7 +120,7 @@ def trained_engine(make_module: Callable[..., Any], model: ModelOptions, total_s
         model: options of the model.
         total_steps: optimizer steps of the whole run.
     """
-    optimizer = model.optimizer(total_steps)
+    optimizer = model.optimizer_options(total_steps)
     return RliteTrainEngine(make_module(model.model_name, optimizer, model.lora, model.disable_dropout))
 
 
@@ -141,4 +141,7 @@ def _optimized(module: Any, optimizer_options: OptimizerOptions | None, lora: Lo
     if lora is not None:
         module.add_lora(lora)
     module.optimizer_options = optimizer_options
+    if optimizer_options is not None:
+        module.tie_weights()  # on meta transformers leaves them apart
+        module.parameter_groups = parameter_groups(module, optimizer_options)
     return module

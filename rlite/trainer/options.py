@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
@@ -20,10 +21,36 @@ from rlite.types import Aggregation, KLEstimator, PreferenceDivergence, Schedule
 Power = Annotated[float, Gt(0), AllowInfNan(False)]
 
 
+OptimizerName = Literal["adamw", "muon"]
+
+
+class ParameterGroupOptions(Options):
+    """Parameters that are trained in another way than the rest."""
+
+    pattern: str
+    """regular expression, searched in the names of the parameters; the first group that matches a name has it"""
+    lr_factor: Rate = 1.0
+    """factor of the learning rate"""
+    weight_decay: Rate | None = None
+    """weight decay; null is that of the rest"""
+    freeze: bool = False
+    """do not train these parameters"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a pattern that is no regular expression, and for options that freezing leaves unused."""
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            yield f"pattern={self.pattern}: no regular expression: {error}"
+        if self.freeze and (self.lr_factor != 1 or self.weight_decay is not None):
+            yield "freeze=true: lr_factor and weight_decay are of parameters that are trained; leave them out"
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """AdamW with a schedule over `total_steps` optimizer steps."""
+    """AdamW or Muon with a schedule over `total_steps` optimizer steps."""
 
+    name: OptimizerName = "adamw"
     lr: float
     weight_decay: float
     scheduler: Schedule
@@ -33,6 +60,7 @@ class OptimizerOptions:
     """rate at the last step"""
     power: float = 1.0
     """exponent of the schedule "polynomial" """
+    parameter_groups: Mapping[str, ParameterGroupOptions] = field(default_factory=dict)
 
 
 class LayoutOptions(Options):
@@ -63,14 +91,20 @@ class ModelOptions(LayoutOptions):
     gradient_checkpointing: bool = True
     """recompute activations in the backward pass"""
     offload_optimizer: bool = True
-    """keep AdamW's state in host memory between optimizer steps"""
+    """keep the optimizer's state in host memory between optimizer steps"""
     avg_level: Aggregation = "token"
     """mean of the loss over: all tokens; sequences' means; tokens divided by a constant length (Dr. GRPO's paper). A
     sequence is a row: a trajectory of several rows has as many means, not one"""
+    optimizer: OptimizerName = "adamw"
+    """muon orthogonalises the updates of matrices inside of layers, and leaves embeddings, heads, norms and biases to
+    AdamW; both take the same learning rate and weight decay"""
     lr: Rate = 5e-6
-    """peak learning rate of AdamW"""
+    """peak learning rate"""
     weight_decay: Rate = 1e-2
-    """weight decay of AdamW"""
+    """weight decay"""
+    parameter_groups: dict[str, ParameterGroupOptions] = {}
+    """parameters to train otherwise, by a name of your own, such as {norms: {pattern: norm, weight_decay: 0}}; keys:
+    pattern (a regular expression), lr_factor, weight_decay, freeze"""
     max_grad_norm: Positive = 1.0
     """global norm to which gradients are clipped"""
     scheduler: Schedule = "cosine"
@@ -92,9 +126,10 @@ class ModelOptions(LayoutOptions):
             check_liger_installed()
         yield from schedule_problems(self.scheduler, self.lr, self.lr_end, self.power)
 
-    def optimizer(self, total_steps: int) -> OptimizerOptions:
+    def optimizer_options(self, total_steps: int) -> OptimizerOptions:
         """Return the optimizer's options for a run of `total_steps` optimizer steps."""
         return OptimizerOptions(
+            name=self.optimizer,
             lr=self.lr,
             weight_decay=self.weight_decay,
             scheduler=self.scheduler,
@@ -102,6 +137,7 @@ class ModelOptions(LayoutOptions):
             total_steps=total_steps,
             lr_end=self.lr_end,
             power=self.power,
+            parameter_groups=self.parameter_groups,
         )
 
     def build_options(self, world_size: int, seed: int) -> dict[str, Any]:
@@ -323,7 +359,7 @@ class RewardModelOptions(PairModelOptions):
     """The model that learns to score."""
 
     lr: Rate = 1e-5
-    """peak learning rate of AdamW"""
+    """peak learning rate"""
     center_coefficient: Annotated[float, Ge(0), AllowInfNan(False)] = 0.0
     """weight of the squared sum of a pair's scores, which keeps scores near 0"""
 
@@ -359,7 +395,7 @@ class DpoActorOptions(PairModelOptions):
     """The policy that learns to prefer."""
 
     lr: Rate = 5e-7
-    """peak learning rate of AdamW"""
+    """peak learning rate"""
     beta: Positive = 0.1
     """strength of the tie to the reference"""
     preference_loss: PreferenceLossOptions = Field(default_factory=PreferenceLossOptions)

@@ -18,6 +18,8 @@ from rlite.trainer.options import (
     FrozenModelOptions,
     LaunchOptions,
     ModelOptions,
+    OptimizerName,
+    ParameterGroupOptions,
     Power,
     TestDataOptions,
     TrainerOptions,
@@ -51,7 +53,7 @@ class ActorOptions(ModelOptions):
     """The policy that is trained."""
 
     lr: Rate = 1e-6
-    """peak learning rate of AdamW"""
+    """peak learning rate"""
     max_inference_length_per_device: int | None = None
     """tokens of one microbatch in passes that train nothing; default: max_length_per_device"""
     scheduler: Schedule = "constant"
@@ -139,13 +141,17 @@ class CriticOptions(ReferenceOptions):
     gradient_checkpointing: bool | None = None
     """recompute activations in the backward pass"""
     offload_optimizer: bool | None = None
-    """keep AdamW's state in host memory between optimizer steps"""
+    """keep the optimizer's state in host memory between optimizer steps"""
     avg_level: Aggregation | None = None
     """as actor.avg_level"""
+    optimizer: OptimizerName | None = None
+    """as actor.optimizer"""
     lr: Rate = 5e-6
-    """peak learning rate of AdamW"""
+    """peak learning rate"""
     weight_decay: Rate | None = None
-    """weight decay of AdamW"""
+    """weight decay"""
+    parameter_groups: dict[str, ParameterGroupOptions] = {}
+    """as actor.parameter_groups, which are not the critic's: its parameters have other names"""
     max_grad_norm: Positive | None = None
     """global norm to which gradients are clipped"""
     scheduler: Schedule | None = None

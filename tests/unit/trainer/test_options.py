@@ -44,7 +44,7 @@ def test_a_critic_has_adapters_as_the_actor_has_and_a_reference_has_none():
 def test_the_critic_falls_by_the_schedule_of_the_actor_to_a_rate_of_its_own():
     schedule = ["actor.scheduler=polynomial", "actor.power=2", "actor.lr=1e-4", "actor.lr_end=1e-5"]
     config = load(PpoConfig, [*PPO, *schedule, "critic.lr_end=1e-7"])
-    critic = config.critic.as_model(config.actor).optimizer(10)
+    critic = config.critic.as_model(config.actor).optimizer_options(10)
     assert (critic.scheduler, critic.power, critic.lr, critic.lr_end) == ("polynomial", 2.0, 5e-6, 1e-7)
 
 
@@ -197,3 +197,30 @@ def test_a_run_has_the_folder_of_its_trainer_when_other_options_of_the_run_are_g
     assert load(SftConfig, [*SFT, "trainer.save_freq=3"]).trainer.save_dir == "runs/sft"
     assert load(DpoConfig, [*SFT, "trainer={keep: 3}"]).trainer.save_dir == "runs/dpo"
     assert load(PpoConfig, [*PPO, "trainer.save_freq=3"]).trainer.save_dir == "runs/ppo"
+
+
+def test_parameter_groups_are_named_on_the_command_line_and_are_not_the_critics():
+    norms = ["actor.parameter_groups.norms.pattern=norm|bias", "actor.parameter_groups.norms.weight_decay=0"]
+    config = load(PpoConfig, [*PPO, *norms, "actor.optimizer=muon"])
+    options = config.actor.optimizer_options(10)
+    assert options.name == "muon"
+    assert to_container(options.parameter_groups) == {
+        "norms": {"pattern": "norm|bias", "lr_factor": 1.0, "weight_decay": 0, "freeze": False}
+    }
+    critic = config.critic.as_model(config.actor).optimizer_options(10)
+    assert (critic.name, critic.parameter_groups) == ("muon", {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pattern=("], r"actor\.parameter_groups\.own\.pattern=\(: no regular expression: missing \)"),
+        (["freeze=true"], r"required and not set: actor\.parameter_groups\.own\.pattern"),
+        (["pattern=a", "freeze=true", "lr_factor=2"], r"actor\.parameter_groups\.own\.freeze=true: lr_factor and"),
+        (["pattern=a", "lr_fctor=2"], r"'actor\.parameter_groups\.own\.lr_fctor'; did you mean '.*own\.lr_factor'"),
+        (["pattern=a", "weight_decay=-1"], r"actor\.parameter_groups\.own\.weight_decay=-1\.0: expected .* at least 0"),
+    ],
+)
+def test_wrong_parameter_groups_are_refused_by_their_whole_key(arguments, message):
+    with pytest.raises((ConfigError, UnknownOptionError), match=message):
+        load(SftConfig, [*SFT, *(f"actor.parameter_groups.own.{argument}" for argument in arguments)])
