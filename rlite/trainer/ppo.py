@@ -28,6 +28,7 @@ from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
+from rlite.trainer.callbacks import Callback
 from rlite.trainer.launch import init_devices, serve_if_worker
 from rlite.trainer.losses import PolicyLoss
 from rlite.trainer.modules import load_tokenizer
@@ -75,6 +76,7 @@ class PpoTrainer:
         train_rows: prompts to train on.
         test_rows: prompts to evaluate on; may be empty.
         test_workflow: runs evaluations; default: `workflow` with `rollout.test_sampling_params`, greedy.
+        callbacks: callbacks besides those of `trainer.callbacks`.
 
     Raises:
         ConfigError: The options do not fit the workflow or each other.
@@ -91,6 +93,7 @@ class PpoTrainer:
         train_rows: Sequence[Mapping[str, Any]],
         test_rows: Sequence[Mapping[str, Any]] = (),
         test_workflow: RolloutWorkflow | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         check_best_metric(options.trainer, bool(test_rows), self.evaluated)
         options = options.sampled_by(workflow.gconfig, None if test_workflow is None else test_workflow.gconfig)
@@ -105,7 +108,7 @@ class PpoTrainer:
         self.prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, options.trainer.seed)
         self.loss = _loss(options)
         self.kl = KlCoefficient(options.kl)
-        self.run = TrainingRun(options, SHOWN, options.trainer.total_steps)
+        self.run = TrainingRun(options, SHOWN, options.trainer.total_steps, callbacks=callbacks)
         self.alarms = Alarms(options, self.run)
         self.engines = Engines(options, self.context.length)
         self.recovery = TrainRecovery(self.engines, options.trainer.max_recoveries)
@@ -121,7 +124,7 @@ class PpoTrainer:
         """
         self.start()
         metrics: dict[str, float] = {}
-        while self.run.step < self.options.trainer.total_steps:
+        while not self.run.is_over:
             with stats_tracker.record_timing("step"), self.run.generating():
                 generated = self.rollouts.next_batch()
                 batch = self.recovery.run(lambda: self.learn(generated), self.run.step)  # noqa: B023 - called at once
@@ -163,7 +166,8 @@ class PpoTrainer:
         self.run.console.report("rlite ppo", batch_plan(self.options, self.engines, self.context))
         if self.run.step == 0 and self.test_rows:
             self.run.log(evaluation := self.evaluate())
-            self._is_valid(evaluation)
+            if self._is_valid(evaluation):
+                self.run.evaluated(evaluation)
 
     def with_advantages(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `advantages` [N, L], and with `returns` [N, L] for a critic."""
@@ -213,8 +217,10 @@ class PpoTrainer:
         append_samples(self.run.folder / "rollouts.jsonl", batch, self.run.step, self.engines.rollout.tokenizer)
         if self.test_rows and self.run.is_due(self.options.trainer.test_freq):
             metrics |= (evaluation := self.evaluate())
-            if self._is_valid(evaluation) and self.options.trainer.best_metric is not None:
-                self._on_result(lambda: self._save_best(evaluation))
+            if self._is_valid(evaluation):
+                if self.options.trainer.best_metric is not None:
+                    self._on_result(lambda: self._save_best(evaluation))
+                self.run.evaluated(evaluation)
         self.run.log(metrics)
         self.alarms.look(metrics, self.engines.rollout.collector.first_losses)
         if self.run.is_save_due():

@@ -1,4 +1,4 @@
-"""Look up algorithms by name in a `Table`, and check the options of an algorithm.
+"""Look up algorithms and callbacks by name in a `Table`, and check the options of an algorithm.
 
 An algorithm is a function. Its keyword-only parameters are its options. An unknown option, or a value that does not fit
 the annotation, is an error before anything is computed.
