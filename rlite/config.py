@@ -243,7 +243,7 @@ def _split_arguments(cls: type[Options], argv: Sequence[str]) -> tuple[dict[str,
     Raises:
         ConfigError: an argument is none of these.
     """
-    named: dict[str, list[str]] = {"--config": [], "--import": []}
+    named: dict[str, list[str]] = {"--config": [], "--import": []} if IMPORTS in cls.model_fields else {"--config": []}
     overrides: list[tuple[str, str]] = []
     rest = list(argv)
     while rest:
@@ -259,9 +259,8 @@ def _split_arguments(cls: type[Options], argv: Sequence[str]) -> tuple[dict[str,
         elif equals and key and not key.startswith("-"):
             overrides.append((key, text))
         else:
-            raise ConfigError(
-                f"argument {argument!r}: expected key=value, --config FILE.yaml, --import FILE.py or --help"
-            )
+            forms = ["key=value", *(f"{name} FILE" for name in named)]
+            raise ConfigError(f"argument {argument!r}: expected {', '.join(forms)} or --help")
     return named, overrides
 
 
@@ -380,7 +379,7 @@ class _Problems(Generic[C]):
             value = text if at.is_exact and _is_scalar(at.hint) else _read_yaml_value(key, text)
             OmegaConf.update(tree, key, value, merge=isinstance(value, dict))
             self.sources.update(dict.fromkeys(_leaves(key, value), _COMMAND_LINE))
-        if added := named["--import"]:
+        if added := named.get("--import"):
             before = OmegaConf.to_container(tree).get(IMPORTS) or []  # type: ignore[union-attr]
             tree[IMPORTS] = list(dict.fromkeys([*before, *added])) if isinstance(before, list) else before
             self.sources[IMPORTS] = _COMMAND_LINE

@@ -270,9 +270,8 @@ class RunOptions(Options):
     """first and last step of the trace; by default all"""
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for steps to trace that are no range, and raise ConfigError for an unknown callback."""
-        for name in self.callbacks:
-            CALLBACKS.check(name, {})
+        """Yield a message for an unknown callback, and for steps to trace that are no range."""
+        yield from (f"callbacks: {CALLBACKS.unknown(name)}" for name in self.callbacks if name not in CALLBACKS)
         steps = self.trace_steps
         if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             yield f"trace_steps={steps}: expected two numbers, of the first and of the last step"

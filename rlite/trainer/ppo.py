@@ -20,32 +20,30 @@ from tensordict import TensorDict
 
 import rlite
 from rlite import config
-from rlite.data.chat.special_tokens import EscapingTokenizer
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
 from rlite.data.tables import read_rows
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
-from rlite.rollout.environments.workflow import environment_workflow
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.launch import init_devices, serve_if_worker
 from rlite.trainer.losses import PolicyLoss
-from rlite.trainer.modules import load_tokenizer
 from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.alarms import Alarms
-from rlite.trainer.rl.config import ALIASES, PpoConfig, SamplingOptions
+from rlite.trainer.rl.config import ALIASES, PpoConfig
 from rlite.trainer.rl.critic import make_critic
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.evaluation import evaluation_metrics
 from rlite.trainer.rl.kl_coefficient import KlCoefficient
-from rlite.trainer.rl.lengths import check_lengths, context_limit
+from rlite.trainer.rl.lengths import check_lengths
 from rlite.trainer.rl.logprob_passes import LogprobPasses
 from rlite.trainer.rl.recovery import TrainRecovery, fit_again
 from rlite.trainer.rl.report import append_samples, batch_plan
 from rlite.trainer.rl.rollout_metrics import mean_reward
 from rlite.trainer.rl.rollouts import make_rollouts
 from rlite.trainer.rl.selection import with_selected
+from rlite.trainer.rl.workflows import workflow_maker
 from rlite.trainer.run.command import run
 from rlite.trainer.run.training_run import TrainingRun, check_best_metric, step_metrics
 
@@ -275,31 +273,19 @@ def main(argv: Sequence[str]) -> None:
     """Run the trainer from the command line.
 
     Raises:
-        ConfigError: train_data.path or rollout.env_path is missing.
+        ConfigError: train_data.path or a source of rewards is missing.
     """
     options = config.load(PpoConfig, argv, aliases=ALIASES)
-    data_path, env_path = options.train_data.path, options.rollout.env_path
-    if data_path is None or env_path is None:
-        missing = [k for k, v in {"train_data.path": data_path, "rollout.env_path": env_path}.items() if v is None]
+    data_path, rollout = options.train_data.path, options.rollout
+    has_source = any((rollout.env_path, rollout.reward, rollout.workflow))
+    if data_path is None or not has_source:
+        source = "rollout.env_path (or rollout.reward, or rollout.workflow)"
+        missing = [key for key, value in {"train_data.path": data_path, source: has_source}.items() if not value]
         raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
     serve_if_worker(options)
     train_rows = read_rows(data_path, key="train_data.path")
     test_rows = read_rows(options.test_data.path, key="test_data.path") if options.test_data.path else []
-    rollout = options.rollout
-    make_workflow = environment_workflow(
-        env_path,
-        timeout=rollout.env_timeout,
-        num_processes=rollout.env_processes,
-        memory_limit_gib=rollout.env_memory_limit_gib,
-        env_vars=rollout.env_vars,
-    )
-    tokenizer: Any = load_tokenizer(options.actor.model_name)
-    if rollout.escape_special_tokens:
-        tokenizer = EscapingTokenizer(tokenizer)
-    limit = context_limit(options)
-
-    def workflow(sampling: SamplingOptions) -> RolloutWorkflow:
-        return make_workflow(sampling.gconfig(), tokenizer, rollout.max_turns, limit)
+    workflow = workflow_maker(options)
 
     def fit(options: PpoConfig) -> None:
         init_devices(options)
