@@ -4,7 +4,8 @@
     torchrun --nproc_per_node=N -m rlite.trainer.ppo ...
     python -m rlite.trainer.ppo launcher=ray num_devices=N ...
 
-A row of data holds `messages` or `prompt`. The reward receives its other keys.
+A row of data holds `messages` or `prompt`. The reward receives its other keys. `--import FILE.py` lets rewards,
+workflows, losses, advantages and callbacks that a file registers be chosen by name.
 """
 
 from __future__ import annotations
