@@ -106,7 +106,13 @@ class Callbacks:
         return set(self._by_name)
 
     def call(self, event: Event, run: TrainingRun, metrics: Metrics) -> None:
-        """Call a method of every callback. An exception becomes `failure`, and the other callbacks are still called."""
+        """Call a method of every callback. An exception becomes `failure`, and the other callbacks are still called.
+
+        Args:
+            event: name of the method.
+            run: the run.
+            metrics: metrics of the step or of the evaluation.
+        """
         for name, callback in self._by_name.items():
             with self._blamed(name, f"{event} at step {run.step}"):
                 getattr(callback, event)(run, metrics)
