@@ -6,6 +6,7 @@ rlite plan model_name=... num_devices=...   what a model would take on each devi
 rlite launch job.yaml [key=value ...]       a job of the control plane, or a trainer kept running; docs/control.md
 rlite status [NAME] | logs NAME | stop NAME its state, its event log, its end
 rlite COMMAND --help                        every option of a command, with its default
+rlite TRAINER --import my_code.py ...       losses, advantages, rewards, workflows and callbacks that a file registers
 rlite schema COMMAND                        JSON schema of a command's yaml files, for editors
 """
 

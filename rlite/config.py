@@ -7,6 +7,8 @@
 
     config = load(SftConfig, ["--config", "recipe.yaml", "data.path=train.jsonl", "lr=1e-5"])
 
+`--import FILE.py` adds to the list `imports`, in a config that has this key.
+
 OmegaConf merges files and arguments and resolves interpolations (`${actor.lr}`), which see the command line and the
 defaults. pydantic validates, strictly: 1.5 is no int and "yes" is no truth value. Text is read as the type of its
 field: `name=001` is the string "001" for a `str` and 1 for an `int`. `null` is None if the field allows None. Lists and
@@ -51,6 +53,8 @@ Seconds = Annotated[float, Gt(0), Unit("seconds")]
 Interpolations = dict[str, tuple[Any, Any]]
 """key -> its value as a file gives it, `${...}`, and as it was resolved"""
 
+IMPORTS = "imports"
+"""key of the list to which `--import` adds"""
 _NULLS = ("null", "none", "~")
 _BOOLS = {"true": True, "false": False}
 _COMMAND_LINE = "command line"
@@ -132,7 +136,7 @@ class Options(BaseModel):
 def load(cls: type[C], argv: Sequence[str], *, aliases: Mapping[str, str] | None = None) -> C:
     """Read a config from `--config FILE.yaml` (repeatable, later files win) and from `a.b.c=value`, which wins.
 
-    `--help` prints every key and ends the program.
+    `--import FILE.py` (repeatable) adds to the list `imports`. `--help` prints every key and ends the program.
 
     Args:
         cls: the config's class.
@@ -146,6 +150,7 @@ def load(cls: type[C], argv: Sequence[str], *, aliases: Mapping[str, str] | None
         UnknownOptionError: for unknown keys, each with the nearest known key.
         ConfigError: for wrong values, each with its key, its source and what was expected; for missing required keys;
             for a file that cannot be read. All wrong values and missing keys are reported together.
+        ImportFailed: an item of `imports` cannot be imported.
     """
     problems = _Problems(cls, {})
     try:
@@ -199,7 +204,8 @@ def inherit(child: C, parent: Options) -> C:
 
 def describe(cls: type[Options]) -> str:
     """Return the text of `--help`: every key with its type, its default and its sentence."""
-    lines = ["usage: [--config FILE.yaml]... [key=value]...", ""]
+    own_code = "[--import FILE.py]... " if IMPORTS in cls.model_fields else ""
+    lines = [f"usage: [--config FILE.yaml]... {own_code}[key=value]...", ""]
     for path, option, value in _keys(cls):
         default = "<required>" if value is PydanticUndefined else _show(to_container(value))
         limits = _limits(option).replace("a number ", "").replace("a finite number of", "finite,")
@@ -231,8 +237,13 @@ class _RecipeSchema(GenerateJsonSchema):
 # arguments and files
 
 
-def _split_arguments(cls: type[Options], argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    files: list[str] = []
+def _split_arguments(cls: type[Options], argv: Sequence[str]) -> tuple[dict[str, list[str]], list[tuple[str, str]]]:
+    """Return the arguments of `--config` and of `--import`, and the pairs of key and value.
+
+    Raises:
+        ConfigError: an argument is none of these.
+    """
+    named: dict[str, list[str]] = {"--config": [], "--import": []} if IMPORTS in cls.model_fields else {"--config": []}
     overrides: list[tuple[str, str]] = []
     rest = list(argv)
     while rest:
@@ -241,15 +252,16 @@ def _split_arguments(cls: type[Options], argv: Sequence[str]) -> tuple[list[str]
         if argument in ("--help", "-h"):
             print(describe(cls))
             sys.exit(0)
-        if key == "--config":
+        if key in named:
             if not equals and not rest:
-                raise ConfigError("--config: expected a yaml file after it")
-            files.append(text if equals else rest.pop(0))
+                raise ConfigError(f"{key}: expected a {'yaml file' if key == '--config' else 'Python file'} after it")
+            named[key].append(text if equals else rest.pop(0))
         elif equals and key and not key.startswith("-"):
             overrides.append((key, text))
         else:
-            raise ConfigError(f"argument {argument!r}: expected key=value, --config FILE.yaml or --help")
-    return files, overrides
+            forms = ["key=value", *(f"{name} FILE" for name in named)]
+            raise ConfigError(f"argument {argument!r}: expected {', '.join(forms)} or --help")
+    return named, overrides
 
 
 def _read_yaml(file: str) -> DictConfig:
@@ -348,7 +360,8 @@ class _Problems(Generic[C]):
         Raises:
             ConfigError: a file cannot be read or merged, or an argument is not `key=value`.
         """
-        files, overrides = _split_arguments(self.root, argv)
+        named, overrides = _split_arguments(self.root, argv)
+        files = named["--config"]
         tree = OmegaConf.create({})
         for file in files:
             read = _with_aliases(_read_yaml(file), aliases)
@@ -366,6 +379,10 @@ class _Problems(Generic[C]):
             value = text if at.is_exact and _is_scalar(at.hint) else _read_yaml_value(key, text)
             OmegaConf.update(tree, key, value, merge=isinstance(value, dict))
             self.sources.update(dict.fromkeys(_leaves(key, value), _COMMAND_LINE))
+        if added := named.get("--import"):
+            before = OmegaConf.to_container(tree).get(IMPORTS) or []  # type: ignore[union-attr]
+            tree[IMPORTS] = list(dict.fromkeys([*before, *added])) if isinstance(before, list) else before
+            self.sources[IMPORTS] = _COMMAND_LINE
         return tree
 
     def restrict(self, values: Any, given: Any, path: str) -> Any:

@@ -11,6 +11,7 @@ import difflib
 import errno
 import os
 import re
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,14 @@ class FolderInUse(ConfigError):
 
 class UnknownOptionError(RliteError, TypeError):
     """An unknown option, most often a typo."""
+
+
+class ImportFailed(RliteError, ImportError):
+    """The user's file or module of `imports` is missing, or raised an exception while it was imported."""
+
+
+class CallbackError(RliteError, RuntimeError):
+    """A callback raised an exception. The message names the callback and holds the traceback in its own code."""
 
 
 class PlacementError(RliteError, ValueError):
@@ -103,6 +112,21 @@ class CallTimeout(RliteError, TimeoutError):
 
 class RemoteTraceback(RliteError):
     """Cause of an exception that a worker raised: the worker's name and its traceback as text."""
+
+
+_INTERNAL = (f"{Path(__file__).parent}{os.sep}", "<frozen importlib")
+
+
+def own_traceback(error: BaseException) -> str:
+    """Return the traceback of an exception as text, without the frames of rlite and of Python's import system."""
+    told = traceback.TracebackException.from_exception(error)
+    chain: list[traceback.TracebackException | None] = [told]
+    while chain:
+        if (link := chain.pop()) is not None:
+            frames = [frame for frame in link.stack if not frame.filename.startswith(_INTERNAL)]
+            link.stack = traceback.StackSummary.from_list(frames)
+            chain += [link.__cause__, link.__context__]
+    return "".join(told.format()).rstrip()
 
 
 _NO_ROOM = {

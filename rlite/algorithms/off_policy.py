@@ -24,9 +24,9 @@ from rlite.algorithms.reduce import (
     sequence_sums,
     to_tokens,
 )
-from rlite.algorithms.registry import check_options
 from rlite.algorithms.shapes import CuSeqlens, Flags, Mask, Scalar, Tokens
 from rlite.errors import ConfigError
+from rlite.registry import check_options
 
 Scope = Literal["token", "sequence"]
 Metric = Literal["ratio", "k1", "k2", "k3", "tv", "binary_kl"]

@@ -8,6 +8,7 @@ A row of data holds `chosen` and `rejected` answers to a `prompt` or to `message
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from tensordict import TensorDict
 
@@ -18,6 +19,7 @@ from rlite.data.preferences import preference_rows
 from rlite.data.tokens import TokenRows
 from rlite.engine.train import RliteTrainEngine
 from rlite.observability import stats_tracker
+from rlite.trainer.callbacks import Callback
 from rlite.trainer.losses import DpoLoss, OwnLogprobs
 from rlite.trainer.modules import policy_module
 from rlite.trainer.options import DpoConfig, frozen_build_options
@@ -36,8 +38,14 @@ class DpoTrainer(SupervisedTrainer[DpoConfig]):
     tokenise = preference_rows
     shown = SHOWN_OF_PAIRS
 
-    def __init__(self, options: DpoConfig, rows: TokenRows, test_rows: TokenRows | None = None) -> None:
-        super().__init__(options, rows, test_rows)
+    def __init__(
+        self,
+        options: DpoConfig,
+        rows: TokenRows,
+        test_rows: TokenRows | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        super().__init__(options, rows, test_rows, callbacks)
         actor, reference = options.actor, options.ref_actor
         own = reference.model_name or actor.model_name
         is_plain = own == actor.model_name and reference.use_liger_kernel is None and not reference.offload_model

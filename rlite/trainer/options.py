@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
-from pydantic import AllowInfNan, Field
+from pydantic import AllowInfNan, Field, field_validator
 
 import rlite
 from rlite.config import Count, Natural, Options, Positive, Rate, Share
 from rlite.engine.fsdp2.options import BalanceBy, Dtype
 from rlite.errors import ConfigError
+from rlite.imports import import_own_code
 from rlite.nn.options import LoraOptions, check_liger_installed
 from rlite.parallel.dims import ParallelDims
+from rlite.trainer.callbacks import CALLBACKS
 from rlite.types import Aggregation, KLEstimator, PreferenceDivergence, Schedule
 
 Power = Annotated[float, Gt(0), AllowInfNan(False)]
@@ -240,12 +242,23 @@ class TestDataOptions(Options):
 
 
 class LaunchOptions(Options):
-    """The processes that run the workers."""
+    """The user's own code, and the processes that run the workers."""
 
+    imports: list[str] = []
+    """Python files, or dotted names of modules, that register losses, advantages, rewards, workflows or callbacks; the
+    argument --import FILE.py adds one"""
     launcher: Literal["inprocess", "torchrun", "ray"] | None = None
     """launcher of the workers; default: torchrun under torchrun, else one process"""
     num_devices: int | None = None
     """devices to use; default: one on CPU, all GPUs"""
+
+    @field_validator("imports")
+    @classmethod
+    def _import(cls, names: list[str]) -> list[str]:
+        """Return the names after their import. Fields are validated in order: later options know what it registers."""
+        for name in names:
+            import_own_code(name)
+        return names
 
 
 class RunOptions(Options):
@@ -285,13 +298,16 @@ class RunOptions(Options):
     """name for wandb and trackio"""
     seed: int = 42
     """order of the data, and random numbers"""
+    callbacks: list[str] = []
+    """names of registered callbacks, which are told of steps and may stop the run; rlite.trainer.callbacks"""
     trace: bool = False
     """draw who waited for whom into trace.json, which ui.perfetto.dev opens"""
     trace_steps: list[int] = []
     """first and last step of the trace; by default all"""
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for steps to trace that are no range."""
+        """Yield a message for an unknown callback, and for steps to trace that are no range."""
+        yield from (f"callbacks: {CALLBACKS.unknown(name)}" for name in self.callbacks if name not in CALLBACKS)
         steps = self.trace_steps
         if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             yield f"trace_steps={steps}: expected two numbers, of the first and of the last step"

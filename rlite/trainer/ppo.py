@@ -4,7 +4,8 @@
     torchrun --nproc_per_node=N -m rlite.trainer.ppo ...
     python -m rlite.trainer.ppo launcher=ray num_devices=N ...
 
-A row of data holds `messages` or `prompt`. The reward receives its other keys.
+A row of data holds `messages` or `prompt`. The reward receives its other keys. `--import FILE.py` lets rewards,
+workflows, losses, advantages and callbacks that a file registers be chosen by name.
 """
 
 from __future__ import annotations
@@ -20,31 +21,30 @@ from tensordict import TensorDict
 
 import rlite
 from rlite import config
-from rlite.data.chat.special_tokens import EscapingTokenizer
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
 from rlite.data.tables import read_rows
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
-from rlite.rollout.environments.workflow import environment_workflow
+from rlite.trainer.callbacks import Callback
 from rlite.trainer.launch import init_devices, serve_if_worker
 from rlite.trainer.losses import PolicyLoss
-from rlite.trainer.modules import load_tokenizer
 from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.alarms import Alarms
-from rlite.trainer.rl.config import ALIASES, PpoConfig, SamplingOptions
+from rlite.trainer.rl.config import ALIASES, PpoConfig
 from rlite.trainer.rl.critic import make_critic
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.evaluation import evaluation_metrics
 from rlite.trainer.rl.kl_coefficient import KlCoefficient
-from rlite.trainer.rl.lengths import check_lengths, context_limit
+from rlite.trainer.rl.lengths import check_lengths
 from rlite.trainer.rl.logprob_passes import LogprobPasses
 from rlite.trainer.rl.recovery import TrainRecovery, fit_again
 from rlite.trainer.rl.report import append_samples, batch_plan
 from rlite.trainer.rl.rollout_metrics import mean_reward
 from rlite.trainer.rl.rollouts import make_rollouts
 from rlite.trainer.rl.selection import with_selected
+from rlite.trainer.rl.workflows import workflow_maker
 from rlite.trainer.run.command import run
 from rlite.trainer.run.training_run import TrainingRun, check_best_metric, step_metrics
 
@@ -75,6 +75,7 @@ class PpoTrainer:
         train_rows: prompts to train on.
         test_rows: prompts to evaluate on; may be empty.
         test_workflow: runs evaluations; default: `workflow` with `rollout.test_sampling_params`, greedy.
+        callbacks: callbacks besides those of `trainer.callbacks`.
 
     Raises:
         ConfigError: The options do not fit the workflow or each other.
@@ -91,6 +92,7 @@ class PpoTrainer:
         train_rows: Sequence[Mapping[str, Any]],
         test_rows: Sequence[Mapping[str, Any]] = (),
         test_workflow: RolloutWorkflow | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         check_best_metric(options.trainer, bool(test_rows), self.evaluated)
         options = options.sampled_by(workflow.gconfig, None if test_workflow is None else test_workflow.gconfig)
@@ -105,7 +107,7 @@ class PpoTrainer:
         self.prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, options.trainer.seed)
         self.loss = _loss(options)
         self.kl = KlCoefficient(options.kl)
-        self.run = TrainingRun(options, SHOWN, options.trainer.total_steps)
+        self.run = TrainingRun(options, SHOWN, options.trainer.total_steps, callbacks=callbacks)
         self.alarms = Alarms(options, self.run)
         self.engines = Engines(options, self.context.length)
         self.recovery = TrainRecovery(self.engines, options.trainer.max_recoveries)
@@ -121,7 +123,7 @@ class PpoTrainer:
         """
         self.start()
         metrics: dict[str, float] = {}
-        while self.run.step < self.options.trainer.total_steps:
+        while not self.run.is_over:
             with stats_tracker.record_timing("step"), self.run.generating():
                 generated = self.rollouts.next_batch()
                 batch = self.recovery.run(lambda: self.learn(generated), self.run.step)  # noqa: B023 - called at once
@@ -163,7 +165,8 @@ class PpoTrainer:
         self.run.console.report("rlite ppo", batch_plan(self.options, self.engines, self.context))
         if self.run.step == 0 and self.test_rows:
             self.run.log(evaluation := self.evaluate())
-            self._is_valid(evaluation)
+            if self._is_valid(evaluation):
+                self.run.evaluated(evaluation)
 
     def with_advantages(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `advantages` [N, L], and with `returns` [N, L] for a critic."""
@@ -213,8 +216,10 @@ class PpoTrainer:
         append_samples(self.run.folder / "rollouts.jsonl", batch, self.run.step, self.engines.rollout.tokenizer)
         if self.test_rows and self.run.is_due(self.options.trainer.test_freq):
             metrics |= (evaluation := self.evaluate())
-            if self._is_valid(evaluation) and self.options.trainer.best_metric is not None:
-                self._on_result(lambda: self._save_best(evaluation))
+            if self._is_valid(evaluation):
+                if self.options.trainer.best_metric is not None:
+                    self._on_result(lambda: self._save_best(evaluation))
+                self.run.evaluated(evaluation)
         self.run.log(metrics)
         self.alarms.look(metrics, self.engines.rollout.collector.first_losses)
         if self.run.is_save_due():
@@ -269,31 +274,19 @@ def main(argv: Sequence[str]) -> None:
     """Run the trainer from the command line.
 
     Raises:
-        ConfigError: train_data.path or rollout.env_path is missing.
+        ConfigError: train_data.path or a source of rewards is missing.
     """
     options = config.load(PpoConfig, argv, aliases=ALIASES)
-    data_path, env_path = options.train_data.path, options.rollout.env_path
-    if data_path is None or env_path is None:
-        missing = [k for k, v in {"train_data.path": data_path, "rollout.env_path": env_path}.items() if v is None]
+    data_path, rollout = options.train_data.path, options.rollout
+    has_source = any((rollout.env_path, rollout.reward, rollout.workflow))
+    if data_path is None or not has_source:
+        source = "rollout.env_path (or rollout.reward, or rollout.workflow)"
+        missing = [key for key, value in {"train_data.path": data_path, source: has_source}.items() if not value]
         raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
     serve_if_worker(options)
     train_rows = read_rows(data_path, key="train_data.path")
     test_rows = read_rows(options.test_data.path, key="test_data.path") if options.test_data.path else []
-    rollout = options.rollout
-    make_workflow = environment_workflow(
-        env_path,
-        timeout=rollout.env_timeout,
-        num_processes=rollout.env_processes,
-        memory_limit_gib=rollout.env_memory_limit_gib,
-        env_vars=rollout.env_vars,
-    )
-    tokenizer: Any = load_tokenizer(options.actor.model_name)
-    if rollout.escape_special_tokens:
-        tokenizer = EscapingTokenizer(tokenizer)
-    limit = context_limit(options)
-
-    def workflow(sampling: SamplingOptions) -> RolloutWorkflow:
-        return make_workflow(sampling.gconfig(), tokenizer, rollout.max_turns, limit)
+    workflow = workflow_maker(options)
 
     def fit(options: PpoConfig) -> None:
         init_devices(options)

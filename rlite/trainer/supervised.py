@@ -17,6 +17,7 @@ from rlite.data.tables import read_rows
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
+from rlite.trainer.callbacks import Callback
 from rlite.trainer.launch import init_devices, serve_if_worker
 from rlite.trainer.modules import load_tokenizer, policy_module, trained_engine
 from rlite.trainer.options import ModelOptions, SupervisedConfig
@@ -51,6 +52,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         options: the run's config.
         rows: token rows to learn; for rm and dpo pairs of them.
         test_rows: token rows to evaluate on.
+        callbacks: callbacks besides those of `trainer.callbacks`.
     """
 
     name: ClassVar[str]
@@ -65,7 +67,9 @@ class SupervisedTrainer(ABC, Generic[C]):
     shown: ClassVar[Sequence[str]]
     """metrics for the console"""
 
-    def __init__(self, options: C, rows: TokenRows, test_rows: TokenRows | None = None) -> None:
+    def __init__(
+        self, options: C, rows: TokenRows, test_rows: TokenRows | None = None, callbacks: Sequence[Callback] = ()
+    ) -> None:
         self.options, self.rows, self.test_rows = options, rows, test_rows
         self.model: ModelOptions = getattr(options, self.key)
         self.loss = self.make_loss()
@@ -73,7 +77,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         self.loader = BatchLoader(rows, batch_size, trainer.seed, trainer.n_epochs)
         self.engine = trained_engine(type(self).module, self.model, self.loader.num_batches)
         check_best_metric(trainer, test_rows is not None, [f"test_{name}" for name in ("loss", *self.loss.reported)])
-        self.run = TrainingRun(options, self.shown, self.loader.num_batches, has_absolute_loss=True)
+        self.run = TrainingRun(options, self.shown, self.loader.num_batches, True, callbacks)
         self.build_options = self._build_options()
 
     @abstractmethod
@@ -108,6 +112,8 @@ class SupervisedTrainer(ABC, Generic[C]):
         self.start()
         metrics: dict[str, float] = {}
         for batch in self.loader:
+            if self.run.is_over:
+                break
             with stats_tracker.record_timing("step"):
                 stats = self.update(self.prepare(batch))
             metrics = self.finish_step(batch, stats)
@@ -171,6 +177,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         if self.test_rows is not None and self.run.is_due(self.options.trainer.test_freq):
             metrics |= (evaluation := self.evaluate(self.test_rows))
             self.run.save_best(evaluation)
+            self.run.evaluated(evaluation)
         self.run.log(metrics)
         if self.run.is_save_due():
             self.run.save(loader=self.loader.state_dict())

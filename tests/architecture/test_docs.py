@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlite.algorithms import ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES
-from rlite.algorithms.registry import options_of
+from rlite.registry import options_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from rlite.algorithms.registry import Table
 from rlite.algorithms.shapes import GroupIds, Sequences
 from rlite.errors import ConfigError
+from rlite.registry import Table
 
 AdvantageFunction = Callable[..., Tensor]
 ADVANTAGES: Table[AdvantageFunction] = Table("advantage", given=("rewards", "group_ids"))

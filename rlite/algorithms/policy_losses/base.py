@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rlite.algorithms.reduce import TokenLoss, sequence_log_ratio
-from rlite.algorithms.registry import Table
 from rlite.algorithms.shapes import CuSeqlens, Flags, Mask, Tokens
 from rlite.errors import ConfigError
+from rlite.registry import Table
 
 MAX_LOG_RATIO = 20.0
 """ratios are held between exp(-20) and exp(20); beyond them there is no gradient"""

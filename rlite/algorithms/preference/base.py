@@ -11,9 +11,9 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlite.algorithms.registry import Table
 from rlite.algorithms.shapes import Pairs
 from rlite.errors import ConfigError
+from rlite.registry import Table
 from rlite.types import PreferenceDivergence
 
 

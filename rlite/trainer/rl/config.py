@@ -14,6 +14,7 @@ from rlite.config import Count, Natural, Options, Positive, Rate, Seconds, Share
 from rlite.errors import ConfigError, did_you_mean
 from rlite.nn.options import LoraOptions
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
+from rlite.rollout.registry import REWARDS, WORKFLOWS
 from rlite.trainer.options import (
     FrozenModelOptions,
     LaunchOptions,
@@ -295,6 +296,10 @@ class RolloutOptions(CollectorLimits):
     """Python file with `async step(state, action, extra_info)`, which returns the keys in STEP_KEYS of
     rlite.rollout.environments.child; or with `make(**env_options)`, which returns a Gym-like environment: then rows
     have a `seed`, and no prompt"""
+    reward: str | None = None
+    """name of a registered reward of single-turn answers, in place of env_path; the env_ options hold for it, too"""
+    workflow: str | None = None
+    """name of a registered workflow, in place of env_path"""
     env_timeout: Seconds = 60.0
     """seconds for one step of the environment"""
     env_processes: Count | None = None
@@ -317,7 +322,14 @@ class RolloutOptions(CollectorLimits):
     """sampling for evaluation; a workflow for evaluation that is given to the trainer brings its own"""
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for each rule of rollouts that run ahead that does not hold."""
+        """Yield a message for each rule of the source of rewards and of rollouts that run ahead that does not hold."""
+        given = [name for name in ("env_path", "reward", "workflow") if getattr(self, name) is not None]
+        if len(given) > 1:
+            yield f"{given[0]}: {' and '.join(given)} are given; expected one of them"
+        if self.reward is not None and self.reward not in REWARDS:
+            yield f"reward: {REWARDS.unknown(self.reward)}"
+        if self.workflow is not None and self.workflow not in WORKFLOWS:
+            yield f"workflow: {WORKFLOWS.unknown(self.workflow)}"
         if self.max_head_offpolicyness and self.deterministic:
             yield (
                 "rollout.deterministic=true promises the same bits again, which rollouts that run ahead of training "

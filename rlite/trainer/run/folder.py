@@ -16,18 +16,19 @@ TRACES = (CONFIG, "metrics.jsonl", "rollouts.jsonl", "state")
 """what a run leaves in its folder"""
 NEWEST = ("latest", "latest_good")
 MAY_DIFFER = {
-    *("launcher", "num_devices"),
+    *("imports", "launcher", "num_devices"),
     *(
         f"trainer.{name}"
         for name in (
             *("save_dir", "load_ckpt_from", "overwrite"),
-            *("total_steps", "n_epochs", "max_skipped_steps"),
+            *("total_steps", "n_epochs", "max_skipped_steps", "callbacks"),
             *("save_freq", "save_async", "keep", "test_freq", "best_metric", "best_is_highest"),
             *("sinks", "use_wandb", "project", "experiment_name", "trace", "trace_steps"),
         )
     ),
 }
-"""options that may change while a run is still the same run: where and how long it runs, and what it writes"""
+"""options that may change while a run is still the same run: where and how long it runs, what it writes, and the files
+of its own code"""
 MAX_SHOWN = 8
 NOT_SET = "nothing"
 

@@ -21,6 +21,7 @@ from rlite.observability.sinks.base import Run, open_sinks
 from rlite.observability.sinks.jsonl import drop_later_lines
 from rlite.recovery import reporting
 from rlite.rollout.workflow import RolloutError
+from rlite.trainer.callbacks import Callback, Callbacks
 from rlite.trainer.options import RunOptions
 from rlite.trainer.run.checkpoints import Checkpoints
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
@@ -34,23 +35,38 @@ logger = logging.getLogger(__name__)
 class TrainingRun:
     """The folder of a run: checkpoints, metrics, and the step from which a resumed run continues.
 
-    `step` counts finished steps.
+    `step` counts finished steps. Callbacks are told of them here, for every trainer.
 
     Args:
         resolved: the trainer's config, which is saved. Its group `trainer` has the options of the run.
         shown: metrics for the console.
         total_steps: number of steps of the whole run.
         has_absolute_loss: whether the size of the loss indicates divergence.
+        callbacks: callbacks besides the callbacks that the config names.
+
+    Raises:
+        ConfigError: the folder holds another run, or a callback is none.
+        CallbackError: a callback could not be made.
     """
 
-    def __init__(self, resolved: Any, shown: Sequence[str], total_steps: int, has_absolute_loss: bool = False) -> None:
+    def __init__(
+        self,
+        resolved: Any,
+        shown: Sequence[str],
+        total_steps: int,
+        has_absolute_loss: bool = False,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
         self._options: RunOptions = resolved.trainer
         options, self.folder = self._options, Path(self._options.save_dir)
         self._shown = tuple(shown)
         self.total_steps = total_steps
-        self._config = resolved
+        self.config = resolved
         self._kind = type(resolved).__name__
         self.step = 0
+        self._callbacks = Callbacks([*options.callbacks, *callbacks])
+        self._metrics: Mapping[str, float] = {}
+        self._stop_reason = ""
         self._best: float | None = None
         self._has_missed_best = False
         self._watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
@@ -73,6 +89,7 @@ class TrainingRun:
         Raises:
             CheckpointError: the checkpoint cannot be loaded, belongs to another trainer, or holds weights that are not
                 finite.
+            CallbackError: a callback does not take its state.
         """
         self._engine, self._others = engine, others
         facts = self._checkpoints.restore(engine, others)
@@ -85,6 +102,10 @@ class TrainingRun:
             )
         self.step = facts.get("step", 0)
         self._best = facts.get("best")
+        states = facts.get("callbacks", {})
+        self._callbacks.load_state_dict(states)
+        if states.keys() == self._callbacks.names:  # with other callbacks the run goes on
+            self._stop_reason = facts.get("stopped", "")
         return facts
 
     def open(self) -> None:
@@ -95,6 +116,7 @@ class TrainingRun:
 
         Raises:
             ConfigError: the folder cannot be written to, or another process has a run there.
+            CallbackError: a callback raised an exception.
         """
         stats_tracker.export()  # a run that was stopped in a step may have left what belongs to no step of this one
         try:
@@ -103,7 +125,7 @@ class TrainingRun:
                 clear(self.folder)
             if self._checkpoints.found is not None:
                 self._checkpoints.clear_leftovers()  # a resumed run that is finished already saves nothing itself
-            config.save(self._config, self.folder / "config.yaml")
+            config.save(self.config, self.folder / "config.yaml")
         except OSError as error:
             raise ConfigError(
                 f"trainer.save_dir={self.folder}: cannot be written to: {why_not_written(error)}"
@@ -115,7 +137,7 @@ class TrainingRun:
                 directory=self.folder,
                 project=options.project,
                 name=options.experiment_name,
-                config=config.to_container(self._config),
+                config=config.to_container(self.config),
                 resume_after=self.step or -1,  # what stands at step 0 is of another run
             ),
         )
@@ -126,6 +148,26 @@ class TrainingRun:
         self._report_resume()
         reporting.report_step(self.step, self.total_steps)
         INTERRUPTION.begin(f"{self._way_on()} goes on from the newest checkpoint, or anew if there is none.")
+        if self.is_over:
+            self._callbacks = Callbacks(())  # they were told of the end when it came
+        self._callbacks.call("on_start", self, {})
+        if self._callbacks.failure is not None:
+            self.close()
+
+    @property
+    def is_over(self) -> bool:
+        """True if no step is left, or if a callback has ended the run."""
+        return self.step >= self.total_steps or bool(self._stop_reason) or self._callbacks.failure is not None
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step, with a checkpoint. The same command does not go on after it.
+
+        Args:
+            reason: cause, in words, for the console and for the checkpoint; not empty.
+        """
+        if not self._stop_reason:
+            self._stop_reason = reason
+            self.console.report(f"stop after step {self.step} of {self.total_steps}", {"reason": reason})
 
     def _way_on(self) -> str:
         """Return the name of the command that resumes this run."""
@@ -135,7 +177,11 @@ class TrainingRun:
     def _report_resume(self) -> None:
         if self._checkpoints.found is None:
             return
-        if self.step < self.total_steps:
+        if self._stop_reason:
+            way = "choose other trainer.callbacks, or another trainer.save_dir"
+            rows = {"reason": self._stop_reason, "to go on": way}
+            self.console.report(f"stopped already: after step {self.step} of {self.total_steps}", rows)
+        elif self.step < self.total_steps:
             self.console.report(f"resumed from step {self.step}", {"checkpoint": self._checkpoints.found})
         else:
             ways = "raise trainer.total_steps or trainer.n_epochs, or choose another trainer.save_dir"
@@ -188,6 +234,17 @@ class TrainingRun:
             self._checkpoints.confirm()
         elif self._watch.num_bad == 1 or self._watch.has_diverged:
             self._alarm(metrics)
+        self._metrics = metrics
+        if self.step:  # what ppo evaluates before its first step is no step
+            self._callbacks.call("on_step", self, metrics)
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Tell the callbacks of an evaluation.
+
+        Args:
+            metrics: metrics of the evaluation.
+        """
+        self._callbacks.call("on_evaluate", self, metrics)
 
     def _alarm(self, metrics: Mapping[str, float]) -> None:
         """Report the first of several bad steps.
@@ -256,7 +313,7 @@ class TrainingRun:
 
     def is_due(self, every: int) -> bool:
         """Return whether an action is due that happens every `every` steps, and at the end."""
-        return self.step % every == 0 or self.step == self.total_steps
+        return self.step % every == 0 or self.is_over
 
     def is_save_due(self) -> bool:
         """Return whether `save` is due: by the options, at the end, or because the run is interrupted."""
@@ -285,9 +342,12 @@ class TrainingRun:
                 for name, other in self._others.items():
                     other.save(self.folder / f"{name}_latest")
                 self._engine.save(self.folder / "latest")
-            if not is_suspect or self.step == self.total_steps:
-                facts = {"config": self._kind, "best": self._best, **facts}
+            if not is_suspect or (self.is_over and self._callbacks.failure is None):
+                own = {"config": self._kind, "best": self._best, "stopped": self._stop_reason}
+                facts = {**own, "callbacks": self._callbacks.state_dict(), **facts}
                 self._checkpoints.save(self.step, self._engine, self._others, facts, kept)
+        if not is_suspect:
+            self._callbacks.call("on_save", self, self._metrics)
         if INTERRUPTION.is_asked:
             self.close()
             if not is_suspect:
@@ -315,17 +375,21 @@ class TrainingRun:
             self._engine.save(self.folder / "best")
 
     def close(self) -> None:
-        """Wait for the last checkpoint, then close the sinks and the progress bar.
+        """Wait for the last checkpoint, tell the callbacks, then close the sinks and the progress bar.
 
         Raises:
             CheckpointError: the last checkpoint could not be written.
             DivergedError: the last steps were bad.
+            errors: the error of a callback that raised one, if it ended the run.
         """
         try:
             self._checkpoints.finish()
-            if self._watch.num_bad and not INTERRUPTION.is_asked:
+            if self._watch.num_bad and not INTERRUPTION.is_asked and self._callbacks.failure is None:
                 raise self._diverged(f"the last steps were bad: {self._watch.cause}")
             self._checkpoints.confirm()
+            self._callbacks.call("on_end", self, self._metrics)
+            if self._callbacks.failure is not None:
+                raise self._callbacks.failure
         finally:
             if self._options.trace:
                 trace.stop()

@@ -1,4 +1,4 @@
-"""Look up algorithms by name in a `Table`, and check the options of an algorithm.
+"""Look up algorithms and callbacks by name in a `Table`, and check the options of an algorithm.
 
 An algorithm is a function. Its keyword-only parameters are its options. An unknown option, or a value that does not fit
 the annotation, is an error before anything is computed.
@@ -41,11 +41,17 @@ class Table(dict[str, Algorithm]):
         def enter(function: Algorithm) -> Algorithm:
             if self.setdefault(name, function) is not function:
                 taken = self[name]
-                raise ConfigError(f"{name!r} is taken by {taken.__module__}.{taken.__qualname__}: choose another")
+                where = f"{taken.__module__}.{taken.__qualname__}" if hasattr(taken, "__qualname__") else repr(taken)
+                raise ConfigError(f"{name!r} is taken by {where}: choose another")
             self.needs[name] = needs
             return function
 
         return enter
+
+    def unknown(self, name: str) -> str:
+        """Return the message for a name that is not in the table."""
+        hint = did_you_mean(name, self) if self else "--import FILE.py imports the file that registers it"
+        return f"unknown {self.kind} {name!r}; {hint}"
 
     def name_of(self, algorithm: str | Algorithm) -> str:
         """Return the name of an algorithm, or a function's own name if it is not in the table.
@@ -55,7 +61,7 @@ class Table(dict[str, Algorithm]):
         """
         if not callable(algorithm):
             if algorithm not in self:
-                raise ConfigError(f"unknown {self.kind} {algorithm!r}; {did_you_mean(algorithm, self)}")
+                raise ConfigError(self.unknown(algorithm))
             return algorithm
         names = (name for name, known in self.items() if known is algorithm)
         return next(names, getattr(algorithm, "__name__", "without a name"))

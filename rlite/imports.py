@@ -1,0 +1,65 @@
+"""Import of the user's own files and modules, which register algorithms, workflows and callbacks by name."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from rlite.errors import ImportFailed, own_traceback
+
+
+def import_own_code(name: str) -> None:
+    """Import a file or a module, once in a process.
+
+    Args:
+        name: path of a Python file, or the dotted name of a module. Modules are also looked for in the working folder.
+
+    Raises:
+        ImportFailed: there is no such file or module, or it raised an exception. The message has the user's traceback.
+    """
+    is_file = name.endswith(".py")
+    if is_file and not Path(name).is_file():
+        raise ImportFailed(f"--import {name}: no such file in {os.getcwd()}")
+    try:
+        if is_file:
+            _import_file(str(Path(name).resolve()))
+        else:
+            _import_module(name)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        if isinstance(error, ModuleNotFoundError) and not is_file and f"{name}.".startswith(f"{error.name}."):
+            hint = "expected a file such as my_algorithms.py, or a module that Python finds"
+            raise ImportFailed(f"--import {name}: no module {error.name!r}; {hint}") from error
+        what = f"it raised {type(error).__name__} while it was imported"
+        raise ImportFailed(f"--import {name}: {what}\n{own_traceback(error)}") from error
+
+
+@functools.cache
+def _import_file(path: str) -> None:
+    """Run a file as a module that `sys.modules` does not keep.
+
+    cloudpickle sends the functions of such a module by value, so no other process needs the file.
+    """
+    if any(getattr(module, "__file__", None) == path for module in list(sys.modules.values())):
+        return  # the program has imported it itself
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None, path
+    assert spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    shadowed = sys.modules.get(spec.name)
+    sys.modules[spec.name] = module  # its dataclasses look it up there
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[spec.name]
+        if shadowed is not None:
+            sys.modules[spec.name] = shadowed
+
+
+def _import_module(name: str) -> None:
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.insert(0, folder)  # as for python -m
+    importlib.import_module(name)

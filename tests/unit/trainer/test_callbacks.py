@@ -1,0 +1,116 @@
+"""Callbacks of a run: what they are told, what a failure costs, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlite.config import load
+from rlite.errors import CallbackError, ConfigError
+from rlite.trainer.callbacks import CALLBACKS, Callback, Callbacks, register_callback
+from rlite.trainer.options import SftConfig
+from rlite.trainer.run.training_run import TrainingRun
+
+
+class Told(Callback):
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_start(self, run: Any, metrics: Any) -> None:
+        self.events.append("start")
+
+    def on_step(self, run: Any, metrics: Any) -> None:
+        self.events.append(f"step {run.step}: loss {metrics['loss']}")
+
+    def on_end(self, run: Any, metrics: Any) -> None:
+        self.events.append(f"end: loss {metrics.get('loss')}")
+
+
+class Broken(Told):
+    def __init__(self, event: str) -> None:
+        super().__init__()
+        setattr(self, event, self.fail)
+
+    def fail(self, run: Any, metrics: Any) -> None:
+        raise ValueError("a mistake of its own")
+
+
+class Unsaved(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": object()}
+
+
+def run_with(folder: Path, *callbacks: Callback, total_steps: int = 3) -> TrainingRun:
+    config = load(SftConfig, ["actor.model_name=x", "data.path=x", f"trainer.save_dir={folder}"])
+    return TrainingRun(config, (), total_steps, callbacks=callbacks)
+
+
+def test_a_callback_is_told_of_every_step(tmp_path: Path) -> None:
+    told = Told()
+    run = run_with(tmp_path, told)
+    run.open()
+    run.log({"loss": 9.0})
+    while not run.is_over:
+        run.step += 1
+        run.log({"loss": float(run.step)})
+    run.close()
+    steps = [f"step {step}: loss {step}.0" for step in (1, 2, 3)]
+    assert told.events == ["start", *steps, "end: loss 3.0"], "an evaluation before the first step is no step"
+
+
+def test_a_stop_makes_the_step_the_last_one_and_a_checkpoint_due(tmp_path: Path) -> None:
+    class Stop(Callback):
+        def on_step(self, run: TrainingRun, metrics: Any) -> None:
+            run.stop("enough")
+
+    run = run_with(tmp_path, Stop(), total_steps=9)
+    run.open()
+    assert not run.is_over
+    run.step += 1
+    run.log({})
+    assert run.is_over
+    assert run.is_save_due()
+    run.close()
+
+
+@pytest.mark.parametrize("event", ["on_step", "on_end"])
+def test_a_callback_that_raises_is_named_after_the_others_were_told(tmp_path: Path, event: str) -> None:
+    told = Told()
+    run = run_with(tmp_path, Broken(event), told, total_steps=1)
+    run.open()
+    run.step += 1
+    run.log({"loss": 1.0})
+    assert run.is_save_due()
+    with pytest.raises(CallbackError, match=f"callback 'Broken' raised ValueError in {event} at step 1") as failure:
+        run.close()
+    assert "a mistake of its own" in str(failure.value)
+    assert "training_run.py" not in str(failure.value)
+    assert told.events == ["start", "step 1: loss 1.0", "end: loss 1.0"]
+
+
+def test_a_callback_that_raises_at_the_start_ends_the_run_before_a_step(tmp_path: Path) -> None:
+    with pytest.raises(CallbackError, match="'Broken' raised ValueError in on_start at step 0"):
+        run_with(tmp_path, Broken("on_start")).open()
+
+
+def test_states_are_kept_by_name_and_a_state_that_cannot_be_kept_is_a_failure() -> None:
+    callbacks = Callbacks([Told(), Told()])
+    assert callbacks.state_dict() == {"Told": {}, "Told-2": {}}
+    unsaved = Callbacks([Unsaved()])
+    assert unsaved.state_dict() == {"Unsaved": {}}
+    assert "callback 'Unsaved' raised TypeError in state_dict" in str(unsaved.failure)
+
+
+def test_what_is_no_callback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: Any = Told
+    with pytest.raises(ConfigError, match="callback type: expected an object of a class that extends Callback"):
+        Callbacks([given])
+    with pytest.raises(ConfigError, match=r"trainer\.callbacks: unknown callback 'tld'; --import FILE\.py"):
+        load(SftConfig, ["actor.model_name=x", "data.path=x", "trainer.callbacks=[tld]"])
+    monkeypatch.setitem(CALLBACKS, "told", Told)
+    with pytest.raises(ConfigError, match=r"unknown callback 'tld'; did you mean 'told'\?"):
+        Callbacks(["tld"])
+    with pytest.raises(ConfigError, match="is taken by"):
+        register_callback("told")(Unsaved)
