@@ -89,6 +89,7 @@ from rlite.algorithms.preference.dpo import aot_loss, desensitised_sums
 from rlite.algorithms.preference.kto import kto_loss, kto_reference_point
 from rlite.algorithms.preference.orpo import orpo
 from rlite.algorithms.preference.reward_model import reward_model_loss
+from rlite.algorithms.preference.simpo import simpo
 from rlite.algorithms.reduce import (
     Mean,
     TokenLoss,

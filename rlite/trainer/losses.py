@@ -276,6 +276,49 @@ class DpoLoss(_PairMean, _OnCounted):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KtoLoss(_OnCounted):
+    """KTO's loss, a mean over answers.
+
+    `data` holds `ref_logprobs` and `loss_mask` [T], `is_desirable` and `reference_point` [n].
+    """
+
+    reported: ClassVar[tuple[str, ...]] = ("desirable_rewards", "undesirable_rewards", "margin", "kl")
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def weight(self, data: Mapping[str, Any]) -> Tensor:
+        """Return the number of answers in a pack, the weight of its mean."""
+        return torch.ones_like(data["is_desirable"], dtype=torch.long).sum()
+
+    def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Return the scalar loss of a pack, and its metrics.
+
+        Args:
+            tokens: log-probabilities at the positions that predict the tokens, `[T]`.
+            data: the pack's keys.
+        """
+        cu_seqlens, mask, is_desirable = data["cu_seqlens"], predicts_counted(data), data["is_desirable"].bool()
+        reference = algorithms.next_token(data["ref_logprobs"], cu_seqlens)
+        ours, theirs = (algorithms.sequence_sums(x, mask, cu_seqlens) for x in (tokens.logprobs, reference))
+        answers = algorithms.kto_loss(
+            ours,
+            theirs,
+            is_desirable,
+            kl=data["reference_point"],
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
+        rewards = answers.metrics["rewards"]
+        return answers.loss.mean(), {
+            "desirable_rewards": Mean.of(rewards, is_desirable),
+            "undesirable_rewards": Mean.of(rewards, ~is_desirable),
+            "kl": data["reference_point"].mean(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardModelLoss(_PairMean):
     """The Bradley-Terry loss on the score of each row's last token. `margin` [n] is used if `data` has it."""
 

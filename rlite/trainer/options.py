@@ -402,7 +402,7 @@ class PreferenceLossOptions(Options):
     """weight of the tokens by which the longer answer of a pair exceeds the shorter one (LD-DPO); 1 is DPO"""
     reference_free: bool = False
     """compare log-probabilities themselves, not their ratios to a reference; no reference is then built"""
-    nll_weight: Annotated[float, Ge(0), AllowInfNan(False)] = 0.0
+    nll_weight: Rate = 0.0
     """weight of the negative log-likelihood of the chosen answer, the mean over its tokens, which is added"""
 
     def problems(self) -> Iterator[str]:

@@ -10,16 +10,38 @@ from rlite.trainer.rl.config import ActorOptions, AdvantageOptions, KlOptions, P
 from rlite.types import Aggregation
 
 
-def _orpo_loss() -> PreferenceLossOptions:
-    return PreferenceLossOptions(name="orpo", length_normalised=True, reference_free=True, nll_weight=1.0)
+class _OfMeans(PreferenceLossOptions):
+    """A loss of the answers' mean log-probabilities."""
+
+    length_normalised: bool = True
+    """log-probabilities are means over the answer's tokens instead of sums"""
+    reference_free: bool = True
+    """compare log-probabilities themselves, not their ratios to a reference; no reference is then built"""
 
 
-def _simpo_loss() -> PreferenceLossOptions:
-    return PreferenceLossOptions(options={"margin": 1.0}, length_normalised=True, reference_free=True)
+class OrpoLossOptions(_OfMeans):
+    """ORPO's loss: the odds ratio, and the negative log-likelihood of the chosen answer."""
+
+    name: str = "orpo"
+    """a name of rlite.algorithms.PREFERENCE_LOSSES"""
+    nll_weight: Rate = 1.0
+    """weight of the negative log-likelihood of the chosen answer, the mean over its tokens, which is added"""
 
 
-def _cpo_loss() -> PreferenceLossOptions:
-    return PreferenceLossOptions(reference_free=True, nll_weight=1.0)
+class SimpoLossOptions(_OfMeans):
+    """SimPO's loss."""
+
+    name: str = "simpo"
+    """a name of rlite.algorithms.PREFERENCE_LOSSES; the margin of simpo is options.gamma=1"""
+
+
+class CpoLossOptions(PreferenceLossOptions):
+    """CPO's loss: DPO's without a reference, and the negative log-likelihood of the chosen answer."""
+
+    reference_free: bool = True
+    """compare log-probabilities themselves, not their ratios to a reference; no reference is then built"""
+    nll_weight: Rate = 1.0
+    """weight of the negative log-likelihood of the chosen answer, the mean over its tokens, which is added"""
 
 
 class OrpoActorOptions(DpoActorOptions):
@@ -29,7 +51,7 @@ class OrpoActorOptions(DpoActorOptions):
     """peak learning rate"""
     beta: Positive = 0.1
     """weight of the odds-ratio loss, lambda in the paper"""
-    preference_loss: PreferenceLossOptions = Field(default_factory=_orpo_loss)
+    preference_loss: OrpoLossOptions = Field(default_factory=OrpoLossOptions)
     """the loss to minimise"""
 
 
@@ -41,11 +63,11 @@ class OrpoConfig(DpoConfig):
 
 
 class SimpoActorOptions(DpoActorOptions):
-    """The policy of SimPO (arXiv:2405.14734); its gamma is the option `margin` of the loss."""
+    """The policy of SimPO (arXiv:2405.14734)."""
 
     beta: Positive = 2.0
     """factor of the mean log-probability, which is the reward"""
-    preference_loss: PreferenceLossOptions = Field(default_factory=_simpo_loss)
+    preference_loss: SimpoLossOptions = Field(default_factory=SimpoLossOptions)
     """the loss to minimise"""
 
 
@@ -63,7 +85,7 @@ class CpoActorOptions(DpoActorOptions):
     """peak learning rate"""
     beta: Positive = 0.1
     """factor of the difference of the log-probabilities"""
-    preference_loss: PreferenceLossOptions = Field(default_factory=_cpo_loss)
+    preference_loss: CpoLossOptions = Field(default_factory=CpoLossOptions)
     """the loss to minimise"""
 
 
