@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from rlite.config import Positive, Rate
@@ -58,6 +60,8 @@ class OrpoActorOptions(DpoActorOptions):
 class OrpoConfig(DpoConfig):
     """Options of `rlite orpo`."""
 
+    preset_of: ClassVar[str] = "dpo"
+
     actor: OrpoActorOptions
     trainer: EpochOptions = EpochOptions(save_dir="runs/orpo")
 
@@ -73,6 +77,8 @@ class SimpoActorOptions(DpoActorOptions):
 
 class SimpoConfig(DpoConfig):
     """Options of `rlite simpo`."""
+
+    preset_of: ClassVar[str] = "dpo"
 
     actor: SimpoActorOptions
     trainer: EpochOptions = EpochOptions(save_dir="runs/simpo")
@@ -92,6 +98,8 @@ class CpoActorOptions(DpoActorOptions):
 class CpoConfig(DpoConfig):
     """Options of `rlite cpo`."""
 
+    preset_of: ClassVar[str] = "dpo"
+
     actor: CpoActorOptions
     trainer: EpochOptions = EpochOptions(save_dir="runs/cpo")
 
@@ -106,6 +114,8 @@ class GrpoActorOptions(ActorOptions):
 
 class GrpoConfig(PpoConfig):
     """Options of `rlite grpo`: GRPO as DeepSeekMath has it (arXiv:2402.03300)."""
+
+    preset_of: ClassVar[str] = "ppo"
 
     actor: GrpoActorOptions
     kl: KlOptions = KlOptions(type="loss", loss_estimator="k3")

@@ -13,8 +13,6 @@ class TrainerEntry(NamedTuple):
     trainer: str
     options: str
     """module:class"""
-    preset_of: str | None = None
-    """the command whose options this one has, with other defaults"""
 
 
 _PRESETS = "rlite.trainer.preset_options"
@@ -23,10 +21,10 @@ TRAINERS: Mapping[str, TrainerEntry] = {
     "sft": TrainerEntry("rlite.trainer.sft", "SftTrainer", "rlite.trainer.options:SftConfig"),
     "rm": TrainerEntry("rlite.trainer.rm", "RmTrainer", "rlite.trainer.options:RmConfig"),
     "dpo": TrainerEntry("rlite.trainer.dpo", "DpoTrainer", "rlite.trainer.options:DpoConfig"),
-    "orpo": TrainerEntry("rlite.trainer.orpo", "OrpoTrainer", f"{_PRESETS}:OrpoConfig", "dpo"),
-    "simpo": TrainerEntry("rlite.trainer.simpo", "SimpoTrainer", f"{_PRESETS}:SimpoConfig", "dpo"),
-    "cpo": TrainerEntry("rlite.trainer.cpo", "CpoTrainer", f"{_PRESETS}:CpoConfig", "dpo"),
+    "orpo": TrainerEntry("rlite.trainer.orpo", "OrpoTrainer", f"{_PRESETS}:OrpoConfig"),
+    "simpo": TrainerEntry("rlite.trainer.simpo", "SimpoTrainer", f"{_PRESETS}:SimpoConfig"),
+    "cpo": TrainerEntry("rlite.trainer.cpo", "CpoTrainer", f"{_PRESETS}:CpoConfig"),
     "kto": TrainerEntry("rlite.trainer.kto", "KtoTrainer", "rlite.trainer.options:KtoConfig"),
     "ppo": TrainerEntry("rlite.trainer.ppo", "PpoTrainer", "rlite.trainer.rl.config:PpoConfig"),
-    "grpo": TrainerEntry("rlite.trainer.grpo", "PpoTrainer", f"{_PRESETS}:GrpoConfig", "ppo"),
+    "grpo": TrainerEntry("rlite.trainer.grpo", "PpoTrainer", f"{_PRESETS}:GrpoConfig"),
 }

@@ -17,7 +17,7 @@ HOMES = {
     "ray": "rlite/cluster/ray/",
     "vllm": "rlite/engine/vllm/",
     "sglang": "rlite/engine/sglang/",
-    "peft": "rlite/nn/lora.py",
+    "peft": ("rlite/nn/lora.py", "rlite/nn/lora_merge.py"),
     "liger_kernel": "rlite/nn/liger.py",
     "math_verify": "rlite/rollout/rewards/math.py",
     "aiohttp": ("rlite/rollout/openai/endpoint.py", "rlite/engine/sglang/replica.py"),
