@@ -35,7 +35,7 @@ def check_devices() -> Iterator[Finding]:
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = psutil.virtual_memory()
     yield Finding("processor", f"{num_cores} cores, {_size(memory.available)} of {_size(memory.total)} memory free")
-    if shutil.which("cc") is None:
+    if shutil.which(os.environ.get("CC", "cc")) is None:
         yield Finding("compiler", "no C compiler (cc): generation on a processor is slower without it", "note")
     torch = importlib.import_module("torch")  # which a broken installation cannot import
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

@@ -25,7 +25,6 @@ from rlite.trainer.run.command import run
 from rlite.trainer.supervised import SHOWN_OF_PAIRS, SupervisedTrainer
 
 
-
 class DpoTrainer(SupervisedTrainer[DpoConfig]):
     """Trainer of a policy that prefers the chosen answer to the rejected one, relative to a reference.
 

@@ -129,4 +129,3 @@ def print_answers(engine: RliteInferenceEngine, tokens: Sequence[list[int]], opt
             if len(tokens) * options.n > 1:
                 print(f"--- prompt {number}, answer {answer.index + 1} of {options.n}")
             print(answer.text)
-

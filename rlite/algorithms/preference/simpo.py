@@ -8,9 +8,7 @@ from rlite.algorithms.shapes import Pairs
 
 
 @register_preference_loss("simpo", of_probabilities=True)
-def simpo(
-    chosen: Pairs, rejected: Pairs, *, beta: float, gamma: float = 1.0, label_smoothing: float = 0.0
-) -> Pairs:
+def simpo(chosen: Pairs, rejected: Pairs, *, beta: float, gamma: float = 1.0, label_smoothing: float = 0.0) -> Pairs:
     """Return SimPO's loss of every pair.
 
     L = -log sigmoid(b c - b r - gamma). SimPO, arXiv:2405.14734, eq. 6.
