@@ -232,8 +232,12 @@ def _dataset(path: Path, split: str | None, where: str) -> list[Row]:
 
 
 _TYPE_NAMES = {
-    **{str: "a text", list: "a list", dict: "an object"},
-    **{int: "a whole number", float: "a number", bool: "true or false"},
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
 }
 
 

@@ -56,11 +56,14 @@ def merge_adapter(folder: Path, base: str, out: Path) -> None:
     try:
         adapted = peft.PeftModel.from_pretrained(model, str(folder))
         strange = sorted(weights.keys() ^ peft.get_peft_model_state_dict(adapted).keys())
-        if strange:
-            raise ValueError(f"{len(strange)} tensors belong to one of them only, such as {strange[0]}")
         merged = adapted.merge_and_unload(safe_merge=True)
     except (AttributeError, KeyError, RuntimeError, ValueError) as error:  # PEFT has no errors of its own
         raise ConfigError(f"adapter={folder} does not fit {base}: {error}") from error
+    if strange:
+        raise ConfigError(
+            f"adapter={folder} does not fit {base}: {len(strange)} tensors belong to one of them only, such as "
+            f"{strange[0]}"
+        )
     merged.to(AutoConfig.from_pretrained(origin).dtype or torch.float32).save_pretrained(out)
     tokenizer = next((place for place in (folder, folder.parent) if (place / "tokenizer_config.json").exists()), origin)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(out)

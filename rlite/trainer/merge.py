@@ -2,8 +2,7 @@
 
     rlite merge ADAPTER OUT [base_model=MODEL]          ADAPTER: a folder of PEFT, such as runs/sft/latest/adapter
 
-A run with `actor.lora` has its merged model in `latest/` already. This command is for adapters alone, from a run or from
-elsewhere.
+A run with `actor.lora` has its merged model in `latest/` already. This command is for an adapter that was kept alone.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlite import config
-from rlite.checkpoint.atomic import publish, staging
+from rlite.checkpoint.atomic import discard, publish, staging
 from rlite.errors import ConfigError
 from rlite.nn.lora_merge import adapter_config, merge_adapter
 from rlite.trainer.model_options import MergeConfig
@@ -33,8 +32,11 @@ def main(argv: Sequence[str]) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out={out}: exists and is not an empty folder; choose another one")
     unfinished = staging(out)
-    merge_adapter(folder, base, unfinished)
-    publish(unfinished, out)
+    try:
+        merge_adapter(folder, base, unfinished)
+        publish(unfinished, out)
+    finally:
+        discard(unfinished)
     print(f"{folder} and {base}, merged: {out}")
 
 
