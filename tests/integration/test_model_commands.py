@@ -170,7 +170,7 @@ def test_the_head_of_a_scorer_is_merged_and_the_dtype_stays(tmp_path: Path, monk
     [
         (["{tmp}/nowhere", "{tmp}/out"], "nowhere: no such folder; expected a folder of PEFT with adapter_config.json"),
         (["{model}", "{tmp}/out"], ": a whole model, with nothing to merge"),
-        (["{tmp}", "{tmp}/out"], ": no adapter_config.json"),
+        (["{tmp}/empty", "{tmp}/out"], "empty: no adapter_config.json"),
         (["{tmp}/adapter", "{tmp}"], ": exists and is not an empty folder"),
         (["{tmp}/adapter"], "required and not set: out"),
         (["{tmp}/adapter", "{tmp}/out", "base_model={tmp}/nowhere"], "no such folder, and the Hugging Face hub"),
@@ -189,6 +189,7 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(
     build_model_dir(tmp_path / "flat", hidden=64, layers=1)
     for name in ("nameless", "broken"):
         shutil.copytree(folder, tmp_path / name)
+    (tmp_path / "empty").mkdir()
     known = json.loads((folder / "adapter_config.json").read_text())
     (tmp_path / "nameless" / "adapter_config.json").write_text(json.dumps({**known, "base_model_name_or_path": None}))
     (tmp_path / "broken" / "adapter_config.json").write_text("{")
