@@ -65,6 +65,8 @@ _TABLE = (
     Key("pair_ids", "[N]", "int64", "data", "packing", "Number of the pair; rows of one pair share a pack."),
     Key("is_chosen", "[N]", "bool", "data", "preference losses", "Whether the row is the preferred one of its pair."),
     Key("margin", "[N]", "float32", "data", "reward-model loss", "Least difference of the scores of a pair."),
+    Key("is_desirable", "[N]", "bool", "data", "KTO's loss", "Whether the row's answer is one to learn."),
+    Key("reference_point", "[N]", "float32", "trainer", "KTO's loss", "Reward / beta of an average answer; one value."),
     Key("cu_seqlens", "[n + 1]", "int32", "packing", "models, losses", "Where rows begin and end in the pack."),
     Key("position_ids", "[T]", "int64", "packing", "models", "Position of the token in its row."),
     Key("max_seqlen", "number", "int", "packing", "models", "Length of the pack's longest row."),

@@ -1,13 +1,36 @@
-"""The `rlite` command.
+"""The `rlite` command: rlite COMMAND [arguments] [key=value ...].
 
-rlite quickstart [key=value ...]            a small model learns a task by reinforcement learning, in a few minutes
-rlite sft | rm | dpo | ppo key=value ...    the trainers; also python -m rlite.trainer.ppo ...
-rlite plan model_name=... num_devices=...   what a model would take on each device; reads no weights
-rlite launch job.yaml [key=value ...]       a job of the control plane, or a trainer kept running; docs/control.md
-rlite status [NAME] | logs NAME | stop NAME its state, its event log, its end
-rlite COMMAND --help                        every option of a command, with its default
-rlite TRAINER --import my_code.py ...       losses, advantages, rewards, workflows and callbacks that a file registers
-rlite schema COMMAND                        JSON schema of a command's yaml files, for editors
+Begin
+  quickstart                    a small model learns a task by reinforcement learning, in a few minutes
+  doctor                        versions, devices, missing packages, and a self-test of ten seconds
+
+Train from rows (data.path=rows.jsonl)
+  sft                           on demonstrations
+  rm                            a reward model, on preference pairs
+  dpo                           on preference pairs, by a loss of DPO's family
+  orpo, simpo, cpo              on preference pairs without a reference model: dpo with other defaults
+  kto                           on single answers with a label: desirable or not
+
+Train from rewards (train_data.path=prompts.jsonl)
+  ppo                           Dr. GRPO by default, PPO with a critic, and their relatives
+  grpo                          GRPO: ppo with other defaults
+
+Use a model
+  generate MODEL "PROMPT"       answers of a model, or of a run's newest model
+  merge ADAPTER OUT             an adapter (LoRA) and its base as one model
+  plan                          memory of a model on each device; reads no weights
+
+Jobs on a cluster (docs/control.md)
+  launch job.yaml               a job of the control plane, or a trainer kept running
+  status [NAME]                 state of a job, or of all jobs
+  logs NAME, stop NAME          its event log, its end
+
+Help
+  COMMAND --help                every option of a command, with its default
+  COMMAND --config FILE.yaml    options from a file; key=value takes precedence
+  TRAINER --import my_code.py   losses, advantages, rewards, workflows and callbacks that a file registers
+  schema COMMAND                JSON schema of a command's yaml files, for editors
+  --version                     the version
 """
 
 from __future__ import annotations
@@ -21,6 +44,7 @@ from typing import NamedTuple
 import rlite
 from rlite import config
 from rlite.errors import ConfigError, did_you_mean
+from rlite.trainer.presets import TRAINERS
 from rlite.trainer.run.command import run
 
 
@@ -39,15 +63,15 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "quickstart": Command("rlite.quickstart.run", "rlite.quickstart.options:QuickstartConfig"),
-    "sft": Command("rlite.trainer.sft", "rlite.trainer.options:SftConfig"),
-    "rm": Command("rlite.trainer.rm", "rlite.trainer.options:RmConfig"),
-    "dpo": Command("rlite.trainer.dpo", "rlite.trainer.options:DpoConfig"),
-    "ppo": Command("rlite.trainer.ppo", "rlite.trainer.rl.config:PpoConfig"),
+    "doctor": Command("rlite.doctor.run", "rlite.doctor.options:DoctorConfig"),
+    **{name: Command(trainer.module, trainer.options) for name, trainer in TRAINERS.items()},
+    "generate": Command("rlite.trainer.generate", "rlite.trainer.model_options:GenerateConfig"),
+    "merge": Command("rlite.trainer.merge", "rlite.trainer.model_options:MergeConfig"),
+    "plan": Command("rlite.trainer.plan", "rlite.trainer.options:PlanConfig"),
     "launch": Command("rlite.control.command", "rlite.control.command:LaunchConfig", "launch"),
     "status": Command("rlite.control.command", "rlite.control.command:JobQuery", "status"),
     "logs": Command("rlite.control.command", "rlite.control.command:JobQuery", "logs"),
     "stop": Command("rlite.control.command", "rlite.control.command:JobQuery", "stop"),
-    "plan": Command("rlite.trainer.plan", "rlite.trainer.options:PlanConfig"),
 }
 
 

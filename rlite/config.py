@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import re
 import sys
 import textwrap
@@ -27,7 +28,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Le, Unit
@@ -58,6 +59,7 @@ IMPORTS = "imports"
 _NULLS = ("null", "none", "~")
 _BOOLS = {"true": True, "false": False}
 _COMMAND_LINE = "command line"
+_KEY = re.compile(r"[A-Za-z_][\w.]*=")
 _WORDS = {
     bool: "true or false",
     int: "an int",
@@ -76,6 +78,9 @@ class Options(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, hide_input_in_errors=True
     )
+
+    preset_of: ClassVar[str] = ""
+    """the command whose options, those of the base class, these are with other defaults"""
 
     def __init__(self, /, **values: Any) -> None:
         try:
@@ -205,7 +210,7 @@ def inherit(child: C, parent: Options) -> C:
 def describe(cls: type[Options]) -> str:
     """Return the text of `--help`: every key with its type, its default and its sentence."""
     own_code = "[--import FILE.py]... " if IMPORTS in cls.model_fields else ""
-    lines = [f"usage: [--config FILE.yaml]... {own_code}[key=value]...", ""]
+    lines = [f"usage: [--config FILE.yaml]... {own_code}[key=value]...", *_preset(cls), ""]
     for path, option, value in _keys(cls):
         default = "<required>" if value is PydanticUndefined else _show(to_container(value))
         limits = _limits(option).replace("a number ", "").replace("a finite number of", "finite,")
@@ -213,6 +218,36 @@ def describe(cls: type[Options]) -> str:
         sentence = " ".join((option.description or "").split())
         lines += textwrap.wrap(sentence, 112, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
+
+
+def _preset(cls: type[Options]) -> list[str]:
+    """Return the lines that say which defaults are other than those of the command that this is a preset of."""
+    if not cls.preset_of:
+        return []
+    before = {path: value for path, _, value in _keys(cls.__mro__[1])}
+    changed = [f"{path}={_show(to_container(value))}" for path, _, value in _keys(cls) if value != before[path]]
+    return textwrap.wrap(f"preset: rlite {cls.preset_of} {' '.join(changed)}", 116, subsequent_indent="    ")
+
+
+def named(argv: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the arguments with a key before each of the first that have none, in the order of `names`.
+
+    With the names `model` and `prompt`, `["runs/sft", "2+3=", "n=4"]` is `["model=runs/sft", "prompt=2+3=", "n=4"]`.
+    A text without a key is literal: `${...}` in it is no interpolation.
+
+    Args:
+        argv: arguments of the command line.
+        names: keys of the arguments that may be given without one.
+    """
+    made, left, rest = [], list(names), iter(argv)
+    for argument in rest:
+        if argument in ("--config", "--import"):
+            made += [argument, *itertools.islice(rest, 1)]
+        elif not left or argument.startswith("-") or _KEY.match(argument):
+            made.append(argument)
+        else:
+            made.append(f"{left.pop(0)}={argument}".replace("${", r"\${"))
+    return made
 
 
 def schema(cls: type[Options]) -> dict[str, Any]:

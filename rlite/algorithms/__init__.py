@@ -77,6 +77,7 @@ from rlite.algorithms.policy_losses.reinforce import reinforce
 from rlite.algorithms.policy_losses.sapo import sapo
 from rlite.algorithms.policy_losses.vespo import vespo
 from rlite.algorithms.preference.base import (
+    OF_PROBABILITIES,
     PREFERENCE_LOSSES,
     PairLoss,
     PreferenceLossFunction,
@@ -86,7 +87,9 @@ from rlite.algorithms.preference.base import (
 )
 from rlite.algorithms.preference.dpo import aot_loss, desensitised_sums
 from rlite.algorithms.preference.kto import kto_loss, kto_reference_point
+from rlite.algorithms.preference.orpo import orpo
 from rlite.algorithms.preference.reward_model import reward_model_loss
+from rlite.algorithms.preference.simpo import simpo
 from rlite.algorithms.reduce import (
     Mean,
     TokenLoss,

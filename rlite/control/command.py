@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlite.config import Natural, Options, load
+from rlite.config import Natural, Options, load, named
 from rlite.control.job import JobHandle, JobResult, check_ray, connect, job_of
 from rlite.control.spec import JobSpec
 from rlite.errors import ConfigError, RliteError
@@ -136,8 +136,7 @@ def describe(name: str, record: JobRecord, devices: dict[str, list[str]]) -> str
 
 
 def _query(arguments: Sequence[str], needs_name: bool = True) -> str:
-    given = [f"name={each}" if "=" not in each and not each.startswith("-") else each for each in arguments]
-    query = load(JobQuery, given)
+    query = load(JobQuery, named(arguments, ["name"]))
     if needs_name and query.name is None:
         raise ConfigError("expected the name of a job")
     connect(None, query.address)

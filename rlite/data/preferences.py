@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlite.data.chat.masks import ChatEncoder, check_messages
+from rlite.data.chat.answers import chat_answer_encoder, check_prompt
+from rlite.data.chat.masks import ChatEncoder
 from rlite.data.chat.raw import answer_encoder
 from rlite.data.tables import check_columns
-from rlite.data.tokens import TokenRows, Tokens, tokenise
+from rlite.data.tokens import TokenRows, tokenise
 from rlite.errors import DataError
 
 SIDES = ("chosen", "rejected")
@@ -55,7 +56,7 @@ def preference_rows(
     for number, row in enumerate(rows):
         _check(row, is_chat, has_margin, f"{where}, row index {number}")
     if is_chat:
-        encode = _pair_encoder(ChatEncoder(tokenizer, **template_options), rows, where)
+        encode = chat_answer_encoder(ChatEncoder(tokenizer, **template_options), rows, SIDES, where)
     else:
         encode = answer_encoder(tokenizer, rows, SIDES)
     pairs = tokenise(len(rows), encode, max_length, where, rows_per_item=len(SIDES))
@@ -66,25 +67,6 @@ def preference_rows(
     return replace(pairs, per_row=per_row)
 
 
-def _pair_encoder(
-    encoder: ChatEncoder, rows: Sequence[Mapping[str, Any]], where: str
-) -> Callable[[range], list[list[Tokens]]]:
-    def encode(numbers: range) -> list[list[Tokens]]:
-        sides = [(number, side) for number in numbers for side in SIDES]
-        chats = [
-            [*rows[number]["messages"], {"role": "assistant", "content": rows[number][side]}] for number, side in sides
-        ]
-        names = [f"{where}, row index {number}" for number, _ in sides]
-        encoded = encoder.encode(chats, names, [rows[number].get("tools") for number, _ in sides])
-        ends = [chat.turns[-1][1] for chat in encoded]
-        tokens = [
-            (chat.input_ids[:end], chat.mask(slice(-1, None))[:end]) for chat, end in zip(encoded, ends, strict=True)
-        ]
-        return [list(pair) for pair in zip(tokens[::2], tokens[1::2], strict=True)]
-
-    return encode
-
-
 def _check(row: Mapping[str, Any], is_chat: bool, has_margin: bool, where: str) -> None:
     columns: dict[str, type | tuple[type, ...]] = {"chosen": str, "rejected": str}
     if has_margin:
@@ -93,9 +75,4 @@ def _check(row: Mapping[str, Any], is_chat: bool, has_margin: bool, where: str) 
     if has_margin and not math.isfinite(row["margin"]):
         raise DataError(f"{where}: 'margin' is {row['margin']}; expected a finite number")
     if is_chat:
-        check_messages(row["messages"], where)
-        if row["messages"][-1]["role"] == "assistant":
-            raise DataError(
-                f"{where}: 'messages' ends with the assistant; expected the prompt alone, to which chosen and rejected "
-                "are answers"
-            )
+        check_prompt(row["messages"], where, " and ".join(SIDES))

@@ -81,7 +81,7 @@ def check_columns(row: Mapping[str, Any], columns: Mapping[str, type | tuple[typ
         if value is None:
             has = ", ".join(str(name) for name, cell in row.items() if cell is not None) or "nothing"
             raise DataError(f"{where}: no {column!r}; the row has {has}")
-        if not isinstance(value, expected) or isinstance(value, bool):
+        if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
             raise DataError(f"{where}: {column!r} is {_kind(value)}; expected {_type_name(expected)}")
         if isinstance(value, str):
             check_text(value, f"{where}: {column!r}")
@@ -231,7 +231,14 @@ def _dataset(path: Path, split: str | None, where: str) -> list[Row]:
     return read_columnar("dataset", name, where, is_saved, path.is_dir(), split)
 
 
-_TYPE_NAMES = {str: "a text", list: "a list", dict: "an object", int: "a whole number", float: "a number"}
+_TYPE_NAMES = {
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
 
 
 def _kind(value: Any) -> str:

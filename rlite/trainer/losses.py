@@ -219,7 +219,10 @@ class _PairMean:
 
 @dataclass(frozen=True, kw_only=True)
 class DpoLoss(_PairMean, _OnCounted):
-    """A loss of the DPO family. `data` holds `ref_logprobs` [T], `loss_mask` [T] and `is_chosen` [n]."""
+    """A loss of the DPO family.
+
+    `data` holds `loss_mask` [T], `is_chosen` [n] and, unless the loss is `reference_free`, `ref_logprobs` [T].
+    """
 
     preference_loss: PreferenceLossOptions = field(default_factory=PreferenceLossOptions)
     beta: float = 0.1
@@ -240,16 +243,23 @@ class DpoLoss(_PairMean, _OnCounted):
         """
         options = self.preference_loss
         cu_seqlens, mask, is_chosen = data["cu_seqlens"], predicts_counted(data), data["is_chosen"].bool()
-        reference = algorithms.next_token(data["ref_logprobs"], cu_seqlens)
-        lengths = algorithms.sequence_sums(torch.ones_like(reference), mask, cu_seqlens).long()
+        lengths = algorithms.sequence_sums(torch.ones_like(tokens.logprobs), mask, cu_seqlens).long()
         shared = torch.empty_like(lengths)
         shared[is_chosen] = shared[~is_chosen] = torch.minimum(lengths[is_chosen], lengths[~is_chosen])
-        ours, theirs = (
-            algorithms.desensitised_sums(x, mask, shared, tail_weight=options.tail_weight, cu_seqlens=cu_seqlens)
-            for x in (tokens.logprobs, reference)
-        )
+
+        def sums(logprobs: Tensor) -> Tensor:
+            weight = options.tail_weight
+            return algorithms.desensitised_sums(logprobs, mask, shared, tail_weight=weight, cu_seqlens=cu_seqlens)
+
+        ours, divides = sums(tokens.logprobs), options.length_normalised
+        if not options.reference_free:
+            theirs = sums(algorithms.next_token(data["ref_logprobs"], cu_seqlens))
+        else:
+            theirs = torch.zeros_like(ours)
+            if divides:  # here, so that rewards are of the means, too
+                ours, divides = ours / lengths.clamp(min=1), False
         sides = [is_chosen, ~is_chosen]
-        chosen_lengths, rejected_lengths = (lengths[side] if options.length_normalised else None for side in sides)
+        chosen_lengths, rejected_lengths = (lengths[side] if divides else None for side in sides)
         pairs = algorithms.preference_loss(
             *(x[side] for x in (ours, theirs) for side in sides),
             loss=self.function,
@@ -259,7 +269,53 @@ class DpoLoss(_PairMean, _OnCounted):
             chosen_lengths=chosen_lengths,
             rejected_lengths=rejected_lengths,
         )
+        if options.nll_weight:
+            nll = -algorithms.sequence_means(tokens.logprobs, mask, cu_seqlens)[is_chosen]
+            pairs = PairLoss(pairs.loss + options.nll_weight * nll, {**pairs.metrics, "nll": nll.detach()})
         return self._mean(pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KtoLoss(_OnCounted):
+    """KTO's loss, a mean over answers.
+
+    `data` holds `ref_logprobs` and `loss_mask` [T], `is_desirable` and `reference_point` [n].
+    """
+
+    reported: ClassVar[tuple[str, ...]] = ("desirable_rewards", "undesirable_rewards", "margin", "kl")
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def weight(self, data: Mapping[str, Any]) -> Tensor:
+        """Return the number of answers in a pack, the weight of its mean."""
+        return torch.ones_like(data["is_desirable"], dtype=torch.long).sum()
+
+    def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Return the scalar loss of a pack, and its metrics.
+
+        Args:
+            tokens: log-probabilities at the positions that predict the tokens, `[T]`.
+            data: the pack's keys.
+        """
+        cu_seqlens, mask, is_desirable = data["cu_seqlens"], predicts_counted(data), data["is_desirable"].bool()
+        reference = algorithms.next_token(data["ref_logprobs"], cu_seqlens)
+        ours, theirs = (algorithms.sequence_sums(x, mask, cu_seqlens) for x in (tokens.logprobs, reference))
+        answers = algorithms.kto_loss(
+            ours,
+            theirs,
+            is_desirable,
+            kl=data["reference_point"],
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
+        rewards = answers.metrics["rewards"]
+        return answers.loss.mean(), {
+            "desirable_rewards": Mean.of(rewards, is_desirable),
+            "undesirable_rewards": Mean.of(rewards, ~is_desirable),
+            "kl": data["reference_point"].mean(),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -361,17 +361,17 @@ class SftConfig(SupervisedConfig):
             yield "actor.avg_level=constant divides by the length of generated answers; use token, sequence"
 
 
-class PairModelOptions(ModelOptions):
-    """A model that learns from preference pairs."""
+class PreferenceModelOptions(ModelOptions):
+    """A model that learns from preference pairs, or from single answers with a label."""
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for a mean that a loss on pairs does not have, after those of every model."""
+        """Yield a message for a mean that these losses do not have, after those of every model."""
         yield from super().problems()
         if self.avg_level != "token":
-            yield f"avg_level={self.avg_level}: this loss is a mean over pairs; leave it out"
+            yield f"avg_level={self.avg_level}: this loss is a mean over pairs or rows; leave it out"
 
 
-class RewardModelOptions(PairModelOptions):
+class RewardModelOptions(PreferenceModelOptions):
     """The model that learns to score."""
 
     lr: Rate = 1e-5
@@ -400,14 +400,28 @@ class PreferenceLossOptions(Options):
     """divergence from the reference; reverse_kl is DPO's"""
     tail_weight: Annotated[float, Ge(0), AllowInfNan(False)] = 1.0
     """weight of the tokens by which the longer answer of a pair exceeds the shorter one (LD-DPO); 1 is DPO"""
+    reference_free: bool = False
+    """compare log-probabilities themselves, not their ratios to a reference; no reference is then built"""
+    nll_weight: Rate = 0.0
+    """weight of the negative log-likelihood of the chosen answer, the mean over its tokens, which is added"""
 
     def problems(self) -> Iterator[str]:
-        """Yield nothing; raise ConfigError or UnknownOptionError for a loss that cannot be called so."""
+        """Yield a message for a loss whose reference or lengths are not as it needs them.
+
+        It raises ConfigError or UnknownOptionError for a loss that cannot be called so.
+        """
         rlite.algorithms.PREFERENCE_LOSSES.check(self.name, self.options)
-        yield from ()
+        is_of_means = self.reference_free and self.length_normalised
+        if self.name in rlite.algorithms.OF_PROBABILITIES and not is_of_means:
+            yield (
+                f"name={self.name}: this loss compares mean probabilities of answers, without a reference; set "
+                "reference_free=true and length_normalised=true"
+            )
+        if self.reference_free and self.divergence != "reverse_kl":
+            yield f"divergence={self.divergence}: reference_free=true has no reference to diverge from; leave it out"
 
 
-class DpoActorOptions(PairModelOptions):
+class DpoActorOptions(PreferenceModelOptions):
     """The policy that learns to prefer."""
 
     lr: Rate = 5e-7
@@ -424,6 +438,43 @@ class DpoConfig(SupervisedConfig):
     actor: DpoActorOptions
     ref_actor: FrozenModelOptions = FrozenModelOptions(offload_model=False)
     trainer: EpochOptions = EpochOptions(save_dir="runs/dpo")
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for options of a reference that the loss does not have."""
+        if self.actor.preference_loss.reference_free and self.ref_actor != FrozenModelOptions(offload_model=False):
+            yield "ref_actor: actor.preference_loss.reference_free=true has no reference; leave ref_actor out"
+
+
+class KtoActorOptions(PreferenceModelOptions):
+    """The policy that learns from single answers."""
+
+    lr: Rate = 1e-6
+    """peak learning rate"""
+    beta: Positive = 0.1
+    """strength of the tie to the reference"""
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """kto measures rewards from an estimate of the KL to the reference, apo_zero_unpaired from 0: it takes two forward
+    passes less in each step"""
+    desirable_weight: Rate = 1.0
+    """weight of the loss of desirable answers"""
+    undesirable_weight: Rate = 1.0
+    """weight of the loss of undesirable answers"""
+
+
+class KtoConfig(SupervisedConfig):
+    """Options of `rlite kto`."""
+
+    actor: KtoActorOptions
+    ref_actor: FrozenModelOptions = FrozenModelOptions(offload_model=False)
+    trainer: EpochOptions = EpochOptions(save_dir="runs/kto")
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for batches of one row, in which no answer belongs to another prompt."""
+        if self.actor.loss_type == "kto" and self.data.batch_size == 1:
+            yield (
+                "data.batch_size=1: the estimate of the KL pairs each prompt with the answer to another prompt of the "
+                "batch; use at least 2, or actor.loss_type=apo_zero_unpaired"
+            )
 
 
 class PlanConfig(LayoutOptions):

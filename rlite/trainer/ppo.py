@@ -270,13 +270,17 @@ def _loss(options: PpoConfig) -> PolicyLoss:
     )
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str], config_class: type[PpoConfig] = PpoConfig) -> None:
     """Run the trainer from the command line.
+
+    Args:
+        argv: arguments of the command line.
+        config_class: class of the options.
 
     Raises:
         ConfigError: train_data.path or a source of rewards is missing.
     """
-    options = config.load(PpoConfig, argv, aliases=ALIASES)
+    options = config.load(config_class, argv, aliases=ALIASES)
     data_path, rollout = options.train_data.path, options.rollout
     has_source = any((rollout.env_path, rollout.reward, rollout.workflow))
     if data_path is None or not has_source:

@@ -1,4 +1,4 @@
-"""The loop and the command of the trainers that learn from rows (sft, rm, dpo)."""
+"""The loop and the command of the trainers that learn from rows (sft, rm, dpo, kto)."""
 
 from __future__ import annotations
 
@@ -185,14 +185,19 @@ class SupervisedTrainer(ABC, Generic[C]):
 
     def evaluate(self, rows: TokenRows) -> dict[str, float]:
         """Return means of the loss and its metrics over token rows, as `test_...`."""
-        sums: dict[str, float] = {}
-        total = 0.0
+        sums: dict[str, tuple[float, float]] = {}
         for batch in rows.batches(self.options.data.batch_size):
             stats = self.engine.eval_batch(self.prepare(batch), self.loss, self.loss.weight)
-            total += stats["weight"]
+            counts = self.metric_counts(batch)
             for key in stats.keys() - {"weight", "num_tokens", "num_microbatches"}:
-                sums[key] = sums.get(key, 0.0) + stats[key] * stats["weight"]
-        return {f"test_{key}": value / total for key, value in sums.items()}
+                total, count = sums.get(key, (0.0, 0.0))
+                own = counts.get(key, stats["weight"])
+                sums[key] = total + stats[key] * own, count + own
+        return {f"test_{key}": total / count for key, (total, count) in sums.items() if count}
+
+    def metric_counts(self, batch: TensorDict) -> dict[str, float]:
+        """Return the numbers of elements of metrics of a batch that are means over something else than the loss."""
+        return {}
 
     @classmethod
     def main(cls, argv: Sequence[str]) -> None:
@@ -213,7 +218,7 @@ def read_tokens(
     Args:
         options: the trainer's config.
         model_name: checkpoint with the tokenizer.
-        tokenise: `sft_rows` or `preference_rows`.
+        tokenise: `sft_rows`, `preference_rows` or `labelled_rows`.
     """
     tokenizer = load_tokenizer(model_name)
 

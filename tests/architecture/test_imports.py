@@ -17,7 +17,7 @@ HOMES = {
     "ray": "rlite/cluster/ray/",
     "vllm": "rlite/engine/vllm/",
     "sglang": "rlite/engine/sglang/",
-    "peft": "rlite/nn/lora.py",
+    "peft": ("rlite/nn/lora.py", "rlite/nn/lora_merge.py"),
     "liger_kernel": "rlite/nn/liger.py",
     "math_verify": "rlite/rollout/rewards/math.py",
     "aiohttp": ("rlite/rollout/openai/endpoint.py", "rlite/engine/sglang/replica.py"),
@@ -78,6 +78,13 @@ def test_options_load_nothing_heavy() -> None:
     assert heavy_after("\n".join(checks)) == []
 
 
-@pytest.mark.parametrize("arguments", [["schema", "ppo"], ["ppo", "--help"], ["dpo", "--help"], ["--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["schema", "ppo"],
+        ["--help"],
+        *([command, "--help"] for command in ("ppo", "dpo", "simpo", "kto", "generate", "merge", "doctor")),
+    ],
+)
 def test_a_command_that_only_describes_loads_nothing_heavy(arguments: list[str]) -> None:
     assert heavy_after(f"sys.argv = ['rlite', *{arguments}]\nfrom rlite.cli import main\nmain()") == []

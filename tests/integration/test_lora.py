@@ -224,7 +224,7 @@ def test_every_trainer_of_rows_trains_adapters(
     made = trainer(load(config, argv), rows)
     engines.append(made.engine)
     if kind == "dpo":
-        assert made.reference is made.engine, "no second model"
+        assert made.reference.engine is made.engine, "no second model"
     made.fit()
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["loss"] < metrics[0]["loss"]

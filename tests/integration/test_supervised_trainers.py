@@ -1,4 +1,4 @@
-"""The trainers sft, rm and dpo on one device: they learn, they export, they resume exactly, and they say no in time."""
+"""The trainers on rows, on one device: they learn, they export, they resume exactly, and they say no in time."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import rlite
 from rlite import cli
 from rlite.cluster.session import Session
 from rlite.config import load
+from rlite.data.labels import labelled_rows
 from rlite.data.loader import BatchLoader
 from rlite.data.preferences import preference_rows
 from rlite.data.sft import sft_rows
@@ -28,15 +29,27 @@ from rlite.engine.train import RliteTrainEngine
 from rlite.errors import CheckpointError, ConfigError
 from rlite.observability import stats_tracker
 from rlite.quickstart.tiny import byte_tokenizer
+from rlite.trainer.cpo import CpoConfig, CpoTrainer
 from rlite.trainer.dpo import DpoConfig, DpoTrainer
+from rlite.trainer.kto import KtoConfig, KtoTrainer
+from rlite.trainer.orpo import OrpoConfig, OrpoTrainer
 from rlite.trainer.rm import RmConfig, RmTrainer
 from rlite.trainer.sft import SftConfig, SftTrainer
+from rlite.trainer.simpo import SimpoConfig, SimpoTrainer
 from tests.integration.worlds import environment
 from tests.tiny import build_model_dir
 
 LETTERS = "abcdefgh"
-TRAINERS: dict[str, Any] = {"sft": (SftConfig, SftTrainer), "rm": (RmConfig, RmTrainer), "dpo": (DpoConfig, DpoTrainer)}
-MODEL_KEY = {"sft": "actor", "rm": "critic", "dpo": "actor"}
+TRAINERS: dict[str, Any] = {
+    "sft": (SftConfig, SftTrainer),
+    "rm": (RmConfig, RmTrainer),
+    "dpo": (DpoConfig, DpoTrainer),
+    "kto": (KtoConfig, KtoTrainer),
+    "orpo": (OrpoConfig, OrpoTrainer),
+    "simpo": (SimpoConfig, SimpoTrainer),
+    "cpo": (CpoConfig, CpoTrainer),
+}
+MODEL_KEY = dict.fromkeys(TRAINERS, "actor") | {"rm": "critic"}
 # what a clock and the system say is the machine's, not the run's
 CLOCKED = ("seconds", "tokens_per_second", "memory_gib")
 
@@ -71,8 +84,18 @@ def preferences(count: int, seed: int) -> list[dict[str, str]]:
     return pairs
 
 
+def labelled(count: int, seed: int) -> list[dict[str, Any]]:
+    """One side of each preference, and whether it is the better one."""
+    sides = random.Random(seed).choices(["chosen", "rejected"], k=count)
+    return [
+        {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+        for row, side in zip(preferences(count, seed), sides, strict=True)
+    ]
+
+
 def token_rows(kind: str, count: int, seed: int) -> TokenRows:
-    make, tokenise = (demonstrations, sft_rows) if kind == "sft" else (preferences, preference_rows)
+    made = {"sft": (demonstrations, sft_rows), "kto": (labelled, labelled_rows)}
+    make, tokenise = made.get(kind, (preferences, preference_rows))
     return tokenise(make(count, seed), byte_tokenizer(), 32)
 
 
@@ -147,6 +170,28 @@ def test_dpo_raises_margin_and_accuracy_on_pairs_it_has_not_seen(model: str, tmp
     assert not info["unexpected_keys"]
 
 
+def test_kto_parts_the_rewards_of_answers_it_has_not_seen(model: str, tmp_path: Path, session: Session) -> None:
+    learner = trainer("kto", model, tmp_path, "trainer.n_epochs=4", "actor.lr=2e-3")
+    last = learner.fit()
+    first = logged(tmp_path)[0]
+    assert (first["margin"], first["kl"]) == (0.0, 0.0), "before the first update policy and reference are equal"
+    assert first["loss"] == pytest.approx(0.5)
+    assert last["test_margin"] > 0.5
+    assert last["test_desirable_rewards"] > last["test_undesirable_rewards"]
+
+
+@pytest.mark.parametrize("kind", ["orpo", "simpo", "cpo"])
+def test_preferences_are_learnt_without_a_reference(kind: str, model: str, tmp_path: Path, session: Session) -> None:
+    learner = trainer(kind, model, tmp_path, "trainer.n_epochs=4", "trainer.test_freq=4", "actor.lr=2e-3")
+    last = learner.fit()
+    assert learner.reference is None
+    assert "seconds_reference" not in last
+    margins = [row["test_margin"] for row in logged(tmp_path) if "test_margin" in row]
+    assert margins[-1] > margins[0]
+    assert last["test_accuracy"] > 0.7
+    assert ("nll" in last) == (kind != "simpo")
+
+
 def test_options_of_preference_losses_reach_the_loss(model: str, tmp_path: Path, session: Session) -> None:
     settings = ("actor.preference_loss.divergence=js", "actor.preference_loss.tail_weight=0.5")
     dpo = trainer("dpo", model, tmp_path / "dpo", *settings).loss
@@ -155,7 +200,7 @@ def test_options_of_preference_losses_reach_the_loss(model: str, tmp_path: Path,
     assert rm.center_coefficient == 0.01
 
 
-@pytest.mark.parametrize("kind", ["sft", "rm", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", "rm", "dpo", "kto"])
 def test_a_stopped_run_ends_as_if_it_had_not_been_stopped(
     kind: str, model: str, tmp_path: Path, session: Session
 ) -> None:
@@ -354,6 +399,9 @@ def test_a_checkpoint_of_other_data_is_refused(model: str, tmp_path: Path, sessi
             "actor.preference_loss: preference loss sigmoid has no option 'temperature'",
         ),
         ("dpo", "data.path={sft}", "row index 0: no 'chosen'"),
+        ("kto", "data.path={sft}", "row index 0: no 'completion'"),
+        ("kto", "data.batch_size=1", "data.batch_size=1: the estimate of the KL"),
+        ("simpo", "ref_actor.model_name=x", "reference_free=true has no reference"),
         ("sft", "data.path={preferences}", "row index 0: no 'response'"),
         ("sft", "trainer.load_ckpt_from=nowhere", "trainer.load_ckpt_from=nowhere"),
         ("rm", "trainer.best_metric=test_accuracy", "trainer.best_metric=test_accuracy"),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlite.algorithms import (
     LossInputs,
+    TokenLogprobs,
     aggregate,
     aot_loss,
     cross_entropy,
@@ -32,6 +33,8 @@ from rlite.algorithms import (
     sequence_log_ratio,
     value_loss,
 )
+from rlite.trainer.losses import DpoLoss
+from rlite.trainer.options import PreferenceLossOptions
 from tests.peers.batches import LENGTH, Batch, random_batch
 
 Peer = Callable[[str], ModuleType]
@@ -607,6 +610,63 @@ def test_dpo_with_label_smoothing_and_ipo_are_openrlhfs(peer: Peer, seed: int) -
             ).loss.mean(),
             *sums[:2],
         )
+
+
+PRESETS = {
+    # TRL's trainer, what its loss reads of itself, our loss with its options, and the weight of the likelihood
+    "orpo": ("orpo.orpo_trainer", "ORPOTrainer", {}, "orpo", {}, True, 1.0),
+    "simpo": (
+        "cpo.cpo_trainer",
+        "CPOTrainer",
+        {"loss_type": "simpo", "cpo_alpha": 0.0},
+        "simpo",
+        {"gamma": 0.5},
+        True,
+        0.0,
+    ),
+    "cpo": ("cpo.cpo_trainer", "CPOTrainer", {"loss_type": "sigmoid", "cpo_alpha": 0.7}, "sigmoid", {}, False, 0.7),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_losses_without_a_reference_are_trls(peer: Peer, name: str, seed: int) -> None:
+    module, trainers, settings, ours_name, options, is_of_means, nll_weight = PRESETS[name]
+    cls = getattr(peer(f"trl.experimental.{module}"), trainers)
+    batch = random_batch(seed, has_holes=False)
+    pairs = list(zip(*batch.mask.long().chunk(2), strict=True))
+
+    def theirs(logprobs: Tensor) -> Tensor:
+        """The mean over pairs of the loss of one pair, as TRL's mean likelihood is over the tokens of a microbatch."""
+        losses = []
+        for rows, masks in zip(zip(*logprobs.chunk(2), strict=True), pairs, strict=True):
+            sums = [(row * mask).sum() for row, mask in zip(rows, masks, strict=True)]
+            means = [total / mask.sum() for total, mask in zip(sums, masks, strict=True)]
+            compared = [x[None] for x in (means if is_of_means else sums)]
+            me = trainer(beta=0.3, label_smoothing=0.0, simpo_gamma=0.5, alpha=0.0, **settings)
+            me.cpo_loss = lambda *logps, me=me: cls.cpo_loss(me, *logps)
+            me.odds_ratio_loss = lambda *logps, me=me: cls.odds_ratio_loss(me, *logps)
+            outputs = (*compared, torch.zeros(1), torch.zeros(1), -means[0])
+            me.concatenated_forward = lambda *_, outputs=outputs: outputs
+            losses.append(cls.get_batch_loss_metrics(me, None, {})[0])
+        return torch.stack(losses).mean()
+
+    def ours(logprobs: Tensor) -> Tensor:
+        rows, length = batch.mask.shape
+        order = torch.arange(rows).view(2, -1).T.flatten()  # a pair's rows are neighbours
+        packed = torch.nn.functional.pad(logprobs, (0, 1))[order].flatten()  # positions that predict the next token
+        data = {
+            "cu_seqlens": torch.arange(0, rows * (length + 1) + 1, length + 1, dtype=torch.int32),
+            "loss_mask": torch.nn.functional.pad(batch.mask, (1, 0))[order].flatten(),
+            "is_chosen": torch.tensor([1, 0] * (rows // 2)),
+        }
+        chosen = PreferenceLossOptions(
+            name=ours_name, options=options, reference_free=True, length_normalised=is_of_means, nll_weight=nll_weight
+        )
+        return DpoLoss(beta=0.3, preference_loss=chosen)(TokenLogprobs(packed, packed), data)[0]
+
+    logprobs = -batch.logprobs.abs() - 0.01
+    same(theirs, ours, logprobs, **(FLOAT32 if name == "orpo" else CLOSE))  # TRL's odds are in float32
 
 
 @pytest.mark.parametrize("seed", SEEDS)

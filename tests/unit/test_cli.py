@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 
 import pytest
@@ -21,13 +22,36 @@ def test_every_command_describes_its_options(monkeypatch, capsys, command):
     assert all(f"\n{name}" in listed for name in made["properties"])
 
 
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_without_a_command_all_commands_are_listed(monkeypatch, capsys, arguments):
+    run(monkeypatch, *arguments)
+    listed = set(re.findall(r"[a-z]+", capsys.readouterr().out))
+    assert COMMANDS.keys() <= listed
+
+
+@pytest.mark.parametrize(
+    ("command", "preset"),
+    [
+        ("grpo", "rlite ppo actor.avg_level=sequence kl.type=loss kl.loss_estimator=k3 adv.norm_var=true"),
+        ("simpo", "rlite dpo actor.beta=2.0 actor.preference_loss.name=simpo trainer.save_dir=runs/simpo"),
+    ],
+)
+def test_a_preset_says_which_defaults_it_changes(monkeypatch, capsys, command, preset):
+    run(monkeypatch, command, "--help")
+    told = capsys.readouterr().out.partition("preset: ")[2].partition("\n\n")[0]
+    assert set(preset.split()) <= set(told.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["pop"], "unknown command 'pop'; did you mean 'ppo'?"),
         (["shcema", "ppo"], "did you mean 'schema'?"),
         (["schema", "pop"], "expected one command; did you mean 'ppo'?"),
-        (["schema"], "expected one command; known: dpo, launch, logs, plan, ppo"),
+        (
+            ["schema"],
+            "expected one command; known: cpo, doctor, dpo, generate, grpo, kto, launch, logs, merge, orpo, plan, ppo",
+        ),
         (["schema", "sft", "ppo"], "expected one command"),
     ],
 )

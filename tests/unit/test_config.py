@@ -12,7 +12,7 @@ from annotated_types import Ge, Le
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.config import Options, describe, inherit, load, save, to_container
+from rlite.config import Options, describe, inherit, load, named, save, to_container
 from rlite.errors import ConfigError, UnknownOptionError
 
 Kind = Literal["adamw", "sgd"]
@@ -339,6 +339,28 @@ def test_help_prints_every_key_with_default_and_sentence(capsys: pytest.CaptureF
     assert lines[at + 1].strip() == "a file or a Hugging Face dataset"
     assert "actor.optimizer.lr=0.001  (a float)" in lines
     assert "sampling.max_new_tokens=<required>  (an int)" in lines
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        (["runs/a", "2+3=", "n=4"], ["model=runs/a", "prompt=2+3=", "n=4"]),
+        (["n=4", "runs/a"], ["n=4", "model=runs/a"]),
+        (["--config", "a.yaml", "runs/a"], ["--config", "a.yaml", "model=runs/a"]),
+        (["--config=a.yaml", "runs/a", "${x}"], ["--config=a.yaml", "model=runs/a", r"prompt=\${x}"]),
+        (["a", "b", "c"], ["model=a", "prompt=b", "c"]),
+        (["a", "temprature=1"], ["model=a", "temprature=1"]),
+    ],
+)
+def test_first_arguments_without_a_key_are_given_one(given: list[str], made: list[str]) -> None:
+    assert named(given, ["model", "prompt"]) == made
+
+
+def test_a_text_without_a_key_is_literal() -> None:
+    class Said(Options):
+        text: str
+
+    assert load(Said, named(["costs ${5} or none"], ["text"])).text == "costs ${5} or none"
 
 
 def test_the_module_is_light() -> None:

@@ -40,14 +40,25 @@ PREFERENCE_LOSSES: Table[PreferenceLossFunction] = Table(
     "preference loss", given=("chosen", "rejected"), reserved=("beta",)
 )
 """losses of the DPO family by name"""
+OF_PROBABILITIES: set[str] = set()
+"""losses of the responses' mean log-probabilities, which have no meaning for log ratios to a reference"""
 
 
-def register_preference_loss(name: str) -> Callable[[PreferenceLossFunction], PreferenceLossFunction]:
+def register_preference_loss(
+    name: str, of_probabilities: bool = False
+) -> Callable[[PreferenceLossFunction], PreferenceLossFunction]:
     """Return a decorator that registers a function as the preference loss of this name.
 
     A preference loss is a function `(chosen, rejected, *, beta, ...) -> loss` of the two log ratios to the reference
     `[P]`. Its other keyword parameters are its options. If the name is taken, the decorator raises ConfigError.
+
+    Args:
+        name: name of the loss.
+        of_probabilities: the loss takes mean log-probabilities per token `[P]` instead of log ratios. The trainer then
+            asks for `reference_free` and `length_normalised`.
     """
+    if of_probabilities:
+        OF_PROBABILITIES.add(name)
     return PREFERENCE_LOSSES.register(name)
 
 

@@ -31,7 +31,7 @@ def dpo(chosen: Pairs, rejected: Pairs, *, beta: float, label_smoothing: float =
         beta: strength of the tie to the reference.
         label_smoothing: e of conservative DPO, (1 - e) L(d) + e L(-d) (Mitchell 2023, "A note on DPO with noisy
             preferences").
-        margin: subtracted from b d. With lengths, a margin and a reference of 0 it is SimPO (arXiv:2405.14734).
+        margin: subtracted from b d.
     """
     logits = beta * (chosen - rejected) - margin
     return -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)

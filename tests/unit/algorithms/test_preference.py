@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rlite.algorithms import (
+    OF_PROBABILITIES,
     PREFERENCE_LOSSES,
     behaviour_weights,
     desensitised_sums,
@@ -17,10 +18,11 @@ from rlite.errors import ConfigError, UnknownOptionError
 CHOSEN, REJECTED = torch.tensor([-4.0, -9.0, -2.0]), torch.tensor([-5.0, -3.0, -2.5])
 REF_CHOSEN, REF_REJECTED = torch.tensor([-5.0, -8.0, -2.0]), torch.tensor([-4.0, -4.0, -3.0])
 PAIRS = (CHOSEN, REJECTED, REF_CHOSEN, REF_REJECTED)
+NONE = torch.zeros(3)
 
 
 # APO-down lowers both, and DiscoPOP has a slope of the other sign about 0
-@pytest.mark.parametrize("name", sorted(set(PREFERENCE_LOSSES) - {"apo_down", "discopop"}))
+@pytest.mark.parametrize("name", sorted(set(PREFERENCE_LOSSES) - OF_PROBABILITIES - {"apo_down", "discopop"}))
 def test_a_preference_loss_parts_the_responses_of_a_new_policy(name: str) -> None:
     chosen, rejected = REF_CHOSEN.clone().requires_grad_(), REF_REJECTED.clone().requires_grad_()
     loss = preference_loss(chosen, rejected, REF_CHOSEN, REF_REJECTED, loss=name).loss.sum()
@@ -50,20 +52,24 @@ def test_a_mixture_is_the_weighted_sum() -> None:
     torch.testing.assert_close(mixed, 0.8 * parts["sigmoid"] + 0.2 * parts["bco"])
 
 
-def test_simpo_is_the_sigmoid_with_lengths_a_margin_and_no_reference() -> None:
-    none, lengths = torch.zeros(3), torch.tensor([4, 3, 2])
-    found = preference_loss(
-        CHOSEN,
-        REJECTED,
-        none,
-        none,
-        beta=2.0,
-        chosen_lengths=lengths,
-        rejected_lengths=lengths + 1,
-        options={"margin": 0.5},
-    )
-    logits = 2.0 * (CHOSEN / lengths - REJECTED / (lengths + 1)) - 0.5
-    torch.testing.assert_close(found.loss, -torch.nn.functional.logsigmoid(logits))
+def test_simpo_is_the_sigmoid_of_mean_logprobs_with_a_margin() -> None:
+    found = preference_loss(CHOSEN, REJECTED, NONE, NONE, loss="simpo", beta=2.0, options={"gamma": 0.5})
+    torch.testing.assert_close(found.loss, -torch.nn.functional.logsigmoid(2.0 * (CHOSEN - REJECTED) - 0.5))
+
+
+def test_orpo_compares_odds() -> None:
+    odds = [x.exp() / (1 - x.exp()) for x in (CHOSEN, REJECTED)]
+    found = preference_loss(CHOSEN, REJECTED, NONE, NONE, loss="orpo", beta=0.3)
+    torch.testing.assert_close(found.loss, -0.3 * (odds[0] / odds[1]).log().sigmoid().log())
+
+
+@pytest.mark.parametrize("sure", [0.0, -1e-9, -200.0])
+def test_orpo_stays_finite_for_responses_that_are_certain_or_impossible(sure: float) -> None:
+    chosen, rejected = torch.tensor([sure, -1.0], requires_grad=True), torch.tensor([-1.0, sure], requires_grad=True)
+    loss = preference_loss(chosen, rejected, torch.zeros(2), torch.zeros(2), loss="orpo").loss.sum()
+    gradients = torch.autograd.grad(loss, (chosen, rejected))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert loss.isfinite()
 
 
 def test_no_gradient_reaches_the_reference() -> None:

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -18,6 +19,7 @@ from rlite.config import load
 from rlite.errors import ConfigError, UnknownOptionError
 from rlite.trainer.losses import (
     DpoLoss,
+    KtoLoss,
     OwnLogprobs,
     PolicyLoss,
     RewardModelLoss,
@@ -271,6 +273,46 @@ def test_divergences_and_tail_weights_of_pairs_are_those_of_the_formulas(changes
     (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
     torch.testing.assert_close(found, torch.autograd.grad(expected, logits)[0])
     assert loss.item() != pytest.approx(DpoLoss(beta=0.3)(tokens(logits, data), data)[0].item())
+
+
+def of_rows(logits, data):
+    """Sums and numbers of the learnt log-probabilities of each row."""
+    own = OwnLogprobs()(tokens(logits, data), data)
+    ends = data["cu_seqlens"].tolist()
+    learnt = [own[start + 2 : end] for start, end in itertools.pairwise(ends)]
+    return torch.stack([row.sum() for row in learnt]), torch.tensor([len(row) for row in learnt])
+
+
+def test_without_a_reference_pairs_are_compared_by_their_own_logprobs_and_chosen_answers_are_imitated():
+    logits, data = pack([7, 5, 4, 9])
+    data["is_chosen"] = torch.tensor([1, 0, 1, 0])
+    (sums, lengths), logsigmoid = of_rows(logits, data), torch.nn.functional.logsigmoid
+    nll = -(sums / lengths)[::2].mean()
+    plain = DpoLoss(beta=0.3, preference_loss=PreferenceLossOptions(reference_free=True, nll_weight=0.7))
+    loss, report = plain(tokens(logits, data), data)
+    torch.testing.assert_close(loss, 0.7 * nll - logsigmoid(0.3 * (sums[::2] - sums[1::2])).mean())
+    torch.testing.assert_close(report["nll"], nll.detach())
+    options = PreferenceLossOptions(name="simpo", reference_free=True, length_normalised=True)
+    loss, report = DpoLoss(beta=2.0, preference_loss=options)(tokens(logits, data), data)
+    margins = 2.0 * (sums / lengths)[::2] - 2.0 * (sums / lengths)[1::2]
+    torch.testing.assert_close(loss, -logsigmoid(margins - 1.0).mean())
+    torch.testing.assert_close(report["margin"], margins.detach().mean(), msg="rewards are of means, as the loss")
+
+
+def test_kto_weighs_answers_by_their_label_and_measures_from_the_reference_point():
+    logits, data = pack([7, 5, 4])
+    data |= {"is_desirable": torch.tensor([1, 0, 1]), "reference_point": torch.full((3,), 0.4)}
+    data["ref_logprobs"] = -torch.rand(16, dtype=torch.float64)
+    ratios = of_rows(logits, data)[0] - torch.stack(
+        [data["ref_logprobs"][a + 2 : b].sum() for a, b in ((0, 7), (7, 12), (12, 16))]
+    )
+    loss = KtoLoss(beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
+    found, report = loss(tokens(logits, data), data)
+    desirable, undesirable = 1 - torch.sigmoid(0.3 * (ratios - 0.4)), 1 - torch.sigmoid(0.3 * (0.4 - ratios))
+    torch.testing.assert_close(found, (1.5 * desirable[0] + 0.5 * undesirable[1] + 1.5 * desirable[2]) / 3)
+    assert loss.weight(data) == 3
+    assert report["desirable_rewards"].item() == pytest.approx(0.3 * (ratios[0] + ratios[2]).item() / 2)
+    assert report["undesirable_rewards"].item() == pytest.approx(0.3 * ratios[1].item())
 
 
 def test_centring_adds_the_squared_sum_of_a_pairs_scores():

@@ -5,7 +5,8 @@ import pytest
 from rlite.config import load, to_container
 from rlite.errors import ConfigError, UnknownOptionError
 from rlite.rollout import CollectorOptions
-from rlite.trainer.dpo import DpoConfig
+from rlite.trainer.options import DpoConfig, KtoConfig
+from rlite.trainer.preset_options import CpoConfig, GrpoConfig, OrpoConfig, SimpoConfig
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.sft import SftConfig
 from rlite.types import GenerationHyperparameters
@@ -102,6 +103,8 @@ PPO = ["actor.model_name=a"]
         (SftConfig, [*SFT, "actor.max_length_per_device=0"], r"^actor\.max_length_per_device=0: expected"),
         (SftConfig, [*SFT, "data.batch_size=0"], r"^data\.batch_size=0: expected"),
         (DpoConfig, [*SFT, "actor.beta=0"], r"^actor\.beta=0\.0: expected more than 0"),
+        (KtoConfig, [*SFT, "data.batch_size=1"], r"^data\.batch_size=1: .*actor\.loss_type=apo_zero_unpaired"),
+        (KtoConfig, [*SFT, "actor.desirable_weight=-1"], r"^actor\.desirable_weight=-1\.0: expected"),
         (PpoConfig, [*PPO, "critic.lr=-1"], r"^critic\.lr=-1\.0: expected"),
         (PpoConfig, [*PPO, "critic.clip=0"], r"^critic\.clip=0\.0: expected"),
         (PpoConfig, [*PPO, "actor.clip=-1"], r"^actor\.clip=-1\.0: expected"),
@@ -124,6 +127,31 @@ PPO = ["actor.model_name=a"]
 def test_numbers_that_no_run_can_mean_are_refused_by_their_whole_name_said_once(config, arguments, named):
     with pytest.raises(ConfigError, match=named):
         load(config, arguments)
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "named"),
+    [
+        (DpoConfig, ["actor.preference_loss.name=orpo"], r"^actor\.preference_loss\.name=orpo: .*reference_free=true"),
+        (SimpoConfig, ["actor.preference_loss.length_normalised=false"], r"name=simpo: .*length_normalised=true"),
+        (CpoConfig, ["ref_actor.model_name=b"], r"^ref_actor: .*reference_free=true has no reference"),
+        (CpoConfig, ["actor.preference_loss.divergence=js"], r"divergence=js: reference_free=true has no reference"),
+    ],
+)
+def test_a_loss_without_a_reference_is_not_given_one(config, arguments, named):
+    with pytest.raises(ConfigError, match=named):
+        load(config, [*SFT, *arguments])
+
+
+def test_a_preset_is_another_trainer_with_other_defaults_which_may_be_overridden():
+    settings = ["adv.norm_var=true", "actor.avg_level=sequence", "kl.type=loss", "kl.loss_estimator=k3"]
+    said = load(PpoConfig, [*PPO, *settings, "trainer.save_dir=runs/grpo"])
+    assert to_container(load(GrpoConfig, PPO)) == to_container(said)
+    assert load(GrpoConfig, [*PPO, "kl.type=null"]).kl.loss_estimator == "k3"
+    simpo = load(SimpoConfig, [*SFT, "actor.beta=10", "actor.preference_loss.options.gamma=3"]).actor
+    assert (simpo.beta, simpo.preference_loss.name, simpo.preference_loss.options) == (10.0, "simpo", {"gamma": 3})
+    orpo = load(OrpoConfig, SFT).actor.preference_loss
+    assert (orpo.name, orpo.nll_weight, orpo.reference_free, orpo.length_normalised) == ("orpo", 1.0, True, True)
 
 
 EQUAL_REWARDS_TEACH = [

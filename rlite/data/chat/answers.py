@@ -1,0 +1,65 @@
+"""Answers to the messages of a prompt, as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlite.data.chat.masks import ChatEncoder, check_messages
+from rlite.data.tokens import Tokens
+from rlite.errors import DataError
+
+
+def chat_answer_encoder(
+    encoder: ChatEncoder, rows: Sequence[Mapping[str, Any]], answers: Sequence[str], where: str
+) -> Callable[[range], list[list[Tokens]]]:
+    """Return a function that tokenises `messages` with each of their answers.
+
+    A sequence ends with the end of its answer, which alone is learnt. Text that a template writes after that end is
+    removed, so a row ends as a generated one does.
+
+    Args:
+        encoder: encoder of conversations.
+        rows: the table.
+        answers: columns with answers.
+        where: the table's name in messages, such as "data.path=x.json".
+
+    Returns:
+        A function: row numbers -> for each row, one sequence for each answer.
+    """
+
+    def encode(numbers: range) -> list[list[Tokens]]:
+        sides = [(number, answer) for number in numbers for answer in answers]
+        chats = [
+            [*rows[number]["messages"], {"role": "assistant", "content": rows[number][answer]}]
+            for number, answer in sides
+        ]
+        names = [f"{where}, row index {number}" for number, _ in sides]
+        encoded = encoder.encode(chats, names, [rows[number].get("tools") for number, _ in sides])
+        ends = [chat.turns[-1][1] for chat in encoded]
+        tokens = [
+            (chat.input_ids[:end], chat.mask(slice(-1, None))[:end]) for chat, end in zip(encoded, ends, strict=True)
+        ]
+        size = len(answers)
+        return [tokens[start : start + size] for start in range(0, len(tokens), size)]
+
+    return encode
+
+
+def check_prompt(messages: Any, where: str, answers: str) -> None:
+    """Check that messages are a prompt.
+
+    Args:
+        messages: the value to check.
+        where: names the row in errors.
+        answers: names the columns with answers in errors.
+
+    Raises:
+        DataError: the messages have another form, or end with the assistant.
+    """
+    check_messages(messages, where)
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"{where}: 'messages' ends with the assistant; expected the prompt alone, to which {answers} "
+            f"{'are answers' if ' ' in answers else 'is the answer'}"
+        )

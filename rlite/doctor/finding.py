@@ -1,0 +1,17 @@
+"""The result of one check."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+
+class Finding(NamedTuple):
+    """What a check found."""
+
+    topic: str
+    text: str
+    level: Literal["ok", "note", "FAILED"] = "ok"
+
+    def __str__(self) -> str:
+        """Return one line for a person."""
+        return f"{self.level:<6}  {self.topic:<18}  {self.text}"

@@ -1,0 +1,28 @@
+"""CPO: preferences by log-probabilities, without a reference, beside imitation of the chosen answers.
+
+    torchrun --nproc_per_node=N -m rlite.trainer.cpo actor.model_name=MODEL data.path=pairs.jsonl data.max_length=2048
+
+It is `rlite dpo` with the defaults of `CpoConfig`. A row of data holds `chosen` and `rejected` answers to a `prompt`
+or to `messages`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from rlite.trainer.dpo import DpoTrainer
+from rlite.trainer.preset_options import CpoConfig
+from rlite.trainer.run.command import run
+
+
+class CpoTrainer(DpoTrainer):
+    """Trainer on preference pairs with the defaults of CPO."""
+
+    name = "cpo"
+    config_class = CpoConfig
+
+
+main = CpoTrainer.main
+
+if __name__ == "__main__":
+    run("cpo", main, sys.argv[1:])

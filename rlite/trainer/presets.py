@@ -1,0 +1,30 @@
+"""The trainers by the names of their commands. No torch here, and no options before they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class TrainerEntry(NamedTuple):
+    """One trainer: a module with `main`, its class there, and the class of its options."""
+
+    module: str
+    trainer: str
+    options: str
+    """module:class"""
+
+
+_PRESETS = "rlite.trainer.preset_options"
+
+TRAINERS: Mapping[str, TrainerEntry] = {
+    "sft": TrainerEntry("rlite.trainer.sft", "SftTrainer", "rlite.trainer.options:SftConfig"),
+    "rm": TrainerEntry("rlite.trainer.rm", "RmTrainer", "rlite.trainer.options:RmConfig"),
+    "dpo": TrainerEntry("rlite.trainer.dpo", "DpoTrainer", "rlite.trainer.options:DpoConfig"),
+    "orpo": TrainerEntry("rlite.trainer.orpo", "OrpoTrainer", f"{_PRESETS}:OrpoConfig"),
+    "simpo": TrainerEntry("rlite.trainer.simpo", "SimpoTrainer", f"{_PRESETS}:SimpoConfig"),
+    "cpo": TrainerEntry("rlite.trainer.cpo", "CpoTrainer", f"{_PRESETS}:CpoConfig"),
+    "kto": TrainerEntry("rlite.trainer.kto", "KtoTrainer", "rlite.trainer.options:KtoConfig"),
+    "ppo": TrainerEntry("rlite.trainer.ppo", "PpoTrainer", "rlite.trainer.rl.config:PpoConfig"),
+    "grpo": TrainerEntry("rlite.trainer.grpo", "PpoTrainer", f"{_PRESETS}:GrpoConfig"),
+}

@@ -1,0 +1,28 @@
+"""SimPO: preferences by the mean log-probability of an answer, without a reference.
+
+    torchrun --nproc_per_node=N -m rlite.trainer.simpo actor.model_name=MODEL data.path=pairs.jsonl data.max_length=2048
+
+It is `rlite dpo` with the defaults of `SimpoConfig`. A row of data holds `chosen` and `rejected` answers to a `prompt`
+or to `messages`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from rlite.trainer.dpo import DpoTrainer
+from rlite.trainer.preset_options import SimpoConfig
+from rlite.trainer.run.command import run
+
+
+class SimpoTrainer(DpoTrainer):
+    """Trainer on preference pairs with the defaults of SimPO."""
+
+    name = "simpo"
+    config_class = SimpoConfig
+
+
+main = SimpoTrainer.main
+
+if __name__ == "__main__":
+    run("simpo", main, sys.argv[1:])

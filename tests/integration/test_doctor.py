@@ -1,0 +1,81 @@
+"""The command `rlite doctor`: it tells what is there, and fails if something is wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from rlite.cli import main
+from rlite.doctor.machine import GIB, space_of
+from rlite.doctor.packages import needed, state_of
+from rlite.doctor.run import attempt
+
+REQUIREMENTS = [
+    Requirement(line)
+    for line in (
+        "numpy>=2.0",
+        'gone>=1; sys_platform == "nowhere"',
+        'peft>=0.18; extra == "lora"',
+        'rlite[lora]; extra == "dev"',
+        'pytest>=9; extra == "dev"',
+    )
+]
+INSTALLED = {"numpy": "2.4.6", "peft": "0.17.1"}
+
+
+def doctor(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["rlite", "doctor", *arguments])
+    main()
+
+
+def test_a_sound_machine_passes_all_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    doctor(monkeypatch)
+    out = capsys.readouterr().out
+    topics = {line[8:28].strip() for line in out.splitlines() if line[:6].strip() in ("ok", "note")}
+    assert {"rlite", "python", "required packages", "processor", "GPU", "training", "generation"} <= topics
+    assert {"extra ray", "extra vllm", "disk (runs)"} <= topics
+    assert "FAILED" not in out
+    assert out.endswith("all checks passed\n")
+
+
+def test_a_failed_check_is_named_and_ends_with_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        doctor(monkeypatch, "executor=trch")
+    assert stopped.value.code == 1
+    out = capsys.readouterr().out
+    assert "FAILED  self-test" in out
+    assert "did you mean 'torch'" in out
+    assert out.endswith("1 of the checks failed: self-test\n")
+
+
+def test_an_exception_in_a_check_is_a_failed_check() -> None:
+    def check() -> list[object]:
+        raise OSError("libcudart.so.13: cannot open shared object file")
+
+    [finding] = attempt("devices", check)  # type: ignore[arg-type]
+    assert str(finding) == "FAILED  devices             OSError: libcudart.so.13: cannot open shared object file"
+
+
+def test_what_an_extra_needs_is_read_from_the_metadata() -> None:
+    assert [each.name for each in needed(REQUIREMENTS)] == ["numpy"]
+    assert [each.name for each in needed(REQUIREMENTS, "lora")] == ["peft"]
+    assert [each.name for each in needed(REQUIREMENTS, "dev")] == ["peft", "pytest"]
+
+
+def test_missing_packages_fail_unless_an_extra_adds_them() -> None:
+    base = state_of("required packages", needed(REQUIREMENTS), INSTALLED.get)
+    assert (base.level, base.text) == ("ok", "numpy 2.4.6")
+    assert state_of("required packages", [Requirement("numpy>=3")], INSTALLED.get).level == "FAILED"
+    extra = state_of("extra dev", needed(REQUIREMENTS, "dev"), INSTALLED.get, "dev")
+    lacks = "lacks peft>=0.18 (found 0.17.1), pytest>=9 (found none): pip install 'rlite[dev]'"
+    assert (extra.level, extra.text) == ("note", lacks)
+
+
+@pytest.mark.parametrize(("free", "level"), [(100 * GIB, "ok"), (2 * GIB, "note"), (GIB // 100, "FAILED")])
+def test_a_full_disk_fails(free: int, level: str) -> None:
+    assert space_of("disk (runs)", Path("runs"), free).level == level
