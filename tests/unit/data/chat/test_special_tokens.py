@@ -125,5 +125,5 @@ def test_trainers_escape_if_they_are_told_to(tmp_path: Path) -> None:
     for escapes in (False, True):
         data = DataOptions(path=str(tmp_path / "rows.json"), escape_special_tokens=escapes)
         options = SimpleNamespace(data=data, test_data=SimpleNamespace(path=None))
-        counts.append(len(special(read_tokens(options, str(path), sft_rows)[0].input_ids.tolist())))
+        counts.append(len(special(read_tokens(options, str(path), sft_rows, "demonstrations")[0].input_ids.tolist())))
     assert counts == [7, 4]
