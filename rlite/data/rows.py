@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 from rlite.data.formats.normalise import normalise
 from rlite.data.formats.table import RowKind
 from rlite.data.order import Mixture
 from rlite.data.source import Source
-from rlite.data.tables import Row, read_rows
+from rlite.data.tables import read_rows
 
 
 @dataclass(frozen=True)
-class Rows(Sequence[Row]):
+class Rows(Sequence[Mapping[str, Any]]):
     """Rows in the form that rlite reads."""
 
-    rows: Sequence[Row]
+    rows: Sequence[Mapping[str, Any]]
     form: str = ""
     """format of the table, in words; "" if it is unknown"""
     mixture: Mixture | None = None
@@ -28,16 +28,16 @@ class Rows(Sequence[Row]):
         return len(self.rows)
 
     @overload
-    def __getitem__(self, number: int) -> Row: ...
+    def __getitem__(self, number: int) -> Mapping[str, Any]: ...
 
     @overload
-    def __getitem__(self, number: slice) -> Sequence[Row]: ...
+    def __getitem__(self, number: slice) -> Sequence[Mapping[str, Any]]: ...
 
-    def __getitem__(self, number: int | slice) -> Row | Sequence[Row]:
+    def __getitem__(self, number: int | slice) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
         """Return a row, or several."""
         return self.rows[number]
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return iter(self.rows)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlite.data.rows import Rows, mixed_rows, read_source
-from rlite.data.tables import Row
 from rlite.trainer.rl.config import PpoConfig
 
 
-def read_prompts(options: PpoConfig) -> tuple[Rows, Sequence[Row]]:
+def read_prompts(options: PpoConfig) -> tuple[Rows, Sequence[Mapping[str, Any]]]:
     """Return the rows of train_data, and of test_data if it is given.
 
     Args:
