@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from rlite.data.columnar import MESSAGE_COLUMNS, without_nulls
@@ -87,27 +88,34 @@ def _names(row: Row) -> str:
 
 
 def _unrecognised(row: Row, kind: RowKind, where: str, key: str) -> str:
-    """Return the message for a first row of no known format, with the nearest columns."""
+    """Return the message for a first row of no known format: what the nearest format has that the row lacks."""
     present = [str(name) for name, value in row.items() if value is not None]
-    missing = {name for entry in FORMATS[kind] for name in entry.columns if name not in present}
-    near = {hint.split("'")[1]: name for name in missing if (hint := did_you_mean(name, present)).startswith("did")}
-    sets = "; ".join(dict.fromkeys(", ".join(entry.columns) for entry in FORMATS[kind]))
-    options = [f"{key}.columns.{name}={own}" for own, name in near.items()] or [f"{key}.columns.NAME=COLUMN"]
+    near = {name: get_close_matches(name, present, n=1) for entry in FORMATS[kind] for name in entry.columns}
+    nearest = max(FORMATS[kind], key=lambda known: _share([bool(near[name]) for name in known.columns]))
+    missing = [name for name in nearest.columns if name not in present]
+    known = "; ".join(dict.fromkeys(", ".join(entry.columns) for entry in FORMATS[kind]))
+    options = [f"{key}.columns.{name}={own}" for name in missing for own in near[name]]
     return (
-        f"{where}, row index 0: has {_names(row)}, which are no known {kind}; expected one of: {sets}. "
-        f"Options name other columns: {' '.join(options)}"
+        f"{where}, row index 0: {_lacks(missing)}; the row has {_names(row)}. Expected one of: {known}. "
+        f"To name a column of another name: {' '.join(options) or f'{key}.columns.NAME=COLUMN'}"
     )
+
+
+def _share(found: Sequence[bool]) -> tuple[int, int]:
+    """Return how many columns are found, and, as a negative number, how many are not."""
+    return sum(found), sum(found) - len(found)
+
+
+def _lacks(columns: Sequence[str]) -> str:
+    return f"no {' and no '.join(map(repr, columns))}" if columns else "of no known format"
 
 
 def _disagreement(first: Row, found: Format, row: Row, other: Format | None, where: str) -> str:
     """Return the message for a row of another format than the first row."""
-    lacks = [repr(column) for column in found.columns if row.get(column) is None]
-    if other is None and lacks:
-        what = f"no {' and no '.join(lacks)}; the row has {_names(row)}"
-    else:
-        what = f"is {other.name if other else 'of no known format'} with {_names(row)}"
+    missing = [column for column in found.columns if row.get(column) is None]
+    what = f"is {other.name} with" if other else f"{_lacks(missing)}; the row has"
     return (
-        f"{where}: {what}; row index 0 is {found.name} with {_names(first)}. All rows of a table "
+        f"{where}: {what} {_names(row)}; row index 0 is {found.name} with {_names(first)}. All rows of a table "
         "have one format: put the others into a table of their own, and mix the tables"
     )
 

@@ -194,9 +194,13 @@ def test_a_first_row_of_no_known_format_names_the_option_for_its_columns() -> No
     with pytest.raises(DataError) as error:
         one("demonstrations", {"promt": "q", "answer": "a"})
     told = str(error.value)
-    assert "data.path=x, row index 0: has promt, answer, which are no known demonstrations" in told
-    assert "data.columns.prompt=promt" in told
-    assert "prompt, completion; prompt, response; instruction, output; text" in told
+    assert told.startswith(
+        "data.path=x, row index 0: no 'prompt' and no 'response'; the row has promt, answer. Expected"
+    )
+    assert told.endswith("data.columns.prompt=promt")
+    assert "prompt, response; prompt, completion; instruction, output; text" in told
+    with pytest.raises(DataError, match=r"no 'prompt'; the row has chosen, rejected\. .*: data\.columns\.NAME=COLUMN"):
+        one("preferences", {"chosen": "q a", "rejected": "q b"})
 
 
 # -- disagreement ------------------------------------------------------------------------------------------------------
@@ -311,7 +315,6 @@ def test_a_conversation_keeps_its_own_system_message_and_raw_rows_take_none() ->
             "'chosen' has messages of the roles assistant, assistant",
         ),
         ("preferences", {"prompt": "p", "chosen": 4, "rejected": [OTHER]}, "'chosen' is int; expected a list"),
-        ("preferences", {"chosen": "q a", "rejected": "q b"}, "which are no known preferences"),
         ("unpaired", {"prompt": "q", "completion": "a", "label": 1}, "'label' is 1; expected true or false"),
         ("unpaired", {"prompt": "q", "completion": 4, "label": True}, "'completion' is int; expected a list"),
         ("prompts", {"messages": "hi"}, "'messages' is str; expected a list"),
