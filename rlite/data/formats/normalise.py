@@ -91,7 +91,8 @@ def _unrecognised(row: Row, kind: RowKind, where: str, key: str) -> str:
     """Return the message for a first row of no known format: what the nearest format has that the row lacks."""
     present = [str(name) for name, value in row.items() if value is not None]
     near = {name: get_close_matches(name, present, n=1) for entry in FORMATS[kind] for name in entry.columns}
-    nearest = max(FORMATS[kind], key=lambda known: _share([bool(near[name]) for name in known.columns]))
+    lacking = [entry for entry in FORMATS[kind] if not {*entry.columns} <= {*present}]
+    nearest = max(lacking, key=lambda entry: _share([bool(near[name]) for name in entry.columns]))
     missing = [name for name in nearest.columns if name not in present]
     known = "; ".join(dict.fromkeys(", ".join(entry.columns) for entry in FORMATS[kind]))
     options = [f"{key}.columns.{name}={own}" for name in missing for own in near[name]]

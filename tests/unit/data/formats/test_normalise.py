@@ -199,7 +199,9 @@ def test_a_first_row_of_no_known_format_names_the_option_for_its_columns() -> No
     )
     assert told.endswith("data.columns.prompt=promt")
     assert "prompt, response; prompt, completion; instruction, output; text" in told
-    with pytest.raises(DataError, match=r"no 'prompt'; the row has chosen, rejected\. .*: data\.columns\.NAME=COLUMN"):
+    with pytest.raises(
+        DataError, match=r"no 'messages'; the row has chosen, rejected\. .*: data\.columns\.NAME=COLUMN"
+    ):
         one("preferences", {"chosen": "q a", "rejected": "q b"})
 
 
