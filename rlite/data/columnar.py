@@ -24,6 +24,8 @@ ROWS = 1024
 """rows of a batch"""
 PIECE = 1 << 20
 """bytes that the reader sends at a time"""
+MESSAGE_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "tools")
+"""columns that may hold messages"""
 
 
 def read_columnar(kind: str, path: Path, where: str, *options: Any) -> list[dict[str, Any]]:
@@ -35,7 +37,7 @@ def read_columnar(kind: str, path: Path, where: str, *options: Any) -> list[dict
         kind: parquet, arrow or dataset.
         path: path of the file or folder, or the name of a dataset.
         where: description of the table for error messages.
-        *options: for a dataset: whether it is saved, whether it is a folder, and the split or None.
+        *options: for a dataset: whether it is saved, whether it is a folder, the split or None, and the subset or None.
 
     Returns:
         The rows as dicts.
@@ -62,13 +64,14 @@ _KINDS = {"parquet": "not a Parquet file", "arrow": "not an Arrow file", "datase
 
 
 def _without_added_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    return {**row, **{name: _without_nulls(row[name]) for name in ("messages", "tools") if name in row}}
+    return {**row, **{name: without_nulls(row[name]) for name in MESSAGE_COLUMNS if name in row}}
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """Return a value without the keys of its objects that are null."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _received(kind: str, path: str, where: str, options: Sequence[Any]) -> Iterator[bytes]:
@@ -163,11 +166,13 @@ def _send_arrow(path: str, where: str) -> Iterator[bytes]:
             yield from _sent(reader.schema, map(reader.get_batch, range(reader.num_record_batches)))
 
 
-def _send_dataset(name: str, where: str, is_saved: bool, is_folder: bool, split: str | None) -> Iterator[bytes]:
+def _send_dataset(
+    name: str, where: str, is_saved: bool, is_folder: bool, split: str | None, subset: str | None
+) -> Iterator[bytes]:
     """Yield one split of a dataset: a folder that `datasets` saved, a folder of data files, or a name on the hub.
 
     Raises:
-        ConfigError: there is no such dataset or split, or the datasets library is missing.
+        ConfigError: there is no such dataset, subset or split, or the datasets library is missing.
     """
     try:
         datasets = importlib.import_module("datasets")  # here: it takes seconds, and most tables are files
@@ -175,19 +180,43 @@ def _send_dataset(name: str, where: str, is_saved: bool, is_folder: bool, split:
         what = "a folder" if is_folder else "no file, and to look it up on the Hugging Face hub"
         raise ConfigError(f"{where}: {what} needs the datasets library: pip install 'rlite[data]'") from error
     try:
-        found = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(name)
+        found = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(name, subset)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        _check_subset(datasets, name, where, subset)
         what = "cannot be read" if is_folder else "no such file or folder, and no dataset of the Hugging Face hub"
         raise ConfigError(f"{where}: {what}: {error}") from error
     if not isinstance(found, Mapping):  # one table, saved without splits
         found = {"train": found}
     split = split or (next(iter(found)) if len(found) == 1 else "train")
     if split not in found:
-        path = where.rpartition("@")[2] if "@" in where else where.partition("=")[2]
-        raise ConfigError(f"{where}: no split {split!r}; {did_you_mean(split, found)}; write SPLIT@{path}")
+        raise ConfigError(f"{where}: no split {split!r}; {did_you_mean(split, found)}; write SPLIT@{_path_in(where)}")
     table = found[split].with_format("arrow")
     batches = (batch for part in table.iter(ROWS) for batch in part.to_batches())
     yield from _sent(table.features.arrow_schema, batches)
+
+
+def _check_subset(datasets: Any, name: str, where: str, subset: str | None) -> None:
+    """Check that a dataset has a subset, or needs none. A dataset that cannot be looked up passes.
+
+    Raises:
+        ConfigError: it has no such subset, or several, and none is chosen.
+    """
+    try:
+        known = datasets.get_dataset_config_names(name)
+    except Exception:  # what is wrong with the dataset is reported by the caller
+        return
+    path = _path_in(where).removesuffix(f":{subset}")
+    if subset is None and len(known) > 1:
+        raise ConfigError(f"{where}: the dataset has the subsets {', '.join(known)}; write {path}:SUBSET")
+    if subset is not None and subset not in known:
+        near = did_you_mean(subset, known)
+        near = near if near.startswith("known") else f"{near} Known: {', '.join(known)}"
+        raise ConfigError(f"{where}: no subset {subset!r}; {near}; write {path}:SUBSET")
+
+
+def _path_in(where: str) -> str:
+    """Return the path, without the split, that a table's name in messages holds."""
+    return where.rpartition("@")[2] if "@" in where else where.partition("=")[2]
 
 
 _SENDERS: dict[str, Callable[..., Iterator[bytes]]] = {

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from rlite.data.chat.masks import check_messages
-from rlite.data.loader import ShuffledOrder
+from rlite.data.order import Mixture, shuffled
 from rlite.data.tables import check_text
 from rlite.errors import ConfigError, DataError
 
@@ -28,7 +28,10 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
             raise DataError(f"{at}: expected an object, found {type(row).__name__}")
         keys = [key for key in PROMPT_KEYS if row.get(key) is not None]
         if len(keys) != 1:
-            raise DataError(f"{at}: expected exactly one of {', '.join(PROMPT_KEYS)}, found {keys}")
+            raise DataError(
+                f"{at}: expected exactly one of {', '.join(PROMPT_KEYS)}, found {keys}"
+                + ("; columns.NAME=null leaves one out" if keys else "")
+            )
         prompt = row[keys[0]]
         if isinstance(prompt, (str, list, tuple)) and not prompt:
             raise DataError(f"{at}: {keys[0]!r} is empty")
@@ -43,11 +46,19 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
 class PromptStream:
     """Endless batches of rows: each epoch in another order that depends only on seed and epoch.
 
+    Args:
+        rows: the table.
+        batch_size: rows of a batch.
+        seed: seed of the order.
+        mixture: the table's sources; None if there is one.
+
     Raises:
         ConfigError: a batch would be empty, or larger than the table.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], batch_size: int, seed: int) -> None:
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], batch_size: int, seed: int, mixture: Mixture | None = None
+    ) -> None:
         if batch_size < 1:
             raise ConfigError(f"prompts_per_rollout={batch_size}: expected at least 1")
         if batch_size > len(rows):
@@ -57,7 +68,7 @@ class PromptStream:
             )
         self._rows = rows
         self._batch_size = batch_size
-        self.order = ShuffledOrder(len(rows), seed, partial(rows_digest, rows))
+        self.order = shuffled(len(rows), mixture, seed, partial(rows_digest, rows))
         """order of the rows; its `position` counts those dealt so far"""
         self.returned: list[Mapping[str, Any]] = []
         """rows that come before all others: they were dealt, and not used"""

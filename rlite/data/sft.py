@@ -1,4 +1,4 @@
-"""Demonstrations: rows of `prompt` and `response`, or of `messages`, converted to token rows."""
+"""Demonstrations: rows of `prompt` and `response`, of `messages`, or of `text`, converted to token rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlite.data.chat.masks import ChatEncoder, check_messages
-from rlite.data.chat.raw import answer_encoder
+from rlite.data.chat.masks import ChatEncoder, EncodedChat, check_messages
+from rlite.data.chat.raw import answer_encoder, text_encoder
 from rlite.data.tables import check_columns
 from rlite.data.tokens import TokenRows, Tokens, tokenise
 from rlite.errors import DataError
@@ -25,7 +25,9 @@ def sft_rows(
 
     All rows have the form of the first row. Raw: `prompt` and `response` are texts; the response and the
     end-of-sequence token after it are learnt. Messages: every turn of the assistant is learnt, with the token that ends
-    it; `tools` (JSON schemas) may be given, too. A row longer than `max_length` is cut at its end.
+    it; `tools` (JSON schemas) may be given, too. If a row also has a `completion`, messages that follow `messages`, the
+    turns in the completion alone are learnt. A `text` is learnt whole, with the end-of-sequence token. A row longer
+    than `max_length` is cut at its end. `rlite.data.formats.normalise` converts other formats to these.
 
     Args:
         rows: the table.
@@ -43,25 +45,52 @@ def sft_rows(
         ConfigError: the tokenizer cannot do this.
     """
     is_chat = bool(rows) and rows[0].get("messages") is not None
+    is_text = bool(rows) and not is_chat and rows[0].get("text") is not None and rows[0].get("prompt") is None
     for number, row in enumerate(rows):
         at = f"{where}, row index {number}"
         if not is_chat:
-            check_columns(row, {"prompt": str, "response": str}, at)
+            check_columns(row, {"text": str} if is_text else {"prompt": str, "response": str}, at)
             continue
         check_columns(row, {"messages": list}, at)
-        check_messages(row["messages"], at)
-        if not any(message["role"] == "assistant" for message in row["messages"]):
+        check_messages(_conversation(row), at)
+        if not any(message["role"] == "assistant" for message in _conversation(row)):
             raise DataError(f"{at}: 'messages' has no turn of the assistant, hence nothing to learn")
+    if is_text:
+        return tokenise(len(rows), text_encoder(tokenizer, rows), max_length, where)
     if not is_chat:
         return tokenise(len(rows), answer_encoder(tokenizer, rows, ["response"]), max_length, where)
     encoder = ChatEncoder(tokenizer, **template_options)
 
     def encode_chats(numbers: range) -> list[list[Tokens]]:
         chats = encoder.encode(
-            [rows[number]["messages"] for number in numbers],
+            [_conversation(rows[number]) for number in numbers],
             [f"{where}, row index {number}" for number in numbers],
             [rows[number].get("tools") for number in numbers],
         )
-        return [[(chat.input_ids, chat.mask())] for chat in chats]
+        return [
+            [(chat.input_ids, chat.mask(_learnt_turns(rows[number], chat, f"{where}, row index {number}")))]
+            for number, chat in zip(numbers, chats, strict=True)
+        ]
 
     return tokenise(len(rows), encode_chats, max_length, where)
+
+
+def _conversation(row: Mapping[str, Any]) -> list[Any]:
+    return [*row["messages"], *(row.get("completion") or ())]
+
+
+def _learnt_turns(row: Mapping[str, Any], chat: EncodedChat, where: str) -> slice:
+    """Return the assistant's turns that are learnt: all, or those of the row's completion.
+
+    Raises:
+        DataError: the turns of the completion cannot be told apart.
+    """
+    if not row.get("completion"):
+        return slice(None)
+    turns = [number for number, message in enumerate(_conversation(row)) if message["role"] == "assistant"]
+    if len(turns) != len(chat.turns):
+        raise DataError(
+            f"{where}: the chat template shows {len(chat.turns)} of {len(turns)} turns of the assistant, so the "
+            "completion's cannot be told apart"
+        )
+    return slice(sum(number < len(row["messages"]) for number in turns), None)

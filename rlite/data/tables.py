@@ -17,9 +17,10 @@ from rlite.errors import ConfigError, DataError, did_you_mean
 
 Row = dict[str, Any]
 
-JSON_COLUMNS = ("messages", "tools", "extra_info")
+JSON_COLUMNS = ("messages", "conversations", "tools", "extra_info")
 """columns whose cells hold JSON where the file has nothing but text (CSV)"""
 
+_SUBSET = re.compile(r"(?P<path>.+):(?P<subset>[\w.+-]+)")
 _SPLIT = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -29,11 +30,10 @@ def read_rows(source: str | Path, key: str = "data.path") -> list[Row]:
 
     Args:
         source: a file, a folder that `datasets` saved or can load, or a dataset's name on the Hugging Face hub. Files
-            are
-            `.json` (an array or one object per line), `.jsonl`, `.csv`, `.parquet` and `.arrow`. `split@source` chooses
-            a split (default: train, or the only split) or a part of it: `train[:90%]@rows.jsonl`,
-            `test[100:200]@org/name`. The only split of a file is train. CSV cells are text; cells of JSON_COLUMNS are
-            read as JSON.
+            are `.json` (an array or one object per line), `.jsonl`, `.csv`, `.parquet` and `.arrow`. `split@source`
+            chooses a split (default: train, or the only split) or a part of it: `train[:90%]@rows.jsonl`,
+            `test[100:200]@org/name`. The only split of a file is train. `source:subset` chooses a subset (a config) of
+            a dataset: `test@org/name:subset`. CSV cells are text; cells of JSON_COLUMNS are read as JSON.
         key: name of the option whose value is `source`, for error messages.
 
     Raises:
@@ -42,15 +42,17 @@ def read_rows(source: str | Path, key: str = "data.path") -> list[Row]:
         DataError: the file is damaged, is not a table, or has no rows. The message names the line or row.
     """
     where = f"{key}={source}"
-    split, path = _split_off(str(source), where)
+    split, path, subset = _parts_of(str(source), where)
     if not path.exists() and path.suffix not in _READERS and get_close_matches(path.suffix, _READERS):
         raise ConfigError(f"{where}: no such file; {did_you_mean(path.suffix, _READERS)}")
     if path.is_dir() or not (path.suffix in _READERS or path.exists()):
-        rows = _dataset(path, split["name"] if split else None, where)
+        rows = _dataset(path, split["name"] if split else None, subset, where)
     elif path.suffix not in _READERS:
         raise ConfigError(f"{where}: {path.suffix or 'no suffix'} is no kind of table; known: {', '.join(_READERS)}")
     elif not path.is_file():
         raise ConfigError(f"{where}: no such file")
+    elif subset:
+        raise ConfigError(f"{where}: a file has no subsets; leave out :{subset}")
     elif split and split["name"] != "train":
         raise ConfigError(f"{where}: a file has the one split train, of which train[:90%]@{path} is a part")
     else:
@@ -100,14 +102,21 @@ def check_text(text: str, where: str) -> None:
         raise DataError(f"{where} has half of a character, {half}, at place {error.start}") from error
 
 
-def _split_off(source: str, where: str) -> tuple[re.Match[str] | None, Path]:
+def _parts_of(source: str, where: str) -> tuple[re.Match[str] | None, Path, str | None]:
+    """Return the split, the path and the subset that a source names.
+
+    Raises:
+        ConfigError: the split has another form.
+    """
     name, at, rest = source.partition("@")
-    if not at or Path(source).exists():
-        return None, Path(source)
-    split = _SPLIT.fullmatch(name)
-    if not split or not rest:
-        raise ConfigError(f"{where}: expected split@path, such as train@org/name or train[:90%]@rows.jsonl")
-    return split, Path(rest)
+    split = None
+    if at and not Path(source).exists():
+        split = _SPLIT.fullmatch(name)
+        if not split or not rest:
+            raise ConfigError(f"{where}: expected split@path, such as train@org/name or train[:90%]@rows.jsonl")
+        source = rest
+    subset = None if Path(source).exists() else _SUBSET.fullmatch(source)
+    return (split, Path(subset["path"]), subset["subset"]) if subset else (split, Path(source), None)
 
 
 def _bound(text: str | None, num_rows: int) -> int | None:
@@ -218,17 +227,19 @@ _READERS: dict[str, Callable[[Path, str], list[Any]]] = {
 }
 
 
-def _dataset(path: Path, split: str | None, where: str) -> list[Row]:
+def _dataset(path: Path, split: str | None, subset: str | None, where: str) -> list[Row]:
     """Return rows that only the `datasets` library can read: its own folders, folders of data files, and the hub.
 
     Raises:
-        ConfigError: there is no such file or folder.
+        ConfigError: there is no such file or folder, or a saved dataset is asked for a subset.
     """
     name = path.resolve() if path.is_dir() else path  # `datasets` reads "." as no name
     if not path.is_dir() and not _HUB_NAME.fullmatch(path.as_posix()):
         raise ConfigError(f"{where}: no such file or folder")
     is_saved = any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json"))
-    return read_columnar("dataset", name, where, is_saved, path.is_dir(), split)
+    if is_saved and subset:
+        raise ConfigError(f"{where}: a folder that datasets saved has no subsets; leave out :{subset}")
+    return read_columnar("dataset", name, where, is_saved, path.is_dir(), split, subset)
 
 
 _TYPE_NAMES = {

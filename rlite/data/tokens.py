@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import track
 from tensordict import TensorDict
 
+from rlite.data.order import Mixture
 from rlite.errors import ConfigError, DataError
 
 Tokens = tuple[np.ndarray, np.ndarray]
@@ -44,6 +45,10 @@ class TokenRows:
     per_row: dict[str, np.ndarray] = field(default_factory=dict)
     """further keys of a batch, [N, ...] each"""
     tally: Tally
+    form: str = ""
+    """format of the table's rows, in words"""
+    mixture: Mixture | None = None
+    """the sources that the items come from, end to end; None if there is one"""
 
     def __len__(self) -> int:
         """Return the number of items."""
@@ -106,6 +111,8 @@ class TokenRows:
         sizes = self.lengths.reshape(-1, self.rows_per_item).sum(1)
         if sizes.max() > capacity:
             item = int(sizes.argmax())
+            if self.mixture is not None:
+                table = f"{table}.mixture.{self.mixture.source_of(item)[0]}"
             what = "tokens" if self.rows_per_item == 1 else "tokens, both sides together,"
             raise ConfigError(
                 f"row index {self.source[item]} of {table} has {sizes[item]} {what} and {name} is {capacity}; "
@@ -193,6 +200,55 @@ def tokenise(
         source=np.asarray(source, dtype=np.int64),
         rows_per_item=rows_per_item,
         tally=tally,
+    )
+
+
+def mixed(parts: Mapping[str, TokenRows], weights: Mapping[str, float] | None) -> TokenRows:
+    """Return the token rows of several sources as one table.
+
+    Args:
+        parts: token rows of each source.
+        weights: share of each source in an epoch; None: every item occurs once.
+
+    Raises:
+        DataError: sources have other keys than others, such as a margin.
+        ConfigError: a source's weight gives it no item in an epoch.
+    """
+    (first, some), *others = parts.items()
+    for name, part in others:
+        if odd := some.per_row.keys() ^ part.per_row.keys():
+            raise DataError(f"mixture: one of {first} and {name} has {', '.join(sorted(odd))}, the other has none")
+    tables = list(parts.values())
+    sizes = {name: len(part) for name, part in parts.items()}
+    mixture = Mixture(sizes, weights or sizes)
+    per_row = {key: np.concatenate([part.per_row[key] for part in tables]) for key in some.per_row}
+    if "pair_ids" in per_row:
+        per_row["pair_ids"] = np.repeat(np.arange(mixture.num_items), some.rows_per_item)
+    ends = np.cumsum([0, *(part.starts[-1] for part in tables)])
+    return TokenRows(
+        input_ids=np.concatenate([part.input_ids for part in tables]),
+        loss_mask=np.concatenate([part.loss_mask for part in tables]),
+        starts=np.concatenate(
+            [[0], *(part.starts[1:] + end for part, end in zip(tables, ends, strict=False))], dtype=np.int64
+        ),
+        source=np.concatenate([part.source for part in tables]),
+        rows_per_item=some.rows_per_item,
+        per_row=per_row,
+        tally=_total([part.tally for part in tables]),
+        form=f"a mixture of {mixture}: {'; '.join(f'{name} {part.form}' for name, part in parts.items())}",
+        mixture=mixture,
+    )
+
+
+def _total(tallies: Sequence[Tally]) -> Tally:
+    """Return the sums of tallies."""
+    return Tally(
+        num_read=sum(tally.num_read for tally in tallies),
+        max_length=tallies[0].max_length,
+        num_kept=sum(tally.num_kept for tally in tallies),
+        num_truncated=sum(tally.num_truncated for tally in tallies),
+        dropped=sum((tally.dropped for tally in tallies), Counter()),
+        longest=max(tally.longest for tally in tallies),
     )
 
 

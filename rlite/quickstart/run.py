@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 import rlite
 from rlite import config
-from rlite.data.loader import ShuffledOrder
+from rlite.data.order import ShuffledOrder
 from rlite.data.reasoning import held_out_split
 from rlite.data.sft import sft_rows
 from rlite.engine.train import RliteTrainEngine

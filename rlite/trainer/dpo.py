@@ -34,6 +34,7 @@ class DpoTrainer(SupervisedTrainer[DpoConfig]):
     name = "dpo"
     config_class = DpoConfig
     tokenise = preference_rows
+    kind = "preferences"
     shown = SHOWN_OF_PAIRS
 
     def __init__(

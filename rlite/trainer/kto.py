@@ -38,6 +38,7 @@ class KtoTrainer(SupervisedTrainer[KtoConfig]):
     name = "kto"
     config_class = KtoConfig
     tokenise = labelled_rows
+    kind = "unpaired"
     shown = ("loss", DESIRABLE, UNDESIRABLE, "margin", "kl", "test_loss", "grad_norm", "lr", "seconds")
 
     def __init__(

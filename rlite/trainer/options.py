@@ -12,6 +12,7 @@ from pydantic import AllowInfNan, Field, field_validator
 
 import rlite
 from rlite.config import Count, Natural, Options, Positive, Rate, Share
+from rlite.data.source import Source
 from rlite.engine.fsdp2.options import BalanceBy, Dtype
 from rlite.errors import ConfigError
 from rlite.imports import import_own_code
@@ -21,6 +22,14 @@ from rlite.trainer.callbacks import CALLBACKS
 from rlite.types import Aggregation, KLEstimator, PreferenceDivergence, Schedule
 
 Power = Annotated[float, Gt(0), AllowInfNan(False)]
+PositiveWeight = Annotated[float, Gt(0), AllowInfNan(False)]
+
+RESERVED_TEMPLATE_OPTIONS = {
+    *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+    *("return_assistant_tokens_mask", "rows", "tokenizer", "where", "escape_special_tokens"),
+}
+"""arguments of `apply_chat_template`, and of rlite's functions around it, that are not the user's"""
 
 
 OptimizerName = Literal["adamw", "muon"]
@@ -221,11 +230,73 @@ class FrozenModelOptions(Options):
         yield from ()
 
 
-class DataOptions(Options):
-    """Rows to learn from."""
+Columns = dict[str, str | None]
+
+
+class SourceOptions(Options):
+    """One of the tables that a run mixes."""
 
     path: str
-    """JSON, JSONL, CSV, Parquet or Arrow file, datasets folder or hub name; optionally split@path"""
+    """as data.path"""
+    weight: PositiveWeight | None = None
+    """share of the rows of an epoch, relative to the other weights; give it to all sources or to none"""
+    columns: Columns | None = None
+    """as data.columns; default: the same"""
+
+
+class TableOptions(Options):
+    """The rows that a run learns from."""
+
+    path: str | None = None
+    """JSON, JSONL, CSV, Parquet or Arrow file, datasets folder or hub name; optionally split@path:subset"""
+    mixture: dict[str, SourceOptions] = {}
+    """several tables in place of path, by names of your own, such as {math: {path: m.jsonl, weight: 0.3}, chat: ...};
+    keys: path, weight, columns. Without weights every row occurs once in an epoch"""
+    columns: Columns = {}
+    """names of columns: rlite's name = the table's, such as {response: answer}; null hides a column"""
+    system_prompt: str | None = None
+    """system message before conversations that do not begin with one, also in test_data"""
+    chat_template_options: dict[str, Any] = {}
+    """keyword arguments of the chat template, such as {enable_thinking: false}, also for test_data"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for two kinds of sources, for weights of some sources, and for reserved template options."""
+        if self.path is not None and self.mixture:
+            yield "mixture: path and mixture are given; expected one of them"
+        without = [name for name, source in self.mixture.items() if source.weight is None]
+        if 0 < len(without) < len(self.mixture):
+            yield f"mixture.{without[0]}.weight: missing, and other sources have one; give it to all or to none"
+        if own := sorted(RESERVED_TEMPLATE_OPTIONS & self.chat_template_options.keys()):
+            yield f"chat_template_options.{own[0]}: rlite sets {', '.join(own)} itself; leave it out"
+
+    @property
+    def weights(self) -> dict[str, float] | None:
+        """Weights of the sources of a mixture; None if they have none."""
+        given = {name: source.weight for name, source in self.mixture.items() if source.weight is not None}
+        return given or None
+
+    def sources(self, key: str) -> dict[str, Source]:
+        """Return the tables to read by the name of the source; a single table has the name "".
+
+        Args:
+            key: name of this group of options.
+        """
+        shared = Source(path=self.path or "", key=key, columns=self.columns, system_prompt=self.system_prompt)
+        if self.path is not None:
+            return {"": shared}
+        return {
+            name: shared._replace(
+                path=source.path,
+                key=f"{key}.mixture.{name}",
+                columns=self.columns if source.columns is None else source.columns,
+            )
+            for name, source in self.mixture.items()
+        }
+
+
+class DataOptions(TableOptions):
+    """Rows to learn from."""
+
     max_length: Annotated[int, Ge(2)] = 4096
     """longest row in tokens; a longer one is cut at its end, and counted"""
     batch_size: Count = 128
@@ -239,6 +310,15 @@ class TestDataOptions(Options):
 
     path: str | None = None
     """as the path of the training data; null evaluates nothing"""
+    columns: Columns | None = None
+    """as the columns of the training data; default: the same"""
+
+    def source(self, training: TableOptions) -> Source | None:
+        """Return the table to evaluate on, completed by the options of the training data; None if there is none."""
+        if self.path is None:
+            return None
+        columns = training.columns if self.columns is None else self.columns
+        return Source(self.path, "test_data", columns, training.system_prompt)
 
 
 class LaunchOptions(Options):
@@ -344,9 +424,14 @@ class EpochOptions(RunOptions):
 class SupervisedConfig(LaunchOptions):
     """Options of every trainer that learns from rows."""
 
-    data: DataOptions
+    data: DataOptions = DataOptions()
     test_data: TestDataOptions = TestDataOptions()
     trainer: EpochOptions = EpochOptions()
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for missing data."""
+        if self.data.path is None and not self.data.mixture:
+            yield "data.path: required and not set (or data.mixture.NAME.path of several tables)"
 
 
 class SftConfig(SupervisedConfig):
@@ -356,7 +441,8 @@ class SftConfig(SupervisedConfig):
     trainer: EpochOptions = EpochOptions(save_dir="runs/sft")
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for a mean that this loss does not have."""
+        """Yield a message for a mean that this loss does not have, after those of all data."""
+        yield from super().problems()
         if self.actor.avg_level == "constant":
             yield "actor.avg_level=constant divides by the length of generated answers; use token, sequence"
 

@@ -23,7 +23,7 @@ import rlite
 from rlite import config
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
-from rlite.data.tables import read_rows
+from rlite.data.rows import Rows
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
@@ -39,6 +39,7 @@ from rlite.trainer.rl.evaluation import evaluation_metrics
 from rlite.trainer.rl.kl_coefficient import KlCoefficient
 from rlite.trainer.rl.lengths import check_lengths
 from rlite.trainer.rl.logprob_passes import LogprobPasses
+from rlite.trainer.rl.prompts import read_prompts
 from rlite.trainer.rl.recovery import TrainRecovery, fit_again
 from rlite.trainer.rl.report import append_samples, batch_plan
 from rlite.trainer.rl.rollout_metrics import mean_reward
@@ -104,7 +105,10 @@ class PpoTrainer:
         self.test_rows = list(test_rows)
         self.test_errors: Counter[str] = Counter()
         """episodes that failed in the last evaluation, by reason"""
-        self.prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, options.trainer.seed)
+        self.data = train_rows if isinstance(train_rows, Rows) else Rows(train_rows)
+        self.prompts = PromptStream(
+            train_rows, options.train_data.prompts_per_rollout, options.trainer.seed, self.data.mixture
+        )
         self.loss = _loss(options)
         self.kl = KlCoefficient(options.kl)
         self.run = TrainingRun(options, SHOWN, options.trainer.total_steps, callbacks=callbacks)
@@ -162,7 +166,7 @@ class PpoTrainer:
             self.rollouts.load_state_dict(facts["rollouts"])
         self.recovery.keep()
         self.run.open()
-        self.run.console.report("rlite ppo", batch_plan(self.options, self.engines, self.context))
+        self.run.console.report("rlite ppo", batch_plan(self.options, self.engines, self.context, self.data))
         if self.run.step == 0 and self.test_rows:
             self.run.log(evaluation := self.evaluate())
             if self._is_valid(evaluation):
@@ -281,15 +285,15 @@ def main(argv: Sequence[str], config_class: type[PpoConfig] = PpoConfig) -> None
         ConfigError: train_data.path or a source of rewards is missing.
     """
     options = config.load(config_class, argv, aliases=ALIASES)
-    data_path, rollout = options.train_data.path, options.rollout
+    data, rollout = options.train_data, options.rollout
     has_source = any((rollout.env_path, rollout.reward, rollout.workflow))
-    if data_path is None or not has_source:
+    has_data = data.path is not None or bool(data.mixture)
+    if not (has_data and has_source):
         source = "rollout.env_path (or rollout.reward, or rollout.workflow)"
-        missing = [key for key, value in {"train_data.path": data_path, source: has_source}.items() if not value]
+        missing = [key for key, value in {"train_data.path": has_data, source: has_source}.items() if not value]
         raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
     serve_if_worker(options)
-    train_rows = read_rows(data_path, key="train_data.path")
-    test_rows = read_rows(options.test_data.path, key="test_data.path") if options.test_data.path else []
+    train_rows, test_rows = read_prompts(options)
     workflow = workflow_maker(options)
 
     def fit(options: PpoConfig) -> None:

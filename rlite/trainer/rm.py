@@ -27,6 +27,7 @@ class RmTrainer(SupervisedTrainer[RmConfig]):
     config_class = RmConfig
     module = critic_module
     tokenise = preference_rows
+    kind = "preferences"
     shown = SHOWN_OF_PAIRS
 
     def make_loss(self) -> RewardModelLoss:

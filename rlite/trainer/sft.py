@@ -24,6 +24,7 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
     name = "sft"
     config_class = SftConfig
     tokenise = sft_rows
+    kind = "demonstrations"
     shown = ("loss", "test_loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "seconds")
 
     def make_loss(self) -> SftLoss:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from tensordict import TensorDict
@@ -11,10 +12,13 @@ from torch import Tensor
 
 import rlite
 from rlite import config
+from rlite.data.chat.template import check_template_options
+from rlite.data.formats.table import RowKind
 from rlite.data.loader import BatchLoader
 from rlite.data.packs import sequence_lengths
-from rlite.data.tables import read_rows
-from rlite.data.tokens import TokenRows
+from rlite.data.rows import read_source
+from rlite.data.source import Source
+from rlite.data.tokens import TokenRows, mixed
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
@@ -64,6 +68,8 @@ class SupervisedTrainer(ABC, Generic[C]):
     """makes the module to train"""
     tokenise: ClassVar[Callable[..., TokenRows]]
     """makes token rows of the rows of a file"""
+    kind: ClassVar[RowKind]
+    """what the rows are for"""
     shown: ClassVar[Sequence[str]]
     """metrics for the console"""
 
@@ -135,11 +141,12 @@ class SupervisedTrainer(ABC, Generic[C]):
         """Return how a step's work is divided, as text by topic."""
         session, dims, model, trainer = rlite.current_session(), self.engine.dims, self.model, self.options.trainer
         lengths, num_items = self.rows.lengths, min(self.options.data.batch_size, len(self.rows))
+        form = f"{self.rows.form}; " if self.rows.form else ""
         batch_tokens = num_items * self.rows.rows_per_item * lengths.mean()
         return {
             "model": f"{model.model_name}, {self.engine.num_parameters / 1e6:.2f} M parameters",
             "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
-            "data": f"{len(self.rows)} items of {lengths.mean():.0f} tokens on average, at most {lengths.max()}; "
+            "data": f"{form}{len(self.rows)} items of {lengths.mean():.0f} tokens on average, at most {lengths.max()}; "
             f"{self.rows.tally}",
             "step": f"{num_items} items, about {batch_tokens:.0f} tokens over {dims.num_data_ranks} data "
             f"rank(s), in packs of at most {model.max_length_per_device * dims.pack_factor} tokens",
@@ -204,14 +211,14 @@ class SupervisedTrainer(ABC, Generic[C]):
         """Run the trainer from the command line."""
         options = config.load(cls.config_class, argv)
         serve_if_worker(options)
-        rows, test_rows = read_tokens(options, getattr(options, cls.key).model_name, cls.tokenise)
+        rows, test_rows = read_tokens(options, getattr(options, cls.key).model_name, cls.tokenise, cls.kind)
         init_devices(options)
         cls(options, rows, test_rows).fit()
         rlite.shutdown()
 
 
 def read_tokens(
-    options: SupervisedConfig, model_name: str, tokenise: Callable[..., TokenRows]
+    options: SupervisedConfig, model_name: str, tokenise: Callable[..., TokenRows], kind: RowKind
 ) -> tuple[TokenRows, TokenRows | None]:
     """Return the token rows of options.data and, if given, of options.test_data.
 
@@ -219,12 +226,18 @@ def read_tokens(
         options: the trainer's config.
         model_name: checkpoint with the tokenizer.
         tokenise: `sft_rows`, `preference_rows` or `labelled_rows`.
+        kind: what the rows are for.
     """
-    tokenizer = load_tokenizer(model_name)
+    tokenizer, data = load_tokenizer(model_name), options.data
+    check_template_options(tokenizer, data.chat_template_options, "data.chat_template_options")
+    template_options = {**data.chat_template_options, "escape_special_tokens": data.escape_special_tokens}
 
-    def rows(key: str, path: str) -> TokenRows:
-        escapes = {"escape_special_tokens": True} if options.data.escape_special_tokens else {}
-        return tokenise(read_rows(path, key), tokenizer, options.data.max_length, f"{key}={path}", **escapes)
+    def tokens(source: Source) -> TokenRows:
+        table = read_source(source, kind)
+        made = tokenise(table.rows, tokenizer, data.max_length, source.where, **template_options)
+        return replace(made, form=table.form)
 
-    test_path = options.test_data.path
-    return rows("data.path", options.data.path), rows("test_data.path", test_path) if test_path else None
+    parts = {name: tokens(source) for name, source in data.sources("data").items()}
+    rows = mixed(parts, data.weights) if data.mixture else parts[""]
+    test_source = options.test_data.source(data)
+    return rows, None if test_source is None else tokens(test_source)

@@ -96,9 +96,7 @@ def answer_encoder(
     Raises:
         ConfigError: the tokenizer has no end-of-sequence token.
     """
-    end = tokenizer.eos_token_id
-    if end is None:
-        raise ConfigError("the model's tokenizer has no eos_token, which raw responses end with")
+    end = _end_of_sequence(tokenizer)
 
     def joined(prompt: list[int], answer: list[int]) -> Tokens:
         ids = [*prompt, *answer] if answer[-1:] == [end] else [*prompt, *answer, end]
@@ -110,3 +108,36 @@ def answer_encoder(
         return [[joined(prompt, answer) for answer in own] for prompt, *own in zip(prompts, *columns, strict=True)]
 
     return encode
+
+
+def text_encoder(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]]
+) -> Callable[[range], list[list[Tokens]]]:
+    """Return a function that tokenises the `text` of rows, with one end-of-sequence token. All tokens are learnt.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        rows: the table.
+
+    Returns:
+        A function: row numbers -> for each row, one sequence.
+
+    Raises:
+        ConfigError: the tokenizer has no end-of-sequence token.
+    """
+    end = _end_of_sequence(tokenizer)
+
+    def ended(ids: list[int]) -> Tokens:
+        ids = ids if ids[-1:] == [end] else [*ids, end]
+        return np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=bool)
+
+    def encode(numbers: range) -> list[list[Tokens]]:
+        return [[ended(ids)] for ids in raw_prompts(tokenizer, [rows[number]["text"] for number in numbers])]
+
+    return encode
+
+
+def _end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> int:
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("the model's tokenizer has no eos_token, which raw responses and texts end with")
+    return tokenizer.eos_token_id

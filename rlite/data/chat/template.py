@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
 from rlite.data.chat.raw import TextTokenizer
-from rlite.errors import DataError
+from rlite.errors import ConfigError, DataError
 
 Message = Mapping[str, Any]
 
@@ -148,6 +150,36 @@ class ChatTemplate:
             return None
         size = num_shared(last[1], inner[1])
         return Ending(last[1][:size], last[1][size:])
+
+
+def check_template_options(tokenizer: Any, options: Mapping[str, Any], key: str) -> None:
+    """Check that the tokenizer's chat template reads every option.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        options: keyword arguments for `apply_chat_template`.
+        key: name of the options in messages.
+
+    Raises:
+        ConfigError: there is no chat template, or it reads no variable of an option's name.
+    """
+    if not options:
+        return
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError as error:
+        raise ConfigError(f"{key}: the model's tokenizer has no chat template") from error
+    read = set(re.findall(r"[A-Za-z_]\w*", " ".join(re.findall(r"\{[%{].*?[%}]\}", template, re.DOTALL))))
+    for name in options:
+        if name not in read:
+            raise ConfigError(
+                f"{key}.{name}: the model's chat template reads no such variable; leave it out{_near(name, read)}"
+            )
+
+
+def _near(name: str, known: Collection[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f", or did you mean {close[0]!r}?" if close else ""
 
 
 def num_shared(*texts: str) -> int:

@@ -22,6 +22,7 @@ from rlite.trainer.options import (
     OptimizerName,
     ParameterGroupOptions,
     Power,
+    TableOptions,
     TestDataOptions,
     TrainerOptions,
     check_kl_loss,
@@ -347,11 +348,9 @@ class RolloutOptions(CollectorLimits):
         return SamplingOptions(**dict(config.inherit(self.test_sampling_params, self.train_sampling_params)))
 
 
-class PromptOptions(Options):
+class PromptOptions(TableOptions):
     """Prompts to train on."""
 
-    path: str | None = None
-    """JSON, JSONL, CSV, Parquet or Arrow file, a folder or hub name of a dataset; SPLIT@PATH for a part of it"""
     prompts_per_rollout: Count = 32
     """prompts in one rollout batch"""
     responses_per_prompt: Count | None = None

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 import rlite
+from rlite.data.rows import Rows
 from rlite.errors import writing
 from rlite.trainer.rl.config import PpoConfig, SamplingOptions
 from rlite.trainer.rl.engines import Engines
@@ -18,13 +19,14 @@ NUM_SAMPLES = 4
 """rollouts of a step that are written down"""
 
 
-def batch_plan(options: PpoConfig, engines: Engines, context: Context) -> dict[str, str]:
+def batch_plan(options: PpoConfig, engines: Engines, context: Context, rows: Rows) -> dict[str, str]:
     """Return how a step's work is divided, in words and numbers by topic.
 
     Args:
         options: the run's config.
         engines: built.
         context: context length that the run serves.
+        rows: the prompts to train on.
     """
     data, actor, rollout, trainer = options.train_data, options.actor, options.rollout, options.trainer
     session, dims = rlite.current_session(), engines.actor.dims
@@ -34,6 +36,7 @@ def batch_plan(options: PpoConfig, engines: Engines, context: Context) -> dict[s
     plan = {
         "model": f"{actor.model_name}, {engines.actor.num_parameters / 1e6:.2f} M parameters",
         "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
+        "data": f"{rows.form}; {len(rows)} items" if rows.form else f"{len(rows)} items",
         "step": f"{data.prompts_per_rollout} prompts x {options.responses_per_prompt} responses = {sequences} "
         f"sequences, at most {sampling.max_new_tokens} new tokens in each of {rollout.max_turns} turn(s)",
         "sampling": f"{_sampling(sampling)}; evaluation {_sampling(rollout.evaluation_sampling)}",

@@ -42,7 +42,7 @@ def test_a_stream_deals_every_row_once_per_epoch_and_goes_on_from_a_position() -
         assert sorted(dealt[5 * epoch : 5 * epoch + 5]) == list("01234")
     assert dealt[:5] != dealt[5:10]
     resumed = PromptStream(rows, 3, seed=1)
-    resumed.order.position = 6
+    resumed.order.take(6)
     assert [row["prompt"] for row in resumed.next()] == dealt[6:9]
     again = PromptStream(rows, 3, seed=2)
     again.load_state_dict(resumed.state_dict())

@@ -119,6 +119,46 @@ def test_a_folder_of_files_is_a_dataset(tmp_path: Path) -> None:
     assert read_rows(folder) == [{"prompt": "a"}]  # the only split
 
 
+def write_subsets(folder: Path) -> Path:
+    """A folder with the subsets main and socratic, each with the splits train and test."""
+    listed = []
+    for subset in ("main", "socratic"):
+        files = []
+        for split in ("train", "test"):
+            path = folder / subset / f"{split}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"prompt": f"{subset} {split}"}) + "\n")
+            files.append(f"  - split: {split}\n    path: {subset}/{split}.jsonl\n")
+        listed.append(f"- config_name: {subset}\n  data_files:\n{''.join(files)}")
+    (folder / "README.md").write_text(f"---\nconfigs:\n{''.join(listed)}---\n")
+    return folder
+
+
+def test_a_subset_is_chosen_by_name_and_a_missing_one_lists_the_others(tmp_path: Path) -> None:
+    folder = write_subsets(tmp_path / "data")
+    assert read_rows(f"{folder}:main") == [{"prompt": "main train"}]
+    assert read_rows(f"test[:100%]@{folder}:socratic") == [{"prompt": "socratic test"}]
+    with pytest.raises(
+        ConfigError, match=rf"no subset 'man'; did you mean 'main'\? Known: main, socratic; write {folder}:"
+    ):
+        read_rows(f"test@{folder}:man")
+    with pytest.raises(ConfigError, match=rf"the dataset has the subsets main, socratic; write {folder}:SUBSET"):
+        read_rows(f"test@{folder}")
+    with pytest.raises(ConfigError, match=r"no split 'tset'; did you mean 'test'\?; write SPLIT@.*:main"):
+        read_rows(f"tset@{folder}:main")
+
+
+def test_files_and_saved_folders_have_no_subsets(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}')
+    with pytest.raises(ConfigError, match="a file has no subsets; leave out :main"):
+        read_rows(f"train@{tmp_path}/rows.jsonl:main")
+    datasets.Dataset.from_list([{"prompt": "a"}]).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(ConfigError, match="a folder that datasets saved has no subsets; leave out :main"):
+        read_rows(f"{tmp_path}/saved:main")
+    (tmp_path / "a:b.jsonl").write_text('{"prompt": "a"}')
+    assert read_rows(tmp_path / "a:b.jsonl") == [{"prompt": "a"}]
+
+
 def test_columnar_tables_add_no_keys_to_messages(tmp_path: Path) -> None:
     call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}
     other = {"role": "assistant", "content": "a", "tool_calls": [{"name": "g", "arguments": {"y": 2}}]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from rlite.data.sft import sft_rows
 from rlite.quickstart.tiny import CHATML, build_tiny_qwen3, byte_tokenizer
 from rlite.rollout import Conversation, GenerationHyperparameters, ScriptedEngine, SingleTurnWorkflow
 from rlite.rollout.openai import AgentSession
-from rlite.trainer.options import DataOptions
+from rlite.trainer.options import DataOptions, SupervisedConfig
 from rlite.trainer.supervised import read_tokens
 from tests.agents import ADD, WITH_TOOLS, Speaker, tokenizer_with
 
@@ -124,6 +123,6 @@ def test_trainers_escape_if_they_are_told_to(tmp_path: Path) -> None:
     counts = []
     for escapes in (False, True):
         data = DataOptions(path=str(tmp_path / "rows.json"), escape_special_tokens=escapes)
-        options = SimpleNamespace(data=data, test_data=SimpleNamespace(path=None))
-        counts.append(len(special(read_tokens(options, str(path), sft_rows)[0].input_ids.tolist())))
+        options = SupervisedConfig(data=data)
+        counts.append(len(special(read_tokens(options, str(path), sft_rows, "demonstrations")[0].input_ids.tolist())))
     assert counts == [7, 4]

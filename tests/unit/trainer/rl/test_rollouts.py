@@ -45,7 +45,7 @@ def rollouts() -> Iterator[Any]:
             rollout=RolloutOptions(max_head_offpolicyness=ahead),
         )
         prompts = PromptStream(ROWS, 4, seed=0)
-        prompts.order.position = position
+        prompts.order.take(position)
         rollout = collectors[-1]
         rollout.collector = rollout  # type: ignore[attr-defined]  # an engine has one
         made = make_rollouts(options, SimpleNamespace(rollout=rollout), workflow or Ask(), prompts)  # type: ignore[arg-type]

@@ -1,0 +1,143 @@
+"""Conversations in the forms in which datasets hold them, converted to messages with `role` and `content`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rlite.data.chat.masks import check_messages
+from rlite.data.tables import Row, check_columns, check_text
+from rlite.errors import DataError, did_you_mean
+
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+}
+"""ShareGPT's `from` -> role"""
+SYSTEM_ROLES = ("system", "developer")
+
+
+def chat(value: Any, where: str, column: str) -> list[Any]:
+    """Return messages with `role` and `content`. ShareGPT's `from` and `value` are converted.
+
+    Raises:
+        DataError: the value is no list of messages, or a sender is unknown.
+    """
+    if isinstance(value, (list, tuple)):
+        value = [_message(message, f"{where}, {column}[{number}]") for number, message in enumerate(value)]
+    check_messages(value, where, column)
+    return value
+
+
+def _message(message: Any, where: str) -> Any:
+    if not isinstance(message, Mapping) or message.get("from") is None or message.get("role") is not None:
+        return message
+    sender, content = message["from"], message.get("value")
+    if not isinstance(sender, str) or sender not in ROLES:
+        raise DataError(f"{where}: 'from' is {sender!r}; {did_you_mean(str(sender), ROLES)}")
+    if not isinstance(content, str):
+        raise DataError(f"{where}: 'value' is {content!r}; expected a text")
+    if sender != "function_call":
+        return {"role": ROLES[sender], "content": content}
+    calls = _json(content, f"{where}: 'value'")
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise DataError(f"{where}: 'value' is {content!r:.200}; expected calls, {{'name': ..., 'arguments': {{...}}}}")
+    functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": function} for function in functions],
+    }
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not valid JSON: {error}") from error
+
+
+def prompt_messages(prompt: Any, where: str, column: str = "prompt") -> list[Any]:
+    """Return a prompt as messages; a text becomes a user's message."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    return chat(prompt, where, column)
+
+
+def answer_text(value: Any, where: str, column: str) -> str:
+    """Return the text of an answer, which is a text, a message of the assistant, or a list of one such message.
+
+    Raises:
+        DataError: the value is something else.
+    """
+    if isinstance(value, str):
+        check_text(value, f"{where}: {column!r}")
+        return value
+    messages = chat([value] if isinstance(value, Mapping) else value, where, column)
+    if len(messages) != 1 or messages[0]["role"] != "assistant" or not isinstance(messages[0].get("content"), str):
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise DataError(
+            f"{where}: {column!r} has messages of the roles {roles}; expected one message of the assistant, with a text"
+        )
+    return messages[0]["content"]
+
+
+def _system(row: Row, where: str) -> list[Any]:
+    """Return the message of a `system` column, if it has a text."""
+    if not row.get("system"):
+        return []
+    check_columns(row, {"system": str}, where)
+    return [{"role": "system", "content": row["system"]}]
+
+
+def tools_of(row: Row, where: str) -> Row:
+    """Return the column `tools`, if the row has it. It may be a JSON text.
+
+    Raises:
+        DataError: the column is no list.
+    """
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        tools = _json(tools, f"{where}: 'tools'") if tools.strip() else None
+    if tools is None:
+        return {}
+    if not isinstance(tools, list):
+        raise DataError(f"{where}: 'tools' is {type(tools).__name__}; expected a list of JSON schemas")
+    return {"tools": tools} if tools else {}
+
+
+def sharegpt(row: Row, where: str) -> Row:
+    """Return `messages`, and `tools` if there are some, of a row of `conversations`."""
+    messages = chat(row["conversations"], where, "conversations")
+    own = [] if messages[0]["role"] in SYSTEM_ROLES else _system(row, where)
+    return {"messages": [*own, *messages], **tools_of(row, where)}
+
+
+def alpaca_prompt(row: Row, where: str) -> list[Any]:
+    """Return an instruction as messages: system, earlier turns, and the instruction with its input below it.
+
+    Raises:
+        DataError: `input` or `history` has another form.
+    """
+    check_columns(row, {"instruction": str}, where)
+    extra = row.get("input") or ""
+    if not isinstance(extra, str):
+        raise DataError(f"{where}: 'input' is {type(extra).__name__}; expected a text")
+    earlier: list[Any] = []
+    for number, turn in enumerate(row.get("history") or ()):
+        if not isinstance(turn, (list, tuple)) or [type(text) for text in turn] != [str, str]:
+            raise DataError(f"{where}: history[{number}] is {turn!r:.100}; expected [instruction, answer]")
+        earlier += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    question = {"role": "user", "content": f"{row['instruction']}\n{extra}" if extra else row["instruction"]}
+    return chat([*_system(row, where), *earlier, question], where, "instruction")

@@ -1,0 +1,125 @@
+"""Conversions of rows to the form that rlite reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlite.data.formats.conversations import alpaca_prompt, answer_text, chat, prompt_messages, tools_of
+from rlite.data.tables import Row, check_columns
+from rlite.errors import DataError
+
+
+def conversation(row: Row, where: str) -> Row:
+    """Return the conversation of a row of `messages`."""
+    return {"messages": chat(row["messages"], where, "messages"), **tools_of(row, where)}
+
+
+def alpaca(row: Row, where: str) -> Row:
+    """Return the conversation of an instruction and its output."""
+    check_columns(row, {"output": str}, where)
+    return {"messages": [*alpaca_prompt(row, where), {"role": "assistant", "content": row["output"]}]}
+
+
+def completed(answer: str) -> Callable[[Row, str], Row]:
+    """Return a conversion of a prompt and its answer, each a text or messages, of which the answer is learnt."""
+
+    def convert(row: Row, where: str) -> Row:
+        prompt, value = row["prompt"], row[answer]
+        if isinstance(prompt, str) and not isinstance(value, (list, Mapping)):
+            check_columns(row, {"prompt": str, answer: str}, where)
+            return {"prompt": prompt, "response": value}
+        if isinstance(value, str):
+            value = [{"role": "assistant", "content": value}]
+        completion = chat([value] if isinstance(value, Mapping) else value, where, answer)
+        if not any(message["role"] == "assistant" for message in completion):
+            raise DataError(f"{where}: {answer!r} has no turn of the assistant, hence nothing to learn")
+        return {"messages": prompt_messages(prompt, where), "completion": completion, **tools_of(row, where)}
+
+    return convert
+
+
+def plain_text(row: Row, where: str) -> Row:
+    """Return a text that is learnt whole."""
+    check_columns(row, {"text": str}, where)
+    return {"text": row["text"]}
+
+
+def pair(row: Row, where: str, messages: list[Any]) -> Row:
+    """Return a preference pair of a conversation and two answers."""
+    sides = {side: answer_text(row[side], where, side) for side in ("chosen", "rejected")}
+    return {"messages": messages, **sides, **tools_of(row, where), **_margin(row)}
+
+
+def _margin(row: Row) -> Row:
+    return {} if row.get("margin") is None else {"margin": row["margin"]}
+
+
+def prompted_pair(row: Row, where: str) -> Row:
+    """Return the pair of a prompt and two answers, each a text or messages."""
+    texts = {name: row[name] for name in ("prompt", "chosen", "rejected")}
+    if all(isinstance(text, str) for text in texts.values()):
+        return {**texts, **_margin(row)}
+    return pair(row, where, prompt_messages(row["prompt"], where))
+
+
+def has_implicit_prompt(row: Row) -> bool:
+    """Return whether both sides are conversations: they begin with a message of somebody else than the assistant."""
+    return all(_first_role(row[side]) not in (None, "assistant", "gpt") for side in ("chosen", "rejected"))
+
+
+def _first_role(value: Any) -> Any:
+    """Return who says the first message of a list; None if the value is none."""
+    if not isinstance(value, (list, tuple)) or not value or not isinstance(value[0], Mapping):
+        return None
+    return value[0].get("role") or value[0].get("from")
+
+
+def implicit_pair(row: Row, where: str) -> Row:
+    """Return the pair of two conversations. Their prompt is what both begin with, up to the last answer.
+
+    Raises:
+        DataError: the conversations do not share a prompt, or go on with more than an answer.
+    """
+    chosen, rejected = (chat(row[side], where, side) for side in ("chosen", "rejected"))
+    size = 0
+    while size < min(len(chosen), len(rejected)) - 1 and chosen[size] == rejected[size]:
+        size += 1
+    if size == 0:
+        raise DataError(f"{where}: 'chosen' and 'rejected' begin with different messages; expected the same prompt")
+    for side, messages in (("chosen", chosen), ("rejected", rejected)):
+        if len(messages) - size != 1:
+            raise DataError(
+                f"{where}: 'chosen' and 'rejected' differ from message {size} on, and {side!r} has "
+                f"{len(messages) - size} messages from there; expected one answer of the assistant after the same "
+                "prompt"
+            )
+    prompt, shared = row.get("prompt"), chosen[:size]
+    is_same = [prompt] in ([None], [shared]) or any(prompt == message.get("content") for message in shared)
+    if not is_same:
+        raise DataError(
+            f"{where}: 'prompt' is {prompt!r:.100}, and 'chosen' and 'rejected' begin with another prompt; "
+            "columns.prompt=null leaves the column out"
+        )
+    return pair({**row, "chosen": [chosen[size]], "rejected": [rejected[size]]}, where, shared)
+
+
+def labelled(row: Row, where: str) -> Row:
+    """Return a prompt with an answer that is labelled good or bad.
+
+    Raises:
+        DataError: the label is no truth value.
+    """
+    if not isinstance(row["label"], bool):
+        raise DataError(f"{where}: 'label' is {row['label']!r}; expected true or false")
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        check_columns(row, {"prompt": str, "completion": str}, where)
+        return {"prompt": prompt, "completion": completion, "label": row["label"]}
+    messages, answer = prompt_messages(prompt, where), answer_text(completion, where, "completion")
+    return {"messages": messages, "completion": answer, "label": row["label"], **tools_of(row, where)}
+
+
+def has_chat(*columns: str) -> Callable[[Row], bool]:
+    """Return a function that tells whether one of the columns of a row holds messages."""
+    return lambda row: any(isinstance(row[column], (list, tuple, Mapping)) for column in columns)

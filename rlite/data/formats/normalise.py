@@ -1,0 +1,138 @@
+"""Convert the rows of a table to the form that rlite reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from rlite.data.columnar import MESSAGE_COLUMNS, without_nulls
+from rlite.data.formats.conversations import SYSTEM_ROLES
+from rlite.data.formats.table import FORMATS, Format, RowKind, format_of
+from rlite.data.tables import Row
+from rlite.errors import ConfigError, DataError, did_you_mean
+
+
+def normalise(
+    rows: Sequence[Row],
+    kind: RowKind,
+    where: str,
+    *,
+    columns: Mapping[str, str | None] | None = None,
+    system_prompt: str | None = None,
+    key: str = "data",
+) -> tuple[list[Row], str]:
+    """Convert rows to rlite's form. All rows have the format of the first row.
+
+    Args:
+        rows: the table.
+        kind: what the rows are for.
+        where: the table's name in messages, such as "data.path=x.json".
+        columns: rlite's names of columns -> the table's names; None hides a column.
+        system_prompt: put before conversations that do not begin with a system message of their own.
+        key: group of options of the table, for messages.
+
+    Returns:
+        The rows, and the name of their format.
+
+    Raises:
+        ConfigError: an option names an unknown column, or the system prompt has no conversation to begin.
+        DataError: no format is recognised, the rows have different formats, or a row is malformed. The message names
+            the row and the column.
+    """
+    rows = _renamed(rows, kind, where, columns or {}, key)
+    found = format_of(rows[0], kind)
+    if found is None and kind == "prompts" and system_prompt is None:
+        return rows, "rows without a prompt"  # an environment may begin by itself
+    if found is None:
+        raise DataError(_unrecognised(rows[0], kind, where, key))
+    converted = []
+    for number, row in enumerate(rows):
+        if (other := format_of(row, kind)) is not found:
+            raise DataError(_disagreement(rows[0], found, row, other, f"{where}, row index {number}"))
+        converted.append(found.convert(row, f"{where}, row index {number}"))
+    if system_prompt is not None:
+        converted = [_with_system(row, system_prompt, found, where, key) for row in converted]
+    return converted, str(found)
+
+
+def _renamed(rows: Sequence[Row], kind: RowKind, where: str, columns: Mapping[str, str | None], key: str) -> list[Row]:
+    """Return rows with rlite's names of columns.
+
+    Raises:
+        ConfigError: a name is unknown to rlite, or the table has no such column.
+    """
+    if not columns:
+        return list(rows)
+    known = {name for entry in FORMATS[kind] for name in (*entry.columns, *entry.optional)}
+    present = {name for row in rows for name in row}
+    for name, own in columns.items():
+        if kind != "prompts" and name not in known:  # rewards and environments read any column
+            raise ConfigError(f"{key}.columns.{name}: no such column is read; {did_you_mean(name, known)}")
+        if own is not None and own not in present:
+            raise ConfigError(f"{key}.columns.{name}={own}: {where} has no such column; {did_you_mean(own, present)}")
+    moved = {*columns, *(own for own in columns.values() if own is not None)}
+    return [
+        {name: value for name, value in row.items() if name not in moved}
+        | {name: _cell(name, row.get(own)) for name, own in columns.items() if own is not None}
+        for row in rows
+    ]
+
+
+def _cell(column: str, value: Any) -> Any:
+    return without_nulls(value) if column in MESSAGE_COLUMNS else value
+
+
+def _names(row: Row) -> str:
+    return ", ".join(str(name) for name, value in row.items() if value is not None) or "no columns"
+
+
+def _unrecognised(row: Row, kind: RowKind, where: str, key: str) -> str:
+    """Return the message for a first row of no known format: what the nearest format has that the row lacks."""
+    present = [str(name) for name, value in row.items() if value is not None]
+    near = {name: get_close_matches(name, present, n=1) for entry in FORMATS[kind] for name in entry.columns}
+    lacking = [entry for entry in FORMATS[kind] if not {*entry.columns} <= {*present}]
+    nearest = max(lacking, key=lambda entry: _share([bool(near[name]) for name in entry.columns]))
+    missing = [name for name in nearest.columns if name not in present]
+    known = "; ".join(dict.fromkeys(", ".join(entry.columns) for entry in FORMATS[kind]))
+    options = [f"{key}.columns.{name}={own}" for name in missing for own in near[name]]
+    return (
+        f"{where}, row index 0: {_lacks(missing)}; the row has {_names(row)}. Expected one of: {known}. "
+        f"To name a column of another name: {' '.join(options) or f'{key}.columns.NAME=COLUMN'}"
+    )
+
+
+def _share(found: Sequence[bool]) -> tuple[int, int]:
+    """Return how many columns are found, and, as a negative number, how many are not."""
+    return sum(found), sum(found) - len(found)
+
+
+def _lacks(columns: Sequence[str]) -> str:
+    return f"no {' and no '.join(map(repr, columns))}" if columns else "of no known format"
+
+
+def _disagreement(first: Row, found: Format, row: Row, other: Format | None, where: str) -> str:
+    """Return the message for a row of another format than the first row."""
+    missing = [column for column in found.columns if row.get(column) is None]
+    what = f"is {other.name} with" if other else f"{_lacks(missing)}; the row has"
+    return (
+        f"{where}: {what} {_names(row)}; row index 0 is {found.name} with {_names(first)}. All rows of a table "
+        "have one format: put the others into a table of their own, and mix the tables"
+    )
+
+
+def _with_system(row: Row, prompt: str, found: Format, where: str, key: str) -> Row:
+    """Return a row whose conversation begins with a system message.
+
+    Raises:
+        ConfigError: the row has no conversation.
+    """
+    column = next((name for name in ("messages", "prompt") if isinstance(row.get(name), list)), None)
+    if column is None:
+        raise ConfigError(
+            f"{key}.system_prompt begins conversations, and {where} holds {found.name}; leave it out, or make the "
+            "prompts messages: [{'role': 'user', 'content': ...}]"
+        )
+    if row[column][0]["role"] in SYSTEM_ROLES:
+        return row
+    return {**row, column: [{"role": "system", "content": prompt}, *row[column]]}

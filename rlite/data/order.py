@@ -1,0 +1,247 @@
+"""The order in which items of data are dealt: shuffled, of one table or of a mixture. Both resume exactly."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlite.errors import CheckpointError, ConfigError
+
+
+class Order(Protocol):
+    """An endless sequence of the numbers of items, epoch by epoch."""
+
+    @property
+    def position(self) -> int:
+        """Numbers dealt so far."""
+
+    @property
+    def epoch(self) -> int:
+        """Complete epochs so far."""
+
+    @property
+    def left_in_epoch(self) -> int:
+        """Numbers left in the current epoch, at least one."""
+
+    def take(self, count: int) -> list[int]:
+        """Return the next `count` numbers; they may span epochs."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and the number and hash of the items it holds for."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from another order's position, with its seed."""
+
+
+class ShuffledOrder:
+    """Endless sequence of the numbers 0 to num_items - 1. Each epoch has another order, given by seed and epoch.
+
+    `position` counts the numbers dealt so far; set it to continue from there.
+
+    Args:
+        num_items: items of data.
+        seed: seed of the order.
+        digest: returns a hash of the items. A state belongs to one hash.
+
+    Raises:
+        ConfigError: there are no items.
+    """
+
+    def __init__(self, num_items: int, seed: int, digest: Callable[[], str] | None = None) -> None:
+        if num_items < 1:
+            raise ConfigError(f"num_items={num_items}: expected at least 1")
+        self._digest = cache(digest) if digest is not None else None
+        self._num_items = num_items
+        self._seed = seed
+        self._epoch = -1
+        self.position = 0
+
+    @property
+    def epoch(self) -> int:
+        """Complete epochs so far."""
+        return self.position // self._num_items
+
+    @property
+    def left_in_epoch(self) -> int:
+        """Numbers left in the current epoch, at least one."""
+        return self._num_items - self.position % self._num_items
+
+    def take(self, count: int) -> list[int]:
+        """Return the next `count` numbers; they may span epochs."""
+        taken = [self._number(place) for place in range(self.position, self.position + count)]
+        self.position += count
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: seed, epoch, offset in the epoch, and number and hash of the items it holds for."""
+        epoch, offset = divmod(self.position, self._num_items)
+        state = {"seed": self._seed, "epoch": epoch, "offset": offset, "num_items": self._num_items}
+        return state if self._digest is None else {**state, "content": self._digest()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from another order's position, with its seed.
+
+        Raises:
+            CheckpointError: the items differ. States of earlier versions have no hash of them.
+        """
+        if state["num_items"] != self._num_items:
+            raise CheckpointError(
+                f"the checkpoint was made with {state['num_items']} items of data; now there are {self._num_items}: "
+                "resume with the same data and max_length, or start anew from the weights"
+            )
+        if self._digest is not None and state.get("content", digest := self._digest()) != digest:
+            raise CheckpointError(
+                "the checkpoint was made with as many items of data, but with another content or in another order: "
+                "resume with the same data, tokenizer and max_length, or start anew from the weights"
+            )
+        self._seed = state["seed"]
+        self._epoch = -1
+        self.position = state["epoch"] * self._num_items + state["offset"]
+
+    def _number(self, place: int) -> int:
+        epoch, offset = divmod(place, self._num_items)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._permutation = np.random.default_rng([self._seed, epoch]).permutation(self._num_items)
+        return int(self._permutation[offset])
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Several sources of items, which a table holds end to end."""
+
+    sizes: Mapping[str, int]
+    """items of each source, in the table's order"""
+    weights: Mapping[str, float]
+    """share of each source, in any unit"""
+
+    @property
+    def num_items(self) -> int:
+        """Items of all sources."""
+        return sum(self.sizes.values())
+
+    @cached_property
+    def starts(self) -> dict[str, int]:
+        """The first item of each source."""
+        return dict(zip(self.sizes, accumulate(self.sizes.values(), initial=0), strict=False))
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Items of each source in an epoch, which has as many items as all sources hold together.
+
+        The shares are those of the weights, up to one item.
+
+        Raises:
+            ConfigError: a source has no item in an epoch.
+        """
+        total, scale = self.num_items, sum(self.weights.values())
+        exact = {name: total * self.weights[name] / scale for name in self.sizes}
+        counts = {name: int(share) for name, share in exact.items()}
+        largest_rest = sorted(exact, key=lambda name: counts[name] - exact[name])
+        for name in largest_rest[: total - sum(counts.values())]:
+            counts[name] += 1
+        for name, count in counts.items():
+            if count == 0:
+                raise ConfigError(
+                    f"mixture.{name}.weight={self.weights[name]:g} of {scale:g} gives no item in an epoch of "
+                    f"{total} items; raise it, or leave the source out"
+                )
+        return counts
+
+    def source_of(self, item: int) -> tuple[str, int]:
+        """Return the source of an item, and the item's number in the source."""
+        name = next(name for name in reversed(self.starts) if self.starts[name] <= item)
+        return name, item - self.starts[name]
+
+    def __str__(self) -> str:
+        """Return the sources with their shares."""
+        return ", ".join(f"{name} {count / self.num_items:.1%}" for name, count in self.counts.items())
+
+
+class MixedOrder:
+    """Endless sequence of the items of a mixture. Each epoch has the mixture's counts of each source, in random order.
+
+    Every source deals its items as a ShuffledOrder does, and goes on where the last epoch left it: an item of a source
+    comes again after all other items of that source.
+
+    Args:
+        mixture: the sources.
+        seed: seed of the order.
+        digest: returns a hash of all items. A state belongs to one hash.
+
+    Raises:
+        ConfigError: a source has no item in an epoch.
+    """
+
+    def __init__(self, mixture: Mixture, seed: int, digest: Callable[[], str] | None = None) -> None:
+        self._mixture = mixture
+        self._labels = np.repeat(np.arange(len(mixture.sizes)), list(mixture.counts.values()))
+        self._places = ShuffledOrder(mixture.num_items, seed, digest)
+        self._orders = {
+            name: ShuffledOrder(size, zlib.crc32(f"{seed} {name}".encode())) for name, size in mixture.sizes.items()
+        }
+
+    @property
+    def position(self) -> int:
+        """Numbers dealt so far."""
+        return self._places.position
+
+    @property
+    def epoch(self) -> int:
+        """Complete epochs so far."""
+        return self._places.epoch
+
+    @property
+    def left_in_epoch(self) -> int:
+        """Numbers left in the current epoch, at least one."""
+        return self._places.left_in_epoch
+
+    def take(self, count: int) -> list[int]:
+        """Return the next `count` numbers; they may span epochs."""
+        names = list(self._orders)
+        sources = [names[self._labels[place]] for place in self._places.take(count)]
+        return [self._mixture.starts[name] + self._orders[name].take(1)[0] for name in sources]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the epoch and in each source."""
+        sources = {name: order.state_dict() for name, order in self._orders.items()}
+        return {**self._places.state_dict(), "sources": sources}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from another order's position, with its seed. Other weights hold from there on.
+
+        Raises:
+            CheckpointError: the sources or their items differ.
+        """
+        found = list(state.get("sources", ()))
+        if found != list(self._orders):
+            raise CheckpointError(
+                f"the checkpoint was made with the sources {', '.join(found) or 'of no mixture'}; now there are "
+                f"{', '.join(self._orders)}: resume with the same data, or start anew from the weights"
+            )
+        for name, order in self._orders.items():
+            try:
+                order.load_state_dict(state["sources"][name])
+            except CheckpointError as error:
+                raise CheckpointError(f"mixture.{name}: {error}") from error
+        self._places.load_state_dict(state)
+
+
+def shuffled(num_items: int, mixture: Mixture | None, seed: int, digest: Callable[[], str] | None = None) -> Order:
+    """Return the order of the items of a table.
+
+    Args:
+        num_items: items of the table.
+        mixture: the table's sources; None if there is one.
+        seed: seed of the order.
+        digest: returns a hash of the items.
+    """
+    if mixture is None:
+        return ShuffledOrder(num_items, seed, digest)
+    return MixedOrder(mixture, seed, digest)

@@ -1,0 +1,75 @@
+"""The rows of a run: read from one table or from several that are mixed, in the form that rlite reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from rlite.data.formats.normalise import normalise
+from rlite.data.formats.table import RowKind
+from rlite.data.order import Mixture
+from rlite.data.source import Source
+from rlite.data.tables import read_rows
+
+
+@dataclass(frozen=True)
+class Rows(Sequence[Mapping[str, Any]]):
+    """Rows in the form that rlite reads."""
+
+    rows: Sequence[Mapping[str, Any]]
+    form: str = ""
+    """format of the table, in words; "" if it is unknown"""
+    mixture: Mixture | None = None
+    """the sources of the rows, end to end; None if there is one"""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, number: int) -> Mapping[str, Any]: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Mapping[str, Any]]: ...
+
+    def __getitem__(self, number: int | slice) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
+        """Return a row, or several."""
+        return self.rows[number]
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return iter(self.rows)
+
+
+def read_source(source: Source, kind: RowKind) -> Rows:
+    """Return the rows of a table. Errors are those of `read_rows` and of `normalise`.
+
+    Args:
+        source: the table.
+        kind: what the rows are for.
+    """
+    rows, form = normalise(
+        read_rows(source.path, f"{source.key}.path"),
+        kind,
+        source.where,
+        columns=source.columns,
+        system_prompt=source.system_prompt,
+        key=source.key,
+    )
+    return Rows(rows, form)
+
+
+def mixed_rows(parts: Mapping[str, Rows], weights: Mapping[str, float] | None) -> Rows:
+    """Return the rows of several sources as one table.
+
+    Args:
+        parts: rows of each source.
+        weights: share of each source in an epoch; None: every row occurs once.
+
+    Raises:
+        ConfigError: a source's weight gives it no row in an epoch.
+    """
+    sizes = {name: len(part) for name, part in parts.items()}
+    mixture = Mixture(sizes, weights or sizes)
+    form = f"a mixture of {mixture}: {'; '.join(f'{name} {part.form}' for name, part in parts.items())}"
+    return Rows([row for part in parts.values() for row in part], form, mixture)

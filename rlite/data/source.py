@@ -1,0 +1,24 @@
+"""A table that a run reads. No torch here, so that options name tables at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Source(NamedTuple):
+    """A table that a run reads."""
+
+    path: str
+    """as `read_rows` takes it"""
+    key: str = "data"
+    """group of options that names the table"""
+    columns: Mapping[str, str | None] = {}
+    """rlite's names of columns -> the table's names; None hides a column"""
+    system_prompt: str | None = None
+    """begins conversations that have no system message"""
+
+    @property
+    def where(self) -> str:
+        """The table's name in messages."""
+        return f"{self.key}.path={self.path}"

@@ -1,0 +1,95 @@
+"""Tables of the supervised trainers: mixtures with columns of their own, and options that belong together."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from rlite.config import load
+from rlite.data.sft import sft_rows
+from rlite.errors import ConfigError, UnknownOptionError
+from rlite.quickstart.tiny import CHATML, byte_tokenizer
+from rlite.trainer.options import DpoConfig, SftConfig
+from rlite.trainer.supervised import read_tokens
+from tests.agents import tokenizer_with
+
+TOKENIZER = byte_tokenizer()
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def save(tokenizer: Any, path: Path) -> None:
+    """Write what a trainer reads of a checkpoint before its weights."""
+    tokenizer.save_pretrained(path)
+    AutoConfig.for_model("qwen2").save_pretrained(path)
+
+
+def test_every_source_of_a_mixture_has_its_own_format_and_columns(tmp_path: Path) -> None:
+    save(TOKENIZER, tmp_path / "model")
+    raw = write(tmp_path / "raw.jsonl", [{"question": "q", "answer": str(n)} for n in range(2)])
+    chat = write(tmp_path / "chat.jsonl", [{"instruction": "q", "output": "a"} for _ in range(6)])
+    options = load(
+        SftConfig,
+        [
+            *(f"actor.model_name={tmp_path / 'model'}", f"test_data.path={raw}"),
+            *(f"data.mixture.raw.path={raw}", "data.mixture.raw.columns.prompt=question"),
+            *("data.mixture.raw.columns.response=answer", "data.mixture.raw.weight=1"),
+            *(f"data.mixture.chat.path={chat}", "data.mixture.chat.weight=1"),
+            *("test_data.columns.prompt=question", "test_data.columns.response=answer"),
+        ],
+    )
+    rows, test_rows = read_tokens(options, str(tmp_path / "model"), sft_rows, "demonstrations")
+    texts = [TOKENIZER.decode(rows.batch([item])["input_ids"][0]) for item in range(len(rows))]
+    assert texts[:2] == ["q0<|im_end|>", "q1<|im_end|>"]
+    assert texts[2].startswith("<|im_start|>user\nq<|im_end|>")
+    assert rows.mixture is not None
+    assert rows.mixture.counts == {"raw": 4, "chat": 4}
+    assert rows.form.startswith("a mixture of raw 50.0%, chat 50.0%: raw raw prompts and responses (prompt, response)")
+    assert test_rows is not None
+    assert len(test_rows) == 2
+
+
+def test_template_options_reach_demonstrations(tmp_path: Path) -> None:
+    save(tokenizer_with(CHATML + "{% if loud %}!{% endif %}"), tmp_path / "model")
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    path = write(tmp_path / "rows.jsonl", [{"messages": talk}])
+    given = [f"actor.model_name={tmp_path / 'model'}", f"data.path={path}"]
+    options = load(SftConfig, [*given, "data.chat_template_options.loud=true"])
+    rows, _ = read_tokens(options, str(tmp_path / "model"), sft_rows, "demonstrations")
+    assert TOKENIZER.decode(rows.input_ids).endswith("a<|im_end|>\n!")
+    options = load(SftConfig, [*given, "data.chat_template_options={lout: true}"])
+    with pytest.raises(ConfigError, match=r"data\.chat_template_options\.lout: .* or did you mean 'loud'"):
+        read_tokens(options, str(tmp_path / "model"), sft_rows, "demonstrations")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "data.path: required and not set (or data.mixture.NAME.path"),
+        (["data.path=x", "data.mixture.a.path=y"], "data.mixture: path and mixture are given; expected one of them"),
+        (
+            ["data.mixture.a.path=x", "data.mixture.b.path=y", "data.mixture.b.weight=2"],
+            "data.mixture.a.weight: missing, and other sources have one",
+        ),
+        (["data.mixture.a.path=x", "data.mixture.a.weight=0"], "data.mixture.a.weight=0.0: expected"),
+        (["data.mixture.a.weight=1"], "required and not set: data.mixture.a.path"),
+        (["data.mixture.a.paht=1"], "did you mean 'data.mixture.a.path'"),
+        (["data.path=x", "data.columns.prompt=4"], "data.columns={'prompt': 4}: expected a string"),
+        (
+            ["data.path=x", "data.chat_template_options.tools=[]"],
+            "data.chat_template_options.tools: rlite sets tools itself",
+        ),
+    ],
+)  # fmt: skip
+def test_options_of_data_that_do_not_fit_are_named(given: list[str], message: str) -> None:
+    for options in (SftConfig, DpoConfig):
+        with pytest.raises((ConfigError, UnknownOptionError), match=re.escape(message)):
+            load(options, ["actor.model_name=x", *given])
