@@ -5,7 +5,7 @@ rlite sft | rm | dpo | ppo key=value ...    the trainers; also python -m rlite.t
 rlite plan model_name=... num_devices=...   what a model would take on each device; reads no weights
 rlite launch job.yaml [key=value ...]       a job of the control plane, or a trainer kept running; docs/control.md
 rlite status [NAME] | logs NAME | stop NAME its state, its event log, its end
-rlite COMMAND --help                        every option of a command, with its default
+rlite COMMAND --help [GROUP]                every option of a command by group, or one group, with its defaults
 rlite TRAINER --import my_code.py ...       losses, advantages, rewards, workflows and callbacks that a file registers
 rlite schema COMMAND                        JSON schema of a command's yaml files, for editors
 """
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import rlite
 from rlite import config
 from rlite.errors import ConfigError, did_you_mean
-from rlite.trainer.run.command import run
+from rlite.trainer.run.command import run, start
 
 
 class Command(NamedTuple):
@@ -62,11 +62,9 @@ def main() -> None:
         run(command, print_schema, arguments)
     elif command not in COMMANDS:
         sys.exit(f"rlite: unknown command {command!r}; {did_you_mean(command, [*COMMANDS, 'schema'])}")
-    elif {"-h", "--help"} & set(arguments):
-        print(config.describe(COMMANDS[command].find_options()))
     else:
         chosen = COMMANDS[command]
-        run(command, getattr(importlib.import_module(chosen.module), chosen.function), arguments)
+        start(command, chosen.module, chosen.find_options(), arguments, chosen.function)
 
 
 def print_schema(arguments: Sequence[str]) -> None:

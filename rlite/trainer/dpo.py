@@ -8,6 +8,13 @@ A row of data holds `chosen` and `rejected` answers to a `prompt` or to `message
 from __future__ import annotations
 
 import sys
+
+from rlite.trainer.options import DpoConfig
+from rlite.trainer.run.command import start
+
+if __name__ == "__main__":  # before the imports of this file, which load torch
+    sys.exit(start("dpo", "rlite.trainer.dpo", DpoConfig, sys.argv[1:]))
+
 from collections.abc import Sequence
 
 from tensordict import TensorDict
@@ -22,8 +29,7 @@ from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.losses import DpoLoss, OwnLogprobs
 from rlite.trainer.modules import policy_module
-from rlite.trainer.options import DpoConfig, frozen_build_options
-from rlite.trainer.run.command import run
+from rlite.trainer.options import frozen_build_options
 from rlite.trainer.supervised import SHOWN_OF_PAIRS, SupervisedTrainer
 
 
@@ -81,6 +87,3 @@ class DpoTrainer(SupervisedTrainer[DpoConfig]):
 
 
 main = DpoTrainer.main
-
-if __name__ == "__main__":
-    run("dpo", main, sys.argv[1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 from pydantic import AllowInfNan, Field, field_validator
@@ -244,6 +244,9 @@ class TestDataOptions(Options):
 class LaunchOptions(Options):
     """The user's own code, and the processes that run the workers."""
 
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """other spellings of keys"""
+
     imports: list[str] = []
     """Python files, or dotted names of modules, that register losses, advantages, rewards, workflows or callbacks; the
     argument --import FILE.py adds one"""
@@ -259,6 +262,10 @@ class LaunchOptions(Options):
         for name in names:
             import_own_code(name)
         return names
+
+    def headline(self) -> str:
+        """Return in a few words what is trained, on which data, and where the result goes."""
+        raise NotImplementedError
 
 
 class RunOptions(Options):
@@ -298,6 +305,8 @@ class RunOptions(Options):
     """name for wandb and trackio"""
     seed: int = 42
     """order of the data, and random numbers"""
+    console: Literal["auto", "all"] | list[str] = "auto"
+    """metrics in the console's line for each step: auto, all, or a list such as [reward, kl, seconds]"""
     callbacks: list[str] = []
     """names of registered callbacks, which are told of steps and may stop the run; rlite.trainer.callbacks"""
     trace: bool = False
@@ -322,6 +331,7 @@ class TrainerOptions(RunOptions):
     """A run of a number of steps."""
 
     save_dir: str = "runs/ppo"
+    """folder of the run: metrics.jsonl, rollouts.jsonl, latest/ (Hugging Face), state/ (to resume from), config.yaml"""
     total_steps: Count = 100
     """rollout batches to train on"""
     max_recoveries: Natural = 0
@@ -333,6 +343,7 @@ class EpochOptions(RunOptions):
     """A run of a number of epochs."""
 
     save_dir: str = "runs/supervised"
+    """folder of the run: metrics.jsonl, latest/ (Hugging Face), state/ (to resume from), config.yaml"""
     n_epochs: Count = 1
     """passes over the data"""
     save_freq: Count = 100
@@ -344,13 +355,26 @@ class EpochOptions(RunOptions):
 class SupervisedConfig(LaunchOptions):
     """Options of every trainer that learns from rows."""
 
+    help_first: ClassVar[tuple[str, ...]] = (
+        *("test_data.path", "data.max_length", "data.batch_size"),
+        *("trainer.n_epochs", "trainer.save_dir", "trainer.console", "launcher", "num_devices"),
+    )
+
     data: DataOptions
     test_data: TestDataOptions = TestDataOptions()
     trainer: EpochOptions = EpochOptions()
 
+    def headline(self) -> str:
+        """Return in a few words what is trained, on which data, and where the result goes."""
+        model = next(group.model_name for _, group in self if isinstance(group, LayoutOptions))
+        return f"{model} on {self.data.path}, into {self.trainer.save_dir}"
+
 
 class SftConfig(SupervisedConfig):
     """Options of `rlite sft`."""
+
+    help_example: ClassVar[str] = "actor.model_name=Qwen/Qwen3-0.6B data.path=chats.jsonl"
+    help_first: ClassVar[tuple[str, ...]] = ("actor.lr", "actor.lora", *SupervisedConfig.help_first)
 
     actor: ModelOptions
     trainer: EpochOptions = EpochOptions(save_dir="runs/sft")
@@ -382,6 +406,9 @@ class RewardModelOptions(PairModelOptions):
 
 class RmConfig(SupervisedConfig):
     """Options of `rlite rm`."""
+
+    help_example: ClassVar[str] = "critic.model_name=Qwen/Qwen3-0.6B data.path=pairs.jsonl"
+    help_first: ClassVar[tuple[str, ...]] = ("critic.lr", "critic.lora", *SupervisedConfig.help_first)
 
     critic: RewardModelOptions
     trainer: EpochOptions = EpochOptions(save_dir="runs/rm")
@@ -421,6 +448,9 @@ class DpoActorOptions(PairModelOptions):
 class DpoConfig(SupervisedConfig):
     """Options of `rlite dpo`."""
 
+    help_example: ClassVar[str] = "actor.model_name=runs/sft/latest data.path=pairs.jsonl"
+    help_first: ClassVar[tuple[str, ...]] = ("actor.lr", "actor.beta", "actor.lora", *SupervisedConfig.help_first)
+
     actor: DpoActorOptions
     ref_actor: FrozenModelOptions = FrozenModelOptions(offload_model=False)
     trainer: EpochOptions = EpochOptions(save_dir="runs/dpo")
@@ -428,6 +458,8 @@ class DpoConfig(SupervisedConfig):
 
 class PlanConfig(LayoutOptions):
     """Options of `rlite plan`."""
+
+    help_example: ClassVar[str] = "model_name=Qwen/Qwen3-8B num_devices=8 tp_size=2"
 
     num_devices: int
     """devices in the world"""

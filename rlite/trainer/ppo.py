@@ -11,6 +11,13 @@ workflows, losses, advantages and callbacks that a file registers be chosen by n
 from __future__ import annotations
 
 import sys
+
+from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.run.command import start
+
+if __name__ == "__main__":  # before the imports of this file, which load torch
+    sys.exit(start("ppo", "rlite.trainer.ppo", PpoConfig, sys.argv[1:]))
+
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +39,6 @@ from rlite.trainer.launch import init_devices, serve_if_worker
 from rlite.trainer.losses import PolicyLoss
 from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.alarms import Alarms
-from rlite.trainer.rl.config import ALIASES, PpoConfig
 from rlite.trainer.rl.critic import make_critic
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.evaluation import evaluation_metrics
@@ -45,7 +51,6 @@ from rlite.trainer.rl.rollout_metrics import mean_reward
 from rlite.trainer.rl.rollouts import make_rollouts
 from rlite.trainer.rl.selection import with_selected
 from rlite.trainer.rl.workflows import workflow_maker
-from rlite.trainer.run.command import run
 from rlite.trainer.run.training_run import TrainingRun, check_best_metric, step_metrics
 
 T = TypeVar("T")
@@ -276,7 +281,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: train_data.path or a source of rewards is missing.
     """
-    options = config.load(PpoConfig, argv, aliases=ALIASES)
+    options = config.load(PpoConfig, argv, aliases=PpoConfig.aliases)
     data_path, rollout = options.train_data.path, options.rollout
     has_source = any((rollout.env_path, rollout.reward, rollout.workflow))
     if data_path is None or not has_source:
@@ -295,7 +300,3 @@ def main(argv: Sequence[str]) -> None:
         rlite.shutdown()
 
     fit_again(fit, options)
-
-
-if __name__ == "__main__":
-    run("ppo", main, sys.argv[1:])

@@ -11,10 +11,15 @@ from __future__ import annotations
 
 import sys
 
+from rlite.trainer.options import SftConfig
+from rlite.trainer.run.command import start
+
+if __name__ == "__main__":  # before the imports of this file, which load torch
+    sys.exit(start("sft", "rlite.trainer.sft", SftConfig, sys.argv[1:]))
+
+
 from rlite.data.sft import sft_rows
 from rlite.trainer.losses import SftLoss
-from rlite.trainer.options import SftConfig
-from rlite.trainer.run.command import run
 from rlite.trainer.supervised import SupervisedTrainer
 
 
@@ -32,6 +37,3 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
 
 
 main = SftTrainer.main
-
-if __name__ == "__main__":
-    run("sft", main, sys.argv[1:])

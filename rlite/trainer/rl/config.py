@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 from pydantic import Field
@@ -368,6 +368,17 @@ class TestOptions(TestDataOptions):
 class PpoConfig(LaunchOptions):
     """Options of `rlite ppo`."""
 
+    aliases: ClassVar[Mapping[str, str]] = ALIASES
+    help_example: ClassVar[str] = (
+        "actor.model_name=Qwen/Qwen3-0.6B train_data.path=prompts.jsonl rollout.env_path=env.py"
+    )
+    help_first: ClassVar[tuple[str, ...]] = (
+        *("train_data.path", "test_data.path", "rollout.env_path", "rollout.reward"),
+        *("train_data.prompts_per_rollout", "train_data.responses_per_prompt"),
+        *("rollout.train_sampling_params.max_new_tokens", "actor.lr", "actor.lora", "kl.type", "kl.coef"),
+        *("trainer.total_steps", "trainer.save_dir", "trainer.console", "launcher", "num_devices"),
+    )
+
     actor: ActorOptions
     critic: CriticOptions = CriticOptions()
     ref_actor: ReferenceOptions = ReferenceOptions()
@@ -377,6 +388,10 @@ class PpoConfig(LaunchOptions):
     adv: AdvantageOptions = AdvantageOptions()
     rollout: RolloutOptions = RolloutOptions()
     trainer: TrainerOptions = TrainerOptions()
+
+    def headline(self) -> str:
+        """Return in a few words what is trained, on which data, and where the result goes."""
+        return f"{self.actor.model_name} on {self.train_data.path}, into {self.trainer.save_dir}"
 
     def problems(self) -> Iterator[str]:
         """Yield a message for each rule between models, advantages and rollouts that does not hold."""
