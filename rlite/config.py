@@ -26,6 +26,8 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
@@ -68,6 +70,7 @@ _WORDS = {
     dict: "a mapping such as {key: value}",
     Any: "anything",
 }
+_is_quick = ContextVar("is_quick", default=False)
 _BOUNDS = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
 
 
@@ -113,10 +116,11 @@ class Options(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         problems: list[str] = []
-        try:
-            problems.extend(self.problems())
-        except RliteError as error:
-            problems.append(str(error))
+        for rules in [self.problems] if _is_quick.get() else [self.problems, self.slow_problems]:
+            try:
+                problems.extend(rules())
+            except RliteError as error:
+                problems.append(str(error))
         if problems:
             raise ConfigError("\n".join(problems))
         return self
@@ -132,11 +136,29 @@ class Options(BaseModel):
         """
         return ()
 
+    def slow_problems(self) -> Iterable[str]:
+        """Return messages as `problems` does, for rules whose check imports torch; see `quick_checks`."""
+        return ()
+
     def replace(self, **changes: Any) -> Self:
         """Return a validated copy with changes."""
         made = type(self)(**{**dict(self), **changes})
         made._interpolated.update(self._interpolated)
         return made
+
+
+@contextmanager
+def quick_checks() -> Iterator[None]:
+    """Check the options that are made inside of the block without `slow_problems`.
+
+    Yields:
+        None.
+    """
+    token = _is_quick.set(True)
+    try:
+        yield
+    finally:
+        _is_quick.reset(token)
 
 
 def load(cls: type[C], argv: Sequence[str], *, aliases: Mapping[str, str] | None = None) -> C:

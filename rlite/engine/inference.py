@@ -313,6 +313,11 @@ class RliteInferenceEngine(ElasticReplicas):
             self._collector = RolloutCollector(self, self.rollout_options)
         return self._collector
 
+    def rollout_progress(self) -> str:
+        """Return how far the rollout or evaluation is that is waited for now, in words; "" if none is."""
+        progress = None if self._collector is None else self._collector.progress
+        return "" if progress is None else str(progress)
+
     def rollout_batch(
         self,
         data: Sequence[Mapping[str, Any]],

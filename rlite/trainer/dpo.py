@@ -13,7 +13,8 @@ from rlite.trainer.options import DpoConfig
 from rlite.trainer.run.command import start
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
-    sys.exit(start("dpo", "rlite.trainer.dpo", DpoConfig, sys.argv[1:]))
+    start("dpo", "rlite.trainer.dpo", DpoConfig, sys.argv[1:])
+    sys.exit()
 
 from collections.abc import Sequence
 

@@ -428,7 +428,7 @@ class PreferenceLossOptions(Options):
     tail_weight: Annotated[float, Ge(0), AllowInfNan(False)] = 1.0
     """weight of the tokens by which the longer answer of a pair exceeds the shorter one (LD-DPO); 1 is DPO"""
 
-    def problems(self) -> Iterator[str]:
+    def slow_problems(self) -> Iterator[str]:
         """Yield nothing; raise ConfigError or UnknownOptionError for a loss that cannot be called so."""
         rlite.algorithms.PREFERENCE_LOSSES.check(self.name, self.options)
         yield from ()

@@ -16,7 +16,8 @@ from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.run.command import start
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
-    sys.exit(start("ppo", "rlite.trainer.ppo", PpoConfig, sys.argv[1:]))
+    start("ppo", "rlite.trainer.ppo", PpoConfig, sys.argv[1:])
+    sys.exit()
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -55,18 +56,10 @@ from rlite.trainer.run.training_run import TrainingRun, check_best_metric, step_
 
 T = TypeVar("T")
 SHOWN = (
-    "reward",
-    "score",
-    "accuracy",
-    "loss",
-    "kl",
-    "entropy",
-    "response_length",
-    "truncated",
-    "logprob_drift",
-    "grad_norm",
-    "seconds",
+    *("reward", "accuracy", "score", "loss", "response_length", "seconds", "tokens_per_second"),
+    *("kl", "entropy", "grad_norm", "truncated", "logprob_drift"),
 )
+"""metrics for the console, the most important first"""
 
 
 class PpoTrainer:
@@ -112,7 +105,8 @@ class PpoTrainer:
         self.prompts = PromptStream(train_rows, options.train_data.prompts_per_rollout, options.trainer.seed)
         self.loss = _loss(options)
         self.kl = KlCoefficient(options.kl)
-        self.run = TrainingRun(options, SHOWN, options.trainer.total_steps, callbacks=callbacks)
+        total_steps = options.trainer.total_steps
+        self.run = TrainingRun(options, SHOWN, total_steps, callbacks=callbacks, evaluated=self.evaluated)
         self.alarms = Alarms(options, self.run)
         self.engines = Engines(options, self.context.length)
         self.recovery = TrainRecovery(self.engines, options.trainer.max_recoveries)
@@ -168,6 +162,7 @@ class PpoTrainer:
         self.recovery.keep()
         self.run.open()
         self.run.console.report("rlite ppo", batch_plan(self.options, self.engines, self.context))
+        self.run.console.follow(self.engines.rollout.rollout_progress)
         if self.run.step == 0 and self.test_rows:
             self.run.log(evaluation := self.evaluate())
             if self._is_valid(evaluation):

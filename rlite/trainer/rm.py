@@ -13,7 +13,8 @@ from rlite.trainer.options import RmConfig
 from rlite.trainer.run.command import start
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
-    sys.exit(start("rm", "rlite.trainer.rm", RmConfig, sys.argv[1:]))
+    start("rm", "rlite.trainer.rm", RmConfig, sys.argv[1:])
+    sys.exit()
 
 
 from rlite.data.preferences import preference_rows

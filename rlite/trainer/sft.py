@@ -15,7 +15,8 @@ from rlite.trainer.options import SftConfig
 from rlite.trainer.run.command import start
 
 if __name__ == "__main__":  # before the imports of this file, which load torch
-    sys.exit(start("sft", "rlite.trainer.sft", SftConfig, sys.argv[1:]))
+    start("sft", "rlite.trainer.sft", SftConfig, sys.argv[1:])
+    sys.exit()
 
 
 from rlite.data.sft import sft_rows
@@ -29,7 +30,7 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
     name = "sft"
     config_class = SftConfig
     tokenise = sft_rows
-    shown = ("loss", "test_loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "seconds")
+    shown = ("loss", "test_loss", "seconds", "tokens_per_second", "lr", "grad_norm", "num_tokens")
 
     def make_loss(self) -> SftLoss:
         """Return the cross entropy."""

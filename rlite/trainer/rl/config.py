@@ -44,7 +44,7 @@ class PolicyLossOptions(Options):
     options: dict[str, Any] = {}
     """keyword parameters of that loss; ppo_clip has its range from actor.clip"""
 
-    def problems(self) -> Iterator[str]:
+    def slow_problems(self) -> Iterator[str]:
         """Yield nothing; raise ConfigError or UnknownOptionError for a loss that cannot be called so."""
         rlite.algorithms.POLICY_LOSSES.check(self.name, self.options)
         yield from ()
@@ -104,7 +104,11 @@ class ActorOptions(ModelOptions):
                 f"lora.dropout={self.lora.dropout}: the policy that is trained would not be the one that answered; "
                 "use 0"
             )
+
+    def slow_problems(self) -> Iterator[str]:
+        """Yield nothing; raise ConfigError or UnknownOptionError for a rejection that cannot be computed."""
         rlite.algorithms.check_rejection(self.rejection)
+        yield from ()
 
     def build_options(self, world_size: int, seed: int) -> dict[str, Any]:
         """Return the keywords of `RliteTrainEngine.build`; see `ModelOptions.build_options`.
@@ -215,7 +219,7 @@ class AdvantageOptions(Options):
     """divide by the standard deviation, of the group (GRPO), or with global_norm or gae of the whole batch. With gae it
     centres nothing: that is global_norm"""
 
-    def problems(self) -> Iterator[str]:
+    def slow_problems(self) -> Iterator[str]:
         """Yield a message for an unknown estimator, and for options that it does not have."""
         is_named = self.estimator not in ("reinforce", "gae")
         if is_named and self.estimator not in (known := rlite.algorithms.ADVANTAGES):
@@ -400,11 +404,6 @@ class PpoConfig(LaunchOptions):
                 f"actor.freeze_steps={self.actor.freeze_steps}: in these steps the critic alone learns, and "
                 f"adv.estimator={self.adv.estimator} has none"
             )
-        if self.rollout.dynamic_filtering and (reason := self.why_equal_rewards_teach()):
-            yield (
-                f"rollout.dynamic_filtering=true drops groups of equal rewards, from which this run learns: {reason}; "
-                "leave rollout.dynamic_filtering out"
-            )
         num_rows = self.train_data.prompts_per_rollout * self.responses_per_prompt
         if self.actor.update_per_rollout > num_rows:
             yield (
@@ -418,6 +417,14 @@ class PpoConfig(LaunchOptions):
                 "actor.deterministic=true computes the rollout engine's log-probabilities bit for bit, which needs "
                 "rollout.deterministic=true rollout.dtype=float32 rollout.executor=torch "
                 f"rollout.tp_size={self.actor.tp_size} (the actor's); set them, or leave actor.deterministic out"
+            )
+
+    def slow_problems(self) -> Iterator[str]:
+        """Yield a message for each rule on groups of equal rewards that does not hold."""
+        if self.rollout.dynamic_filtering and (reason := self.why_equal_rewards_teach()):
+            yield (
+                f"rollout.dynamic_filtering=true drops groups of equal rewards, from which this run learns: {reason}; "
+                "leave rollout.dynamic_filtering out"
             )
         if self.is_greedy and not self.why_equal_rewards_teach():
             yield (

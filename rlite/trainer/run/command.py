@@ -50,7 +50,8 @@ def start(
             print(config.describe(options, topic, f"rlite {name}"))
             return
         if issubclass(options, LaunchOptions):
-            announce(name, config.load(options, arguments, aliases=options.aliases))
+            with config.quick_checks():  # the module's own `load` makes the others
+                announce(name, config.load(options, arguments, aliases=options.aliases))
         getattr(importlib.import_module(module), function)(arguments)
 
     run(name, main, arguments)
