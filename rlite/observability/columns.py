@@ -94,7 +94,7 @@ def number(key: str, value: float) -> str:
         return f"{value:.{max(0, min(3, 2 - math.floor(math.log10(size))))}f}" if size else "0"
     if size and size < 0.001:
         return f"{value:.1e}"
-    return f"{value:.{4 if size < 10 else 3 if size < 100 else 2}f}" if size else "0"
+    return f"{value:.{4 if size < 10 else 2 if size < 100 else 1}f}" if size else "0"
 
 
 def plain_number(value: float) -> str:

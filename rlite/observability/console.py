@@ -34,7 +34,7 @@ _POLL_S = 1.0
 """seconds between two looks at the progress"""
 _QUIET_S = 30.0
 """seconds without a line after which a pipe gets a line of progress"""
-_PLAIN_WIDTH = 8
+_PLAIN_WIDTH = 9
 """characters of a value in a pipe, so that the values of consecutive lines are aligned"""
 
 
