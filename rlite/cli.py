@@ -26,7 +26,7 @@ Jobs on a cluster (docs/control.md)
   logs NAME, stop NAME          its event log, its end
 
 Help
-  COMMAND --help                every option of a command, with its default
+  COMMAND --help [GROUP]        every option of a command by group, or one group, with its defaults
   COMMAND --config FILE.yaml    options from a file; key=value takes precedence
   TRAINER --import my_code.py   losses, advantages, rewards, workflows and callbacks that a file registers
   schema COMMAND                JSON schema of a command's yaml files, for editors
@@ -45,7 +45,7 @@ import rlite
 from rlite import config
 from rlite.errors import ConfigError, did_you_mean
 from rlite.trainer.presets import TRAINERS
-from rlite.trainer.run.command import run
+from rlite.trainer.run.command import run, start
 
 
 class Command(NamedTuple):
@@ -86,11 +86,9 @@ def main() -> None:
         run(command, print_schema, arguments)
     elif command not in COMMANDS:
         sys.exit(f"rlite: unknown command {command!r}; {did_you_mean(command, [*COMMANDS, 'schema'])}")
-    elif {"-h", "--help"} & set(arguments):
-        print(config.describe(COMMANDS[command].find_options()))
     else:
         chosen = COMMANDS[command]
-        run(command, getattr(importlib.import_module(chosen.module), chosen.function), arguments)
+        start(command, chosen.module, chosen.find_options(), arguments, chosen.function)
 
 
 def print_schema(arguments: Sequence[str]) -> None:

@@ -7,7 +7,8 @@
 
     config = load(SftConfig, ["--config", "recipe.yaml", "data.path=train.jsonl", "lr=1e-5"])
 
-`--import FILE.py` adds to the list `imports`, in a config that has this key.
+`--import FILE.py` adds to the list `imports`, in a config that has this key. `--help` prints all keys by group, and
+`--help data` one group.
 
 OmegaConf merges files and arguments and resolves interpolations (`${actor.lr}`), which see the command line and the
 defaults. pydantic validates, strictly: 1.5 is no int and "yes" is no truth value. Text is read as the type of its
@@ -26,6 +27,8 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
@@ -69,6 +72,7 @@ _WORDS = {
     dict: "a mapping such as {key: value}",
     Any: "anything",
 }
+_is_quick = ContextVar("is_quick", default=False)
 _BOUNDS = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
 
 
@@ -81,6 +85,10 @@ class Options(BaseModel):
 
     preset_of: ClassVar[str] = ""
     """the command whose options, those of the base class, these are with other defaults"""
+    help_example: ClassVar[str] = ""
+    """arguments of a typical call, which `--help` shows"""
+    help_first: ClassVar[tuple[str, ...]] = ()
+    """keys that `--help` lists before the groups, after the required keys"""
 
     def __init__(self, /, **values: Any) -> None:
         try:
@@ -112,10 +120,11 @@ class Options(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         problems: list[str] = []
-        try:
-            problems.extend(self.problems())
-        except RliteError as error:
-            problems.append(str(error))
+        for rules in [self.problems] if _is_quick.get() else [self.problems, self.slow_problems]:
+            try:
+                problems.extend(rules())
+            except RliteError as error:
+                problems.append(str(error))
         if problems:
             raise ConfigError("\n".join(problems))
         return self
@@ -131,6 +140,10 @@ class Options(BaseModel):
         """
         return ()
 
+    def slow_problems(self) -> Iterable[str]:
+        """Return messages as `problems` does, for rules whose check imports torch; see `quick_checks`."""
+        return ()
+
     def replace(self, **changes: Any) -> Self:
         """Return a validated copy with changes."""
         made = type(self)(**{**dict(self), **changes})
@@ -138,10 +151,25 @@ class Options(BaseModel):
         return made
 
 
+@contextmanager
+def quick_checks() -> Iterator[None]:
+    """Check the options that are made inside of the block without `slow_problems`.
+
+    Yields:
+        None.
+    """
+    token = _is_quick.set(True)
+    try:
+        yield
+    finally:
+        _is_quick.reset(token)
+
+
 def load(cls: type[C], argv: Sequence[str], *, aliases: Mapping[str, str] | None = None) -> C:
     """Read a config from `--config FILE.yaml` (repeatable, later files win) and from `a.b.c=value`, which wins.
 
-    `--import FILE.py` (repeatable) adds to the list `imports`. `--help` prints every key and ends the program.
+    `--import FILE.py` (repeatable) adds to the list `imports`. `--help` prints every key, and `--help GROUP` the keys
+    of a group. Both end the program.
 
     Args:
         cls: the config's class.
@@ -152,7 +180,7 @@ def load(cls: type[C], argv: Sequence[str], *, aliases: Mapping[str, str] | None
         The config, validated.
 
     Raises:
-        UnknownOptionError: for unknown keys, each with the nearest known key.
+        UnknownOptionError: for unknown keys, each with the nearest known key; for help on an unknown group.
         ConfigError: for wrong values, each with its key, its source and what was expected; for missing required keys;
             for a file that cannot be read. All wrong values and missing keys are reported together.
         ImportFailed: an item of `imports` cannot be imported.
@@ -207,17 +235,86 @@ def inherit(child: C, parent: Options) -> C:
     return child.replace(**changes)
 
 
-def describe(cls: type[Options]) -> str:
-    """Return the text of `--help`: every key with its type, its default and its sentence."""
+def describe(cls: type[Options], topic: str = "", command: str = "") -> str:
+    """Return the text of `--help`: the usual keys, then every key by group, with its type, default and sentence.
+
+    Args:
+        cls: the config's class.
+        topic: a group, such as "data" or "actor.optimizer", or a key; "" is everything.
+        command: name of the command, for the usage and the example.
+
+    Raises:
+        UnknownOptionError: there is no such group and no such key. The message names the nearest.
+    """
+    keys = {path: (option, value) for path, option, value in _keys(cls)}
+    groups: dict[str, dict[str, str]] = {}
+    for path, (option, value) in keys.items():
+        groups.setdefault(path.rpartition(".")[0], {})[path] = _describe_key(path, option, value)
+    if topic:
+        return _describe_topic(cls, topic, groups)
+    required = [path for path, (_, value) in keys.items() if value is PydanticUndefined]
+    first = [path for path in dict.fromkeys([*required, *cls.help_first]) if len(groups) > 1]
+    described = {path: text for group in groups.values() for path, text in group.items()}
+    sections = [_section("common options", [described[path] for path in first])] if first else []
+    sections += [_section(_title(cls, group), own.values()) for group, own in groups.items()]
+    return "\n\n".join([_usage(cls, list(groups), command), *sections])
+
+
+def help_topic(argv: Sequence[str]) -> str | None:
+    """Return the group that `--help GROUP` asks for, "" for `--help` alone, and None without it."""
+    at = next((index for index, argument in enumerate(argv) if argument in ("--help", "-h")), None)
+    if at is None:
+        return None
+    following = argv[at + 1] if at + 1 < len(argv) else ""
+    return "" if "=" in following or following.startswith("-") else following
+
+
+def _usage(cls: type[Options], groups: Sequence[str], command: str) -> str:
+    name = f"{command} " if command else ""
     own_code = "[--import FILE.py]... " if IMPORTS in cls.model_fields else ""
-    lines = [f"usage: [--config FILE.yaml]... {own_code}[key=value]...", *_preset(cls), ""]
-    for path, option, value in _keys(cls):
-        default = "<required>" if value is PydanticUndefined else _show(to_container(value))
-        limits = _limits(option).replace("a number ", "").replace("a finite number of", "finite,")
-        lines.append(f"{path}={default}  ({', '.join(filter(None, (_name(option.annotation), limits)))})")
-        sentence = " ".join((option.description or "").split())
-        lines += textwrap.wrap(sentence, 112, initial_indent="    ", subsequent_indent="    ")
+    lines = [f"usage: {name}[--config FILE.yaml]... {own_code}[key=value]...", *_preset(cls)]
+    if cls.help_example:
+        lines.append(f"example: {name}{cls.help_example}")
+    if len(groups) > 1:
+        named = ", ".join(filter(None, groups))
+        lines += textwrap.wrap(f"one group: {name}--help GROUP, of {named}", 116, subsequent_indent="    ")
     return "\n".join(lines)
+
+
+def _describe_topic(cls: type[Options], topic: str, groups: Mapping[str, Mapping[str, str]]) -> str:
+    chosen = {name: own for name, own in groups.items() if f"{name}.".startswith(f"{topic}.")}
+    group, _, _ = topic.rpartition(".")
+    if not chosen and topic in groups.get(group, {}):
+        return groups[group][topic]
+    if not chosen:
+        known = [*filter(None, groups), *(path for own in groups.values() for path in own)]
+        raise UnknownOptionError(f"--help {topic}: no such group or key; {did_you_mean(topic, known)}")
+    return "\n\n".join(_section(_title(cls, name), own.values()) for name, own in chosen.items())
+
+
+def _title(cls: type[Options], group: str) -> str:
+    if not group:
+        return "options"
+    made = _group_of(_locate(cls, group.split(".")).hint)
+    assert made is not None, group
+    sentence = (made.__doc__ or "").split("\n\n")[0]
+    return f"{group}: {' '.join(sentence.split())}"
+
+
+def _section(title: str, keys: Iterable[str]) -> str:
+    return "\n".join([f"[{title.rstrip('.')}]", *keys])
+
+
+def _describe_key(path: str, option: FieldInfo, value: Any) -> str:
+    default = "<required>" if value is PydanticUndefined else _show(to_container(value))
+    limits = _limits(option).replace("a number ", "").replace("a finite number of", "finite,")
+    sentence = " ".join((option.description or "").split())
+    return "\n".join(
+        [
+            f"{path}={default}  ({', '.join(filter(None, (_name(option.annotation), limits)))})",
+            *textwrap.wrap(sentence, 112, initial_indent="    ", subsequent_indent="    "),
+        ]
+    )
 
 
 def _preset(cls: type[Options]) -> list[str]:
@@ -285,7 +382,7 @@ def _split_arguments(cls: type[Options], argv: Sequence[str]) -> tuple[dict[str,
         argument = rest.pop(0)
         key, equals, text = argument.partition("=")
         if argument in ("--help", "-h"):
-            print(describe(cls))
+            print(describe(cls, help_topic(argv) or ""))
             sys.exit(0)
         if key in named:
             if not equals and not rest:

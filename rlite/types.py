@@ -328,6 +328,11 @@ class RequestOutput:
     finished: bool = True
     """every completion has ended, as always when `generate` returns"""
 
+    @property
+    def text(self) -> str:
+        """Text of the first completion."""
+        return self.outputs[0].text
+
 
 OnChunk = Callable[[TokenChunk], object]
 """called as tokens are made, in any thread"""

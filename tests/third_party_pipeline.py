@@ -28,6 +28,7 @@ from rlite.cluster.host import WorkerContext
 from rlite.data.microbatch_plan import PackingMethod
 from rlite.data.packs import companions, pack, unpack
 from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss
+from rlite.engine.redefinition import take_class
 from rlite.engine.registry import register_executor
 from rlite.engine.train_executor import TrainBackend
 from rlite.engine.workers import Part, RankChoice
@@ -247,6 +248,10 @@ class PipelineWorker:
         """Every stage runs the method on its part of the module."""
         args, kwargs, method = self._from_first(args, kwargs, method)
         return getattr(self.module, method)(*args, **kwargs)
+
+    def reload_methods(self, source: bytes) -> None:
+        self._source = source
+        take_class(self.module, type(cloudpickle.loads(source)))
 
     def set_mode(self, is_training: bool) -> None:
         self.module.train(is_training)

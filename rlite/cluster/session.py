@@ -9,7 +9,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, Literal
 
@@ -255,6 +255,30 @@ def init(
     atexit.unregister(shutdown)
     atexit.register(shutdown)  # before Ray's own end, which was registered when Ray was imported
     return _session
+
+
+@contextmanager
+def session(**options: Any) -> Iterator[Session]:
+    """Start the program's session, and end it after the block, also if the block raises.
+
+        with rlite.session(num_devices=1):
+            ...
+
+    Args:
+        **options: arguments of `init`.
+
+    Yields:
+        The session.
+
+    Raises:
+        ConfigError: a session is open already, which stays open; or as for `init`.
+    """
+    if _session is not None:
+        raise ConfigError("rlite.session(): a session is open already; use it, or call rlite.shutdown() first")
+    try:
+        yield init(**options)
+    finally:
+        shutdown()
 
 
 def _default_launcher(device: str, num_devices: int | None) -> LauncherName:

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rlite.config import Natural, Options, load, named
 from rlite.control.job import JobHandle, JobResult, check_ray, connect, job_of
@@ -24,6 +24,8 @@ LAST_EVENTS = 5
 class LaunchConfig(JobSpec):
     """A job spec, with what `submit` takes."""
 
+    help_example: ClassVar[str] = "job.yaml name=my-run"
+
     name: str = "rlite-job"
     """name of the job"""
     max_restarts: Natural = 10
@@ -36,6 +38,8 @@ class LaunchConfig(JobSpec):
 
 class JobQuery(Options):
     """A job on a running cluster."""
+
+    help_example: ClassVar[str] = "NAME"
 
     name: str | None = None
     """name of the job; status without it shows all jobs"""

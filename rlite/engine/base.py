@@ -64,6 +64,7 @@ class Engine:
         self._version = 0
         self._factory: Any = None
         """makes a worker from its context, in its process"""
+        self._executor_size = 1
 
     # -- building ------------------------------------------------------------------------------------------------
 
@@ -121,13 +122,14 @@ class Engine:
                 exclusive=exclusive,
             )
         )
-        factory = partial(make_worker, self._backend.worker, self._source(), self.options, tensor_parallel_size)
-        self.name, self._session, self._factory = owner, session, factory
+        self._executor_size = tensor_parallel_size
+        self.name, self._session = owner, session
+        self._set_factory(self._source())
         try:
             make_room(session, owner)
             replica_size = tensor_parallel_size if self.has_independent_replicas else None
             devices = [device for devices in executors for device in devices]
-            self._group = group = session.start(owner, devices, factory, replica_size)
+            self._group = group = session.start(owner, devices, self._factory, replica_size)
             check_neighbours(session, owner, group)
             self.executors = [
                 Executor(index, group, tensor_parallel_size, self._backend.ranks) for index in range(len(executors))
@@ -144,6 +146,15 @@ class Engine:
         if self._session is not None:
             self._session.release(self.name)
         self._group, self.executors, self.weights = None, [], Weights.RELEASED
+
+    def _set_factory(self, source: Any) -> None:
+        """Let workers that are started from now on be made of this model."""
+        self._factory = partial(make_worker, self._backend.worker, source, self.options, self._executor_size)
+
+    def _where(self) -> str:
+        """Return the devices, the executor, and the location of the weights, in words."""
+        kind = self._session.device if self._session is not None else "cpu"
+        return f"{len(self.group)} x {kind}, executor {self.executor_name}, weights {self.weights.value}"
 
     def _parse_options(self, given: dict[str, Any]) -> Any:
         known = set(inspect.signature(self._backend.options).parameters)

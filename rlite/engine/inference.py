@@ -7,12 +7,14 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tensordict import TensorDict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from rlite.data.chat.masks import check_messages
 from rlite.data.chat.raw import raw_prompts
 from rlite.engine.elastic import ElasticReplicas
 from rlite.engine.replica import InFlightRequest
@@ -23,7 +25,7 @@ from rlite.observability import trace
 from rlite.rollout.collector.collector import RolloutCollector
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.seeds import mix
-from rlite.rollout.workflow import RolloutWorkflow
+from rlite.rollout.workflow import RolloutWorkflow, prompt_ids, prompt_text
 from rlite.types import (
     CompletionOutput,
     GenerationHyperparameters,
@@ -64,6 +66,12 @@ class RliteInferenceEngine(ElasticReplicas):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._rollout_options = CollectorOptions()
         self._collector: RolloutCollector | None = None
+
+    def __repr__(self) -> str:
+        if not self.is_built:
+            return f"{type(self).__name__}({self.path}, executor {self.executor_name}, not built)"
+        replicas = f"{len(self.executors)} replica(s) of {self.executors[0].size}"
+        return f"{type(self).__name__}({self.path}, {replicas}, {self._where()}, version {self.get_version()})"
 
     # -- generating ----------------------------------------------------------------------------------------------
 
@@ -125,6 +133,36 @@ class RliteInferenceEngine(ElasticReplicas):
             )
             for text, ids, siblings, logprobs in zip(texts, tokens, groups, of_prompts, strict=True)
         ]
+
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        sampling_params: Mapping[str, Any] | GenerationHyperparameters | None = None,
+        timeout: float | None = None,
+        **chat_template_options: Any,
+    ) -> RequestOutput:
+        """Answer a conversation, through the chat template of the checkpoint's tokenizer.
+
+        Args:
+            messages: `[{"role": "user", "content": "..."}, ...]`, or a text, which is one message of the user.
+            sampling_params: as for `generate`.
+            timeout: seconds for the whole call.
+            **chat_template_options: further keyword arguments for `apply_chat_template`, such as `enable_thinking`.
+
+        Returns:
+            The output of `generate`, whose `text` is the answer. `prompt` is the conversation as the template renders
+            it.
+
+        Raises:
+            DataError: the messages have another form, or the template refuses them.
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        check_messages(messages, "chat")
+        item = {"messages": messages}
+        tokens = prompt_ids(item, self.tokenizer, chat_template_options)
+        (output,) = self.generate([tokens], sampling_params, timeout)
+        return replace(output, prompt=prompt_text(item, self.tokenizer, chat_template_options))
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
         """Complete one request, while others run. Cancelling the task ends the request.
@@ -312,6 +350,11 @@ class RliteInferenceEngine(ElasticReplicas):
         if self._collector is None:
             self._collector = RolloutCollector(self, self.rollout_options)
         return self._collector
+
+    def rollout_progress(self) -> str:
+        """Return how far the rollout or evaluation is that is waited for now, in words; "" if none is."""
+        progress = None if self._collector is None else self._collector.progress
+        return "" if progress is None else str(progress)
 
     def rollout_batch(
         self,

@@ -12,6 +12,7 @@ from rlite.data.microbatch_plan import sequence_flops
 from rlite.data.packs import sequence_lengths
 from rlite.dispatch import cuts_sequences, gather, gather_of, plan_shares, scatter
 from rlite.engine.microbatches import BatchShare, join_rows, split_batch
+from rlite.engine.redefinition import changed_methods, redefined, sent_by_value, take_class
 from rlite.engine.train_executor import TrainExecutor
 from rlite.engine.train_lifecycle import TrainLifecycle
 from rlite.errors import ConfigError
@@ -43,8 +44,51 @@ class RliteTrainEngine(TrainLifecycle):
 
     def __init__(self, module: nn.Module, executor: str = "fsdp2") -> None:
         super().__init__(check_train_module(module, set(dir(type(self))).difference(YIELDING)), executor)
-        for name in user_methods(type(module)).keys() & set(YIELDING):
+        self._yield_to_module()
+
+    def _yield_to_module(self) -> None:
+        """Let the module's methods replace the engine's methods of the same names."""
+        for name in YIELDING:
+            vars(self).pop(name, None)
+        for name in user_methods(type(self.module)).keys() & set(YIELDING):
             vars(self)[name] = self._module_method(name)
+
+    def __repr__(self) -> str:
+        size = f"{type(self.module).__name__}, {self.num_parameters / 1e6:.2f} M parameters"
+        if not self.is_built:
+            return f"{type(self).__name__}({size}, not built)"
+        return f"{type(self).__name__}({size}, {self.dims}, {self._where()})"
+
+    def reload_methods(self) -> list[str]:
+        """Call the methods of the module's class as it is defined now, after a notebook cell defined it again.
+
+        Weights, optimizer and attributes stay. Classes that `importlib.reload` defined again count, too.
+
+        Returns:
+            The names of the methods that are new, changed or gone; [] if the class was not defined again.
+
+        Raises:
+            ConfigError: the new definition changes the base classes, `__init__` or `on_weights_materialized`, or an
+                engine cannot serve it. Nothing was changed.
+        """
+        old = type(self.module)
+        new = redefined(old)
+        if new is old:
+            return []
+        changed = changed_methods(old, new)
+        take_class(self.module, new)
+        try:
+            check_train_module(self.module, set(dir(type(self))).difference(YIELDING))
+            with sent_by_value(new):
+                source = self._source()
+            if self.is_built:
+                self._workers.call(TrainExecutor.reload_methods, source)
+                self._set_factory(source)
+        except BaseException:
+            take_class(self.module, old)
+            raise
+        self._yield_to_module()
+        return changed
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a public method of the module, which is called on every data-parallel rank.

@@ -158,6 +158,15 @@ class TrainExecutor(SourceWorker, Protocol):
             ConfigError: the module has no lr_scheduler.
         """
 
+    def reload_methods(self, source: bytes) -> None:
+        """Give the module the class of another module, whose methods are called from now on.
+
+        Weights, optimizer and attributes stay.
+
+        Args:
+            source: the pickled module, on the meta device, as the worker's constructor takes it.
+        """
+
     # -- weights and state ---------------------------------------------------------------------------------------
 
     def load(self, path: str | None) -> None:

@@ -1,14 +1,16 @@
-"""The console: a start-up panel, a progress bar with the time left, and one line of metrics per step.
+"""The console: a start-up panel, one line of metrics per step, progress while a step waits, and alarms.
 
-On a terminal it is drawn with rich; into a file or a pipe it is plain text, one line per step, no control characters.
+On a terminal it is drawn with rich: columns with a header, a bar with the time left, panels with coloured frames. In a
+pipe or a file it is plain text without control characters, and each step is one line of `key value` pairs.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TextIO
 
@@ -19,17 +21,29 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from rlite.observability.columns import Choice, Columns, header, number, plain_number, row
+
 DEFAULT_METRICS = ("loss", "reward", "score", "accuracy", "kl", "entropy", "clip_fraction", "grad_norm", "lr")
+LOST, FINISHED = "rollout/num_lost", "rollout/num_groups"
+"""metrics that count a step's lost and finished groups"""
 _RECENT = 20
 """steps over which the pace is measured"""
+_HEADER_EVERY = 20
+"""steps after which the header is repeated"""
+_POLL_S = 1.0
+"""seconds between two looks at the progress"""
+_QUIET_S = 30.0
+"""seconds without a line after which a pipe gets a line of progress"""
+_PLAIN_WIDTH = 9
+"""characters of a value in a pipe, so that the values of consecutive lines are aligned"""
 
 
 class ConsoleReporter:
-    """A metric sink for people.
+    """A metric sink for people. Its methods may be called in any thread.
 
-    `metrics` are the keys to show, in that order, where present; a key also matches as the last part of a longer one
-    (`loss` shows `actor/loss` if there is no `loss`). `total_steps` gives the bar its end, `done_steps` where a
-    resumed run starts.
+    `choice` and `metrics` are the keys to show, in that order, where present; a key also matches as the last part of a
+    longer one (`loss` shows `actor/loss` if there is no `loss`). `total_steps` gives the bar its end, `done_steps`
+    where a resumed run starts.
     """
 
     def __init__(
@@ -37,20 +51,36 @@ class ConsoleReporter:
         total_steps: int | None = None,
         *,
         metrics: Sequence[str] = DEFAULT_METRICS,
+        choice: Choice = "auto",
         done_steps: int = 0,
         file: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._file = file or sys.stdout
         self._console = Console(file=self._file, highlight=False, markup=False, emoji=False)
-        self._metrics = tuple(metrics)
+        self._columns = Columns(choice, metrics)
         self._total = total_steps
         self._clock = clock
         self._seen: deque[tuple[float, int]] = deque([(clock(), done_steps)], maxlen=_RECENT + 1)
         self._progress: Progress | None = None
+        self._shown: list[str] | None = None
+        self._num_rows = 0
+        """rows below the last header"""
+        self._printed_at = clock()
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._follower: threading.Thread | None = None
 
-    def report(self, title: str, rows: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> None:
-        """Print a titled table of names and values."""
+    # -- reports -------------------------------------------------------------------------------------------------
+
+    def report(self, title: str, rows: Mapping[str, Any] | Sequence[tuple[str, Any]], style: str = "") -> None:
+        """Print a titled table of names and values.
+
+        Args:
+            title: first line, or text in the frame.
+            rows: names and values.
+            style: colour of the frame on a terminal.
+        """
         pairs = list(rows.items() if isinstance(rows, Mapping) else rows)
         if not self._console.is_terminal:
             width = max((len(str(name)) for name, _ in pairs), default=0)
@@ -61,62 +91,150 @@ class ConsoleReporter:
         table.add_column()
         for name, value in pairs:
             table.add_row(str(name), str(value))
-        self._console.print(Panel(table, title=Text(title, "bold"), title_align="left", box=box.ROUNDED, expand=False))
+        heading = Text(title, f"bold {style}".strip())
+        is_long = len(title) > self._console.width - 6  # a frame would cut its title
+        framed = Panel(
+            table,
+            title=None if is_long else heading,
+            title_align="left",
+            box=box.ROUNDED,
+            expand=False,
+            border_style=style or "none",
+        )
+        with self._lock:
+            self._console.print(*([heading] if is_long else []), framed, sep="\n")
+            self._num_rows = 0
+
+    def alarm(self, title: str, rows: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> None:
+        """Print a table in a red frame: something is wrong with the run."""
+        self.report(title, rows, style="red")
+
+    def warn(self, title: str, rows: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> None:
+        """Print a table in a yellow frame: something was lost, and the run goes on."""
+        self.report(title, rows, style="yellow")
+
+    # -- steps ---------------------------------------------------------------------------------------------------
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the chosen metrics of a step and move the bar."""
-        self._seen.append((self._clock(), step))
-        chosen = "  ".join(self._chosen(metrics))
-        pace = self._pace()
-        if not self._console.is_terminal:
-            of_total = f"/{self._total}" if self._total else ""
-            self._print("  ".join(part for part in (f"step {step}{of_total}", chosen, pace) if part))
-            return
-        if self._progress is None:
-            self._progress = self._start_progress()
-        self._progress.console.print(Text.assemble((f"step {step:>5}", "dim"), "  ", chosen))
-        self._progress.update(self._progress.task_ids[0], completed=step, pace=pace)
+        with self._lock:
+            self._seen.append((self._clock(), step))
+            if not self._console.is_terminal:
+                self._print(self._plain_line(step, metrics))
+                return
+            bar = self._bar()
+            for text in self._lines(step, metrics):
+                bar.console.print(text, soft_wrap=True)
+            bar.update(bar.task_ids[0], completed=step, pace=self._pace(), description="training")
+
+    def note(self, text: str) -> None:
+        """Show how far the work under way is: beside the bar, or in a pipe as a line after 30 s without one.
+
+        Args:
+            text: such as "rollout: 12 of 64 episodes, 3,456 tokens".
+        """
+        with self._lock:
+            if self._closed.is_set():
+                return
+            if self._console.is_terminal:
+                bar = self._bar()
+                bar.update(bar.task_ids[0], description=text)
+            elif self._clock() - self._printed_at >= _QUIET_S:
+                self._print(text)
+
+    def follow(self, poll: Callable[[], str]) -> None:
+        """Call `note` every second with the progress that `poll` returns, until `close`.
+
+        Args:
+            poll: called in a thread of the console; returns at once, "" if nothing is under way.
+        """
+
+        def look() -> None:
+            while not self._closed.wait(_POLL_S):
+                if text := poll():
+                    self.note(text)
+
+        self._follower = threading.Thread(target=look, name="rlite-console", daemon=True)
+        self._follower.start()
 
     def close(self) -> None:
         """Leave the bar as it is."""
+        self._closed.set()
+        if self._follower is not None:
+            self._follower.join()
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
-    def _start_progress(self) -> Progress:
-        progress = Progress(
-            TextColumn("[bold]training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("[dim]{task.fields[pace]}"),
-            console=self._console,
-        )
-        progress.add_task("training", total=self._total, completed=self._seen[0][1], pace="")
-        progress.start()
-        return progress
+    # -- texts ---------------------------------------------------------------------------------------------------
 
-    def _chosen(self, metrics: Mapping[str, float]) -> Iterator[str]:
-        for key in self._metrics:
-            found = key if key in metrics else next((name for name in metrics if name.endswith(f"/{key}")), None)
-            if found is not None:
-                yield f"{key} {_compact(metrics[found])}"
+    def _lines(self, step: int, metrics: Mapping[str, float]) -> list[Text]:
+        """Return the lines of a step for a terminal, with a header where it is due."""
+        values, title = self._columns.chosen(metrics), self._step(step)
+        lost = [Text(f"{'':{len(title)}}  {text}", "yellow")] if (text := _lost(metrics)) else []
+        columns = self._columns.fit(metrics, self._console.width - len(title))
+        if columns is None:
+            pairs = [f"{key} {number(key, value)}" for key, value in values.items()]
+            return [Text(f"step {title.strip()}", "bold"), *map(Text, _grid(pairs, self._console.width)), *lost]
+        lines = [Text.assemble((title, "dim"), row(columns, values)), *lost]
+        if columns != self._shown or self._num_rows % _HEADER_EVERY == 0:
+            lines.insert(0, Text(f"{'step':>{len(title)}}{header(columns)}", "bold"))
+            self._shown, self._num_rows = columns, 0
+        self._num_rows += 1
+        return lines
+
+    def _plain_line(self, step: int, metrics: Mapping[str, float]) -> str:
+        values, title = self._columns.chosen(metrics), self._step(step)
+        pairs = [f"{key} {plain_number(value):<{_PLAIN_WIDTH}}" for key, value in values.items()]
+        parts = [f"step {title.strip():<{len(title)}}", *pairs, _lost(metrics), self._pace()]
+        return "  ".join(part for part in parts if part).rstrip()
+
+    def _step(self, step: int) -> str:
+        of_total = f"/{self._total}" if self._total else ""
+        return f"{step}{of_total}".rjust(max(5, 2 * len(str(self._total or 0)) + 1))
 
     def _pace(self) -> str:
         (first, first_step), (last, last_step) = self._seen[0], self._seen[-1]
         if last_step <= first_step:
             return ""
         seconds = (last - first) / (last_step - first_step)
-        pace = f"{_compact(seconds)} s/step"
+        pace = f"{seconds:.3g} s/step"
         if not self._total:
             return pace
         return f"{pace}  {timedelta(seconds=round(seconds * max(0, self._total - last_step)))} left"
 
+    def _bar(self) -> Progress:
+        if self._progress is None:
+            self._progress = Progress(
+                TextColumn("{task.description}", style="bold", markup=False),
+                BarColumn(bar_width=10 if self._console.width < 100 else 24),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("[dim]{task.fields[pace]}"),
+                console=self._console,
+                refresh_per_second=2,
+            )
+            self._progress.add_task("training", total=self._total, completed=self._seen[-1][1], pace="")
+            self._progress.start()
+        return self._progress
+
     def _print(self, *lines: str) -> None:
-        for line in lines:
-            self._file.write(f"{line}\n")
-        self._file.flush()
+        with self._lock:
+            for line in lines:
+                self._file.write(f"{line}\n")
+            self._file.flush()
+            self._printed_at = self._clock()
 
 
-def _compact(value: float) -> str:
-    return f"{float(value):.4g}"
+def _lost(metrics: Mapping[str, float]) -> str:
+    """Return in words how many groups of a step were lost; "" if none was."""
+    lost = metrics.get(LOST, 0)
+    return f"{lost:g} of {lost + metrics.get(FINISHED, 0):g} groups lost" if lost else ""
+
+
+def _grid(cells: Sequence[str], width: int) -> list[str]:
+    """Return cells in as many columns as fit into a width, row by row."""
+    wide = max(map(len, cells), default=0) + 2
+    per_row = max(1, width // wide)
+    rows = [cells[start : start + per_row] for start in range(0, len(cells), per_row)]
+    return ["  " + "".join(cell.ljust(wide) for cell in cells).rstrip() for cells in rows]

@@ -38,9 +38,12 @@ def backend_for(device_kind: str) -> str:
 
 
 def join_alone(device_kind: str) -> None:
-    """Make this process a world of one rank, without a network."""
+    """Make this process a world of one rank, without a network, and without "[rank0]" before its messages."""
     if not dist.is_initialized():
+        excepthook = sys.excepthook
         dist.init_process_group(backend_for(device_kind), store=dist.HashStore(), rank=0, world_size=1)
+        sys.excepthook = excepthook
+        torch._C._distributed_c10d._set_global_rank(-1)
 
 
 def open_store(ip: str) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from rlite.config import Count, Options
 
 
 class QuickstartConfig(Options):
     """Options of `rlite quickstart`."""
+
+    help_example: ClassVar[str] = "steps=60 folder=runs/quickstart"
 
     folder: str = "runs/quickstart"
     """everything is written here"""

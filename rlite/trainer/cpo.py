@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import sys
 
-from rlite.trainer.dpo import DpoTrainer
 from rlite.trainer.preset_options import CpoConfig
-from rlite.trainer.run.command import run
+from rlite.trainer.run.command import start
+
+if __name__ == "__main__":  # before the imports of this file, which load torch
+    start("cpo", "rlite.trainer.cpo", CpoConfig, sys.argv[1:])
+    sys.exit()
+
+from rlite.trainer.dpo import DpoTrainer
 
 
 class CpoTrainer(DpoTrainer):
@@ -23,6 +28,3 @@ class CpoTrainer(DpoTrainer):
 
 
 main = CpoTrainer.main
-
-if __name__ == "__main__":
-    run("cpo", main, sys.argv[1:])

@@ -9,6 +9,14 @@ their own: this trainer with other defaults, and without a reference.
 from __future__ import annotations
 
 import sys
+
+from rlite.trainer.options import DpoConfig
+from rlite.trainer.run.command import start
+
+if __name__ == "__main__":  # before the imports of this file, which load torch
+    start("dpo", "rlite.trainer.dpo", DpoConfig, sys.argv[1:])
+    sys.exit()
+
 from collections.abc import Sequence
 
 from tensordict import TensorDict
@@ -19,9 +27,7 @@ from rlite.data.tokens import TokenRows
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.losses import DpoLoss
-from rlite.trainer.options import DpoConfig
 from rlite.trainer.reference import Reference
-from rlite.trainer.run.command import run
 from rlite.trainer.supervised import SHOWN_OF_PAIRS, SupervisedTrainer
 
 
@@ -68,6 +74,3 @@ class DpoTrainer(SupervisedTrainer[DpoConfig]):
 
 
 main = DpoTrainer.main
-
-if __name__ == "__main__":
-    run("dpo", main, sys.argv[1:])

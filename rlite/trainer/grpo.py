@@ -9,12 +9,18 @@ each sequence, and the KL to the reference as a loss.
 from __future__ import annotations
 
 import sys
+
+from rlite.trainer.preset_options import GrpoConfig
+from rlite.trainer.run.command import start
+
+if __name__ == "__main__":  # before the imports of this file, which load torch
+    start("grpo", "rlite.trainer.grpo", GrpoConfig, sys.argv[1:])
+    sys.exit()
+
 from collections.abc import Sequence
 
 from rlite.trainer import ppo
 from rlite.trainer.ppo import PpoTrainer
-from rlite.trainer.preset_options import GrpoConfig
-from rlite.trainer.run.command import run
 
 __all__ = ["PpoTrainer", "main"]
 
@@ -22,7 +28,3 @@ __all__ = ["PpoTrainer", "main"]
 def main(argv: Sequence[str]) -> None:
     """Run the trainer from the command line."""
     ppo.main(argv, GrpoConfig)
-
-
-if __name__ == "__main__":
-    run("grpo", main, sys.argv[1:])

@@ -8,6 +8,14 @@ A row of data holds a `completion` to a `prompt` or to `messages`, and a `label`
 from __future__ import annotations
 
 import sys
+
+from rlite.trainer.options import KtoConfig
+from rlite.trainer.run.command import start
+
+if __name__ == "__main__":  # before the imports of this file, which load torch
+    start("kto", "rlite.trainer.kto", KtoConfig, sys.argv[1:])
+    sys.exit()
+
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -21,9 +29,7 @@ from rlite.data.tokens import TokenRows
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.losses import KtoLoss, OwnLogprobs
-from rlite.trainer.options import KtoConfig
 from rlite.trainer.reference import Reference
-from rlite.trainer.run.command import run
 from rlite.trainer.supervised import SupervisedTrainer
 
 DESIRABLE, UNDESIRABLE = "desirable_rewards", "undesirable_rewards"
@@ -111,6 +117,3 @@ def _with_margin(metrics: Mapping[str, float], prefix: str = "") -> dict[str, fl
 
 
 main = KtoTrainer.main
-
-if __name__ == "__main__":
-    run("kto", main, sys.argv[1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 from pydantic import AllowInfNan, Field, field_validator
@@ -270,6 +270,11 @@ class TableOptions(Options):
             yield f"chat_template_options.{own[0]}: rlite sets {', '.join(own)} itself; leave it out"
 
     @property
+    def paths(self) -> str:
+        """Where the rows come from, in words."""
+        return self.path or ", ".join(source.path for source in self.mixture.values()) or "rows of the program"
+
+    @property
     def weights(self) -> dict[str, float] | None:
         """Weights of the sources of a mixture; None if they have none."""
         given = {name: source.weight for name, source in self.mixture.items() if source.weight is not None}
@@ -324,6 +329,9 @@ class TestDataOptions(Options):
 class LaunchOptions(Options):
     """The user's own code, and the processes that run the workers."""
 
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """other spellings of keys"""
+
     imports: list[str] = []
     """Python files, or dotted names of modules, that register losses, advantages, rewards, workflows or callbacks; the
     argument --import FILE.py adds one"""
@@ -339,6 +347,10 @@ class LaunchOptions(Options):
         for name in names:
             import_own_code(name)
         return names
+
+    def headline(self) -> str:
+        """Return in a few words what is trained, on which data, and where the result goes."""
+        raise NotImplementedError
 
 
 class RunOptions(Options):
@@ -378,6 +390,8 @@ class RunOptions(Options):
     """name for wandb and trackio"""
     seed: int = 42
     """order of the data, and random numbers"""
+    console: Literal["auto", "all"] | list[str] = "auto"
+    """metrics in the console's line for each step: auto, all, or a list such as [reward, kl, seconds]"""
     callbacks: list[str] = []
     """names of registered callbacks, which are told of steps and may stop the run; rlite.trainer.callbacks"""
     trace: bool = False
@@ -402,6 +416,7 @@ class TrainerOptions(RunOptions):
     """A run of a number of steps."""
 
     save_dir: str = "runs/ppo"
+    """folder of the run: metrics.jsonl, rollouts.jsonl, latest/ (Hugging Face), state/ (to resume from), config.yaml"""
     total_steps: Count = 100
     """rollout batches to train on"""
     max_recoveries: Natural = 0
@@ -413,6 +428,7 @@ class EpochOptions(RunOptions):
     """A run of a number of epochs."""
 
     save_dir: str = "runs/supervised"
+    """folder of the run: metrics.jsonl, latest/ (Hugging Face), state/ (to resume from), config.yaml"""
     n_epochs: Count = 1
     """passes over the data"""
     save_freq: Count = 100
@@ -424,6 +440,11 @@ class EpochOptions(RunOptions):
 class SupervisedConfig(LaunchOptions):
     """Options of every trainer that learns from rows."""
 
+    help_first: ClassVar[tuple[str, ...]] = (
+        *("data.path", "test_data.path", "data.max_length", "data.batch_size"),
+        *("trainer.n_epochs", "trainer.save_dir", "trainer.console", "launcher", "num_devices"),
+    )
+
     data: DataOptions = DataOptions()
     test_data: TestDataOptions = TestDataOptions()
     trainer: EpochOptions = EpochOptions()
@@ -433,9 +454,17 @@ class SupervisedConfig(LaunchOptions):
         if self.data.path is None and not self.data.mixture:
             yield "data.path: required and not set (or data.mixture.NAME.path of several tables)"
 
+    def headline(self) -> str:
+        """Return in a few words what is trained, on which data, and where the result goes."""
+        model = next(group.model_name for _, group in self if isinstance(group, LayoutOptions))
+        return f"{model} on {self.data.paths}, into {self.trainer.save_dir}"
+
 
 class SftConfig(SupervisedConfig):
     """Options of `rlite sft`."""
+
+    help_example: ClassVar[str] = "actor.model_name=Qwen/Qwen3-0.6B data.path=chats.jsonl"
+    help_first: ClassVar[tuple[str, ...]] = ("actor.lr", "actor.lora", *SupervisedConfig.help_first)
 
     actor: ModelOptions
     trainer: EpochOptions = EpochOptions(save_dir="runs/sft")
@@ -469,6 +498,9 @@ class RewardModelOptions(PreferenceModelOptions):
 class RmConfig(SupervisedConfig):
     """Options of `rlite rm`."""
 
+    help_example: ClassVar[str] = "critic.model_name=Qwen/Qwen3-0.6B data.path=pairs.jsonl"
+    help_first: ClassVar[tuple[str, ...]] = ("critic.lr", "critic.lora", *SupervisedConfig.help_first)
+
     critic: RewardModelOptions
     trainer: EpochOptions = EpochOptions(save_dir="runs/rm")
 
@@ -491,7 +523,7 @@ class PreferenceLossOptions(Options):
     nll_weight: Rate = 0.0
     """weight of the negative log-likelihood of the chosen answer, the mean over its tokens, which is added"""
 
-    def problems(self) -> Iterator[str]:
+    def slow_problems(self) -> Iterator[str]:
         """Yield a message for a loss whose reference or lengths are not as it needs them.
 
         It raises ConfigError or UnknownOptionError for a loss that cannot be called so.
@@ -520,6 +552,9 @@ class DpoActorOptions(PreferenceModelOptions):
 
 class DpoConfig(SupervisedConfig):
     """Options of `rlite dpo`."""
+
+    help_example: ClassVar[str] = "actor.model_name=runs/sft/latest data.path=pairs.jsonl"
+    help_first: ClassVar[tuple[str, ...]] = ("actor.lr", "actor.beta", "actor.lora", *SupervisedConfig.help_first)
 
     actor: DpoActorOptions
     ref_actor: FrozenModelOptions = FrozenModelOptions(offload_model=False)
@@ -550,6 +585,8 @@ class KtoActorOptions(PreferenceModelOptions):
 class KtoConfig(SupervisedConfig):
     """Options of `rlite kto`."""
 
+    help_example: ClassVar[str] = "actor.model_name=runs/sft/latest data.path=labelled.jsonl"
+
     actor: KtoActorOptions
     ref_actor: FrozenModelOptions = FrozenModelOptions(offload_model=False)
     trainer: EpochOptions = EpochOptions(save_dir="runs/kto")
@@ -565,6 +602,8 @@ class KtoConfig(SupervisedConfig):
 
 class PlanConfig(LayoutOptions):
     """Options of `rlite plan`."""
+
+    help_example: ClassVar[str] = "model_name=Qwen/Qwen3-8B num_devices=8 tp_size=2"
 
     num_devices: int
     """devices in the world"""

@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import sys
 
-from rlite.trainer.dpo import DpoTrainer
 from rlite.trainer.preset_options import OrpoConfig
-from rlite.trainer.run.command import run
+from rlite.trainer.run.command import start
+
+if __name__ == "__main__":  # before the imports of this file, which load torch
+    start("orpo", "rlite.trainer.orpo", OrpoConfig, sys.argv[1:])
+    sys.exit()
+
+from rlite.trainer.dpo import DpoTrainer
 
 
 class OrpoTrainer(DpoTrainer):
@@ -23,6 +28,3 @@ class OrpoTrainer(DpoTrainer):
 
 
 main = OrpoTrainer.main
-
-if __name__ == "__main__":
-    run("orpo", main, sys.argv[1:])

@@ -11,6 +11,14 @@ workflows, losses, advantages and callbacks that a file registers be chosen by n
 from __future__ import annotations
 
 import sys
+
+from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.run.command import start
+
+if __name__ == "__main__":  # before the imports of this file, which load torch
+    start("ppo", "rlite.trainer.ppo", PpoConfig, sys.argv[1:])
+    sys.exit()
+
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +40,6 @@ from rlite.trainer.launch import init_devices, serve_if_worker
 from rlite.trainer.losses import PolicyLoss
 from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.alarms import Alarms
-from rlite.trainer.rl.config import ALIASES, PpoConfig
 from rlite.trainer.rl.critic import make_critic
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.evaluation import evaluation_metrics
@@ -46,23 +53,14 @@ from rlite.trainer.rl.rollout_metrics import mean_reward
 from rlite.trainer.rl.rollouts import make_rollouts
 from rlite.trainer.rl.selection import with_selected
 from rlite.trainer.rl.workflows import workflow_maker
-from rlite.trainer.run.command import run
 from rlite.trainer.run.training_run import TrainingRun, check_best_metric, step_metrics
 
 T = TypeVar("T")
 SHOWN = (
-    "reward",
-    "score",
-    "accuracy",
-    "loss",
-    "kl",
-    "entropy",
-    "response_length",
-    "truncated",
-    "logprob_drift",
-    "grad_norm",
-    "seconds",
+    *("reward", "accuracy", "score", "loss", "response_length", "seconds", "tokens_per_second"),
+    *("kl", "entropy", "grad_norm", "truncated", "logprob_drift"),
 )
+"""metrics for the console, the most important first"""
 
 
 class PpoTrainer:
@@ -111,7 +109,8 @@ class PpoTrainer:
         )
         self.loss = _loss(options)
         self.kl = KlCoefficient(options.kl)
-        self.run = TrainingRun(options, SHOWN, options.trainer.total_steps, callbacks=callbacks)
+        total_steps = options.trainer.total_steps
+        self.run = TrainingRun(options, SHOWN, total_steps, callbacks=callbacks, evaluated=self.evaluated)
         self.alarms = Alarms(options, self.run)
         self.engines = Engines(options, self.context.length)
         self.recovery = TrainRecovery(self.engines, options.trainer.max_recoveries)
@@ -167,6 +166,7 @@ class PpoTrainer:
         self.recovery.keep()
         self.run.open()
         self.run.console.report("rlite ppo", batch_plan(self.options, self.engines, self.context, self.data))
+        self.run.console.follow(self.engines.rollout.rollout_progress)
         if self.run.step == 0 and self.test_rows:
             self.run.log(evaluation := self.evaluate())
             if self._is_valid(evaluation):
@@ -284,7 +284,7 @@ def main(argv: Sequence[str], config_class: type[PpoConfig] = PpoConfig) -> None
     Raises:
         ConfigError: train_data.path or a source of rewards is missing.
     """
-    options = config.load(config_class, argv, aliases=ALIASES)
+    options = config.load(config_class, argv, aliases=config_class.aliases)
     data, rollout = options.train_data, options.rollout
     has_source = any((rollout.env_path, rollout.reward, rollout.workflow))
     has_data = data.path is not None or bool(data.mixture)
@@ -303,7 +303,3 @@ def main(argv: Sequence[str], config_class: type[PpoConfig] = PpoConfig) -> None
         rlite.shutdown()
 
     fit_again(fit, options)
-
-
-if __name__ == "__main__":
-    run("ppo", main, sys.argv[1:])

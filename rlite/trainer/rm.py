@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import sys
 
+from rlite.trainer.options import RmConfig
+from rlite.trainer.run.command import start
+
+if __name__ == "__main__":  # before the imports of this file, which load torch
+    start("rm", "rlite.trainer.rm", RmConfig, sys.argv[1:])
+    sys.exit()
+
+
 from rlite.data.preferences import preference_rows
 from rlite.trainer.losses import RewardModelLoss
 from rlite.trainer.modules import critic_module
-from rlite.trainer.options import RmConfig
-from rlite.trainer.run.command import run
 from rlite.trainer.supervised import SHOWN_OF_PAIRS, SupervisedTrainer
 
 
@@ -36,6 +42,3 @@ class RmTrainer(SupervisedTrainer[RmConfig]):
 
 
 main = RmTrainer.main
-
-if __name__ == "__main__":
-    run("rm", main, sys.argv[1:])

@@ -11,10 +11,16 @@ from __future__ import annotations
 
 import sys
 
+from rlite.trainer.options import SftConfig
+from rlite.trainer.run.command import start
+
+if __name__ == "__main__":  # before the imports of this file, which load torch
+    start("sft", "rlite.trainer.sft", SftConfig, sys.argv[1:])
+    sys.exit()
+
+
 from rlite.data.sft import sft_rows
 from rlite.trainer.losses import SftLoss
-from rlite.trainer.options import SftConfig
-from rlite.trainer.run.command import run
 from rlite.trainer.supervised import SupervisedTrainer
 
 
@@ -25,7 +31,7 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
     config_class = SftConfig
     tokenise = sft_rows
     kind = "demonstrations"
-    shown = ("loss", "test_loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "seconds")
+    shown = ("loss", "test_loss", "seconds", "tokens_per_second", "lr", "grad_norm", "num_tokens")
 
     def make_loss(self) -> SftLoss:
         """Return the cross entropy."""
@@ -33,6 +39,3 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
 
 
 main = SftTrainer.main
-
-if __name__ == "__main__":
-    run("sft", main, sys.argv[1:])

@@ -30,7 +30,7 @@ from rlite.trainer.run.training_run import TrainingRun, check_best_metric, step_
 C = TypeVar("C", bound=SupervisedConfig)
 SHOWN_OF_PAIRS = (
     *("loss", "accuracy", "margin", "test_loss", "test_accuracy"),
-    *("grad_norm", "lr", "tokens_per_second", "seconds"),
+    *("seconds", "tokens_per_second", "lr", "grad_norm"),
 )
 """metrics for the console of trainers on preference pairs"""
 
@@ -82,8 +82,9 @@ class SupervisedTrainer(ABC, Generic[C]):
         trainer, batch_size = options.trainer, options.data.batch_size
         self.loader = BatchLoader(rows, batch_size, trainer.seed, trainer.n_epochs)
         self.engine = trained_engine(type(self).module, self.model, self.loader.num_batches)
-        check_best_metric(trainer, test_rows is not None, [f"test_{name}" for name in ("loss", *self.loss.reported)])
-        self.run = TrainingRun(options, self.shown, self.loader.num_batches, True, callbacks)
+        evaluated = [f"test_{name}" for name in ("loss", *self.loss.reported)]
+        check_best_metric(trainer, test_rows is not None, evaluated)
+        self.run = TrainingRun(options, self.shown, self.loader.num_batches, True, callbacks, evaluated)
         self.build_options = self._build_options()
 
     @abstractmethod
@@ -193,7 +194,9 @@ class SupervisedTrainer(ABC, Generic[C]):
     def evaluate(self, rows: TokenRows) -> dict[str, float]:
         """Return means of the loss and its metrics over token rows, as `test_...`."""
         sums: dict[str, tuple[float, float]] = {}
-        for batch in rows.batches(self.options.data.batch_size):
+        batch_size = self.options.data.batch_size
+        for number, batch in enumerate(rows.batches(batch_size)):
+            self.run.console.note(f"evaluation: {number * batch_size} of {len(rows)} items")
             stats = self.engine.eval_batch(self.prepare(batch), self.loss, self.loss.weight)
             counts = self.metric_counts(batch)
             for key in stats.keys() - {"weight", "num_tokens", "num_microbatches"}:

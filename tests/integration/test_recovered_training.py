@@ -16,6 +16,7 @@ import torch
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.errors import CheckpointError, WorkerDied
 from tests.integration.modules import LlamaPolicy, make_batch, num_counted, on_meta, token_loss
+from tests.integration.redefinition import run_cell
 from tests.integration.worlds import kill, process_of, ray_session
 
 pytestmark = pytest.mark.slow
@@ -136,3 +137,23 @@ def test_a_save_under_way_is_whole_or_has_failed(train: RliteTrainEngine, tmp_pa
         train.load_state(writing.result())
     train.save_state(tmp_path / "state")
     train.load_state(tmp_path / "state")
+
+
+def test_new_methods_reach_ray_workers_and_those_that_are_started_later(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = RliteTrainEngine(on_meta(run_cell(monkeypatch, "1"), models["llama"]))
+    engine.build(tensor_parallel_size=2)
+    step(engine, 0)
+    weights = engine.state_dict()
+    run_cell(monkeypatch, "len(super().fsdp_units())")
+    assert engine.reload_methods() == ["answer"]
+    assert engine.answer() == engine.module.config.num_hidden_layers
+    check_same(engine.state_dict(), weights)
+    step(engine, 1)
+    kill(process_of(engine, 0))
+    with pytest.raises(WorkerDied):
+        engine.answer()
+    engine.recover(None)
+    assert engine.answer() == engine.module.config.num_hidden_layers
+    engine.release()

@@ -32,6 +32,7 @@ from tests.integration.modules import (
     on_meta,
     token_loss,
 )
+from tests.integration.redefinition import run_cell
 from tests.integration.worlds import world
 from tests.tiny import build_model_dir
 
@@ -671,3 +672,16 @@ def test_what_is_saved_after_an_evaluation_is_what_was_saved_before_it(build: Bu
         resumed.release()
     for name, tensor in weights[0].items():
         assert torch.equal(weights[1][name], tensor), name
+
+
+def test_new_methods_of_a_class_that_is_defined_again_reach_every_rank(
+    build: Build, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(on_meta(run_cell(monkeypatch, "1"), models["llama"]), size=2, copies=2)
+    engine.train_batch(make_batch([5, 7, 4, 3]), token_loss, num_counted)
+    before = engine.state_dict()
+    run_cell(monkeypatch, "[str(p.device) for p in super().parameters()][0]")
+    assert engine.reload_methods() == ["answer"]
+    assert engine.answer() == "cpu"
+    assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    engine.train_batch(make_batch([5, 7, 4, 3]), token_loss, num_counted)

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from rlite.engine.fsdp2.batch_runner import BatchRunner
 from rlite.engine.fsdp2.export import export
 from rlite.engine.fsdp2.materialize import make_module, read_weights
 from rlite.engine.fsdp2.options import Fsdp2Options
+from rlite.engine.redefinition import take_class
 from rlite.engine.workers import Part
 from rlite.errors import ConfigError
 from rlite.nn.meta import real_tensors
@@ -81,6 +83,12 @@ class Fsdp2Worker(BatchRunner):
         """
         with resharded(self.module):
             return getattr(self.module, method)(*args, **kwargs)
+
+    def reload_methods(self, source: bytes) -> None:
+        """Give the module another class; see `TrainExecutor.reload_methods`."""
+        self._source = source
+        if hasattr(self, "module"):
+            take_class(self.module, type(cloudpickle.loads(source)))
 
     def set_mode(self, is_training: bool) -> None:
         """Put the module into training or evaluation mode."""

@@ -103,6 +103,7 @@ class Episodes:
                     result = await episode
                 if result is not None:
                     check_trajectory(result, f"the trajectory of {name}")
+                group.num_finished += 1
                 return result
             except ENGINE_FAILURES:
                 raise

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from rlite.rollout.collector.group import Group, Item, Queue, ShouldAccept
 from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger
 from rlite.rollout.collector.lost import LostGroups
 from rlite.rollout.collector.options import CollectorOptions
+from rlite.rollout.collector.progress import RolloutProgress
 from rlite.rollout.collector.runner import GroupRunner
 from rlite.rollout.collector.seeds import group_seed
 from rlite.rollout.workflow import RolloutError, RolloutWorkflow
@@ -86,6 +88,7 @@ class RolloutCollector:
         self._runner = GroupRunner(engine, self.options, (self._now, self._tests, self._ahead))
         self._consumer = GroupConsumer(engine, self.options, self._runner)
         self._changed, self._num_submitted = self._runner.changed, 0
+        self._waited_for: tuple[str, Sequence[Group]] | None = None
         self._loader: Iterable[Any] | None = None
         self._source: Iterator[Any] = iter(())
         _open_collectors.add(self)
@@ -113,6 +116,28 @@ class RolloutCollector:
         """Number of attempts at an episode that raised, by the exception's name or the reward's outcome."""
         # copied first: the loop counts meanwhile
         return self._now.failed_attempts.copy() + self._ahead.failed_attempts.copy()
+
+    @property
+    def progress(self) -> RolloutProgress | None:
+        """Progress of the call that waits for episodes now; None if no call waits. Any thread may ask."""
+        if (waited_for := self._waited_for) is None:
+            return None
+        what, groups = waited_for
+        if groups:
+            return RolloutProgress.of(what, groups)
+        with self._changed:
+            ahead, size = list(self._ahead.groups.values()), self._ahead.ledger.batch_size
+        num_groups = len(ahead) if size is None else min(size, len(ahead))
+        return RolloutProgress.of(what, ahead, sum(group.size for group in ahead[:num_groups]))
+
+    @contextmanager
+    def _reporting(self, what: str, groups: Sequence[Group] = ()) -> Iterator[None]:
+        """Let `progress` report a call inside of the block. Without groups, it waits for groups that run ahead."""
+        self._waited_for = what, groups
+        try:
+            yield
+        finally:
+            self._waited_for = None
 
     # -- exactly these items, now --------------------------------------------------------------------------------
 
@@ -172,7 +197,8 @@ class RolloutCollector:
             CallTimeout: Some groups are late.
         """
         groups = self._submit(self._now, data, workflow, group_size, first_place=first_place)
-        finished = self._consumer.finish(self._now, groups, timeout)
+        with self._reporting("rollout", groups):
+            finished = self._consumer.finish(self._now, groups, timeout)
         return _collected(groups, self._consumer.batch(finished) if finished else None)
 
     def evaluate(
@@ -196,7 +222,8 @@ class RolloutCollector:
         """
         _check_items(data, workflow, group_size)
         groups = self._submit(self._tests, [item for item in data for _ in range(group_size)], workflow)
-        finished = self._consumer.finish(self._tests, groups, timeout)
+        with self._reporting("evaluation", groups):
+            finished = self._consumer.finish(self._tests, groups, timeout)
         items = {group.id: number // group_size for number, group in enumerate(groups)}
         return _collected(groups, join(finished, items) if finished else None)
 
@@ -229,7 +256,8 @@ class RolloutCollector:
         if count < 1:
             raise ConfigError(f"wait({count}): expected at least 1 group")
         self._ahead.ledger.begin(count, self.engine.get_version())
-        return self._consumer.next_batch(self._ahead, count, timeout, lambda: len(self._ahead.groups) < count)
+        with self._reporting("rollout"):
+            return self._consumer.next_batch(self._ahead, count, timeout, lambda: len(self._ahead.groups) < count)
 
     def prepare_batch(
         self,
@@ -266,7 +294,8 @@ class RolloutCollector:
             self._loader, self._source = loader, _endless(loader)
         refill()
         assert ledger.batch_size is not None
-        return self._consumer.next_batch(self._ahead, ledger.batch_size, timeout, is_short, refill)
+        with self._reporting("rollout"):
+            return self._consumer.next_batch(self._ahead, ledger.batch_size, timeout, is_short, refill)
 
     def pause(self) -> None:
         """Start no more groups, and pause generation at a token boundary."""

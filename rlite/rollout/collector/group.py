@@ -52,6 +52,8 @@ class Group:
     """the exception behind `reason`"""
     tokens: Counter[int] = field(default_factory=Counter)
     """tokens generated so far, by episode"""
+    num_finished: int = 0
+    """episodes that have ended"""
 
     @property
     def age(self) -> int | None:

@@ -52,7 +52,7 @@ class Alarms:
         self._look_at_losses(metrics, first_losses)
         for cause, rows in (self._equal_rewards(metrics), self._drift(metrics)):
             if cause and self._is_due(cause, step):
-                self._run.console.report(f"ALARM at step {step}: {cause}", rows)
+                self._run.console.alarm(f"ALARM at step {step}: {cause}", rows)
 
     def is_valid(self, evaluation: Mapping[str, float], reasons: Counter[str], num_episodes: int) -> bool:
         """Return whether few enough episodes of an evaluation failed, and report the first invalid one.
@@ -67,7 +67,7 @@ class Alarms:
             return True
         if not self._has_invalid_evaluation:
             self._has_invalid_evaluation = True
-            self._run.console.report(
+            self._run.console.alarm(
                 f"ALARM at step {self._run.step}: the evaluation is invalid, {num_errors:g} of {num_episodes} episodes "
                 f"failed (test_data.max_error_share={self._max_error_share:g}); such evaluations choose no best "
                 "checkpoint",
@@ -106,7 +106,7 @@ class Alarms:
             return
         self._told |= lost.keys()
         num_lost, num_whole = sum(lost.values()), metrics.get("rollout/num_groups", 0)
-        self._run.console.report(
+        self._run.console.warn(
             f"step {self._run.step}: {num_lost:g} of {num_lost + num_whole:g} groups were lost, and others are trained "
             f"on; the metrics {LOST}... count on",
             [(f"{number:g} x", first_losses.get(key.removeprefix(LOST), key)) for key, number in lost.items()],

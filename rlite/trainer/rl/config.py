@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 from pydantic import Field
@@ -45,7 +45,7 @@ class PolicyLossOptions(Options):
     options: dict[str, Any] = {}
     """keyword parameters of that loss; ppo_clip has its range from actor.clip"""
 
-    def problems(self) -> Iterator[str]:
+    def slow_problems(self) -> Iterator[str]:
         """Yield nothing; raise ConfigError or UnknownOptionError for a loss that cannot be called so."""
         rlite.algorithms.POLICY_LOSSES.check(self.name, self.options)
         yield from ()
@@ -105,7 +105,11 @@ class ActorOptions(ModelOptions):
                 f"lora.dropout={self.lora.dropout}: the policy that is trained would not be the one that answered; "
                 "use 0"
             )
+
+    def slow_problems(self) -> Iterator[str]:
+        """Yield nothing; raise ConfigError or UnknownOptionError for a rejection that cannot be computed."""
         rlite.algorithms.check_rejection(self.rejection)
+        yield from ()
 
     def build_options(self, world_size: int, seed: int) -> dict[str, Any]:
         """Return the keywords of `RliteTrainEngine.build`; see `ModelOptions.build_options`.
@@ -216,7 +220,7 @@ class AdvantageOptions(Options):
     """divide by the standard deviation, of the group (GRPO), or with global_norm or gae of the whole batch. With gae it
     centres nothing: that is global_norm"""
 
-    def problems(self) -> Iterator[str]:
+    def slow_problems(self) -> Iterator[str]:
         """Yield a message for an unknown estimator, and for options that it does not have."""
         is_named = self.estimator not in ("reinforce", "gae")
         if is_named and self.estimator not in (known := rlite.algorithms.ADVANTAGES):
@@ -367,6 +371,17 @@ class TestOptions(TestDataOptions):
 class PpoConfig(LaunchOptions):
     """Options of `rlite ppo`."""
 
+    aliases: ClassVar[Mapping[str, str]] = ALIASES
+    help_example: ClassVar[str] = (
+        "actor.model_name=Qwen/Qwen3-0.6B train_data.path=prompts.jsonl rollout.env_path=env.py"
+    )
+    help_first: ClassVar[tuple[str, ...]] = (
+        *("train_data.path", "test_data.path", "rollout.env_path", "rollout.reward"),
+        *("train_data.prompts_per_rollout", "train_data.responses_per_prompt"),
+        *("rollout.train_sampling_params.max_new_tokens", "actor.lr", "actor.lora", "kl.type", "kl.coef"),
+        *("trainer.total_steps", "trainer.save_dir", "trainer.console", "launcher", "num_devices"),
+    )
+
     actor: ActorOptions
     critic: CriticOptions = CriticOptions()
     ref_actor: ReferenceOptions = ReferenceOptions()
@@ -377,17 +392,16 @@ class PpoConfig(LaunchOptions):
     rollout: RolloutOptions = RolloutOptions()
     trainer: TrainerOptions = TrainerOptions()
 
+    def headline(self) -> str:
+        """Return in a few words what is trained, on which data, and where the result goes."""
+        return f"{self.actor.model_name} on {self.train_data.paths}, into {self.trainer.save_dir}"
+
     def problems(self) -> Iterator[str]:
         """Yield a message for each rule between models, advantages and rollouts that does not hold."""
         if self.actor.freeze_steps and not self.has_critic:
             yield (
                 f"actor.freeze_steps={self.actor.freeze_steps}: in these steps the critic alone learns, and "
                 f"adv.estimator={self.adv.estimator} has none"
-            )
-        if self.rollout.dynamic_filtering and (reason := self.why_equal_rewards_teach()):
-            yield (
-                f"rollout.dynamic_filtering=true drops groups of equal rewards, from which this run learns: {reason}; "
-                "leave rollout.dynamic_filtering out"
             )
         num_rows = self.train_data.prompts_per_rollout * self.responses_per_prompt
         if self.actor.update_per_rollout > num_rows:
@@ -402,6 +416,14 @@ class PpoConfig(LaunchOptions):
                 "actor.deterministic=true computes the rollout engine's log-probabilities bit for bit, which needs "
                 "rollout.deterministic=true rollout.dtype=float32 rollout.executor=torch "
                 f"rollout.tp_size={self.actor.tp_size} (the actor's); set them, or leave actor.deterministic out"
+            )
+
+    def slow_problems(self) -> Iterator[str]:
+        """Yield a message for each rule on groups of equal rewards that does not hold."""
+        if self.rollout.dynamic_filtering and (reason := self.why_equal_rewards_teach()):
+            yield (
+                f"rollout.dynamic_filtering=true drops groups of equal rewards, from which this run learns: {reason}; "
+                "leave rollout.dynamic_filtering out"
             )
         if self.is_greedy and not self.why_equal_rewards_teach():
             yield (

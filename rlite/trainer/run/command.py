@@ -1,10 +1,17 @@
-"""A trainer as a command: errors of rlite become one readable message, and signals say how to continue."""
+"""A trainer as a command: errors of rlite become one readable message, and signals say how to continue.
+
+`start` checks the options before it imports the trainer: loading torch takes seconds, and what is wrong with the
+options, or what begins, is said before. This module imports no torch.
+"""
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 
+from rlite import config
 from rlite.errors import (
     CheckpointError,
     ConfigError,
@@ -17,11 +24,48 @@ from rlite.errors import (
     why_not_written,
 )
 from rlite.recovery import reporting
+from rlite.trainer.options import LaunchOptions
 from rlite.trainer.run.interruption import INTERRUPTION, Terminated
 
 EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError)
 FINAL = (ConfigError, DataError, DivergedError)
 """errors that the same command meets again"""
+
+
+def start(
+    name: str, module: str, options: type[config.Options], arguments: Sequence[str], function: str = "main"
+) -> None:
+    """Print the help of a command, or run the command.
+
+    Args:
+        name: name of the command.
+        module: dotted name of the module to import.
+        options: class of the command's options. For a trainer, they are checked and shown before the import.
+        arguments: arguments of the command.
+        function: name of the command's function in the module.
+    """
+
+    def main(arguments: Sequence[str]) -> None:
+        if (topic := config.help_topic(arguments)) is not None:
+            print(config.describe(options, topic, f"rlite {name}"))
+            return
+        if issubclass(options, LaunchOptions):
+            with config.quick_checks():  # the module's own `load` makes the others
+                announce(name, config.load(options, arguments, aliases=options.aliases))
+        getattr(importlib.import_module(module), function)(arguments)
+
+    run(name, main, arguments)
+
+
+def announce(name: str, options: LaunchOptions) -> None:
+    """Print what begins, in one line, on rank 0.
+
+    Args:
+        name: name of the command.
+        options: the checked options.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        print(f"rlite {name}: {options.headline()}; loading torch", flush=True)
 
 
 def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:

@@ -14,11 +14,21 @@ from typing import Any
 
 from rlite import config
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CheckpointError, ConfigError, DivergedError, FolderInUse, NonFiniteError, why_not_written
+from rlite.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    FolderInUse,
+    NonFiniteError,
+    did_you_mean,
+    why_not_written,
+)
 from rlite.observability import stats_tracker, trace
+from rlite.observability.columns import find
 from rlite.observability.console import ConsoleReporter
 from rlite.observability.sinks.base import Run, open_sinks
 from rlite.observability.sinks.jsonl import drop_later_lines
+from rlite.observability.summary import History
 from rlite.recovery import reporting
 from rlite.rollout.workflow import RolloutError
 from rlite.trainer.callbacks import Callback, Callbacks
@@ -43,6 +53,7 @@ class TrainingRun:
         total_steps: number of steps of the whole run.
         has_absolute_loss: whether the size of the loss indicates divergence.
         callbacks: callbacks besides the callbacks that the config names.
+        evaluated: metrics of evaluations, for the report at the end.
 
     Raises:
         ConfigError: the folder holds another run, or a callback is none.
@@ -56,10 +67,12 @@ class TrainingRun:
         total_steps: int,
         has_absolute_loss: bool = False,
         callbacks: Sequence[Callback] = (),
+        evaluated: Sequence[str] = (),
     ) -> None:
         self._options: RunOptions = resolved.trainer
         options, self.folder = self._options, Path(self._options.save_dir)
-        self._shown = tuple(shown)
+        self._shown, self._evaluated = tuple(shown), tuple(evaluated)
+        self._history = History(self._evaluated, [key for key in ("reward", "loss") if key in shown][:1])
         self.total_steps = total_steps
         self.config = resolved
         self._kind = type(resolved).__name__
@@ -143,7 +156,11 @@ class TrainingRun:
         )
         if (samples := self.folder / "rollouts.jsonl").exists():  # of steps that are repeated, or of an earlier run
             drop_later_lines(samples, self.step)
-        self.console = ConsoleReporter(self.total_steps, metrics=self._shown, done_steps=self.step)
+        if "jsonl" in options.sinks:
+            self._history.read(self.folder / "metrics.jsonl")
+        self.console = ConsoleReporter(
+            self.total_steps, metrics=self._shown, choice=options.console, done_steps=self.step
+        )
         self._follow_trace()
         self._report_resume()
         reporting.report_step(self.step, self.total_steps)
@@ -167,7 +184,7 @@ class TrainingRun:
         """
         if not self._stop_reason:
             self._stop_reason = reason
-            self.console.report(f"stop after step {self.step} of {self.total_steps}", {"reason": reason})
+            self.console.warn(f"stop after step {self.step} of {self.total_steps}", {"reason": reason})
 
     def _way_on(self) -> str:
         """Return the name of the command that resumes this run."""
@@ -226,7 +243,9 @@ class TrainingRun:
             DivergedError: too many steps were bad.
         """
         self._sinks.log(self.step, metrics)
+        self._history.add(self.step, metrics)
         self.console.log(self.step, metrics)
+        self._check_console(metrics)
         reporting.report_step(self.step, self.total_steps)
         self._checkpoints.look()
         self._follow_trace()
@@ -237,6 +256,16 @@ class TrainingRun:
         self._metrics = metrics
         if self.step:  # what ppo evaluates before its first step is no step
             self._callbacks.call("on_step", self, metrics)
+
+    def _check_console(self, metrics: Mapping[str, float]) -> None:
+        """Report names in trainer.console that are no metrics, after the first step."""
+        if self._metrics or not self.step or isinstance(self._options.console, str):
+            return
+        known = {*metrics, *self._shown, *self._evaluated}
+        unknown = [name for name in self._options.console if find(name, known) is None]
+        if unknown:
+            hints = {repr(name): did_you_mean(name, known) for name in unknown}
+            self.console.warn("trainer.console: this step has no such metric", hints)
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Tell the callbacks of an evaluation.
@@ -257,7 +286,7 @@ class TrainingRun:
         if damage or self._watch.has_diverged:
             raise self._diverged(cause)
         values = ", ".join(f"{key} {metrics[key]}" for key in WATCHED if key in metrics)
-        self.console.report(
+        self.console.alarm(
             f"ALARM at step {self.step}: "
             + ("an update was skipped" if self._watch.cause == NOT_FINITE else "training diverges"),
             {
@@ -397,6 +426,22 @@ class TrainingRun:
             self.console.close()
             self._locked.close()
             INTERRUPTION.end()
+        self._report_end()
+
+    def _report_end(self) -> None:
+        """Report what improved, and where the results are."""
+        if INTERRUPTION.is_asked:
+            how = "interrupted"
+        else:
+            how = f"stopped ({self._stop_reason})" if self._stop_reason else "finished"
+        logs = [f"{self.folder / 'metrics.jsonl'}"] if "jsonl" in self._options.sinks else []
+        logs += [name for name in self._options.all_sinks if name not in ("jsonl", "tensorboard")]
+        logs += [f"tensorboard --logdir {self.folder}"] if "tensorboard" in self._options.sinks else []
+        files = {"model": "latest", "best model": "best", "rollouts": "rollouts.jsonl"}
+        places = {what: str(self.folder / name) for what, name in files.items() if (self.folder / name).exists()}
+        curves = {"curves": ", ".join(logs)} if logs else {}
+        title = f"{how} after step {self.step} of {self.total_steps}"
+        self.console.report(title, {**self._history.rows(), **places, **curves}, style="green")
 
 
 def check_best_metric(options: RunOptions, has_test_data: bool, evaluated: Sequence[str]) -> None:

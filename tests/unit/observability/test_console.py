@@ -1,19 +1,47 @@
 from __future__ import annotations
 
 import io
+import re
+import threading
+from typing import Any
 
 import pytest
 
 from rlite.observability.console import ConsoleReporter
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+STEP = {"reward": 0.25, "actor/loss": -0.012345, "seconds": 12.345, "tokens_per_second": 12345.6, "kl": 2e-5}
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
+    def lines(self) -> list[str]:
+        """The text without colours and without the bar, which is drawn over itself."""
+        lines = [line.rsplit("\r", 1)[-1] for line in ESCAPES.sub("", self.getvalue()).split("\n")]
+        return [line.rstrip() for line in lines if not line.startswith("training")]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """terminal(width, **options): a terminal and a reporter on it."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def make(width: int = 80, total: int | None = 60, **options: Any) -> tuple[Terminal, ConsoleReporter]:
+        monkeypatch.setenv("COLUMNS", str(width))
+        out = Terminal()
+        return out, ConsoleReporter(total, file=out, **options)
+
+    return make
+
+
+# -- in a pipe ---------------------------------------------------------------------------------------------------------
+
 
 def test_a_pipe_gets_one_plain_line_per_step_with_the_time_left() -> None:
-    seconds = iter([0.0, 2.0, 4.0])
+    seconds = iter([0.0, 0.0, 0.0, 2.0, 2.0, 4.0, 4.0])
     out = io.StringIO()
     reporter = ConsoleReporter(60, metrics=("loss", "reward"), file=out, clock=lambda: next(seconds))
     reporter.report("rlite ppo", {"model": "tiny", "batch": "16 prompts x 4 responses = 64 sequences"})
@@ -24,35 +52,131 @@ def test_a_pipe_gets_one_plain_line_per_step_with_the_time_left() -> None:
         "rlite ppo",
         "  model  tiny",
         "  batch  16 prompts x 4 responses = 64 sequences",
-        "step 1/60  loss 0.1235  reward 0.25  2 s/step  0:01:58 left",
-        "step 2/60  loss -1e-07  2 s/step  0:01:56 left",
+        "step 1/60   loss 0.1235     reward 0.25       2 s/step  0:01:58 left",
+        "step 2/60   loss -1e-07     2 s/step  0:01:56 left",
+    ]
+
+
+def test_lines_of_a_pipe_are_aligned_and_hold_plain_numbers() -> None:
+    out = io.StringIO()
+    reporter = ConsoleReporter(60, metrics=tuple(STEP), choice="all", file=out, clock=lambda: 0.0)
+    reporter.log(9, STEP)
+    reporter.log(10, {**STEP, "reward": -0.012345, "rollout/num_lost": 2.0, "rollout/num_groups": 14.0})
+    assert out.getvalue().splitlines() == [
+        "step 9/60   reward 0.25       actor/loss -0.01235   seconds 12.35      tokens_per_second 12346"
+        "      kl 2e-05      0 s/step  0:00:00 left",
+        "step 10/60  reward -0.01235   actor/loss -0.01235   seconds 12.35      tokens_per_second 12346"
+        "      kl 2e-05      rollout/num_lost 2          rollout/num_groups 14         2 of 16 groups lost"
+        "  0 s/step  0:00:00 left",
     ]
 
 
 def test_a_resumed_run_measures_its_own_pace() -> None:
-    seconds = iter([100.0, 103.0])
+    seconds = iter([100.0, 100.0, 103.0, 103.0])
     out = io.StringIO()
     ConsoleReporter(12, done_steps=10, file=out, clock=lambda: next(seconds)).log(11, {})
     assert out.getvalue() == "step 11/12  3 s/step  0:00:03 left\n"
 
 
-def test_a_terminal_gets_a_panel_and_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "100")
-    out = Terminal()
-    reporter = ConsoleReporter(3, file=out)
-    reporter.report("rlite sft", [("model", "tiny")])
-    for step in (1, 2, 3):
-        reporter.log(step, {"loss": 1 / step})
+def test_a_pipe_gets_progress_only_after_half_a_minute_of_silence() -> None:
+    now, out = [0.0], io.StringIO()
+    reporter = ConsoleReporter(3, file=out, clock=lambda: now[0])
+    for now[0] in range(0, 100, 10):
+        reporter.note(f"rollout: {now[0]:g} of 100 episodes, 3,456 tokens")
     reporter.close()
-    shown = out.getvalue()
-    assert "╭─" in shown
-    assert "3/3" in shown
-    assert "loss 0.3333" in shown
+    reporter.note("rollout: 100 of 100 episodes")
+    assert out.getvalue().splitlines() == [
+        f"rollout: {number} of 100 episodes, 3,456 tokens" for number in (30, 60, 90)
+    ]
 
 
-def test_markup_in_names_and_values_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    out = Terminal()
-    ConsoleReporter(file=out).report("run", {"stop": "[/INST] [bold]x"})
+# -- on a terminal -----------------------------------------------------------------------------------------------------
+
+
+def test_a_terminal_gets_a_panel_columns_and_a_bar(terminal: Any) -> None:
+    out, reporter = terminal(metrics=("reward", "loss", "seconds", "tokens_per_second", "kl"))
+    reporter.report("rlite ppo", [("model", "tiny")])
+    reporter.log(1, STEP)
+    reporter.log(2, {**STEP, "reward": -1.0, "seconds": 0.01234})
+    reporter.close()
+    assert "╭─ rlite ppo ─╮" in out.getvalue().replace("\x1b[1m", "").replace("\x1b[0m", "")
+    assert "2/60" in out.getvalue()
+    assert [line for line in out.lines() if "0.0123" in line or "step" in line] == [
+        " step    reward      loss   seconds  tokens/s        kl",
+        " 1/60    0.2500   -0.0123      12.3    12,346   2.0e-05",
+        " 2/60   -1.0000   -0.0123     0.012    12,346   2.0e-05",
+    ]
+
+
+@pytest.mark.parametrize(("width", "num_columns"), [(40, 3), (80, 7), (120, 11)])
+def test_columns_that_do_not_fit_are_left_out_from_the_end(terminal: Any, width: int, num_columns: int) -> None:
+    names = [f"metric{number:02d}" for number in range(20)]
+    out, reporter = terminal(width, metrics=names)
+    reporter.log(1, dict.fromkeys(names, 0.5))
+    reporter.close()
+    (header,) = (line for line in out.lines() if "step" in line)
+    assert header.split() == ["step", *names[:num_columns]]
+    assert len(header) <= width
+
+
+def test_the_header_comes_again_after_twenty_steps_and_for_a_metric_that_is_new(terminal: Any) -> None:
+    out, reporter = terminal(metrics=("loss", "accuracy"), total=100)
+    for step in range(1, 31):
+        reporter.log(step, {"loss": 0.5} | ({"accuracy": 0.25} if step == 25 else {}))
+    reporter.close()
+    lines = out.lines()
+    assert [lines[number + 1].split()[0] for number, line in enumerate(lines) if "step" in line] == [
+        *("1/100", "21/100", "25/100")
+    ]
+    assert [line.split() for line in lines if line.split()[:1] in (["24/100"], ["26/100"])] == [
+        ["24/100", "0.5000"],
+        ["26/100", "0.5000", "-"],
+    ]
+
+
+def test_all_metrics_of_a_step_stand_below_it_in_pairs(terminal: Any) -> None:
+    out, reporter = terminal(40, choice="all", metrics=("loss",))
+    reporter.log(1, {"loss": 0.5, "seconds_rollout": 1.5, "a": 1e-9, "b": 0.0})
+    reporter.close()
+    start = out.lines().index("step 1/60")
+    assert out.lines()[start : start + 4] == ["step 1/60", "  loss 0.5000", "  seconds_rollout 1.50", "  a 1.0e-09"]
+
+
+def test_lost_groups_and_alarms_are_said_in_words_and_in_colour(terminal: Any) -> None:
+    out, reporter = terminal(metrics=("loss",))
+    reporter.log(1, {"loss": 0.5, "rollout/num_lost": 2.0, "rollout/num_groups": 14.0})
+    reporter.alarm("ALARM at step 1: nothing is learnt", {"look at": "the reward"})
+    reporter.close()
+    assert "       2 of 16 groups lost" in out.lines()
+    assert "\x1b[33m2 of 16 groups lost" in out.getvalue().replace("\x1b[33m       ", "\x1b[33m")
+    assert "\x1b[31m╭─" in out.getvalue()
+    assert "\x1b[1;31m ALARM at step 1: nothing is learnt" in out.getvalue()
+
+
+def test_a_title_that_is_longer_than_the_line_is_not_cut(terminal: Any) -> None:
+    out, reporter = terminal(40)
+    reporter.warn("one two three four five six seven eight nine ten", {"a": "b"})
+    assert " ".join(out.lines()[:2]) == "one two three four five six seven eight nine ten"
+
+
+def test_progress_is_followed_until_the_console_is_closed(terminal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlite.observability.console._POLL_S", 0.01)
+    out, reporter = terminal(120)
+    polled = threading.Semaphore(0)
+
+    def poll() -> str:
+        polled.release()
+        return "rollout: 12 of 64 episodes, 3,456 tokens"
+
+    reporter.follow(poll)
+    assert polled.acquire(timeout=10)
+    assert polled.acquire(timeout=10)
+    reporter.close()
+    assert "rollout: 12 of 64 episodes, 3,456 tokens" in ESCAPES.sub("", out.getvalue())
+    assert [thread for thread in threading.enumerate() if thread.name == "rlite-console"] == []
+
+
+def test_markup_in_names_and_values_is_shown_as_it_is(terminal: Any) -> None:
+    out, reporter = terminal()
+    reporter.report("run", {"stop": "[/INST] [bold]x"})
     assert "[/INST] [bold]x" in out.getvalue()

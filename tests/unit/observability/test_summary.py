@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rlite.observability.summary import History
+
+
+def test_it_compares_evaluations_and_the_first_and_last_tenth_of_the_steps() -> None:
+    history = History(["accuracy"], ["reward"])
+    history.add(0, {"accuracy": 0.25})
+    for step in range(1, 21):
+        more = {"accuracy": {10: 0.75, 20: 0.5}[step]} if step % 10 == 0 else {}
+        history.add(step, {"reward": float(step), **more})
+    assert history.rows() == {
+        "accuracy": "0.2500 at step 0 -> 0.5000 at step 20, best 0.7500 at step 10",
+        "reward": "1.5000 -> 19.50, means of the first and of the last 2 steps",
+    }
+
+
+def test_the_best_loss_is_the_lowest_and_what_is_not_finite_does_not_count() -> None:
+    history = History(["test_loss"], ["loss"])
+    for step, value in enumerate([3.0, float("nan"), 1.0, 2.0]):
+        history.add(step, {"test_loss": value})
+    assert history.rows() == {"test_loss": "3.0000 at step 0 -> 2.0000 at step 3, best 1.0000 at step 2"}
+
+
+def test_metrics_of_an_earlier_attempt_count_and_equal_texts_appear_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "a": step, "b": step, "x": "nan"}) + "\n" for step in (1, 2)))
+    history = History(["a", "b", "x"], [])
+    history.read(path)
+    history.read(tmp_path / "missing")
+    assert history.rows() == {"a": "1.0000 at step 1 -> 2.0000 at step 2"}
+    history.add(3, {"a": 3})
+    assert history.rows()["a"] == "1.0000 at step 1 -> 3.0000 at step 3"
