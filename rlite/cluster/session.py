@@ -30,9 +30,13 @@ LauncherName = Literal["inprocess", "torchrun", "ray"]
 class Session:
     """Devices and their owners. Engines place and release themselves here."""
 
-    def __init__(self, launcher: Launcher, device: str) -> None:
+    def __init__(
+        self, launcher: Launcher, device: str, engine_options: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
         self.launcher = launcher
         self.device = device
+        self.engine_options = engine_options or {}
+        """defaults of the executors' options, by the name of the executor"""
         self._ledger = Ledger(launcher.devices)
         self._groups: dict[str, WorkerGroup] = {}
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
@@ -201,8 +205,11 @@ def init(
     num_threads: int | None = None,
     call_timeout: float = 3600.0,
     start_timeout: float = 300.0,
+    engine_options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Session:
     """Start the program's session, or attach to a running cluster.
+
+    Programs call `rlite.init`, which checks `engine_options` first.
 
     Under torchrun only rank 0 returns; the other ranks serve it and exit when it is done.
 
@@ -214,6 +221,7 @@ def init(
         num_threads: torch threads per worker; default: the node's cores divided by its devices.
         call_timeout: seconds that a call may take before CallTimeout names the late workers.
         start_timeout: seconds that starting workers may take.
+        engine_options: defaults of the executors' options, by the name of the executor.
 
     Returns:
         The session.
@@ -251,7 +259,7 @@ def init(
         started = importlib.import_module("rlite.cluster.ray.launcher").RayLauncher(options)
     else:
         raise ConfigError(f"launcher={launcher!r}: expected 'inprocess', 'torchrun' or 'ray'")
-    _session = Session(started, chosen)
+    _session = Session(started, chosen, engine_options)
     atexit.unregister(shutdown)
     atexit.register(shutdown)  # before Ray's own end, which was registered when Ray was imported
     return _session
@@ -276,6 +284,11 @@ def current_session() -> Session:
     if _session is None:
         raise RliteError("rlite is not initialised: call rlite.init() first")
     return _session
+
+
+def default_options(executor: str) -> Mapping[str, Any]:
+    """Return the defaults that the session has for an executor's options; none without a session."""
+    return {} if _session is None else _session.engine_options.get(executor, {})
 
 
 def at_shutdown(act: Callable[[], None]) -> None:
