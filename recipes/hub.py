@@ -41,9 +41,7 @@ def need_columns(table, *names):
 
 def write(path, rows):
     """Write rows as JSON lines, and say how many."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
-    count = 0
-    with path.open("w", encoding="utf-8") as file:
-        for count, row in enumerate(rows, 1):
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    print(f"{path}: {count} rows")
+    path.write_text("".join(lines), encoding="utf-8")
+    print(f"{path}: {len(lines)} rows")

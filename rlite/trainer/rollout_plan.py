@@ -67,8 +67,8 @@ def rollout_memory(
         cache = num_seqs * per_sequence if is_embedded else room
         if num_seqs < 1:
             raise ConfigError(
-                f"rollout: one sequence of max_model_len={length} needs {per_sequence / 2**30:.2f} GiB of KV cache, and "
-                f"the weights leave {max(room, 0) / 2**30:.2f} GiB of device_memory_gib={device_memory_gib:g} at "
+                f"rollout: one sequence of max_model_len={length} needs {per_sequence / 2**30:.2f} GiB of KV cache, "
+                f"and the weights leave {max(room, 0) / 2**30:.2f} GiB of device_memory_gib={device_memory_gib:g} at "
                 f"gpu_memory_utilization={options.gpu_memory_utilization:g}; raise rollout.tp_size, or lower "
                 "rollout.max_model_len"
             )

@@ -1,4 +1,4 @@
-"""The recipes' preparation, on local files with the columns of the datasets, and the options of their launch scripts."""
+"""The recipes' preparation on local files with the columns of the datasets, and the options of their launch scripts."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_the_last_box_is_read_with_its_braces() -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_without_the_dataset_a_script_says_what_to_do(name: str) -> None:
-    with pytest.raises(SystemExit, match="(?s)cannot load the split.*--dataset FOLDER"):
+    with pytest.raises(SystemExit, match=r"(?s)cannot load the split.*--dataset FOLDER"):
         importlib.import_module(f"recipes.{name}.prepare").main(["--folder", "never"])
 
 

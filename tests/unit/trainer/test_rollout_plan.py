@@ -63,5 +63,5 @@ def test_what_cannot_be_served_is_refused(
 
 
 def test_replicas_divide_the_devices() -> None:
-    with pytest.raises(ConfigError, match="rollout.tp_size=3 does not divide num_devices=8"):
+    with pytest.raises(ConfigError, match=r"rollout\.tp_size=3 does not divide num_devices=8"):
         load(PlanConfig, ["model_name=m", "num_devices=8", "rollout.tp_size=3"])
