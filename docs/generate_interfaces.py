@@ -42,8 +42,8 @@ OPTIONS = {
 """executors whose options are a table; those of vllm and sglang depend on the installed package"""
 HEAD = """# Interfaces
 
-`make interfaces` writes this page from the code: every public name, its arguments with their defaults, and the first line
-of its docstring. `help(NAME)` in Python shows all of it. The options of commands are printed by `rlite COMMAND --help`.
+`make interfaces` writes this page from the code: every public name, its arguments with their defaults, and the first
+line of its docstring. `help(NAME)` in Python shows all of it. `rlite COMMAND --help` prints the options of commands.
 
 """
 
@@ -69,7 +69,7 @@ def module_part(name: str) -> str:
 
 
 def public_names(module_name: str) -> Iterator[tuple[str, Any]]:
-    """Names in `__all__`; without it, the public classes and functions that the module defines. One spelling of each."""
+    """Names in `__all__`; without it, public classes and functions that the module defines. One spelling of each."""
     module = importlib.import_module(module_name)
     names = getattr(module, "__all__", None)
     if names is None:

@@ -46,7 +46,7 @@ def test_names_that_users_look_for_are_there(generator: ModuleType, name: str) -
 
 
 def test_arguments_are_written_as_in_a_call(generator: ModuleType) -> None:
-    def function(a, /, b=1, *, c="x", d=object(), **rest):
+    def function(a, /, b=1, *, c="x", d=GENERATOR, **rest):
         """Do it.
 
         In many words.
