@@ -8,7 +8,7 @@ RLITE_TORCH_INDEX ?=
 
 TORCH := $(shell sed -n 's/^torch==//p' constraints-cpu.txt)
 BIN := $(VENV)/bin
-SOURCES := rlite tests examples benchmarks
+SOURCES := rlite tests examples recipes benchmarks docs/generate_interfaces.py
 # files of tests are dealt to this many processes: more than two cores, because tests also wait
 JOBS ?= 3
 # one thread each: idle OpenMP threads spin
@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(DEALT)
 QUICKLY = $(PYTEST) -m "not slow" --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-failed test-fast test-vllm gpu-check check static sloc format bench-vllm-env bench-trl-env clean
+.PHONY: help quickstart test test-failed test-fast test-vllm gpu-check check static sloc interfaces format bench-vllm-env bench-trl-env clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -58,6 +58,9 @@ static: $(VENV)/.installed  ## formatting, lint, types, layers
 
 sloc:  ## source lines of the library: no blanks, comments, docstrings
 	@$(PYTHON) -m benchmarks.sloc
+
+interfaces: $(VENV)/.installed  ## write docs/interfaces.md from the code
+	$(BIN)/python docs/generate_interfaces.py
 
 format: $(VENV)/.installed  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -25,11 +25,12 @@ os.environ.setdefault("LRU_CACHE_CAPACITY", "384")
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from rlite.cluster.session import current_session, init, session, shutdown
+    from rlite.cluster.session import current_session, shutdown
     from rlite.dispatch import NeedParallel, gathered
     from rlite.engine.inference import RliteInferenceEngine
     from rlite.engine.inference import RliteInferenceEngine as RLiteInferenceEngine
     from rlite.engine.registry import register_executor
+    from rlite.engine.session import init, session
     from rlite.engine.train import RliteTrainEngine
     from rlite.engine.train import RliteTrainEngine as RLiteTrainEngine
     from rlite.observability import stats_tracker

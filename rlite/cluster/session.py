@@ -9,7 +9,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import count
 from typing import Any, Literal
 
@@ -30,9 +30,13 @@ LauncherName = Literal["inprocess", "torchrun", "ray"]
 class Session:
     """Devices and their owners. Engines place and release themselves here."""
 
-    def __init__(self, launcher: Launcher, device: str) -> None:
+    def __init__(
+        self, launcher: Launcher, device: str, engine_options: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
         self.launcher = launcher
         self.device = device
+        self.engine_options = engine_options or {}
+        """defaults of the executors' options, by the name of the executor"""
         self._ledger = Ledger(launcher.devices)
         self._groups: dict[str, WorkerGroup] = {}
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
@@ -201,8 +205,11 @@ def init(
     num_threads: int | None = None,
     call_timeout: float = 3600.0,
     start_timeout: float = 300.0,
+    engine_options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Session:
     """Start the program's session, or attach to a running cluster.
+
+    Programs call `rlite.init`, which checks `engine_options` first.
 
     Under torchrun only rank 0 returns; the other ranks serve it and exit when it is done.
 
@@ -214,6 +221,7 @@ def init(
         num_threads: torch threads per worker; default: the node's cores divided by its devices.
         call_timeout: seconds that a call may take before CallTimeout names the late workers.
         start_timeout: seconds that starting workers may take.
+        engine_options: defaults of the executors' options, by the name of the executor.
 
     Returns:
         The session.
@@ -226,7 +234,9 @@ def init(
     if _is_forked:
         raise RliteError(f"rlite.init() {FORKED}")
     if _session is not None:
-        raise ConfigError("rlite.init() was called before in this process; call rlite.shutdown() first")
+        raise ConfigError(
+            "rlite.init() was called before in this process: use its session, or call rlite.shutdown() first"
+        )
     chosen: DeviceKind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen not in ("cpu", "cuda"):
         raise ConfigError(f"device={device!r}: expected 'cpu' or 'cuda'")
@@ -251,34 +261,10 @@ def init(
         started = importlib.import_module("rlite.cluster.ray.launcher").RayLauncher(options)
     else:
         raise ConfigError(f"launcher={launcher!r}: expected 'inprocess', 'torchrun' or 'ray'")
-    _session = Session(started, chosen)
+    _session = Session(started, chosen, engine_options)
     atexit.unregister(shutdown)
     atexit.register(shutdown)  # before Ray's own end, which was registered when Ray was imported
     return _session
-
-
-@contextmanager
-def session(**options: Any) -> Iterator[Session]:
-    """Start the program's session, and end it after the block, also if the block raises.
-
-        with rlite.session(num_devices=1):
-            ...
-
-    Args:
-        **options: arguments of `init`.
-
-    Yields:
-        The session.
-
-    Raises:
-        ConfigError: a session is open already, which stays open; or as for `init`.
-    """
-    if _session is not None:
-        raise ConfigError("rlite.session(): a session is open already; use it, or call rlite.shutdown() first")
-    try:
-        yield init(**options)
-    finally:
-        shutdown()
 
 
 def _default_launcher(device: str, num_devices: int | None) -> LauncherName:
@@ -300,6 +286,11 @@ def current_session() -> Session:
     if _session is None:
         raise RliteError("rlite is not initialised: call rlite.init() first")
     return _session
+
+
+def default_options(executor: str) -> Mapping[str, Any]:
+    """Return the defaults that the session has for an executor's options; none without a session."""
+    return {} if _session is None else _session.engine_options.get(executor, {})
 
 
 def at_shutdown(act: Callable[[], None]) -> None:

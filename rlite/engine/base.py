@@ -26,7 +26,7 @@ import torch
 from rlite.cluster.group import WorkerGroup, apply_on_processes
 from rlite.cluster.host import WorkerContext
 from rlite.cluster.placement import PlacementRequest
-from rlite.cluster.session import Session, current_session
+from rlite.cluster.session import Session, current_session, default_options
 from rlite.engine.registry import Backend, Kind, find_backend
 from rlite.engine.workers import Executor, Part, Resident, T, Worker, on_each_process, together
 from rlite.errors import ConfigError, ResidencyError, RliteError, UnknownOptionError, did_you_mean
@@ -90,7 +90,8 @@ class Engine:
             not_colocate_with: never share a device with these engines.
             acceptable_node_ips: use only these nodes.
             exclusive: let no other engine share this engine's devices.
-            **executor_options: fields of the executor's options.
+            **executor_options: fields of the executor's options. Others are those of `rlite.init(engine_options=...)`,
+                or defaults.
 
         Raises:
             UnknownOptionError: the executor does not know an option. No process was started.
@@ -164,7 +165,8 @@ class Engine:
                 raise UnknownOptionError(
                     f"executor {self.executor_name!r} does not know the option {key!r}; {did_you_mean(key, everything)}"
                 )
-        return self._backend.options(**given)
+        defaults = {key: value for key, value in default_options(self.executor_name).items() if key in known}
+        return self._backend.options(**defaults | given)
 
     def _validate(self, executor_size: int) -> None:
         """Refuse a configuration that cannot work, before anything is placed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from rlite.cluster.host import WorkerContext
 from rlite.engine.workers import EVERY_RANK, RankChoice, Worker
@@ -52,6 +52,11 @@ def register_executor(kind: Kind, name: str, backend: Backend | str) -> None:
 def registered_executors(kind: Kind) -> list[str]:
     """Return the names of the executors of a kind, in the order of their registration."""
     return [name for of, name in _backends if of == kind]
+
+
+def kinds_of(name: str) -> list[Kind]:
+    """Return the kinds of engines that have an executor of this name."""
+    return [kind for kind in get_args(Kind) if (kind, name) in _backends]
 
 
 def find_backend(kind: str, name: str, expected: type[B]) -> B:

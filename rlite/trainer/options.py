@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 from pydantic import AllowInfNan, Field, field_validator
 
 import rlite
@@ -600,6 +600,24 @@ class KtoConfig(SupervisedConfig):
             )
 
 
+class RolloutPlanOptions(Options):
+    """The engine that generates, in `rlite plan`; the names and defaults are those of `rlite ppo`."""
+
+    executor: str = "torch"
+    """name of the inference executor"""
+    tp_size: Count = 1
+    """devices that share one replica"""
+    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
+    """type of the served weights and of the KV cache"""
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.6
+    """share of device_memory_gib for weights and KV cache"""
+    max_num_seqs: Count = 256
+    """sequences that a replica decodes at once"""
+    max_model_len: int | None = None
+    """longest prompt and response together, in tokens; default: the model's own limit, with executor torch at most
+    4096"""
+
+
 class PlanConfig(LayoutOptions):
     """Options of `rlite plan`."""
 
@@ -611,3 +629,14 @@ class PlanConfig(LayoutOptions):
     """master weights, gradients and optimizer state"""
     compute_dtype: Dtype = "bfloat16"
     """forward and backward"""
+    optimizer: OptimizerName = "adamw"
+    """adamw has two numbers for each parameter; muon has one for the matrices inside of layers, and two for the rest"""
+    device_memory_gib: Positive | None = None
+    """memory of one device; with it, the KV cache is what gpu_memory_utilization leaves, as the executors take it"""
+    rollout: RolloutPlanOptions | None = None
+    """the engine that generates on the same devices; null plans training alone"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a replica size that does not divide the devices."""
+        if self.rollout is not None and self.num_devices % self.rollout.tp_size:
+            yield f"rollout.tp_size={self.rollout.tp_size} does not divide num_devices={self.num_devices}"

@@ -1,6 +1,7 @@
 """A dry run: the memory that a model would take on each device, before anybody rents one.
 
     rlite plan model_name=MODEL num_devices=64 tp_size=8        MODEL: a folder with a config.json, or a hub name
+    rlite plan ... optimizer=muon rollout.tp_size=4 rollout.max_model_len=8192 device_memory_gib=80
 
 The model is made on meta and really sharded, over a process group that only pretends; no weight is read.
 """
@@ -23,9 +24,11 @@ from rlite.parallel.dims import ParallelDims
 from rlite.parallel.fsdp import local_tensor, shard
 from rlite.parallel.mesh import make_mesh
 from rlite.trainer.modules import policy_module
-from rlite.trainer.options import PlanConfig
+from rlite.trainer.options import OptimizerOptions, PlanConfig
+from rlite.trainer.rollout_plan import RolloutMemory, rollout_memory
 
-ADAM_STATES = 2
+ADAMW_STATES, MUON_STATES = 2, 1
+"""numbers of an optimizer for each parameter"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +42,17 @@ class MemoryPlan:
     """master weights"""
     gradients: int
     optimizer: int
-    """AdamW's two moments"""
+    """AdamW's two moments; Muon's momentum for the matrices inside of layers"""
     gathered: int
     """the largest FSDP unit and the next one, gathered in compute_dtype while they compute"""
     kept: int
     """with gradient checkpointing: the input of every layer for one full microbatch"""
+    rollout: RolloutMemory | None = None
+    """generation on the same device"""
 
     @property
     def total(self) -> int:
-        """Bytes of all parts together."""
+        """Bytes of all parts of training together."""
         return self.weights + self.gradients + self.optimizer + self.gathered + self.kept
 
 
@@ -60,12 +65,15 @@ def plan(options: PlanConfig) -> MemoryPlan:
     """
     if dist.is_initialized():
         raise RliteError("a plan is made in a process of its own: this one is in a process group already")
-    module = policy_module(options.model_name)
+    module = policy_module(options.model_name, _optimizer(options))
     dims = ParallelDims.of_world(options.num_devices, options.ddp_size, options.sp_size, options.tp_size)
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    generation = None
+    if options.rollout is not None:
+        generation = rollout_memory(options.rollout, module.config, num_parameters, options.device_memory_gib)
     dist.init_process_group("fake", rank=0, world_size=options.num_devices, store=FakeStore())
     try:
         mesh = make_mesh("cpu", range(options.num_devices), 0, dims)
-        num_parameters = sum(parameter.numel() for parameter in module.parameters())
         if dims.tensor > 1:
             module.parallelize(mesh.tensor)
         units = module.fsdp_units()
@@ -73,6 +81,11 @@ def plan(options: PlanConfig) -> MemoryPlan:
         gathered = 2 * max(_local_numel(unit) for unit in units) * compute.itemsize
         shard(module, units, mesh, compute, master)
         weights = _local_numel(module) * master.itemsize
+        num_states = sum(
+            (MUON_STATES if group.is_muon else ADAMW_STATES) * local_tensor(module.get_parameter(name)).numel()
+            for group in module.parameter_groups
+            for name in group.names
+        )
     finally:
         dist.destroy_process_group()
     hidden = module.config.get_text_config().hidden_size
@@ -81,9 +94,16 @@ def plan(options: PlanConfig) -> MemoryPlan:
         dims=dims,
         weights=weights,
         gradients=weights,
-        optimizer=ADAM_STATES * weights,
+        optimizer=num_states * master.itemsize,
         gathered=gathered,
         kept=len(units) * options.max_length_per_device * hidden * compute.itemsize,
+        rollout=generation,
+    )
+
+
+def _optimizer(options: PlanConfig) -> OptimizerOptions:
+    return OptimizerOptions(
+        name=options.optimizer, lr=1.0, weight_decay=0.0, scheduler="constant", warmup_steps=0, total_steps=1
     )
 
 
@@ -98,11 +118,19 @@ def main(argv: Sequence[str]) -> None:
     parts = {
         f"weights, {options.param_dtype}": made.weights,
         "gradients": made.gradients,
-        "optimizer": made.optimizer,
+        f"optimizer, {options.optimizer}": made.optimizer,
         f"gathered units, {options.compute_dtype}": made.gathered,
         "layers' inputs": made.kept,
-        "together": made.total,
+        "training together": made.total,
     }
+    if options.rollout is not None and (rollout := made.rollout) is not None:
+        cache = f"KV cache, {rollout.num_seqs} sequences of {rollout.max_model_len} tokens"
+        parts |= {
+            f"rollout weights, {options.rollout.dtype}": rollout.weights,
+            cache: rollout.kv_cache,
+            "generation together": rollout.total,
+            "both, if they do not take turns": made.total + rollout.total,
+        }
     rows = {
         "model": f"{options.model_name}, {made.num_parameters / 1e9:.2f} B parameters",
         "devices": f"{options.num_devices} = {made.dims}",

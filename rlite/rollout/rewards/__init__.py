@@ -9,6 +9,7 @@ from rlite import lazy
 if TYPE_CHECKING:
     from rlite.rollout.rewards.adapters import from_trl, from_verl
     from rlite.rollout.rewards.function import RewardFunction
+    from rlite.rollout.rewards.gsm8k import gsm8k_reward
     from rlite.rollout.rewards.math import math_verify_reward
     from rlite.rollout.rewards.reasoning import reasoning_gym_reward
 

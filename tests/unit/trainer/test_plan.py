@@ -25,6 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 pytestmark = pytest.mark.slow
 DIVIDING = (("tp_size=8",), ("sp_size=4",), ("tp_size=4", "sp_size=2", "ddp_size=2"))
 NOT_DIVIDING = ("tp_size=16",)
+WITH_ROLLOUTS = ("tp_size=8", "optimizer=muon", "rollout.tp_size=8", "device_memory_gib=80")
 PROGRAM = """
 import os, runpy, sys
 
@@ -45,12 +46,18 @@ Ran = tuple[int, str, str]
 @pytest.fixture(scope="module")
 def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Ran]:
     """What the command did for each choice of sizes."""
-    folder, choices = tmp_path_factory.mktemp("plans"), [*DIVIDING, NOT_DIVIDING]
+    folder, choices = tmp_path_factory.mktemp("plans"), [*DIVIDING, NOT_DIVIDING, WITH_ROLLOUTS]
     command = [forked_python.python(), "-c", PROGRAM, f"model_name={model}", *map(" ".join, choices)]
     done = subprocess.run(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True, timeout=280)
     streams = [[(folder / f"{n}.<{name}>").read_text() for name in ("stdout", "stderr")] for n in range(len(choices))]
     codes = map(int, done.stdout.split())
     return {sizes: (code, out, err) for sizes, code, (out, err) in zip(choices, codes, streams, strict=True)}
+
+
+def size_of(part: str, out: str) -> int:
+    """Bytes of a part in a printed plan."""
+    (line,) = (line for line in out.splitlines() if f"{part}, per device" in line)
+    return int(line.rpartition("(")[2].partition(" ")[0])
 
 
 @pytest.mark.parametrize("sizes", DIVIDING)
@@ -61,8 +68,8 @@ def test_every_byte_is_divided_over_the_devices_of_a_copy(
     assert code == 0, err
     assert "72.71 B parameters" in out
     devices = 32 if "ddp_size=2" in sizes else 64
-    (line,) = (line for line in out.splitlines() if "weights, float32, per device" in line)
-    weights = int(line.partition("(")[2].partition(" ")[0])
+    weights = size_of("weights, float32", out)
+    assert size_of("optimizer, adamw", out) == 2 * weights
     assert weights == pytest.approx(NUM_PARAMETERS * 4 / devices, rel=1e-3)
 
 
@@ -70,3 +77,15 @@ def test_sizes_that_do_not_divide_are_refused(ran: dict[tuple[str, ...], Ran]) -
     code, _, err = ran[NOT_DIVIDING]
     assert code != 0
     assert "num_key_value_heads=8" in err
+
+
+def test_generation_and_the_optimizer_are_counted(ran: dict[tuple[str, ...], Ran]) -> None:
+    code, out, err = ran[WITH_ROLLOUTS]
+    assert code == 0, err
+    embeddings = 2 * 152064 * 8192
+    muon_has = NUM_PARAMETERS - embeddings  # norms and biases are some ten thousandths
+    assert size_of("optimizer, muon", out) == pytest.approx(4 * (muon_has + 2 * embeddings) / 64, rel=1e-3)
+    assert size_of("rollout weights, bfloat16", out) == pytest.approx(NUM_PARAMETERS * 2 / 8, rel=1e-6)
+    per_sequence = 2 * 80 * 1 * 128 * 4096 * 2
+    num_seqs = int((80 * 0.6 * 2**30 - NUM_PARAMETERS * 2 / 8) // per_sequence)
+    assert size_of(f"KV cache, {num_seqs} sequences of 4096 tokens", out) == num_seqs * per_sequence

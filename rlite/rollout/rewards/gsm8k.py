@@ -1,0 +1,45 @@
+"""Reward answers to GSM8K and its like: the number after `####`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+from rlite.errors import DataError
+
+MAX_CHARACTERS = 2000
+"""characters read at the end of a completion"""
+NUMBER = re.compile(r"\s*\$?\s*(-?)\$?\s*(\d[\d,]*(?:\.\d+)?|\.\d+)")
+
+
+def gsm8k_reward(
+    prompt: Any, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], *, answer: Any, **data: Any
+) -> float:
+    """Return 1.0 if the number after the completion's last `####` is that of `answer`, else 0.0.
+
+    Thousands separators, a dollar sign and what follows the number do not count: `#### $1,000.` is 1000.
+
+    Args:
+        prompt: not read.
+        completions: the text of the completion.
+        prompt_ids: not read.
+        completion_ids: not read.
+        answer: the row's answer: a number, or GSM8K's solution, which ends with `#### 42`.
+        data: the row's other columns, not read.
+
+    Raises:
+        DataError: `answer` holds no number.
+    """
+    text = str(answer)
+    expected = _number(text.rpartition("####")[2])
+    if expected is None:
+        raise DataError(f"answer={text[-100:]!r}: expected a number, or a solution that ends with one after ####")
+    _, mark, found = completions[-MAX_CHARACTERS:].rpartition("####")
+    return float(bool(mark) and _number(found) == expected)
+
+
+def _number(text: str) -> Decimal | None:
+    match = NUMBER.match(text)
+    return None if match is None else Decimal(match[1] + match[2].replace(",", ""))
