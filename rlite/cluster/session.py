@@ -234,9 +234,7 @@ def init(
     if _is_forked:
         raise RliteError(f"rlite.init() {FORKED}")
     if _session is not None:
-        raise ConfigError(
-            "rlite.init() was called before in this process: use its session, or call rlite.shutdown() first"
-        )
+        raise ConfigError("rlite.init() was called before in this process; call rlite.shutdown() first")
     chosen: DeviceKind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen not in ("cpu", "cuda"):
         raise ConfigError(f"device={device!r}: expected 'cpu' or 'cuda'")
