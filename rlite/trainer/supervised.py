@@ -13,12 +13,12 @@ import rlite
 from rlite import config
 from rlite.data.loader import BatchLoader
 from rlite.data.packs import sequence_lengths
-from rlite.data.tables import read_rows
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.launch import init_devices, serve_if_worker
+from rlite.trainer.given import Given
+from rlite.trainer.launch import serve_if_worker, session_of
 from rlite.trainer.modules import load_tokenizer, policy_module, trained_engine
 from rlite.trainer.options import ModelOptions, SupervisedConfig
 from rlite.trainer.run.training_run import TrainingRun, check_best_metric, step_metrics
@@ -197,16 +197,27 @@ class SupervisedTrainer(ABC, Generic[C]):
     @classmethod
     def main(cls, argv: Sequence[str]) -> None:
         """Run the trainer from the command line."""
-        options = config.load(cls.config_class, argv)
+        cls.train(config.load(cls.config_class, argv))
+
+    @classmethod
+    def train(cls, options: C, given: Given = Given()) -> dict[str, float]:
+        """Train in the program's session, or in one of its own.
+
+        Args:
+            options: the trainer's config.
+            given: objects of a program, in place of what the options name.
+
+        Returns:
+            The metrics of the last step.
+        """
         serve_if_worker(options)
-        rows, test_rows = read_tokens(options, getattr(options, cls.key).model_name, cls.tokenise)
-        init_devices(options)
-        cls(options, rows, test_rows).fit()
-        rlite.shutdown()
+        rows, test_rows = read_tokens(options, getattr(options, cls.key).model_name, cls.tokenise, given)
+        with session_of(options):
+            return cls(options, rows, test_rows, given.callbacks).fit()
 
 
 def read_tokens(
-    options: SupervisedConfig, model_name: str, tokenise: Callable[..., TokenRows]
+    options: SupervisedConfig, model_name: str, tokenise: Callable[..., TokenRows], given: Given = Given()
 ) -> tuple[TokenRows, TokenRows | None]:
     """Return the token rows of options.data and, if given, of options.test_data.
 
@@ -214,12 +225,13 @@ def read_tokens(
         options: the trainer's config.
         model_name: checkpoint with the tokenizer.
         tokenise: `sft_rows` or `preference_rows`.
+        given: rows of a program, in place of those of the paths.
     """
     tokenizer = load_tokenizer(model_name)
 
     def rows(key: str, path: str) -> TokenRows:
         escapes = {"escape_special_tokens": True} if options.data.escape_special_tokens else {}
-        return tokenise(read_rows(path, key), tokenizer, options.data.max_length, f"{key}={path}", **escapes)
+        return tokenise(given.read(path, key), tokenizer, options.data.max_length, f"{key}={path}", **escapes)
 
     test_path = options.test_data.path
     return rows("data.path", options.data.path), rows("test_data.path", test_path) if test_path else None

@@ -1,0 +1,37 @@
+"""What a program gives a trainer as objects, in place of what its options name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlite.data.tables import Row, read_rows
+from rlite.trainer.callbacks import Callback
+
+IN_MEMORY = "(rows of the program)"
+"""path of rows that a program gives"""
+
+
+@dataclass(frozen=True)
+class Given:
+    """Objects of a program. A command gives none."""
+
+    rows: Sequence[Row] | None = None
+    """rows to train on, in place of those of the path"""
+    test_rows: Sequence[Row] | None = None
+    """rows to evaluate on, in place of those of the path"""
+    rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """reward functions by name, in place of those of the paths"""
+    callbacks: Sequence[Callback] = ()
+    """callbacks besides those of `trainer.callbacks`"""
+
+    def read(self, path: str, key: str) -> Sequence[Row]:
+        """Return the rows of an option of the data.
+
+        Args:
+            path: value of the option.
+            key: the option, of `test_data` or of the data to train on.
+        """
+        own = self.test_rows if key.startswith("test") else self.rows
+        return read_rows(path, key) if own is None else own
