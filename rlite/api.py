@@ -39,7 +39,7 @@ from rlite.trainer.supervised import SupervisedTrainer
 Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 """a path as on the command line, or rows: a list of dicts, a `datasets.Dataset`, any iterable that ends"""
 Reward = str | Callable[..., Any] | tuple[str | Callable[..., Any], float] | Mapping[str, Any]
-"""a function, its path as on the command line, (one of these, its weight), or options such as {"path": ..., "timeout": 5}"""
+"""a function, its path as on the command line, (one of these, its weight), or options such as {"path": "my.py:f"}"""
 Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
 SHORT = {"save_dir": "trainer.save_dir", "total_steps": "trainer.total_steps", "n_epochs": "trainer.n_epochs"}
 """short names of options"""
@@ -115,7 +115,9 @@ def train(
         **{f"reward.{name}": own.options for name, own in rewards.items()},
         **{SHORT.get(key, key): value for key, value in options.items()},
     }
-    settings = config.load(chosen.config_class, [], aliases=ALIASES if chosen.config_class is PpoConfig else {}, given=given)
+    settings = config.load(
+        chosen.config_class, [], aliases=ALIASES if chosen.config_class is PpoConfig else {}, given=given
+    )
     functions = {name: own.function for name, own in rewards.items() if own.function is not None}
     objects = Given(rows.get(chosen.data), rows.get("test_data"), functions, callbacks)
     metrics = chosen.train(settings, objects)

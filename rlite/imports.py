@@ -50,7 +50,7 @@ def import_module(name: str, what: str) -> ModuleType:
 
 @functools.cache
 def _import_file(path: str) -> ModuleType:
-    """Run a file as a module that `sys.modules` does not keep.
+    """Return the module of a file, which is run now. `sys.modules` does not keep it.
 
     cloudpickle sends the functions of such a module by value, so no other process needs the file.
     """

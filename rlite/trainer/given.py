@@ -35,3 +35,7 @@ class Given:
         """
         own = self.test_rows if key.startswith("test") else self.rows
         return read_rows(path, key) if own is None else own
+
+
+NOTHING = Given()
+"""the objects of a command"""

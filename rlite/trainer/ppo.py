@@ -28,7 +28,7 @@ from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.chosen import ChosenRewards
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.given import Given
+from rlite.trainer.given import NOTHING, Given
 from rlite.trainer.launch import serve_if_worker, session_of
 from rlite.trainer.losses import PolicyLoss
 from rlite.trainer.rl.advantages import compute_advantages
@@ -277,7 +277,7 @@ def main(argv: Sequence[str]) -> None:
     train(config.load(PpoConfig, argv, aliases=ALIASES))
 
 
-def train(options: PpoConfig, given: Given = Given()) -> dict[str, float]:
+def train(options: PpoConfig, given: Given = NOTHING) -> dict[str, float]:
     """Train in the program's session, or in one of its own.
 
     Args:

@@ -17,7 +17,7 @@ from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.given import Given
+from rlite.trainer.given import NOTHING, Given
 from rlite.trainer.launch import serve_if_worker, session_of
 from rlite.trainer.modules import load_tokenizer, policy_module, trained_engine
 from rlite.trainer.options import ModelOptions, SupervisedConfig
@@ -200,7 +200,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         cls.train(config.load(cls.config_class, argv))
 
     @classmethod
-    def train(cls, options: C, given: Given = Given()) -> dict[str, float]:
+    def train(cls, options: C, given: Given = NOTHING) -> dict[str, float]:
         """Train in the program's session, or in one of its own.
 
         Args:
@@ -217,7 +217,7 @@ class SupervisedTrainer(ABC, Generic[C]):
 
 
 def read_tokens(
-    options: SupervisedConfig, model_name: str, tokenise: Callable[..., TokenRows], given: Given = Given()
+    options: SupervisedConfig, model_name: str, tokenise: Callable[..., TokenRows], given: Given = NOTHING
 ) -> tuple[TokenRows, TokenRows | None]:
     """Return the token rows of options.data and, if given, of options.test_data.
 

@@ -44,13 +44,13 @@ def adapt(fn: Callable[..., Any], what: str) -> Adapted:
     Raises:
         ConfigError: the function has none of the accepted signatures. The message shows them.
     """
-    parameters = _parameters(fn)
-    kind = None if parameters is None else _kind(parameters)
-    if parameters is None or kind is None:
-        shown = f"({', '.join(parameters)})" if parameters is not None else " has a signature that cannot be read, and"
-        name = getattr(fn, "__name__", type(fn).__name__)
-        raise ConfigError(f"{what}: {name}{shown} has none of the accepted signatures:\n{ACCEPTED}")
-    needed = [name for name, parameter in parameters.items() if _is_needed(parameter) and name not in _GIVEN[kind]]
+    signature = _signature(fn)
+    kind = None if signature is None else _kind(signature.parameters)
+    if signature is None or kind is None:
+        shown = f"{getattr(fn, '__name__', type(fn).__name__)}{signature or '(...)'}"
+        raise ConfigError(f"{what}: {shown} has none of the accepted signatures:\n{ACCEPTED}")
+    parameters = signature.parameters.items()
+    needed = [name for name, parameter in parameters if _is_needed(parameter) and name not in _GIVEN[kind]]
     return Adapted(_in_our_signature(fn, kind), kind, tuple(needed))
 
 
@@ -89,9 +89,9 @@ def _columns(row: Row, kind: Kind) -> set[str]:
     return {*row, *(inner if isinstance(inner, Mapping) else ())}
 
 
-def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
     try:
-        return inspect.signature(fn).parameters
+        return inspect.signature(fn)
     except (TypeError, ValueError):  # some functions that are written in C
         return None
 

@@ -39,13 +39,11 @@ class WeightedRewards:
 
         Raises:
             RewardError: a part failed. The other parts are cancelled.
+            RewardInvalid: all parts are None.
         """
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = {
-                    name: group.create_task(part.function(**arguments))  # type: ignore[arg-type]
-                    for name, part in self.parts.items()
-                }
+                tasks = {name: group.create_task(part.function(**arguments)) for name, part in self.parts.items()}
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         values = {name: _value(task.result()) for name, task in tasks.items()}

@@ -361,8 +361,8 @@ class TestOptions(TestDataOptions):
 
 def _single_or_named(schema: dict[str, Any]) -> None:
     """Let the JSON schema of rewards by name also take the options of a single reward."""
-    by_name = {"type": schema.pop("type"), "additionalProperties": schema.pop("additionalProperties")}
-    schema["anyOf"] = [by_name["additionalProperties"], by_name]
+    named = next(form for form in schema["anyOf"] if "additionalProperties" in form)
+    schema["anyOf"].insert(0, named["additionalProperties"])
 
 
 class PpoConfig(LaunchOptions):
