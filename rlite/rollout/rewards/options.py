@@ -61,7 +61,8 @@ def with_names(given: Any) -> Any:
     named = [name for name, value in given.items() if isinstance(value, Mapping | RewardOptions)]
     single = [name for name in given if name not in named]
     for name in single:
-        if isinstance(given[name], str) and not difflib.get_close_matches(str(name), RewardOptions.model_fields):
+        is_path = ":" in str(given[name]) and not difflib.get_close_matches(str(name), ["path"])
+        if is_path and name not in RewardOptions.model_fields:
             raise ConfigError(f"reward.{name}={given[name]}: expected reward.{name}.path={given[name]}")
     if named and single:
         raise ConfigError(
