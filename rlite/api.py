@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -121,19 +121,24 @@ def train(
     functions = {name: own.function for name, own in rewards.items() if own.function is not None}
     objects = Given(rows.get(chosen.data), rows.get("test_data"), functions, callbacks)
     metrics = chosen.train(settings, objects)
-    return TrainedRun(metrics, Path(settings.trainer.save_dir), chosen.model == "actor")
+    return TrainedRun(Path(settings.trainer.save_dir), metrics, chosen.model == "actor")
 
 
 @dataclass(frozen=True)
 class TrainedRun:
     """A run that has ended."""
 
-    metrics: Mapping[str, float]
-    """metrics of the last step; empty if the run had ended before"""
     folder: Path
     """folder of the run, `trainer.save_dir`"""
+    own_metrics: Mapping[str, float] = field(repr=False)
+    """metrics of the last step; empty if the run had ended before this call"""
     is_policy: bool = True
     """the model generates text"""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the last step, also of a run that had ended before this call."""
+        return self.own_metrics or self.history[-1]
 
     @property
     def model(self) -> Path:

@@ -35,6 +35,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+README = (Path(__file__).parents[2] / "README.md").read_text()
+SMALLER = {
+    "total_steps=50": "total_steps=1",
+    '"train_data.prompts_per_rollout": 16': '"train_data.prompts_per_rollout": 2',
+    "max_new_tokens=16": "max_new_tokens=2",
+}
+
+
 def write(path: str, rows: list[dict[str, Any]]) -> None:
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -102,3 +110,12 @@ def test_a_compute_score_of_verl_unchanged(model: str) -> None:
     write("sums.jsonl", [{**verl, "prompt": c, "reward_model": t} for c, t in zip(chats, truths, strict=True)])
     ppo(["--config", "short.yaml", f"actor.model_name={model}", "reward.path=score.py:compute_score"])
     assert logged()["rollout/num_failed_attempts"] == 0
+
+
+def test_the_first_program_of_the_readme(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program = README.split("```python\n")[1].split("```")[0]
+    for given, smaller in {"Qwen/Qwen3-0.6B": model, **SMALLER}.items():
+        assert program.count(given) == 1
+        program = program.replace(given, smaller)
+    exec(compile(program, "readme.py", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.splitlines()[-1].startswith("0.0 runs/ppo/latest ['")

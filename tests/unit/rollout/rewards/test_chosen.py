@@ -21,7 +21,7 @@ from rlite.rollout import (
     ScriptedEngine,
     SingleTurnWorkflow,
 )
-from rlite.rollout.registry import REWARDS, register_reward
+from rlite.rollout.registry import REWARDS
 from rlite.rollout.rewards.chosen import ChosenRewards
 from rlite.rollout.rewards.errors import RewardInvalid, RewardRaised
 from rlite.rollout.rewards.options import RewardOptions, name_of
@@ -118,9 +118,7 @@ def test_a_function_that_is_not_there_is_refused(folder: Path, path: str, error:
 
 
 def test_a_registered_reward_and_a_reward_function_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(REWARDS, "mine", raising=False)
-    register_reward("mine")(RewardFunction(lambda **arguments: 7.0, in_process=True))
-    monkeypatch.setitem(REWARDS, "mine", REWARDS["mine"])
+    monkeypatch.setitem(REWARDS, "mine", RewardFunction(lambda **arguments: 7.0, in_process=True))
     own = RewardOptions(path="mine")
     assert asyncio.run(ChosenRewards({"mine": own}, {}).make()(**CALL)) == 7.0
     with pytest.raises(ConfigError, match=r"reward\.path=mine is a RewardFunction, which has its own timeout; leave"):
@@ -138,7 +136,7 @@ def test_a_single_reward_is_named_after_its_function(path: str, name: str) -> No
 def test_a_failure_shows_row_completion_and_the_users_own_traceback_once_for_each_kind(folder: Path) -> None:
     reward = make(scaled={"path": "own.py:scaled", "in_process": False})
     rows = [{"scale": "one", "divisor": [1]}] * 3 + [{"scale": s, "divisor": []} for s in ("one", "two", "one", "six")]
-    engine = ScriptedEngine([[*b"four"]])
+    engine = ScriptedEngine([byte_tokenizer().encode("four")])
     options = CollectorOptions(request_retries=0, max_consecutive_failures=20)
     with closing(RolloutCollector(engine, options)) as collector:
         workflow = SingleTurnWorkflow(reward, {"max_new_tokens": 8}, byte_tokenizer())
