@@ -21,6 +21,7 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
+import os
 import re
 import sys
 import textwrap
@@ -63,6 +64,7 @@ _NULLS = ("null", "none", "~")
 _BOOLS = {"true": True, "false": False}
 _COMMAND_LINE = "command line"
 _KEY = re.compile(r"[A-Za-z_][\w.]*=")
+_ARGUMENT = "argument"
 _WORDS = {
     bool: "true or false",
     int: "an int",
@@ -165,7 +167,13 @@ def quick_checks() -> Iterator[None]:
         _is_quick.reset(token)
 
 
-def load(cls: type[C], argv: Sequence[str], *, aliases: Mapping[str, str] | None = None) -> C:
+def load(
+    cls: type[C],
+    argv: Sequence[str],
+    *,
+    aliases: Mapping[str, str] | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> C:
     """Read a config from `--config FILE.yaml` (repeatable, later files win) and from `a.b.c=value`, which wins.
 
     `--import FILE.py` (repeatable) adds to the list `imports`. `--help` prints every key, and `--help GROUP` the keys
@@ -175,6 +183,7 @@ def load(cls: type[C], argv: Sequence[str], *, aliases: Mapping[str, str] | None
         cls: the config's class.
         argv: arguments of the command line.
         aliases: other spellings of keys -> the keys that they mean.
+        given: values that win over all, by keys such as "actor.lr", or nested in mappings.
 
     Returns:
         The config, validated.
@@ -187,7 +196,7 @@ def load(cls: type[C], argv: Sequence[str], *, aliases: Mapping[str, str] | None
     """
     problems = _Problems(cls, {})
     try:
-        tree = problems.merge(argv, aliases or {})
+        tree = problems.merge(argv, aliases or {}, given or {})
         values = _resolved(cls, tree)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
@@ -486,8 +495,8 @@ class _Problems(Generic[C]):
     wrong: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
-    def merge(self, argv: Sequence[str], aliases: Mapping[str, str]) -> DictConfig:
-        """Return the values of files and arguments, not yet resolved. Later values replace earlier values.
+    def merge(self, argv: Sequence[str], aliases: Mapping[str, str], given: Mapping[str, Any]) -> DictConfig:
+        """Return the values of files, arguments and a program, not yet resolved. Later values replace earlier values.
 
         Raises:
             ConfigError: a file cannot be read or merged, or an argument is not `key=value`.
@@ -504,18 +513,30 @@ class _Problems(Generic[C]):
                 raise ConfigError(f"--config {file}: a key is a mapping here and a list in {files[0]}") from error
         for key, text in overrides:
             key = aliases.get(key, key)
-            at = _locate(self.root, key.split("."))
-            if not at.is_exact and not _is_open(at.hint):
-                self.unknown[key] = f"{_unknown(self.root, key)} ({_COMMAND_LINE})"
-                continue
-            value = text if at.is_exact and _is_scalar(at.hint) else _read_yaml_value(key, text)
-            OmegaConf.update(tree, key, value, merge=isinstance(value, dict))
-            self.sources.update(dict.fromkeys(_leaves(key, value), _COMMAND_LINE))
+            if at := self._known(key, _COMMAND_LINE):
+                value = text if at.is_exact and _is_scalar(at.hint) else _read_yaml_value(key, text)
+                self._enter(tree, key, value, _COMMAND_LINE)
+        for key, value in _flat(self.root, given):
+            key = aliases.get(key, key)
+            if self._known(key, _ARGUMENT):
+                self._enter(tree, key, value, _ARGUMENT)
         if added := named.get("--import"):
             before = OmegaConf.to_container(tree).get(IMPORTS) or []  # type: ignore[union-attr]
             tree[IMPORTS] = list(dict.fromkeys([*before, *added])) if isinstance(before, list) else before
             self.sources[IMPORTS] = _COMMAND_LINE
         return tree
+
+    def _known(self, key: str, source: str) -> _Location | None:
+        """Return where a key leads; None, and a problem, if it leads nowhere."""
+        at = _locate(self.root, key.split("."))
+        if at.is_exact or _is_open(at.hint):
+            return at
+        self.unknown[key] = f"{_unknown(self.root, key)} ({source})"
+        return None
+
+    def _enter(self, tree: DictConfig, key: str, value: Any, source: str) -> None:
+        OmegaConf.update(tree, key, value, merge=isinstance(value, dict))
+        self.sources.update(dict.fromkeys(_leaves(key, value), source))
 
     def restrict(self, values: Any, given: Any, path: str) -> Any:
         """Return the resolved values of the given keys. `???` is missing, even if the key has a default.
@@ -548,7 +569,7 @@ class _Problems(Generic[C]):
         for found in error.errors(include_url=False):
             at = _locate(self.root, found["loc"])
             if found["type"] in ("extra_forbidden", "invalid_key"):
-                for key in _leaves(".".join(map(str, found["loc"])), found["input"]):
+                for key in _leaves(_joined(found["loc"]), found["input"]):
                     self.unknown[key] = f"{_unknown(self.root, key)}{self._source(key)}"
             elif found["type"] == "missing":
                 group = _group_of(at.hint)
@@ -596,19 +617,24 @@ def _locate(root: type[Options], way: Sequence[int | str]) -> _Location:
             continue
         group = _group_of(hint)
         if group is None or part not in group.model_fields:
-            return _Location(".".join(map(str, way[:depth])), hint, option, False)
+            return _Location(_joined(way[:depth]), hint, option, False)
         option = group.model_fields[str(part)]
         hint = option.annotation
-    return _Location(".".join(map(str, way)), hint, option, True)
+    return _Location(_joined(way), hint, option, True)
+
+
+def _joined(way: Sequence[int | str]) -> str:
+    """Return a way as a key. The name of an entry that its user did not name is empty, and left out."""
+    return ".".join(str(part) for part in way if part != "")
 
 
 def _prefixed(line: str, at: _Location, value: Any) -> str:
     """Return the message of a rule with the whole key, if the message does not have it."""
     group = _group_of(at.hint)
+    if not at.key or re.match(rf"{re.escape(at.key)}[.=:]", line):
+        return line
     if group is None:
         return f"{at.key}={_show(value)}: {line}"
-    if not at.key or line.startswith(f"{at.key}."):
-        return line
     is_of_option = re.split(r"[=:.]", line)[0] in group.model_fields
     return f"{at.key}.{line}" if is_of_option else f"{at.key}: {line}"
 
@@ -660,7 +686,7 @@ def _default(option: FieldInfo) -> Any:
 def _unknown(cls: type[Options], key: str) -> str:
     known = [path for path, *_ in _keys(cls)]
     at = _locate(cls, key.split(".")[:-1])
-    if at.key and at.option is None and (entry := _group_of(at.hint)):
+    if at.key and (entry := _group_of(at.hint) if at.option is None else _entry_of(at.hint)):
         known = [f"{at.key}.{path}" for path, *_ in _keys(entry)]
     group, _, leaf = key.rpartition(".")
     same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
@@ -680,6 +706,18 @@ def _is_short_for(one: str, other: str) -> bool:
     return any(
         "_" in long and short == "".join(w[:1] for w in long.split("_")) for short, long in ((one, other), (other, one))
     )
+
+
+def _flat(root: type[Options], given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a program by their whole keys. A mapping for a group has values of the group."""
+    for name, value in given.items():
+        key = f"{prefix}{name}"
+        at = _locate(root, key.split("."))
+        is_group = at.is_exact and (_group_of(at.hint) or _entry_of(at.hint))
+        if is_group and isinstance(value, Mapping) and value:
+            yield from _flat(root, value, f"{key}.")
+        else:
+            yield key, os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _leaves(path: str, value: Any) -> list[str]:

@@ -114,11 +114,12 @@ class RemoteTraceback(RliteError):
     """Cause of an exception that a worker raised: the worker's name and its traceback as text."""
 
 
-_INTERNAL = (f"{Path(__file__).parent}{os.sep}", "<frozen importlib")
+_ASYNCIO = Path(os.__file__).parent / "asyncio"
+_INTERNAL = (f"{Path(__file__).parent}{os.sep}", f"{_ASYNCIO}{os.sep}", "<frozen importlib")
 
 
 def own_traceback(error: BaseException) -> str:
-    """Return the traceback of an exception as text, without the frames of rlite and of Python's import system."""
+    """Return the traceback of an exception as text, without the frames of rlite, asyncio and Python's import system."""
     told = traceback.TracebackException.from_exception(error)
     chain: list[traceback.TracebackException | None] = [told]
     while chain:

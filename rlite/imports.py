@@ -8,12 +8,13 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from rlite.errors import ImportFailed, own_traceback
 
 
 def import_own_code(name: str) -> None:
-    """Import a file or a module, once in a process.
+    """Import a file or a module of `--import`, once in a process.
 
     Args:
         name: path of a Python file, or the dotted name of a module. Modules are also looked for in the working folder.
@@ -21,30 +22,41 @@ def import_own_code(name: str) -> None:
     Raises:
         ImportFailed: there is no such file or module, or it raised an exception. The message has the user's traceback.
     """
+    import_module(name, f"--import {name}")
+
+
+def import_module(name: str, what: str) -> ModuleType:
+    """Return the user's file or module as a module, which is imported once in a process.
+
+    Args:
+        name: path of a Python file, or the dotted name of a module. Modules are also looked for in the working folder.
+        what: option and value that name it, for error messages.
+
+    Raises:
+        ImportFailed: there is no such file or module, or it raised an exception. The message has the user's traceback.
+    """
     is_file = name.endswith(".py")
     if is_file and not Path(name).is_file():
-        raise ImportFailed(f"--import {name}: no such file in {os.getcwd()}")
+        raise ImportFailed(f"{what}: no such file in {os.getcwd()}")
     try:
-        if is_file:
-            _import_file(str(Path(name).resolve()))
-        else:
-            _import_module(name)
+        return _import_file(str(Path(name).resolve())) if is_file else _import_by_name(name)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         if isinstance(error, ModuleNotFoundError) and not is_file and f"{name}.".startswith(f"{error.name}."):
             hint = "expected a file such as my_algorithms.py, or a module that Python finds"
-            raise ImportFailed(f"--import {name}: no module {error.name!r}; {hint}") from error
-        what = f"it raised {type(error).__name__} while it was imported"
-        raise ImportFailed(f"--import {name}: {what}\n{own_traceback(error)}") from error
+            raise ImportFailed(f"{what}: no module {error.name!r}; {hint}") from error
+        raised = f"it raised {type(error).__name__} while it was imported"
+        raise ImportFailed(f"{what}: {raised}\n{own_traceback(error)}") from error
 
 
 @functools.cache
-def _import_file(path: str) -> None:
-    """Run a file as a module that `sys.modules` does not keep.
+def _import_file(path: str) -> ModuleType:
+    """Return the module of a file, which is run now. `sys.modules` does not keep it.
 
     cloudpickle sends the functions of such a module by value, so no other process needs the file.
     """
-    if any(getattr(module, "__file__", None) == path for module in list(sys.modules.values())):
-        return  # the program has imported it itself
+    for known in list(sys.modules.values()):
+        if getattr(known, "__file__", None) == path:
+            return known  # the program has imported it itself
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None, path
     assert spec.loader is not None, path
@@ -57,9 +69,10 @@ def _import_file(path: str) -> None:
         del sys.modules[spec.name]
         if shadowed is not None:
             sys.modules[spec.name] = shadowed
+    return module
 
 
-def _import_module(name: str) -> None:
+def _import_by_name(name: str) -> ModuleType:
     if (folder := os.getcwd()) not in sys.path:
         sys.path.insert(0, folder)  # as for python -m
-    importlib.import_module(name)
+    return importlib.import_module(name)

@@ -4,14 +4,13 @@
 set -eu
 cd "$(dirname "$0")/../.."
 exec torchrun --standalone --nproc_per_node="${NUM_GPUS:-8}" -m rlite.trainer.ppo \
-    --import recipes/gsm8k/reward.py \
     actor.model_name="${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}" \
     actor.lr=1e-6 \
     train_data.path=data/gsm8k/train.jsonl \
     test_data.path=data/gsm8k/test.jsonl \
     train_data.prompts_per_rollout=128 \
     train_data.responses_per_prompt=8 \
-    rollout.reward=gsm8k \
+    reward.path=rlite.rollout.rewards.gsm8k:gsm8k_reward \
     rollout.train_sampling_params.max_new_tokens=512 \
     adv.norm_var=true \
     trainer.total_steps=200 \

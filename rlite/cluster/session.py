@@ -273,6 +273,11 @@ def _default_launcher(device: str, num_devices: int | None) -> LauncherName:
     return "inprocess" if num_devices == 1 else "ray"
 
 
+def has_session() -> bool:
+    """Return whether this program has a session."""
+    return _session is not None
+
+
 def current_session() -> Session:
     """Return the session of this program.
 

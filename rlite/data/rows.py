@@ -49,7 +49,7 @@ def read_source(source: Source, kind: RowKind) -> Rows:
         kind: what the rows are for.
     """
     rows, form = normalise(
-        read_rows(source.path, f"{source.key}.path"),
+        read_rows(source.path, f"{source.key}.path") if source.rows is None else [dict(row) for row in source.rows],
         kind,
         source.where,
         columns=source.columns,

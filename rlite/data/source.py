@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 
 class Source(NamedTuple):
@@ -17,6 +17,8 @@ class Source(NamedTuple):
     """rlite's names of columns -> the table's names; None hides a column"""
     system_prompt: str | None = None
     """begins conversations that have no system message"""
+    rows: Sequence[Mapping[str, Any]] | None = None
+    """rows of a program, in place of those of the path"""
 
     @property
     def where(self) -> str:

@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from rlite.rollout.workflow import RolloutWorkflow
 
 REWARDS: Table[Callable[..., Any]] = Table("reward", given=())
-"""reward functions by name, with the signature of RewardFunction, or RewardFunctions"""
+"""reward functions by name, with one of the signatures of `rlite.rollout.rewards.signatures`, or RewardFunctions"""
 WORKFLOWS: Table[Callable[..., RolloutWorkflow]] = Table("workflow", given=("gconfig", "tokenizer"))
 """functions (gconfig, tokenizer) -> RolloutWorkflow by name"""
 
 
 def register_reward(name: str) -> Callable[[Any], Any]:
-    """Register a reward of single-turn answers for `rollout.reward=name`.
+    """Register a reward of single-turn answers for `reward.path=name`.
 
     Args:
-        name: the value of `rollout.reward`.
+        name: the value of `reward.path`.
 
     Returns:
-        A decorator of a function with the signature of RewardFunction, or of a RewardFunction. It returns the function
+        A decorator of a function with one of the accepted signatures, or of a RewardFunction. It returns the function
         unchanged, and raises ConfigError if the name is taken.
     """
     return REWARDS.register(name)

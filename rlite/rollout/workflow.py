@@ -15,6 +15,7 @@ from rlite.data.chat.template import ChatTemplate, Tokenizer
 from rlite.errors import DataError, RliteError
 from rlite.rollout.background import beside_loop
 from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.rewards.weighted import WeightedRewards
 from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse, token_ids
 
@@ -112,7 +113,7 @@ class SingleTurnWorkflow(PromptWorkflow):
     again. The reward function receives the item's other keys.
 
     Args:
-        reward_fn: a RewardFunction, or a function to make one from.
+        reward_fn: a RewardFunction, WeightedRewards, or a function to make a RewardFunction from.
         gconfig: sampling parameters; one completion per episode (groups are the collector's `group_size`).
         tokenizer: the model's tokenizer.
         chat_template_options: see `PromptWorkflow`.
@@ -120,7 +121,7 @@ class SingleTurnWorkflow(PromptWorkflow):
 
     def __init__(
         self,
-        reward_fn: RewardFunction | Callable[..., Any],
+        reward_fn: RewardFunction | WeightedRewards | Callable[..., Any],
         gconfig: GenerationHyperparameters | Mapping[str, Any],
         tokenizer: Tokenizer,
         chat_template_options: Mapping[str, Any] | None = None,
@@ -152,15 +153,19 @@ class SingleTurnWorkflow(PromptWorkflow):
         return trajectory(response, reward=await self.reward_fn(**arguments))
 
 
-def as_reward_function(reward_fn: RewardFunction | Callable[..., Any]) -> RewardFunction:
-    """Return a RewardFunction unchanged, or one made from a function."""
-    return reward_fn if isinstance(reward_fn, RewardFunction) else RewardFunction(reward_fn)
+def as_reward_function(
+    reward_fn: RewardFunction | WeightedRewards | Callable[..., Any],
+) -> RewardFunction | WeightedRewards:
+    """Return a RewardFunction or WeightedRewards unchanged, or a RewardFunction made from a function."""
+    return reward_fn if isinstance(reward_fn, RewardFunction | WeightedRewards) else RewardFunction(reward_fn)
 
 
 def reward_arguments(
     item: Mapping[str, Any], prompt: str, completion: str, prompt_ids: Sequence[int], completion_ids: Sequence[int]
 ) -> dict[str, Any]:
     """Return the keyword arguments of a reward function: these four values, and the item's other keys.
+
+    A prompt that is a list of messages is also there, as `messages`.
 
     Args:
         item: the data item.
@@ -169,8 +174,10 @@ def reward_arguments(
         prompt_ids: tokens of the prompt.
         completion_ids: tokens of the completion.
     """
+    messages = {"messages": item["prompt"]} if isinstance(item.get("prompt"), list) else {}
     return {
         **item,
+        **messages,
         "prompt": plain_text(prompt),
         "completions": completion,
         "prompt_ids": prompt_ids,

@@ -1,4 +1,4 @@
-"""Serve calls inside a sandbox process. This program imports only the standard library, so it starts fast.
+"""Serve calls inside a sandbox process. This program imports the standard library and little else: it starts fast.
 
 The driver is trusted. It sends pickled chunks of calls, each after a length of 8 bytes. The process answers in frames
 of `rlite.sandbox.wire`, [kind, number of the call, value]:
@@ -28,12 +28,12 @@ import signal
 import struct
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from rlite.errors import own_traceback
 from rlite.sandbox import wire
 from rlite.sandbox.confine import children, confine, end_descendants, part, restrict, silence
 from rlite.sandbox.made_code import MadeCodeWatch
@@ -246,10 +246,10 @@ def _failure(error: BaseException) -> tuple[str, str]:
 
 
 def describe(error: BaseException) -> str:
-    """Return the description of an exception: one line, with its traceback below."""
+    """Return the description of an exception: one line, with the traceback in the user's code below."""
     line, _, _ = text_of(error).strip().partition("\n")
     what = f"{type(error).__name__}: {line[:MAX_TEXT]}" if line else type(error).__name__
-    return f"{what}\n{''.join(traceback.format_exception(error))[-MAX_TEXT:]}"
+    return f"{what}\n{own_traceback(error)[-MAX_TEXT:]}"
 
 
 def text_of(error: BaseException) -> str:

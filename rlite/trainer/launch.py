@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 import rlite
+from rlite.cluster.session import has_session
 from rlite.trainer.options import LaunchOptions
 
 
@@ -17,6 +20,23 @@ def init_devices(options: LaunchOptions) -> None:
     if is_plain and num_devices is None and not torch.cuda.is_available():
         num_devices = 1
     rlite.init(launcher=options.launcher, num_devices=num_devices)
+
+
+@contextmanager
+def session_of(options: LaunchOptions) -> Iterator[None]:
+    """Hold a session inside the `with` block: the program's own, or one that ends with the block.
+
+    Yields:
+        None.
+    """
+    if has_session():
+        yield
+        return
+    init_devices(options)
+    try:
+        yield
+    finally:
+        rlite.shutdown()
 
 
 def serve_if_worker(options: LaunchOptions) -> None:

@@ -1,6 +1,6 @@
 """Reinforcement learning with verifiable rewards: Dr. GRPO by default.
 
-    python -m rlite.trainer.ppo actor.model_name=MODEL train_data.path=prompts.jsonl rollout.env_path=env.py
+    python -m rlite.trainer.ppo actor.model_name=MODEL train_data.path=prompts.jsonl reward.path=my.py:correct
     torchrun --nproc_per_node=N -m rlite.trainer.ppo ...
     python -m rlite.trainer.ppo launcher=ray num_devices=N ...
 
@@ -27,16 +27,18 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from tensordict import TensorDict
 
-import rlite
 from rlite import config
+from rlite.cluster.session import has_session
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
 from rlite.data.rows import Rows
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
+from rlite.rollout.rewards.chosen import ChosenRewards
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.launch import init_devices, serve_if_worker
+from rlite.trainer.given import NOTHING, Given
+from rlite.trainer.launch import serve_if_worker, session_of
 from rlite.trainer.losses import PolicyLoss
 from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.alarms import Alarms
@@ -245,7 +247,8 @@ class PpoTrainer:
             self.run.save(kept, **facts)
 
     def _is_valid(self, evaluation: Mapping[str, float]) -> bool:
-        return self.alarms.is_valid(evaluation, self.test_errors, len(self.test_rows))
+        first_losses = self.engines.rollout.collector.first_losses
+        return self.alarms.is_valid(evaluation, self.test_errors, len(self.test_rows), first_losses)
 
 
 def _for_evaluation(workflow: RolloutWorkflow, options: PpoConfig) -> RolloutWorkflow:
@@ -280,26 +283,38 @@ def main(argv: Sequence[str], config_class: type[PpoConfig] = PpoConfig) -> None
     Args:
         argv: arguments of the command line.
         config_class: class of the options.
+    """
+    train(config.load(config_class, argv, aliases=config_class.aliases))
+
+
+def train(options: PpoConfig, given: Given = NOTHING) -> dict[str, float]:
+    """Train in the program's session, or in one of its own.
+
+    Args:
+        options: the run's config.
+        given: objects of a program, in place of what the options name.
+
+    Returns:
+        The metrics of the last step.
 
     Raises:
-        ConfigError: train_data.path or a source of rewards is missing.
+        ConfigError: train_data.path or a source of rewards is missing, or a reward cannot be used.
     """
-    options = config.load(config_class, argv, aliases=config_class.aliases)
-    data, rollout = options.train_data, options.rollout
-    has_source = any((rollout.env_path, rollout.reward, rollout.workflow))
+    data, has_source = options.train_data, bool(options.sources_of_rewards)
     has_data = data.path is not None or bool(data.mixture)
     if not (has_data and has_source):
-        source = "rollout.env_path (or rollout.reward, or rollout.workflow)"
+        source = "a source of rewards (reward.path=file.py:function, rollout.env_path or rollout.workflow)"
         missing = [key for key, value in {"train_data.path": has_data, source: has_source}.items() if not value]
         raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
     serve_if_worker(options)
-    train_rows, test_rows = read_prompts(options)
-    workflow = workflow_maker(options)
+    rewards = ChosenRewards(options.reward, given.rewards) if options.reward else None
+    train_rows, test_rows = read_prompts(options, given)
+    workflow = workflow_maker(options, rewards, {"train_data": train_rows, "test_data": test_rows})
+    rollout = options.rollout
 
-    def fit(options: PpoConfig) -> None:
-        init_devices(options)
-        evaluating = workflow(rollout.evaluation_sampling)
-        PpoTrainer(options, workflow(rollout.train_sampling_params), train_rows, test_rows, evaluating).fit()
-        rlite.shutdown()
+    def fit(options: PpoConfig) -> dict[str, float]:
+        with session_of(options):
+            training, testing = workflow(rollout.train_sampling_params), workflow(rollout.evaluation_sampling)
+            return PpoTrainer(options, training, train_rows, test_rows, testing, given.callbacks).fit()
 
-    fit_again(fit, options)
+    return fit(options) if has_session() else fit_again(fit, options)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class TrainerEntry(NamedTuple):
@@ -13,6 +14,15 @@ class TrainerEntry(NamedTuple):
     trainer: str
     options: str
     """module:class"""
+
+    def find_options(self) -> type[Any]:
+        """Return the class of the options, which is imported now, without torch."""
+        module, name = self.options.split(":")
+        return getattr(importlib.import_module(module), name)
+
+    def find_trainer(self) -> type[Any]:
+        """Return the class of the trainer, which is imported now, with torch."""
+        return getattr(importlib.import_module(self.module), self.trainer)
 
 
 _PRESETS = "rlite.trainer.preset_options"

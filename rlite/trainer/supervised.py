@@ -22,7 +22,8 @@ from rlite.data.tokens import TokenRows, mixed
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
-from rlite.trainer.launch import init_devices, serve_if_worker
+from rlite.trainer.given import NOTHING, Given
+from rlite.trainer.launch import serve_if_worker, session_of
 from rlite.trainer.modules import load_tokenizer, policy_module, trained_engine
 from rlite.trainer.options import ModelOptions, SupervisedConfig
 from rlite.trainer.run.training_run import TrainingRun, check_best_metric, step_metrics
@@ -212,16 +213,31 @@ class SupervisedTrainer(ABC, Generic[C]):
     @classmethod
     def main(cls, argv: Sequence[str]) -> None:
         """Run the trainer from the command line."""
-        options = config.load(cls.config_class, argv)
+        cls.train(config.load(cls.config_class, argv))
+
+    @classmethod
+    def train(cls, options: C, given: Given = NOTHING) -> dict[str, float]:
+        """Train in the program's session, or in one of its own.
+
+        Args:
+            options: the trainer's config.
+            given: objects of a program, in place of what the options name.
+
+        Returns:
+            The metrics of the last step.
+        """
         serve_if_worker(options)
-        rows, test_rows = read_tokens(options, getattr(options, cls.key).model_name, cls.tokenise, cls.kind)
-        init_devices(options)
-        cls(options, rows, test_rows).fit()
-        rlite.shutdown()
+        rows, test_rows = read_tokens(options, getattr(options, cls.key).model_name, cls.tokenise, cls.kind, given)
+        with session_of(options):
+            return cls(options, rows, test_rows, given.callbacks).fit()
 
 
 def read_tokens(
-    options: SupervisedConfig, model_name: str, tokenise: Callable[..., TokenRows], kind: RowKind
+    options: SupervisedConfig,
+    model_name: str,
+    tokenise: Callable[..., TokenRows],
+    kind: RowKind,
+    given: Given = NOTHING,
 ) -> tuple[TokenRows, TokenRows | None]:
     """Return the token rows of options.data and, if given, of options.test_data.
 
@@ -230,13 +246,14 @@ def read_tokens(
         model_name: checkpoint with the tokenizer.
         tokenise: `sft_rows`, `preference_rows` or `labelled_rows`.
         kind: what the rows are for.
+        given: rows of a program, in place of those of the paths.
     """
     tokenizer, data = load_tokenizer(model_name), options.data
     check_template_options(tokenizer, data.chat_template_options, "data.chat_template_options")
     template_options = {**data.chat_template_options, "escape_special_tokens": data.escape_special_tokens}
 
     def tokens(source: Source) -> TokenRows:
-        table = read_source(source, kind)
+        table = read_source(given.source(source), kind)
         made = tokenise(table.rows, tokenizer, data.max_length, source.where, **template_options)
         return replace(made, form=table.form)
 

@@ -29,6 +29,7 @@ def test_the_package_exports_these_names_and_no_others():
         "register_executor",
         "shutdown",
         "stats_tracker",
+        "train",
     ]
 
 

@@ -45,13 +45,12 @@ def test_grpo_with_adapters_and_a_kl(model: str, tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{number}?"}) + "\n" for number in range(8)))
     Path("letters.py").write_text(
-        "from rlite.rollout.registry import register_reward\n\n\n@register_reward('letters')\n"
         "def letters(prompt, completions, prompt_ids, completion_ids, **row):\n"
         "    return sum(map(str.isalpha, completions))\n"
     )
     options = ["actor.lora.rank=4", "actor.lr=1e-2", "trainer.total_steps=2", "train_data.prompts_per_rollout=8"]
-    options += ["rollout.reward=letters", "rollout.train_sampling_params.max_new_tokens=8"]
-    given = [f"actor.model_name={model}", "train_data.path=prompts.jsonl", "--import", "letters.py"]
+    options += ["reward.path=letters.py:letters", "rollout.train_sampling_params.max_new_tokens=8"]
+    given = [f"actor.model_name={model}", "train_data.path=prompts.jsonl"]
     rlite(monkeypatch, "grpo", *given, *options)
     first, second = metrics("runs/grpo")
     assert first["kl"] == 0.0 < second["kl"]

@@ -96,7 +96,7 @@ def test_names_from_a_file_work_on_all_ranks(model: str, tmp_path: Path) -> None
         *("--import", "own.py", f"actor.model_name={model}", "actor.gradient_checkpointing=false"),
         *("actor.policy_loss.name=squared", "actor.policy_loss.options.strength=0.5", "adv.estimator=above_median"),
         *(
-            "rollout.reward=letters",
+            "reward.path=letters",
             "rollout.train_sampling_params.max_new_tokens=8",
             "rollout.dynamic_filtering=false",
         ),

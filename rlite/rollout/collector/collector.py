@@ -107,7 +107,7 @@ class RolloutCollector:
 
     @property
     def first_losses(self) -> Mapping[str, str]:
-        """The first reason of each kind, by the KIND of the metrics `rollout/lost/KIND`."""
+        """The first reason of each cause, with its row, by `rlite.rollout.collector.lost.cause_of` the reason."""
         with self._changed:
             return dict(self._runner.lost_groups.first)
 

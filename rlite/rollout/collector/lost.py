@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 
 from rlite.observability import stats_tracker
 from rlite.rollout.collector.group import Group, response_lengths
+from rlite.rollout.rewards.score import shortened
 from rlite.sandbox.child import text_of
+from rlite.sandbox.errors import SandboxError
 
 TOO_OLD = "too old"
 """max_head_offpolicyness forbids to train on the group"""
@@ -35,6 +39,28 @@ def kind_of(reason: str) -> str:
     return reason.partition(":")[0].replace(" ", "_")
 
 
+def cause_of(reason: str) -> str:
+    """Return a reason's kind, and for an exception in the user's code its name: what is told of once."""
+    kind = kind_of(reason)
+    raised = re.match(r"[^\n]* raised (?!.* raised )[^:\n]*", reason) if kind.endswith("Raised") else None
+    return raised[0] if raised else kind
+
+
+def in_full(reason: str, error: BaseException | None, item: Mapping[str, Any]) -> str:
+    """Return a reason with the traceback in the user's code, what is noted with the error, and the row.
+
+    Args:
+        reason: why a group was lost.
+        error: the exception behind the reason.
+        item: the group's row.
+    """
+    if error is None:
+        return reason
+    said = f"{kind_of(reason)}: {text_of(error)}" if isinstance(error, SandboxError) else in_a_line(reason)
+    row = ", ".join(f"{key}: {shortened(value)}" for key, value in item.items())
+    return "\n".join([said.rstrip(), *getattr(error, "__notes__", ()), f"row: {row}"])
+
+
 def in_a_line(reason: str) -> str:
     """Return a reason without the traceback in it: the kind, and the line that says why."""
     lines = reason.strip().splitlines() or [""]
@@ -50,15 +76,19 @@ class LostGroups:
 
     def __init__(self, num_failed_attempts: int = 0) -> None:
         self.first: dict[str, str] = {}
-        """reason of the first lost group of each kind"""
+        """reason of the first lost group of each cause, with its row"""
         self._lost: Counter[str] = Counter()
         self._num_failed_attempts = num_failed_attempts
         self._too_old: list[Counter[int]] = []
 
+    def explain(self, group: Group, reason: str, error: BaseException | None) -> None:
+        """Keep the reason of a lost group, also of an evaluation, if it is the first of its cause."""
+        if (cause := cause_of(reason)) not in self.first:
+            self.first[cause] = in_full(reason, error, group.data)
+
     def add(self, group: Group, reason: str) -> None:
         """Count a lost group."""
         self._lost[kind_of(reason)] += 1
-        self.first.setdefault(kind_of(reason), in_a_line(reason))
         if reason.startswith(TOO_OLD):
             self._too_old.append(group.tokens)  # a cancelled group may still report a few more
 

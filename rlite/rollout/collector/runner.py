@@ -16,7 +16,7 @@ from rlite.rollout.collector import lost
 from rlite.rollout.collector.attempts import ENGINE_FAILURES, EpisodeFailed, Episodes
 from rlite.rollout.collector.group import Group, Queue
 from rlite.rollout.collector.ledger import FailureStreaks
-from rlite.rollout.collector.lost import LostGroups, reason_of
+from rlite.rollout.collector.lost import LostGroups, in_full, reason_of
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.loop import LoopThread
 from rlite.rollout.trajectories import pad_trajectories
@@ -128,6 +128,7 @@ class GroupRunner:
             reason: why.
             error: the exception behind the reason.
         """
+        self.lost_groups.explain(group, reason, error)
         if queue.is_training:
             self.lost_groups.add(group, reason)
         queue.drop(group, reason, error)
@@ -230,7 +231,8 @@ class GroupRunner:
         if self._end(queue, group, reason, error) and group.start_order is not None:
             num_failures = self._failures.add(group.start_order)
             if num_failures >= self._options.max_consecutive_failures:
-                self._stop(_stopping_error(f"{num_failures} groups in a row failed, the last with {reason}", error))
+                last = in_full(reason, error, group.data)
+                self._stop(_stopping_error(f"{num_failures} groups in a row failed, the last with {last}", error))
 
     def _end(self, queue: Queue, group: Group, reason: str, error: BaseException | None = None) -> bool:
         """Drop a group whose task ends.

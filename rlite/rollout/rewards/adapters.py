@@ -14,7 +14,7 @@ from rlite.rollout.rewards.score import Sum, Unusable, as_number
 
 def from_trl(
     fn: Callable[..., Any] | Sequence[Callable[..., Any]],
-    is_conversational: bool = False,
+    is_conversational: bool | None = False,
     weights: Sequence[float] | None = None,
 ) -> TrlReward:
     """Return a reward function made of functions with TRL's signature.
@@ -25,11 +25,10 @@ def from_trl(
 
     Args:
         fn: one function or several, synchronous or async. The reward is the weighted sum of their rewards. The rewards
-            of
-            several functions are reported separately, as `reward/NAME`. As in TRL, an entry None does not count. If all
-            entries are None, there is no reward, and the call ends as invalid.
+            of several functions are reported separately, as `reward/NAME`. As in TRL, an entry None does not count. If
+            all entries are None, there is no reward, and the call ends as invalid.
         is_conversational: pass prompts as lists of messages (the row's `messages`) and completions as lists of one
-            assistant message, as TRL does for conversational data.
+            assistant message, as TRL does for conversational data. None: if the row has `messages`.
         weights: a weight for each function, TRL's `reward_weights`. Default: 1 each.
 
     Returns:
@@ -51,12 +50,15 @@ class TrlReward:
 
     fns: tuple[Callable[..., Any], ...]
     weights: tuple[float, ...]
-    is_conversational: bool
+    is_conversational: bool | None
+    is_part: bool = False
+    """the sum is a part of a larger sum: a single function has a name, too, and a sum that does not count is 0"""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the functions if there are several, else empty. A repeated name gets a number."""
-        names = [getattr(fn, "__name__", type(fn).__name__) for fn in self.fns] if len(self.fns) > 1 else []
+        """Names of the functions if the result has parts, else empty. A repeated name gets a number."""
+        has_parts = self.is_part or len(self.fns) > 1
+        names = [getattr(fn, "__name__", type(fn).__name__) for fn in self.fns] if has_parts else []
         return tuple(f"{name}_{i}" if name in names[:i] else name for i, name in enumerate(names))
 
     def __call__(self, prompt: Any, completions: Any, prompt_ids: Any, completion_ids: Any, **data: Any) -> Any:
@@ -74,11 +76,11 @@ class TrlReward:
         if not is_batch:
             columns = {key: [value] for key, value in columns.items()}
         columns["completion_ids"] = [list(ids) for ids in columns["completion_ids"]]
-        if self.is_conversational:
+        if self.is_conversational or (self.is_conversational is None and "messages" in columns):
             columns["prompts"] = columns.pop("messages")
             columns["completions"] = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
         count = len(columns["completions"])
-        results = [fn(**columns, **_trainers_own(fn)) for fn in self.fns]
+        results = [fn(**_accepted(fn, {**columns, **_TRAINERS_OWN})) for fn in self.fns]
         if any(map(inspect.isawaitable, results)):
             return self._later(results, count, is_batch)
         return self._sum(results, count, is_batch)
@@ -94,7 +96,8 @@ class TrlReward:
         for fn, values in zip(self.fns, lists, strict=True):
             if not isinstance(values, list) or len(values) != count:
                 found = f"{len(values)} values" if isinstance(values, list) else repr(values)
-                return Unusable(f"{found} from {getattr(fn, '__name__', fn)} for {count} completions")
+                name, lists_of = getattr(fn, "__name__", fn), "TRL's functions return a list with one for each"
+                return Unusable(f"{found} from {name} for {count} completions ({lists_of})")
         sums = [self._sum_of_one(entries) for entries in zip(*lists, strict=True)]
         return sums if is_batch else sums[0]
 
@@ -104,42 +107,85 @@ class TrlReward:
             if as_number(entry) is None:
                 return Unusable(repr(entry))
         total = sum(weight * float(entry) for weight, entry in numbers) if numbers else None
-        return Sum(total, list(entries)) if len(entries) > 1 else total
-
-
-def _trainers_own(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Return the arguments beside the columns that TRL's trainer passes and the function accepts."""
-    parameters = inspect.signature(fn).parameters
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    given = {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
-    return {key: value for key, value in given.items() if takes_all or key in parameters}
+        if self.is_part and total is None:
+            total = 0.0
+        return Sum(total, list(entries)) if self.names else total
 
 
 def _ignore(*args: Any, **options: Any) -> None:
     """Log nothing."""
 
 
-def from_verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:
+_TRAINERS_OWN = {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
+"""arguments beside the columns that TRL's trainer passes"""
+
+
+def _accepted(fn: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments that a function accepts."""
+    if takes_all(fn):
+        return given
+    return {key: value for key, value in given.items() if key in inspect.signature(fn).parameters}
+
+
+def takes_all(fn: Callable[..., Any]) -> bool:
+    """Return whether a function accepts every keyword argument."""
+    parameters = inspect.signature(fn).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+@dataclass(frozen=True)
+class Selective:
+    """A function that gets only the keyword arguments that it accepts."""
+
+    fn: Callable[..., Any]
+
+    def __call__(self, **keywords: Any) -> Any:
+        """Return the function's result.
+
+        Args:
+            **keywords: all arguments.
+        """
+        return self.fn(**_accepted(self.fn, keywords))
+
+
+def from_verl(compute_score: Callable[..., Any]) -> VerlReward:
     """Return a reward function made of a function with verl's signature.
 
     The row holds `data_source`, `reward_model: {ground_truth}` (or `ground_truth`) and optionally `extra_info`, as in
-    verl's files. A row without a ground truth raises KeyError.
+    verl's files. Without `data_source` the function receives None, without `extra_info` an empty dict. A row without a
+    ground truth raises KeyError.
 
     Args:
-        compute_score: `f(data_source, solution_str, ground_truth, extra_info)`, sync or async. If it returns a dict,
-            the reward is the dict's `score`.
+        compute_score: `f(data_source, solution_str, ground_truth, extra_info)`, sync or async. It may leave some of
+            these arguments out. If it returns a dict, the reward is the dict's `score`.
     """
+    return VerlReward(compute_score)
 
-    def reward(completions: str, **data: Any) -> Any:
-        result = compute_score(
-            data_source=data.get("data_source"),
-            solution_str=completions,
-            ground_truth=data["reward_model"]["ground_truth"] if "reward_model" in data else data["ground_truth"],
-            extra_info=data.get("extra_info") or {},
-        )
+
+@dataclass(frozen=True)
+class VerlReward:
+    """A reward function made of a function with verl's signature."""
+
+    compute_score: Callable[..., Any]
+
+    def __call__(self, prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> Any:
+        """Return the score, or an awaitable of it if the function is async.
+
+        Args:
+            prompt: not read.
+            completions: text of the completion.
+            prompt_ids: not read.
+            completion_ids: not read.
+            **data: the row's other columns.
+        """
+        given = {
+            "data_source": data.get("data_source"),
+            "solution_str": completions,
+            "ground_truth": data["reward_model"]["ground_truth"] if "reward_model" in data else data["ground_truth"],
+            "extra_info": data.get("extra_info") or {},
+        }
+        result = self.compute_score(**_accepted(self.compute_score, given))
         return _later_score(result) if inspect.isawaitable(result) else _score(result)
-
-    return reward
 
 
 async def _later_score(result: Awaitable[Any]) -> Any:

@@ -14,7 +14,7 @@ from rlite.observability import trace
 from rlite.rollout.rewards.adapters import TrlReward
 from rlite.rollout.rewards.errors import REWARD_ERRORS, RewardError, RewardInvalid
 from rlite.rollout.rewards.judges import JudgeLoop, Slots
-from rlite.rollout.rewards.score import read_batch, read_score, score, score_batch
+from rlite.rollout.rewards.score import read_batch, read_score, score, score_batch, shortened
 from rlite.sandbox.function import SandboxFunction, limited
 
 _Rows = dict["asyncio.Future[float | str]", dict[str, Any]]
@@ -145,7 +145,12 @@ class RewardFunction:
             RewardError: there is no reward. The class depends on the outcome.
         """
         with trace.task(self.what.removeprefix("the ")):
-            return await self._attempt(self._compute, keywords, count=1)
+            try:
+                return await self._attempt(self._compute, keywords, count=1)
+            except RewardError as error:
+                if "completions" in keywords:
+                    error.add_note(f"completion: {shortened(keywords['completions'])}")
+                raise
 
     async def batch(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
         """Return the rewards of completions that belong together, by one call with lists.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from rlite.rollout.collector.lost import in_a_line
+from rlite.rollout.collector.lost import cause_of, kind_of
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.run.training_run import TrainingRun
 
@@ -23,7 +23,7 @@ REPEAT_AFTER = 50
 class Alarms:
     """Watch over the metrics of each step and evaluation.
 
-    Lost groups are reported once for each reason. Equal rewards, and log-probabilities that differ between trainer and
+    Lost groups are reported once for each cause. Equal rewards, and log-probabilities that differ between trainer and
     engine, are reported when they begin and again every `REPEAT_AFTER` steps while they last. The first evaluation that
     is invalid because too many episodes failed is reported.
 
@@ -46,7 +46,7 @@ class Alarms:
 
         Args:
             metrics: metrics of the step.
-            first_losses: an example of each reason for lost groups.
+            first_losses: an example of each cause of lost groups.
         """
         step = self._run.step
         self._look_at_losses(metrics, first_losses)
@@ -54,24 +54,34 @@ class Alarms:
             if cause and self._is_due(cause, step):
                 self._run.console.alarm(f"ALARM at step {step}: {cause}", rows)
 
-    def is_valid(self, evaluation: Mapping[str, float], reasons: Counter[str], num_episodes: int) -> bool:
+    def is_valid(
+        self,
+        evaluation: Mapping[str, float],
+        reasons: Counter[str],
+        num_episodes: int,
+        first_losses: Mapping[str, str],
+    ) -> bool:
         """Return whether few enough episodes of an evaluation failed, and report the first invalid one.
 
         Args:
             evaluation: metrics of the evaluation.
             reasons: failed episodes by reason.
             num_episodes: episodes of the evaluation.
+            first_losses: an example of each cause of lost groups.
         """
         num_errors = evaluation.get("num_errors", 0)
         if num_errors <= self._max_error_share * num_episodes:
             return True
         if not self._has_invalid_evaluation:
             self._has_invalid_evaluation = True
+            causes: Counter[str] = Counter()
+            for reason, count in reasons.items():
+                causes[cause_of(reason)] += count
             self._run.console.alarm(
                 f"ALARM at step {self._run.step}: the evaluation is invalid, {num_errors:g} of {num_episodes} episodes "
                 f"failed (test_data.max_error_share={self._max_error_share:g}); such evaluations choose no best "
                 "checkpoint",
-                [(f"{count} x", in_a_line(reason)) for reason, count in reasons.most_common(NUM_REASONS)],
+                [(f"{count} x", first_losses.get(cause, cause)) for cause, count in causes.most_common(NUM_REASONS)],
             )
         return False
 
@@ -102,12 +112,19 @@ class Alarms:
 
     def _look_at_losses(self, metrics: Mapping[str, float], first_losses: Mapping[str, str]) -> None:
         lost = {key: number for key, number in metrics.items() if key.startswith(LOST)}
-        if lost.keys() <= self._told:
+        news = {
+            key: [cause for cause in first_losses if f"{LOST}{kind_of(cause)}" == key and cause not in self._told]
+            for key in lost
+        }
+        if not any(news.values()):
             return
-        self._told |= lost.keys()
+        self._told |= {cause for causes in news.values() for cause in causes}
         num_lost, num_whole = sum(lost.values()), metrics.get("rollout/num_groups", 0)
         self._run.console.warn(
             f"step {self._run.step}: {num_lost:g} of {num_lost + num_whole:g} groups were lost, and others are trained "
             f"on; the metrics {LOST}... count on",
-            [(f"{number:g} x", first_losses.get(key.removeprefix(LOST), key)) for key, number in lost.items()],
+            [
+                (f"{number:g} x", "\n".join(first_losses[cause] for cause in news[key]) or key.removeprefix(LOST))
+                for key, number in lost.items()
+            ],
         )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
-from pydantic import Field
+from pydantic import Field, field_validator
 
 import rlite
 from rlite import config
@@ -14,7 +14,8 @@ from rlite.config import Count, Natural, Options, Positive, Rate, Seconds, Share
 from rlite.errors import ConfigError, did_you_mean
 from rlite.nn.options import LoraOptions
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
-from rlite.rollout.registry import REWARDS, WORKFLOWS
+from rlite.rollout.registry import WORKFLOWS
+from rlite.rollout.rewards.options import RewardOptions, named_by_function, with_names
 from rlite.trainer.options import (
     FrozenModelOptions,
     LaunchOptions,
@@ -32,9 +33,6 @@ from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, Sch
 
 SamplingOf = GenerationHyperparameters | Mapping[str, Any]
 Weight = Annotated[float, Ge(0)]
-
-ALIASES = {"actor.rollout.env_path": "rollout.env_path", "actor.entropy.coef": "actor.entropy_coef"}
-"""other spellings of keys"""
 
 
 class PolicyLossOptions(Options):
@@ -274,7 +272,7 @@ class SamplingOptions(EvaluationSamplingOptions):
 
 
 class RolloutOptions(CollectorLimits):
-    """The engine that generates, and the source of its rewards."""
+    """The engine that generates, and environments or workflows in place of rewards."""
 
     executor: str = "torch"
     """inference executor"""
@@ -301,10 +299,8 @@ class RolloutOptions(CollectorLimits):
     """Python file with `async step(state, action, extra_info)`, which returns the keys in STEP_KEYS of
     rlite.rollout.environments.child; or with `make(**env_options)`, which returns a Gym-like environment: then rows
     have a `seed`, and no prompt"""
-    reward: str | None = None
-    """name of a registered reward of single-turn answers, in place of env_path; the env_ options hold for it, too"""
     workflow: str | None = None
-    """name of a registered workflow, in place of env_path"""
+    """name of a registered workflow, in place of env_path and of rewards"""
     env_timeout: Seconds = 60.0
     """seconds for one step of the environment"""
     env_processes: Count | None = None
@@ -327,12 +323,7 @@ class RolloutOptions(CollectorLimits):
     """sampling for evaluation; a workflow for evaluation that is given to the trainer brings its own"""
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for each rule of the source of rewards and of rollouts that run ahead that does not hold."""
-        given = [name for name in ("env_path", "reward", "workflow") if getattr(self, name) is not None]
-        if len(given) > 1:
-            yield f"{given[0]}: {' and '.join(given)} are given; expected one of them"
-        if self.reward is not None and self.reward not in REWARDS:
-            yield f"reward: {REWARDS.unknown(self.reward)}"
+        """Yield a message for each rule of workflows and of rollouts that run ahead that does not hold."""
         if self.workflow is not None and self.workflow not in WORKFLOWS:
             yield f"workflow: {WORKFLOWS.unknown(self.workflow)}"
         if self.max_head_offpolicyness and self.deterministic:
@@ -368,15 +359,24 @@ class TestOptions(TestDataOptions):
     """share of episodes that may fail in an evaluation; with more it is invalid, and chooses no best model"""
 
 
+def _single_or_named(schema: dict[str, Any]) -> None:
+    """Let the JSON schema of rewards by name also take the options of a single reward."""
+    named = next(form for form in schema["anyOf"] if "additionalProperties" in form)
+    schema["anyOf"].insert(0, named["additionalProperties"])
+
+
 class PpoConfig(LaunchOptions):
     """Options of `rlite ppo`."""
 
-    aliases: ClassVar[Mapping[str, str]] = ALIASES
+    aliases: ClassVar[Mapping[str, str]] = {
+        "actor.rollout.env_path": "rollout.env_path",
+        "actor.entropy.coef": "actor.entropy_coef",
+    }
     help_example: ClassVar[str] = (
-        "actor.model_name=Qwen/Qwen3-0.6B train_data.path=prompts.jsonl rollout.env_path=env.py"
+        "actor.model_name=Qwen/Qwen3-0.6B train_data.path=prompts.jsonl reward.path=my.py:correct"
     )
     help_first: ClassVar[tuple[str, ...]] = (
-        *("train_data.path", "test_data.path", "rollout.env_path", "rollout.reward"),
+        *("train_data.path", "test_data.path", "reward", "rollout.env_path"),
         *("train_data.prompts_per_rollout", "train_data.responses_per_prompt"),
         *("rollout.train_sampling_params.max_new_tokens", "actor.lr", "actor.lora", "kl.type", "kl.coef"),
         *("trainer.total_steps", "trainer.save_dir", "trainer.console", "launcher", "num_devices"),
@@ -389,15 +389,30 @@ class PpoConfig(LaunchOptions):
     test_data: TestOptions = TestOptions()
     kl: KlOptions = KlOptions()
     adv: AdvantageOptions = AdvantageOptions()
+    reward: dict[str, RewardOptions] = Field(default={}, json_schema_extra=_single_or_named)
+    """rewards of single-turn answers: reward.path=file.py:function, or reward.NAME.path=... for several, whose weighted
+    sum counts; keys: path, weight, timeout, processes, memory_limit_gib, max_concurrent, in_process, env_vars"""
     rollout: RolloutOptions = RolloutOptions()
     trainer: TrainerOptions = TrainerOptions()
+
+    @field_validator("reward", mode="wrap")
+    @classmethod
+    def _name_rewards(cls, value: Any, validate: Callable[[Any], Any]) -> dict[str, RewardOptions]:
+        return named_by_function(validate(with_names(value)))
 
     def headline(self) -> str:
         """Return in a few words what is trained, on which data, and where the result goes."""
         return f"{self.actor.model_name} on {self.train_data.paths}, into {self.trainer.save_dir}"
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for each rule between models, advantages and rollouts that does not hold."""
+        """Yield a message for each rule between models, rewards, advantages and rollouts that does not hold."""
+        if len(sources := self.sources_of_rewards) > 1:
+            yield f"{' and '.join(sources)} are given; expected one source of rewards"
+        if self.reward and self.rollout.max_turns > 1:
+            yield (
+                f"rollout.max_turns={self.rollout.max_turns}: reward.* is of single answers; for several turns use "
+                "rollout.env_path"
+            )
         if self.actor.freeze_steps and not self.has_critic:
             yield (
                 f"actor.freeze_steps={self.actor.freeze_steps}: in these steps the critic alone learns, and "
@@ -450,6 +465,16 @@ class PpoConfig(LaunchOptions):
             if sampling is not None:
                 rollout = _sampled_by(rollout, name, sampling)
         return self.replace(rollout=rollout)
+
+    @property
+    def sources_of_rewards(self) -> list[str]:
+        """Options that say where rewards come from; a run needs one."""
+        sources = {
+            "reward": self.reward,
+            "rollout.env_path": self.rollout.env_path,
+            "rollout.workflow": self.rollout.workflow,
+        }
+        return [key for key, value in sources.items() if value]
 
     @property
     def has_critic(self) -> bool:

@@ -6,17 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlite.data.rows import Rows, mixed_rows, read_source
+from rlite.trainer.given import Given
 from rlite.trainer.rl.config import PpoConfig
 
 
-def read_prompts(options: PpoConfig) -> tuple[Rows, Sequence[Mapping[str, Any]]]:
+def read_prompts(options: PpoConfig, given: Given) -> tuple[Rows, Sequence[Mapping[str, Any]]]:
     """Return the rows of train_data, and of test_data if it is given.
 
     Args:
         options: the run's config.
+        given: rows of a program, in place of those of the paths.
     """
     data = options.train_data
-    parts = {name: read_source(source, "prompts") for name, source in data.sources("train_data").items()}
+    parts = {name: read_source(given.source(source), "prompts") for name, source in data.sources("train_data").items()}
     rows = mixed_rows(parts, data.weights) if data.mixture else parts[""]
     test_source = options.test_data.source(data)
-    return rows, [] if test_source is None else read_source(test_source, "prompts")
+    return rows, [] if test_source is None else read_source(given.source(test_source), "prompts")

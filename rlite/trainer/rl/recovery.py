@@ -73,8 +73,8 @@ class TrainRecovery:
         logger.warning("training goes on after %.1f s", time.monotonic() - began)
 
 
-def fit_again(fit: Callable[[PpoConfig], None], options: PpoConfig) -> None:
-    """Call `fit`, and again from the newest checkpoint if a node dies with a part of the state in memory.
+def fit_again(fit: Callable[[PpoConfig], T], options: PpoConfig) -> T:
+    """Return what `fit` returns, called again from the newest checkpoint if a node dies with a part of the state.
 
     Args:
         fit: trains in a session of its own.
@@ -87,8 +87,7 @@ def fit_again(fit: Callable[[PpoConfig], None], options: PpoConfig) -> None:
     began: list[float] = []
     while True:
         try:
-            fit(options)
-            return
+            return fit(options)
         except SnapshotLost as error:
             if not budget.allows(began, time.monotonic()):
                 raise

@@ -1,38 +1,47 @@
-"""The workflow of the command `rlite ppo`: of an environment file, or of a registered reward or workflow."""
+"""The workflow of the command `rlite ppo`: of rewards, of an environment file, or of a registered workflow."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from rlite.data.chat.special_tokens import EscapingTokenizer
 from rlite.data.chat.template import check_template_options
 from rlite.errors import ConfigError
-from rlite.rollout import RewardFunction, RolloutWorkflow, SingleTurnWorkflow
+from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
-from rlite.rollout.registry import REWARDS, WORKFLOWS
+from rlite.rollout.registry import WORKFLOWS
+from rlite.rollout.rewards.chosen import ChosenRewards
 from rlite.trainer.modules import load_tokenizer
 from rlite.trainer.rl.config import PpoConfig, RolloutOptions, SamplingOptions
 from rlite.trainer.rl.lengths import context_limit
 
 OPTIONS_KEY = "train_data.chat_template_options"
+Tables = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
-def workflow_maker(options: PpoConfig) -> Callable[[SamplingOptions], RolloutWorkflow]:
-    """Return a function that makes the workflow of `rollout.env_path`, `.reward` or `.workflow` with some sampling.
+def workflow_maker(
+    options: PpoConfig, rewards: ChosenRewards | None, tables: Tables
+) -> Callable[[SamplingOptions], RolloutWorkflow]:
+    """Return a function that makes the workflow of the run's source of rewards with some sampling.
 
     Args:
         options: the run's config.
+        rewards: the rewards of `reward`; None if the options name another source.
+        tables: rows of the data, by their option.
+
+    Raises:
+        DataError: a row lacks a column that a reward needs.
     """
-    rollout, template_options = options.rollout, options.train_data.chat_template_options
-    make = _from_file(rollout, context_limit(options)) if rollout.env_path else _registered(rollout)
+    template_options = options.train_data.chat_template_options
+    make = _other_source(options) if rewards is None else _of_rewards(rewards, tables)
     tokenizer: Any = load_tokenizer(options.actor.model_name)
     if template_options:
         check_template_options(tokenizer, template_options, OPTIONS_KEY)
         make = partial(_taking_options(make), chat_template_options=template_options)
-    if rollout.escape_special_tokens:
+    if options.rollout.escape_special_tokens:
         tokenizer = EscapingTokenizer(tokenizer)
     return lambda sampling: make(sampling.gconfig(), tokenizer)
 
@@ -52,6 +61,17 @@ def _taking_options(make: Callable[..., RolloutWorkflow]) -> Callable[..., Rollo
     )
 
 
+def _of_rewards(rewards: ChosenRewards, tables: Tables) -> Callable[..., RolloutWorkflow]:
+    for where, rows in tables.items():
+        rewards.check_columns(rows, where)
+    return partial(SingleTurnWorkflow, rewards.make())
+
+
+def _other_source(options: PpoConfig) -> Callable[..., RolloutWorkflow]:
+    rollout = options.rollout
+    return _from_file(rollout, context_limit(options)) if rollout.workflow is None else WORKFLOWS[rollout.workflow]
+
+
 def _from_file(rollout: RolloutOptions, limit: int) -> Callable[..., RolloutWorkflow]:
     assert rollout.env_path is not None
     make = environment_workflow(
@@ -62,20 +82,3 @@ def _from_file(rollout: RolloutOptions, limit: int) -> Callable[..., RolloutWork
         env_vars=rollout.env_vars,
     )
     return partial(make, max_turns=rollout.max_turns, max_length=limit)
-
-
-def _registered(rollout: RolloutOptions) -> Callable[..., RolloutWorkflow]:
-    if rollout.workflow is not None:
-        return WORKFLOWS[rollout.workflow]
-    assert rollout.reward is not None
-    reward = REWARDS[rollout.reward]
-    if not isinstance(reward, RewardFunction):
-        reward = RewardFunction(
-            reward,
-            timeout=rollout.env_timeout,
-            num_processes=rollout.env_processes,
-            memory_limit_gib=rollout.env_memory_limit_gib,
-            what=f"reward {rollout.reward}",
-            env_vars=rollout.env_vars,
-        )
-    return partial(SingleTurnWorkflow, reward)

@@ -61,13 +61,14 @@ def test_too_many_errors_make_an_evaluation_invalid_and_are_told_once() -> None:
     out = io.StringIO()
     run: Any = SimpleNamespace(step=1, console=ConsoleReporter(file=out))
     alarms, reasons = Alarms(load(PpoConfig, ["actor.model_name=x"]), run), Counter({"ValueError: no grade": 2})
-    assert alarms.is_valid({"num_errors": 1}, reasons, 10)
-    assert alarms.is_valid({"grade": 1.0}, reasons, 10), "an evaluation of one's own, that counts no errors"
+    firsts = {"ValueError": "ValueError: no grade\nrow: prompt: 'x'"}
+    assert alarms.is_valid({"num_errors": 1}, reasons, 10, firsts)
+    assert alarms.is_valid({"grade": 1.0}, reasons, 10, firsts), "an evaluation of one's own, that counts no errors"
     assert not out.getvalue()
     run.step = 2
-    assert not alarms.is_valid({"num_errors": 2}, reasons, 10)
+    assert not alarms.is_valid({"num_errors": 2}, reasons, 10, firsts)
     run.step = 3
-    assert not alarms.is_valid({"num_errors": 9}, reasons, 10)
+    assert not alarms.is_valid({"num_errors": 9}, reasons, 10, firsts)
     assert out.getvalue().count("ALARM at step 2: the evaluation is invalid, 2 of 10 episodes failed") == 1
-    assert "2 x  ValueError: no grade" in out.getvalue()
+    assert "2 x  ValueError: no grade\nrow: prompt: 'x'" in out.getvalue()
     assert out.getvalue().count("ALARM") == 1

@@ -1,0 +1,246 @@
+"""`rlite.train`: a run in one call.
+
+    import rlite
+
+    run = rlite.train("grpo", model="Qwen/Qwen3-0.6B", data=rows, reward=correct)
+    run.metrics["reward"], run.model, run.generate("What is 3 + 4?")
+
+The trainers and their options are those of the commands: `rlite.train("sft", **{"actor.lr": 1e-5})` is
+`rlite sft actor.lr=1e-5`. Only data, rewards and callbacks may be objects of the program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import rlite
+from rlite import config
+from rlite.cluster.session import has_session
+from rlite.data.tables import Row
+from rlite.engine.inference import RliteInferenceEngine
+from rlite.errors import ConfigError, DataError, did_you_mean
+from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.rewards.options import name_of
+from rlite.rollout.workflow import prompt_ids
+from rlite.trainer import ppo
+from rlite.trainer.callbacks import Callback
+from rlite.trainer.given import IN_MEMORY, Given
+from rlite.trainer.presets import TRAINERS
+from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.supervised import SupervisedTrainer
+
+Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
+"""a path as on the command line, or rows: a list of dicts, a `datasets.Dataset`, any iterable that ends"""
+Reward = str | Callable[..., Any] | tuple[str | Callable[..., Any], float] | Mapping[str, Any]
+"""a function, its path as on the command line, (one of these, its weight), or options such as {"path": "my.py:f"}"""
+Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
+SHORT = {"save_dir": "trainer.save_dir", "total_steps": "trainer.total_steps", "n_epochs": "trainer.n_epochs"}
+"""short names of options"""
+
+
+class Algorithm(NamedTuple):
+    """A trainer that `rlite.train` runs."""
+
+    config_class: type[Any]
+    train: Callable[[Any, Given], dict[str, float]]
+    model: Literal["actor", "critic"] = "actor"
+    """group of options of the trained model; a critic scores, and generates no text"""
+    data: Literal["data", "train_data"] = "data"
+    """group of options of the data"""
+
+
+def train(
+    algorithm: str,
+    *,
+    model: str | os.PathLike[str] | None = None,
+    data: Data | None = None,
+    test_data: Data | None = None,
+    reward: Rewards | None = None,
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
+) -> TrainedRun:
+    """Train a model, as the command of the same name does.
+
+    A session that the program has begun (`rlite.init`) is used, else the run has one of its own. Under torchrun, ranks
+    other than 0 serve the run and exit.
+
+    Args:
+        algorithm: name of the command: "sft", "rm", "dpo", "orpo", "simpo", "cpo", "kto", "grpo" or "ppo".
+        model: folder or hub name of a Hugging Face checkpoint.
+        data: rows to train on, or their path.
+        test_data: rows to evaluate on, or their path.
+        reward: of "grpo" and "ppo": one reward, a list of rewards, or rewards by name, as a function, a path, a pair
+            with a weight, or a mapping of options. Functions have the signature of rlite, TRL or verl.
+        callbacks: callbacks besides those of `trainer.callbacks`.
+        **options: options of the command by their keys, `**{"actor.lr": 1e-5}`, or nested, `actor={"lr": 1e-5}`. The
+            options in SHORT also have a short name.
+
+    Returns:
+        The run.
+
+    Raises:
+        ConfigError: an option is wrong, or the run cannot start.
+        UnknownOptionError: an option is unknown.
+        DataError: some rows cannot be used.
+    """
+    chosen = _algorithm(algorithm)
+    tables = {chosen.data: data, "test_data": test_data}
+    rows = {key: _rows(value, key) for key, value in tables.items() if value is not None}
+    rewards = {} if reward is None else _rewards(reward)
+    given = {
+        **({} if model is None else {f"{chosen.model}.model_name": model}),
+        **{f"{key}.path": tables[key] if value is None else IN_MEMORY for key, value in rows.items()},
+        **{f"reward.{name}": own.options for name, own in rewards.items()},
+        **{SHORT.get(key, key): value for key, value in options.items()},
+    }
+    settings = config.load(chosen.config_class, [], aliases=chosen.config_class.aliases, given=given)
+    functions = {name: own.function for name, own in rewards.items() if own.function is not None}
+    objects = Given(rows.get(chosen.data), rows.get("test_data"), functions, callbacks)
+    metrics = chosen.train(settings, objects)
+    return TrainedRun(Path(settings.trainer.save_dir), metrics, chosen.model == "actor")
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run that has ended."""
+
+    folder: Path
+    """folder of the run, `trainer.save_dir`"""
+    own_metrics: Mapping[str, float] = field(repr=False)
+    """metrics of the last step; empty if the run had ended before this call"""
+    is_policy: bool = True
+    """the model generates text"""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the last step, also of a run that had ended before this call."""
+        return self.own_metrics or self.history[-1]
+
+    @property
+    def model(self) -> Path:
+        """Folder of the trained model, a Hugging Face checkpoint."""
+        return self.folder / "latest"
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """Metrics of all steps and evaluations, also of those before a resume; each has its `step`.
+
+        Raises:
+            ConfigError: the run wrote no metrics.jsonl.
+        """
+        path = self.folder / "metrics.jsonl"
+        if not path.is_file():
+            raise ConfigError(f"{path}: no such file; history needs jsonl among trainer.sinks")
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[Mapping[str, Any]]],
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        **sampling: Any,
+    ) -> list[str]:
+        """Return the trained model's answers, one for each prompt.
+
+        Each call loads the model: in the program's session, or on one device. An `RliteInferenceEngine` serves longer.
+
+        Args:
+            prompts: texts, which are completed as they are, or chats, lists of messages; or one text.
+            max_new_tokens: tokens of the longest answer.
+            temperature: 0 is greedy.
+            **sampling: further parameters, such as `top_p` and `stop`.
+
+        Raises:
+            ConfigError: the model is a reward model.
+        """
+        if not self.is_policy:
+            raise ConfigError(f"{self.model} is a reward model, which generates no text")
+        items = [{"prompt": prompt} for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        has_own_session = not has_session()
+        if has_own_session:
+            rlite.init(launcher="inprocess", num_devices=1)  # torchrun's other ranks have exited
+        engine = RliteInferenceEngine(self.model)
+        try:
+            tokens = [prompt_ids(item, engine.tokenizer) for item in items]
+            engine.build(max_model_len=max(map(len, tokens)) + max_new_tokens)
+            sampled = {"max_new_tokens": max_new_tokens, "temperature": temperature, **sampling}
+            return [output.outputs[0].text for output in engine.generate(tokens, sampled)]
+        finally:
+            engine.release()
+            if has_own_session:
+                rlite.shutdown()
+
+
+def _algorithm(name: str) -> Algorithm:
+    """Return the trainer of a command.
+
+    Raises:
+        ConfigError: there is no such trainer.
+    """
+    if name not in TRAINERS:
+        raise ConfigError(f"train({name!r}): {did_you_mean(name, TRAINERS)}")
+    config_class = TRAINERS[name].find_options()
+    if issubclass(config_class, PpoConfig):
+        return Algorithm(config_class, ppo.train, data="train_data")
+    trainer: type[SupervisedTrainer[Any]] = TRAINERS[name].find_trainer()
+    return Algorithm(config_class, trainer.train, trainer.key)
+
+
+def _rows(data: Any, key: str) -> list[Row] | None:
+    """Return the rows of a program; None if they have a path.
+
+    Raises:
+        DataError: the data are no rows, or there are none.
+    """
+    if isinstance(data, str | os.PathLike):
+        return None
+    if isinstance(data, Mapping):
+        splits = ", ".join(f"data[{name!r}]" for name in data)
+        raise DataError(f"{key}: expected rows, found a mapping; choose one of its entries: {splits}")
+    if not isinstance(data, Iterable):
+        raise DataError(f"{key}={data!r}: expected a path, or rows")
+    rows = list(data)
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{key}, row index {number}: expected a dict of columns, found {type(row).__name__}")
+    if not rows:
+        raise DataError(f"{key}: no rows; expected at least one")
+    return [dict(row) for row in rows]
+
+
+class _OneReward(NamedTuple):
+    options: dict[str, Any]
+    function: Callable[..., Any] | None
+    """None if the path names it"""
+
+
+def _rewards(reward: Any) -> dict[str, _OneReward]:
+    """Return rewards by name."""
+    if isinstance(reward, Mapping) and "path" not in reward:
+        return {name: _one(value) for name, value in reward.items()}
+    several = reward if isinstance(reward, list) else [reward]
+    found: dict[str, _OneReward] = {}
+    for each in map(_one, several):
+        name = name_of(str(each.options.get("path")))
+        is_taken = sum(known == name or known.startswith(f"{name}_") for known in found)
+        found[f"{name}_{is_taken + 1}" if is_taken else name] = each
+    return found
+
+
+def _one(reward: Any) -> _OneReward:
+    if isinstance(reward, Mapping):
+        return _OneReward(dict(reward), None)
+    source, weight = reward if isinstance(reward, tuple) else (reward, 1.0)
+    if isinstance(source, str | os.PathLike):
+        return _OneReward({"path": source, "weight": weight}, None)
+    if not callable(source):
+        raise ConfigError(f"reward={source!r}: expected a function, a path, (one of these, its weight), or options")
+    named = source.fn if isinstance(source, RewardFunction) else source
+    kind = type(named)
+    path = f"{getattr(named, '__module__', kind.__module__)}:{getattr(named, '__qualname__', kind.__qualname__)}"
+    return _OneReward({"path": path, "weight": weight}, source)

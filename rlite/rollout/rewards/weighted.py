@@ -1,0 +1,61 @@
+"""Sum several rewards, each with its weight."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rlite.rollout.rewards.errors import RewardInvalid
+from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.rewards.score import Reward
+
+
+class Part(NamedTuple):
+    """One of several rewards."""
+
+    function: RewardFunction
+    weight: float
+
+
+class WeightedRewards:
+    """The weighted sum of several reward functions, which run concurrently.
+
+    A function with TRL's signature may return None for a completion to which it does not apply. It then does not count.
+
+    Args:
+        parts: the rewards by name. The name is that of the metric `reward/NAME`, the mean before the weight.
+    """
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        self.parts = dict(parts)
+
+    async def __call__(self, **arguments: Any) -> Reward:
+        """Return the sum, with its parts.
+
+        Args:
+            **arguments: arguments of each function.
+
+        Raises:
+            RewardError: a part failed. The other parts are cancelled.
+            RewardInvalid: all parts are None.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {name: group.create_task(part.function(**arguments)) for name, part in self.parts.items()}
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        values = {name: _value(task.result()) for name, task in tasks.items()}
+        counted = [self.parts[name].weight * value for name, value in values.items() if not math.isnan(value)]
+        if not counted:
+            raise RewardInvalid(f"none of the rewards {', '.join(values)} applies to the completion: all are None")
+        reward = Reward(math.fsum(counted))
+        reward.parts = values
+        return reward
+
+
+def _value(reward: float) -> float:
+    """Return a part's reward; NaN if its function returned None, which `TrlReward.is_part` reports as its one part."""
+    parts = list(reward.parts.values()) if isinstance(reward, Reward) else []
+    return math.nan if len(parts) == 1 and math.isnan(parts[0]) else float(reward)

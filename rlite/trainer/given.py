@@ -1,0 +1,40 @@
+"""What a program gives a trainer as objects, in place of what its options name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlite.data.source import Source
+from rlite.data.tables import Row
+from rlite.trainer.callbacks import Callback
+
+IN_MEMORY = "(rows of the program)"
+"""path of rows that a program gives"""
+
+
+@dataclass(frozen=True)
+class Given:
+    """Objects of a program. A command gives none."""
+
+    rows: Sequence[Row] | None = None
+    """rows to train on, in place of those of the path"""
+    test_rows: Sequence[Row] | None = None
+    """rows to evaluate on, in place of those of the path"""
+    rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """reward functions by name, in place of those of the paths"""
+    callbacks: Sequence[Callback] = ()
+    """callbacks besides those of `trainer.callbacks`"""
+
+    def source(self, source: Source) -> Source:
+        """Return a table that an option names, with the rows that the program gives in its place.
+
+        Args:
+            source: the table, of `test_data` or of the data to train on.
+        """
+        return source._replace(rows=self.test_rows if source.key == "test_data" else self.rows)
+
+
+NOTHING = Given()
+"""the objects of a command"""

@@ -1,0 +1,105 @@
+"""`rlite.train` in the program's own session, and under torchrun; every trainer, from data of every kind."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+import rlite
+from rlite.cluster.session import has_session
+from rlite.errors import ConfigError
+from tests import forked_python
+from tests.integration.worlds import environment
+from tests.tiny import build_model_dir
+
+SMALL = {"gradient_checkpointing": False}
+PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "no"} for n in range(8)]
+PROGRAM = """
+import rlite
+
+def length(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+rows = [{"prompt": f"{n}+1="} for n in range(4)]
+options = {"rollout.train_sampling_params.max_new_tokens": 4, "train_data.prompts_per_rollout": 2}
+run = rlite.train("grpo", model=MODEL, data=rows, reward=length, save_dir="run", total_steps=1, **options)
+print("told", run.metrics["step"] if "step" in run.metrics else sorted(run.metrics)[0], run.generate("1+1=", 2) != [])
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build_model_dir(tmp_path_factory.mktemp("models") / "qwen2", hidden=64))
+
+
+@pytest.fixture
+def session() -> Iterator[Any]:
+    yield rlite.init(num_devices=1, num_threads=1)
+    rlite.shutdown()
+
+
+def endless(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    yield from rows
+
+
+def test_every_trainer_runs_in_the_programs_session(model: str, tmp_path: Path, session: Any) -> None:
+    shown = [{"prompt": row["prompt"], "response": row["chosen"]} for row in PAIRS]
+    tables = {"sft": datasets.Dataset.from_list(shown), "dpo": PAIRS, "rm": endless(PAIRS)}
+    runs = {
+        name: rlite.train(
+            name, model=model, data=data, save_dir=tmp_path / name, test_data=data if name == "dpo" else None,
+            **{"critic" if name == "rm" else "actor": SMALL, "data.batch_size": 4},
+        )
+        for name, data in tables.items()
+    }  # fmt: skip
+    assert rlite.current_session() is session
+    assert all(len(run.history) == 2 and run.model.is_dir() for run in runs.values())
+    assert "test_loss" in runs["dpo"].metrics
+    assert len(runs["sft"].generate([[{"role": "user", "content": "1+1="}], "2+1="], max_new_tokens=3)) == 2
+    with pytest.raises(ConfigError, match="is a reward model, which generates no text"):
+        runs["rm"].generate("1+1=")
+
+
+def test_ppo_trains_a_critic_and_the_same_call_finds_the_run_finished(model: str, tmp_path: Path) -> None:
+    def call(**options: Any) -> Any:
+        return rlite.train(
+            "ppo", model=model, data=PAIRS, reward={"long": (length, 0.5), "one": lambda completions, **row: [1.0]},
+            save_dir=tmp_path, total_steps=1, actor=SMALL, adv={"estimator": "gae"},
+            **{"train_data.prompts_per_rollout": 4, "rollout.train_sampling_params": {"max_new_tokens": 4}}, **options,
+        )  # fmt: skip
+
+    run = call()
+    assert not has_session()
+    assert run.metrics["reward"] == pytest.approx(1 + 0.5 * run.metrics["reward/long"])
+    assert (tmp_path / "critic_latest").is_dir()
+    assert call().metrics["reward"] == run.metrics["reward"]
+    with pytest.raises(ConfigError, match="another run"):
+        call(**{"actor.lr": 1e-3})
+
+
+def length(prompt: str, completions: str, **row: Any) -> float:
+    return float(len(completions))
+
+
+def test_a_run_that_fails_leaves_no_session(model: str, tmp_path: Path) -> None:
+    def broken(prompt: str, completions: str, **row: Any) -> float:
+        raise ValueError("broken")
+
+    options = {"train_data.prompts_per_rollout": 4, "rollout.train_sampling_params": {"max_new_tokens": 4}}
+    with pytest.raises(rlite.rollout.RolloutError, match="reward broken raised ValueError: broken"):
+        rlite.train("grpo", model=model, data=PAIRS, reward=broken, save_dir=tmp_path, actor=SMALL, **options)
+    assert not has_session()
+
+
+def test_the_same_program_runs_under_torchrun(model: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM.replace("MODEL", repr(model)))
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "program.py")
+    program = [forked_python.python(), *launch]
+    done = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert [line for line in done.stdout.splitlines() if line.startswith("told")] == ["told accuracy True"]

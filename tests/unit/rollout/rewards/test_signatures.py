@@ -1,0 +1,108 @@
+"""Signatures of reward functions are told apart, and their columns are checked, before anything is built."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from rlite.errors import ConfigError, DataError
+from rlite.rollout import RewardFunction, from_trl, from_verl
+from rlite.rollout.rewards.signatures import adapt, check_columns
+
+CALL = {"prompt": "2+2=", "completions": "4", "prompt_ids": [1], "completion_ids": [2]}
+
+
+def ours(prompt, completions, prompt_ids, completion_ids, answer, **data):
+    return float(completions == answer)
+
+
+def ours_without_rest(prompt, completions, *, answer):
+    return float(completions == answer)
+
+
+def ours_by_annotation(completions: str, answer: str, **data: Any) -> float:
+    return float(completions == answer)
+
+
+def trl(prompts, completions, answer, **columns):
+    return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+def trl_without_rest(completions, answer):
+    return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+async def trl_async(completions, answer, trainer_state, log_metric, **columns):
+    log_metric("length", 1.0)
+    return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str == ground_truth)}
+
+
+def verl_short(solution_str, ground_truth, method="strict"):
+    return float(solution_str == ground_truth)
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind"),
+    [
+        *((fn, "rlite") for fn in (ours, ours_without_rest, ours_by_annotation, from_trl(trl), from_verl(verl))),
+        *((fn, "TRL") for fn in (trl, trl_without_rest, trl_async)),
+        *((fn, "verl") for fn in (verl, verl_short, partial(verl, extra_info={}))),
+    ],
+)
+def test_each_signature_gets_what_it_names(fn: Callable[..., Any], kind: str) -> None:
+    adapted = adapt(fn, "reward.path=my.py:fn")
+    assert adapted.kind == kind
+    row = {"answer": "4", "reward_model": {"ground_truth": "4"}, "other": None}
+    assert asyncio.run(RewardFunction(adapted.fn, in_process=True)(**CALL, **row)) == 1.0
+
+
+def test_functions_of_trl_get_messages_if_the_row_has_some() -> None:
+    def chat(prompts, completions, **columns):
+        return [float(prompts == [[{"role": "user"}]] and completions[0][0] == {"role": "assistant", "content": "4"})]
+
+    reward = RewardFunction(adapt(chat, "reward").fn, in_process=True)
+    assert asyncio.run(reward(**CALL, messages=[{"role": "user"}])) == 1.0
+    assert asyncio.run(reward(**CALL)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda text, gold: 1.0,
+        lambda **columns: [1.0],
+        lambda completions, /, **columns: [1.0],
+        lambda data_sources, solution_strs, ground_truths, extra_infos: [1.0],
+        lambda solution_str, ground_truth, strictness: 1.0,
+        lambda prompt, completion: 1.0,
+        max,
+    ],
+)
+def test_another_signature_is_refused_with_the_three_that_are_accepted(fn: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"reward\.path=my\.py:fn: .*\(.*\) has none of the accepted") as refused:
+        adapt(fn, "reward.path=my.py:fn")
+    for signature in ("fn(prompt, completions, prompt_ids", "fn(prompts, completions, **columns)", "compute_score("):
+        assert signature in str(refused.value)
+
+
+@pytest.mark.parametrize("fn", [ours, trl, trl_without_rest])
+def test_a_column_that_is_not_there_is_refused_with_the_nearest(fn: Callable[..., Any]) -> None:
+    adapted = adapt(fn, "reward")
+    check_columns(adapted, [{"prompt": "a", "answer": 1, "more": 2}], "reward.path=f", "train_data")
+    with pytest.raises(DataError, match=r"train_data, row index 1: no column 'answer', .* did you mean 'anwser'\?"):
+        check_columns(adapted, [{"answer": 1}, {"prompt": "a", "anwser": 1}], "reward.path=f", "train_data")
+
+
+def test_rows_of_verl_need_a_ground_truth_and_no_data_source() -> None:
+    adapted = adapt(verl, "reward")
+    for row in ({"reward_model": {"style": "rule", "ground_truth": "4"}}, {"ground_truth": "4"}):
+        check_columns(adapted, [row], "reward.path=f", "train_data")
+    with pytest.raises(DataError, match=r"no column 'ground_truth', .*verl's signature.*known: answer, prompt"):
+        check_columns(adapted, [{"prompt": "a", "answer": "4"}], "reward.path=f", "train_data")

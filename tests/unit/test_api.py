@@ -1,0 +1,82 @@
+"""`rlite.train` says no as the command does, before a model is loaded; rewards and data come in many forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import rlite
+from rlite import api
+from rlite.errors import ConfigError, DataError, UnknownOptionError
+
+ROWS = [{"prompt": "2+2=", "answer": "4"}]
+
+
+def right(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "keywords", "error", "said"),
+    [
+        ("gpro", {}, ConfigError, "'grpo'"),
+        ("sft", {"actor.lrr": 1e-5}, UnknownOptionError, r"unknown key 'actor\.lrr'; did you mean 'actor\.lr'\?"),
+        ("sft", {"actor": {"lr": "fast"}}, ConfigError, r"^actor\.lr=fast: expected a float \(argument\)"),
+        ("sft", {"actor": {"lora.rank": 0}}, ConfigError, r"^actor\.lora\.rank=0: expected at least 1"),
+        ("sft", {"total_steps": 3}, UnknownOptionError, r"unknown key 'trainer\.total_steps'"),
+        ("sft", {"reward": right}, UnknownOptionError, r"unknown key 'reward"),
+        ("rm", {"actor.lr": 1e-5}, UnknownOptionError, r"unknown key 'actor\.lr'; did you mean 'critic\.lr'\?"),
+        ("grpo", {}, ConfigError, r"missing: a source of rewards \(reward\.path"),
+        ("grpo", {"reward": lambda text: 1.0}, ConfigError, "<lambda>.* has none of the accepted signatures"),
+        ("grpo", {"reward": 3}, ConfigError, "reward=3: expected a function"),
+        ("grpo", {"reward": "nowhere.py:f"}, ImportError, r"reward\.path=nowhere\.py:f: no such file"),
+        ("grpo", {"reward": right, "data": [{"prompt": "a", "anwser": "b"}]}, DataError, "did you mean 'anwser'"),
+        ("grpo", {"reward": right, "rollout.env_path": "e.py"}, ConfigError, "reward and rollout.env_path are given"),
+        ("grpo", {"reward": right, "data": []}, DataError, "train_data: no rows"),
+        ("grpo", {"reward": right, "data": ["a"]}, DataError, "train_data, row index 0: expected a dict"),
+        ("grpo", {"reward": right, "data": {"train": ROWS}}, DataError, r"choose one of its entries: data\['train'\]"),
+        ("grpo", {"reward": right, "data": 5}, DataError, "train_data=5: expected a path, or rows"),
+    ],
+)
+def test_what_cannot_work_is_refused_as_on_the_command_line(
+    algorithm: str, keywords: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        rlite.train(algorithm, **{"model": "nowhere/at/all", "data": ROWS, **keywords})
+
+
+def test_options_may_be_nested_and_dotted() -> None:
+    loaded = rlite.config.load(
+        api.PpoConfig,
+        ["actor.lr=1e-3"],
+        given={
+            "actor": {"model_name": "m", "lora.rank": 4, "parameter_groups": {"a": {"pattern": "x"}}},
+            "adv.options": {},
+            "rollout.train_sampling_params": {"stop": ["."]},
+            "reward": {"a": {"path": "m:f"}},
+            "critic.lr": 1,
+        },
+    )
+    assert (loaded.actor.model_name, loaded.actor.lr, loaded.critic.lr) == ("m", 1e-3, 1.0)
+    assert loaded.actor.lora is not None
+    assert (loaded.actor.lora.rank, loaded.actor.parameter_groups["a"].pattern) == (4, "x")
+    assert loaded.rollout.train_sampling_params.stop == ["."]
+    assert loaded.reward["a"].path == "m:f"
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (right, {"right": 1.0}),
+        ([right, (right, 0.5)], {"right": 1.0, "right_2": 0.5}),
+        ({"a": right, "b": (right, 2.0)}, {"a": 1.0, "b": 2.0}),
+        ("my.py:f", {"f": 1.0}),
+        ({"a": "my.py:f", "b": {"path": "my.py:g", "weight": 3.0}}, {"a": 1.0, "b": 3.0}),
+        ({"path": "my.py:f", "weight": 3.0}, {"f": 3.0}),
+        (lambda completions, **columns: [1.0], {"lambda": 1.0}),
+    ],
+)
+def test_rewards_come_alone_in_lists_and_by_name(given: Any, named: dict[str, float]) -> None:
+    found = api._rewards(given)
+    assert {name: reward.options.get("weight", 1.0) for name, reward in found.items()} == named

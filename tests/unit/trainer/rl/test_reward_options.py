@@ -1,0 +1,79 @@
+"""`reward.path=...` and `reward.NAME.path=...`: one reward or several, and never a mixture of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from rlite.config import load, save, schema
+from rlite.errors import ConfigError, UnknownOptionError
+from rlite.rollout.rewards.options import RewardOptions
+from rlite.trainer.rl.config import PpoConfig
+
+MODEL = "actor.model_name=x"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "yaml"),
+    [
+        (["reward.path=my.py:f", "reward.weight=2"], "reward: {path: my.py:f, weight: 2.0}"),
+        (["reward.f.path=my.py:f", "reward.f.weight=2.0"], "reward: {f: {path: my.py:f, weight: 2}}"),
+        (["reward={path: my.py:f, weight: 2.0}"], "{}"),
+    ],
+)
+def test_one_reward_is_the_same_with_and_without_a_name(tmp_path: Path, arguments: list[str], yaml: str) -> None:
+    expected = {"f": RewardOptions(path="my.py:f", weight=2.0)}
+    config = load(PpoConfig, [MODEL, *arguments])
+    assert config.reward == expected
+    save(config, tmp_path / "saved.yaml")
+    assert load(PpoConfig, ["--config", str(tmp_path / "saved.yaml")]) == config
+    (tmp_path / "given.yaml").write_text(yaml)
+    assert load(PpoConfig, [MODEL, "--config", str(tmp_path / "given.yaml"), *arguments]).reward == expected
+
+
+def test_several_rewards_have_names_and_options_of_their_own() -> None:
+    config = load(PpoConfig, [MODEL, "reward.a.path=a:f", "reward.a.env_vars=[KEY]", "reward.b-2.path=b"])
+    assert config.reward == {"a": RewardOptions(path="a:f", env_vars=["KEY"]), "b-2": RewardOptions(path="b")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        (
+            ["reward.path=m:f", "reward.b.path=m:g"],
+            ConfigError,
+            r"^reward\.path is of a single reward, and reward\.b is",
+        ),
+        (["reward.path=m:f", "reward.timeout=soon"], ConfigError, r"^reward\.timeout=soon: expected a float"),
+        (["reward.path=m:f", "reward.timeout=0"], ConfigError, r"^reward\.timeout=0: expected more than 0 seconds"),
+        (
+            ["reward.path=m:f", "reward.wieght=2"],
+            UnknownOptionError,
+            r"'reward\.wieght'; did you mean 'reward\.weight'",
+        ),
+        (["reward.pth=m:f"], UnknownOptionError, r"'reward\.pth'; did you mean 'reward\.path'"),
+        (["reward.a.pth=m:f"], UnknownOptionError, r"'reward\.a\.pth'; did you mean 'reward\.a\.path'"),
+        (["reward.weight=2"], ConfigError, r"required and not set: reward\.path "),
+        (["reward.a.weight=2"], ConfigError, r"required and not set: reward\.a\.path "),
+        (["reward.right=m:f"], ConfigError, r"^reward\.right=m:f: expected reward\.right\.path=m:f"),
+        (["reward=m:f"], ConfigError, r"^reward=m:f: expected reward\.path=m:f"),
+        (["reward.weight.path=m:f"], ConfigError, r"^reward\.weight: a reward's name .* none of its options"),
+        (["reward.a/b.path=m:f"], ConfigError, r"^reward\.a/b: a reward's name has letters"),
+        (["reward.path=m:f", "rollout.env_path=e.py"], ConfigError, "^reward and rollout.env_path are given"),
+        (["reward.path=m:f", "rollout.max_turns=2"], ConfigError, r"^rollout\.max_turns=2: reward\.\* is of single"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_its_key(arguments: list[str], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        load(PpoConfig, [MODEL, *arguments])
+
+
+@pytest.mark.parametrize(
+    ("reward", "is_valid"),
+    [({"path": "m:f"}, True), ({"a": {"path": "m:f", "weight": 2}}, True), ({"a": {"pth": "m:f"}}, False)],
+)
+def test_the_schema_takes_both_forms(reward: dict[str, Any], is_valid: bool) -> None:
+    assert jsonschema.Draft202012Validator(schema(PpoConfig)).is_valid({"reward": reward}) is is_valid
