@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
     init_devices(LaunchOptions(launcher=options.launcher, num_devices=options.tp_size))
     engine = RliteInferenceEngine(folder, executor=options.executor)
     tokens = [prompt_tokens(prompt, engine.tokenizer, options) for prompt in prompts]
-    dtype = {} if options.dtype is None else {"dtype": options.dtype}
+    dtype: dict[str, Any] = {} if options.dtype is None else {"dtype": options.dtype}
     engine.build(tensor_parallel_size=options.tp_size, **dtype)
     if len(tokens) * options.n == 1 and not options.stop:
         asyncio.run(stream(engine, tokens[0], gconfig(options)))

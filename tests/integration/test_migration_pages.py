@@ -20,7 +20,6 @@ import rlite.nn
 from rlite.cli import COMMANDS
 from rlite.config import load
 from rlite.trainer import ppo
-from rlite.trainer.rl.config import ALIASES
 from tests.tiny import build_model_dir
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -51,7 +50,8 @@ def test_the_options_of_commands_exist(page: Path) -> None:
         name = words[words.index("-m") + 1].rpartition(".")[2] if "-m" in words else words[1]
         # functions of rewards are the reader's own files
         settings = [word for word in words if re.match(r"[a-z_.]+=", word) and not word.startswith("reward.")]
-        load(COMMANDS[name].find_options(), settings, aliases=ALIASES if name == "ppo" else {})
+        options = COMMANDS[name].find_options()
+        load(options, settings, aliases=options.aliases)
 
 
 def test_every_page_has_a_command_or_a_recipe() -> None:
