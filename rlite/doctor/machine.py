@@ -51,9 +51,9 @@ def check_devices() -> Iterator[Finding]:
 
 def check_space() -> Iterator[Finding]:
     """Yield the free space for runs, temporary files, downloaded models and shared memory."""
-    places = {"disk (runs)": Path.cwd(), "disk (temporary)": Path(tempfile.gettempdir()), "disk (models)": HF_HUB_CACHE}
-    for topic, place in places.items():
-        yield space_of(topic, Path(place), shutil.disk_usage(_existing(Path(place))).free)
+    places = {"runs": Path.cwd(), "temporary": Path(tempfile.gettempdir()), "models": Path(HF_HUB_CACHE)}
+    for name, place in places.items():
+        yield space_of(f"disk ({name})", place, shutil.disk_usage(_existing(place)).free)
     if not SHARED.is_dir():
         return
     free = shutil.disk_usage(SHARED).free

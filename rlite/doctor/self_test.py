@@ -71,6 +71,11 @@ def train_steps(model: Path) -> tuple[RliteTrainEngine, list[float]]:
 def serve(train: RliteTrainEngine, model: Path, executor: str) -> float:
     """Return the mean distance of the served model's log-probabilities from the trained model's.
 
+    Args:
+        train: the trained model.
+        model: folder of the model before its training.
+        executor: the inference executor.
+
     Raises:
         RliteError: the distance is too large.
     """

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
     init_devices(LaunchOptions(launcher=options.launcher, num_devices=options.tp_size))
     engine = RliteInferenceEngine(folder, executor=options.executor)
     tokens = [prompt_tokens(prompt, engine.tokenizer, options) for prompt in prompts]
-    dtype = {} if options.dtype is None else {"dtype": options.dtype}
+    dtype: dict[str, Any] = {} if options.dtype is None else {"dtype": options.dtype}
     engine.build(tensor_parallel_size=options.tp_size, **dtype)
     if len(tokens) * options.n == 1 and not options.stop:
         asyncio.run(stream(engine, tokens[0], gconfig(options)))
@@ -88,6 +88,11 @@ def read_prompts(options: GenerateConfig) -> list[str]:
 def prompt_tokens(prompt: str, tokenizer: PreTrainedTokenizerBase, options: GenerateConfig) -> list[int]:
     """Return the tokens of a prompt: of a chat, if the model has a template or the options ask for one.
 
+    Args:
+        prompt: the text.
+        tokenizer: the model's tokenizer.
+        options: options of the command.
+
     Raises:
         ConfigError: a chat is asked for, and the model has no template.
     """
@@ -108,7 +113,13 @@ def gconfig(options: GenerateConfig) -> GenerationHyperparameters:
 
 
 async def stream(engine: RliteInferenceEngine, tokens: list[int], sampling: GenerationHyperparameters) -> None:
-    """Print one answer while it is generated."""
+    """Print one answer while it is generated.
+
+    Args:
+        engine: the engine that serves the model.
+        tokens: the prompt.
+        sampling: the sampling of the answer.
+    """
     printer: Any = TextStreamer(engine.tokenizer, skip_special_tokens=True)
     async for chunk in engine.stream(LLMRequest(input_ids=tokens, gconfig=sampling)):
         if chunk.token_ids:
@@ -122,7 +133,13 @@ async def stream(engine: RliteInferenceEngine, tokens: list[int], sampling: Gene
 
 
 def print_answers(engine: RliteInferenceEngine, tokens: Sequence[list[int]], options: GenerateConfig) -> None:
-    """Print all answers, each below a line with its number if there are several."""
+    """Print all answers, each below a line with its number if there are several.
+
+    Args:
+        engine: the engine that serves the model.
+        tokens: the prompts.
+        options: options of the command.
+    """
     outputs = engine.generate(tokens, gconfig(options).new(n_samples=options.n))
     for number, output in enumerate(outputs, 1):
         for answer in output.outputs:
