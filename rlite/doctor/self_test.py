@@ -35,7 +35,7 @@ def check_engines(executor: str) -> Iterator[Finding]:
     Args:
         executor: the inference executor.
     """
-    rlite.init(num_devices=1, launcher="inprocess", call_timeout=LIMIT_S, start_timeout=LIMIT_S)
+    rlite.init(num_devices=1, launcher="inprocess", call_timeout=LIMIT_S)
     try:
         with tempfile.TemporaryDirectory() as folder:
             model = build_tiny_qwen3(Path(folder) / "model", seed=0, hidden_size=64)

@@ -121,15 +121,15 @@ async def stream(engine: RliteInferenceEngine, tokens: list[int], sampling: Gene
         sampling: the sampling of the answer.
     """
     printer: Any = TextStreamer(engine.tokenizer, skip_special_tokens=True)
+    reason = None
     async for chunk in engine.stream(LLMRequest(input_ids=tokens, gconfig=sampling)):
         if chunk.token_ids:
             printer.put(torch.tensor(chunk.token_ids))
-        if chunk.finish_reason == "length":
-            printer.end()
-            limit = f"max_new_tokens={sampling.max_new_tokens}, or the model's context"
-            print(f"(ended by a limit: {limit})", file=sys.stderr)
-            return
+        reason = chunk.finish_reason
     printer.end()
+    if reason == "length":
+        limit = f"max_new_tokens={sampling.max_new_tokens}, or the model's context"
+        print(f"(ended by a limit: {limit})", file=sys.stderr)
 
 
 def print_answers(engine: RliteInferenceEngine, tokens: Sequence[list[int]], options: GenerateConfig) -> None:

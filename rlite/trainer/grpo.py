@@ -12,16 +12,20 @@ import sys
 from collections.abc import Sequence
 
 from rlite.trainer import ppo
-from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.preset_options import GrpoConfig
 from rlite.trainer.run.command import run
 
-__all__ = ["PpoTrainer", "main"]
+
+class GrpoTrainer(ppo.PpoTrainer):
+    """Trainer on rewards with the defaults of GRPO."""
+
+    name = "grpo"
+    config_class = GrpoConfig
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the trainer from the command line."""
-    ppo.main(argv, GrpoConfig)
+    ppo.main(argv, GrpoTrainer)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,9 @@ class PpoTrainer:
         DataError: Some rows cannot be used.
     """
 
+    name: ClassVar[str] = "ppo"
+    """name of the command"""
+    config_class: ClassVar[type[PpoConfig]] = PpoConfig
     evaluated: ClassVar[Sequence[str]] = ("accuracy", "accuracy_finished")
     """metrics of `evaluate`, from which trainer.best_metric chooses; a subclass with other metrics names them here"""
 
@@ -162,7 +165,7 @@ class PpoTrainer:
             self.rollouts.load_state_dict(facts["rollouts"])
         self.recovery.keep()
         self.run.open()
-        self.run.console.report("rlite ppo", batch_plan(self.options, self.engines, self.context))
+        self.run.console.report(f"rlite {self.name}", batch_plan(self.options, self.engines, self.context))
         if self.run.step == 0 and self.test_rows:
             self.run.log(evaluation := self.evaluate())
             if self._is_valid(evaluation):
@@ -270,17 +273,17 @@ def _loss(options: PpoConfig) -> PolicyLoss:
     )
 
 
-def main(argv: Sequence[str], config_class: type[PpoConfig] = PpoConfig) -> None:
+def main(argv: Sequence[str], trainer: type[PpoTrainer] = PpoTrainer) -> None:
     """Run the trainer from the command line.
 
     Args:
         argv: arguments of the command line.
-        config_class: class of the options.
+        trainer: class of the trainer.
 
     Raises:
         ConfigError: train_data.path or a source of rewards is missing.
     """
-    options = config.load(config_class, argv, aliases=ALIASES)
+    options = config.load(trainer.config_class, argv, aliases=ALIASES)
     data_path, rollout = options.train_data.path, options.rollout
     has_source = any((rollout.env_path, rollout.reward, rollout.workflow))
     if data_path is None or not has_source:
@@ -295,7 +298,7 @@ def main(argv: Sequence[str], config_class: type[PpoConfig] = PpoConfig) -> None
     def fit(options: PpoConfig) -> None:
         init_devices(options)
         evaluating = workflow(rollout.evaluation_sampling)
-        PpoTrainer(options, workflow(rollout.train_sampling_params), train_rows, test_rows, evaluating).fit()
+        trainer(options, workflow(rollout.train_sampling_params), train_rows, test_rows, evaluating).fit()
         rlite.shutdown()
 
     fit_again(fit, options)

@@ -26,5 +26,5 @@ TRAINERS: Mapping[str, TrainerEntry] = {
     "cpo": TrainerEntry("rlite.trainer.cpo", "CpoTrainer", f"{_PRESETS}:CpoConfig"),
     "kto": TrainerEntry("rlite.trainer.kto", "KtoTrainer", "rlite.trainer.options:KtoConfig"),
     "ppo": TrainerEntry("rlite.trainer.ppo", "PpoTrainer", "rlite.trainer.rl.config:PpoConfig"),
-    "grpo": TrainerEntry("rlite.trainer.grpo", "PpoTrainer", f"{_PRESETS}:GrpoConfig"),
+    "grpo": TrainerEntry("rlite.trainer.grpo", "GrpoTrainer", f"{_PRESETS}:GrpoConfig"),
 }
