@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import rlite
 from rlite import config
@@ -27,12 +27,9 @@ from rlite.errors import ConfigError, DataError, did_you_mean
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import name_of
 from rlite.rollout.workflow import prompt_ids
-from rlite.trainer import ppo
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.given import IN_MEMORY, Given
 from rlite.trainer.presets import TRAINERS
-from rlite.trainer.rl.config import PpoConfig
-from rlite.trainer.supervised import SupervisedTrainer
 
 Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 """a path as on the command line, or rows: a list of dicts, a `datasets.Dataset`, any iterable that ends"""
@@ -41,17 +38,6 @@ Reward = str | Callable[..., Any] | tuple[str | Callable[..., Any], float] | Map
 Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
 SHORT = {"save_dir": "trainer.save_dir", "total_steps": "trainer.total_steps", "n_epochs": "trainer.n_epochs"}
 """short names of options"""
-
-
-class Algorithm(NamedTuple):
-    """A trainer that `rlite.train` runs."""
-
-    config_class: type[Any]
-    train: Callable[[Any, Given], dict[str, float]]
-    model: Literal["actor", "critic"] = "actor"
-    """group of options of the trained model; a critic scores, and generates no text"""
-    data: Literal["data", "train_data"] = "data"
-    """group of options of the data"""
 
 
 def train(
@@ -88,21 +74,21 @@ def train(
         UnknownOptionError: an option is unknown.
         DataError: some rows cannot be used.
     """
-    chosen = _algorithm(algorithm)
-    tables = {chosen.data: data, "test_data": test_data}
+    trainer = _trainer(algorithm)
+    tables = {trainer.data_key: data, "test_data": test_data}
     rows = {key: _rows(value, key) for key, value in tables.items() if value is not None}
     rewards = {} if reward is None else _rewards(reward)
     given = {
-        **({} if model is None else {f"{chosen.model}.model_name": model}),
+        **({} if model is None else {f"{trainer.key}.model_name": model}),
         **{f"{key}.path": tables[key] if value is None else IN_MEMORY for key, value in rows.items()},
         **{f"reward.{name}": own.options for name, own in rewards.items()},
         **{SHORT.get(key, key): value for key, value in options.items()},
     }
-    settings = config.load(chosen.config_class, [], aliases=chosen.config_class.aliases, given=given)
+    settings = config.load(trainer.config_class, [], aliases=trainer.config_class.aliases, given=given)
     functions = {name: own.function for name, own in rewards.items() if own.function is not None}
-    objects = Given(rows.get(chosen.data), rows.get("test_data"), functions, callbacks)
-    metrics = chosen.train(settings, objects)
-    return TrainedRun(Path(settings.trainer.save_dir), metrics, chosen.model == "actor")
+    objects = Given(rows.get(trainer.data_key), rows.get("test_data"), functions, callbacks)
+    metrics = trainer.train(settings, objects)
+    return TrainedRun(Path(settings.trainer.save_dir), metrics, trainer.key == "actor")
 
 
 @dataclass(frozen=True)
@@ -176,19 +162,15 @@ class TrainedRun:
                 rlite.shutdown()
 
 
-def _algorithm(name: str) -> Algorithm:
-    """Return the trainer of a command.
+def _trainer(algorithm: str) -> type[Any]:
+    """Return the class of a command's trainer.
 
     Raises:
         ConfigError: there is no such trainer.
     """
-    if name not in TRAINERS:
-        raise ConfigError(f"train({name!r}): {did_you_mean(name, TRAINERS)}")
-    config_class = TRAINERS[name].find_options()
-    if issubclass(config_class, PpoConfig):
-        return Algorithm(config_class, ppo.train, data="train_data")
-    trainer: type[SupervisedTrainer[Any]] = TRAINERS[name].find_trainer()
-    return Algorithm(config_class, trainer.train, trainer.key)
+    if algorithm not in TRAINERS:
+        raise ConfigError(f"train({algorithm!r}): {did_you_mean(algorithm, TRAINERS)}")
+    return TRAINERS[algorithm].find_trainer()
 
 
 def _rows(data: Any, key: str) -> list[Row] | None:

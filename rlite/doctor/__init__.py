@@ -1,1 +1,1 @@
-"""The command `rlite doctor`: what a machine has, what is missing, and whether rlite works on it."""
+"""The command `rlite doctor`: it says what a machine has and what is missing, and tries rlite on it."""

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 
 class Finding(NamedTuple):
-    """What a check found."""
+    """The result of a check."""
 
     topic: str
     text: str

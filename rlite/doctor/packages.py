@@ -1,4 +1,4 @@
-"""Which packages rlite needs, by its own metadata, and which of them are missing."""
+"""Compare the packages that rlite's own metadata asks for with the packages that are installed."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def check_engines(executor: str) -> Iterator[Finding]:
     Args:
         executor: the inference executor.
     """
-    rlite.init(num_devices=1, launcher="inprocess", call_timeout=LIMIT_S, start_timeout=LIMIT_S)
+    rlite.init(num_devices=1, launcher="inprocess", call_timeout=LIMIT_S)
     try:
         with tempfile.TemporaryDirectory() as folder:
             model = build_tiny_qwen3(Path(folder) / "model", seed=0, hidden_size=64)
@@ -70,6 +70,11 @@ def train_steps(model: Path) -> tuple[RliteTrainEngine, list[float]]:
 
 def serve(train: RliteTrainEngine, model: Path, executor: str) -> float:
     """Return the mean distance of the served model's log-probabilities from the trained model's.
+
+    Args:
+        train: the trained model.
+        model: folder of the model before its training.
+        executor: the inference executor.
 
     Raises:
         RliteError: the distance is too large.

@@ -38,7 +38,7 @@ class DpoTrainer(SupervisedTrainer[DpoConfig]):
     """
 
     name = "dpo"
-    config_class = DpoConfig
+    config_class: type[DpoConfig] = DpoConfig
     tokenise = preference_rows
     kind = "preferences"
     shown = SHOWN_OF_PAIRS

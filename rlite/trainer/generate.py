@@ -88,6 +88,11 @@ def read_prompts(options: GenerateConfig) -> list[str]:
 def prompt_tokens(prompt: str, tokenizer: PreTrainedTokenizerBase, options: GenerateConfig) -> list[int]:
     """Return the tokens of a prompt: of a chat, if the model has a template or the options ask for one.
 
+    Args:
+        prompt: the text.
+        tokenizer: the model's tokenizer.
+        options: options of the command.
+
     Raises:
         ConfigError: a chat is asked for, and the model has no template.
     """
@@ -108,21 +113,33 @@ def gconfig(options: GenerateConfig) -> GenerationHyperparameters:
 
 
 async def stream(engine: RliteInferenceEngine, tokens: list[int], sampling: GenerationHyperparameters) -> None:
-    """Print one answer while it is generated."""
+    """Print one answer while it is generated.
+
+    Args:
+        engine: the engine that serves the model.
+        tokens: the prompt.
+        sampling: the sampling of the answer.
+    """
     printer: Any = TextStreamer(engine.tokenizer, skip_special_tokens=True)
+    reason = None
     async for chunk in engine.stream(LLMRequest(input_ids=tokens, gconfig=sampling)):
         if chunk.token_ids:
             printer.put(torch.tensor(chunk.token_ids))
-        if chunk.finish_reason == "length":
-            printer.end()
-            limit = f"max_new_tokens={sampling.max_new_tokens}, or the model's context"
-            print(f"(ended by a limit: {limit})", file=sys.stderr)
-            return
+        reason = chunk.finish_reason
     printer.end()
+    if reason == "length":
+        limit = f"max_new_tokens={sampling.max_new_tokens}, or the model's context"
+        print(f"(ended by a limit: {limit})", file=sys.stderr)
 
 
 def print_answers(engine: RliteInferenceEngine, tokens: Sequence[list[int]], options: GenerateConfig) -> None:
-    """Print all answers, each below a line with its number if there are several."""
+    """Print all answers, each below a line with its number if there are several.
+
+    Args:
+        engine: the engine that serves the model.
+        tokens: the prompts.
+        options: options of the command.
+    """
     outputs = engine.generate(tokens, gconfig(options).new(n_samples=options.n))
     for number, output in enumerate(outputs, 1):
         for answer in output.outputs:

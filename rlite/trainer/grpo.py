@@ -17,14 +17,14 @@ if __name__ == "__main__":  # before the imports of this file, which load torch
     start("grpo", "rlite.trainer.grpo", GrpoConfig, sys.argv[1:])
     sys.exit()
 
-from collections.abc import Sequence
-
-from rlite.trainer import ppo
 from rlite.trainer.ppo import PpoTrainer
 
-__all__ = ["PpoTrainer", "main"]
+
+class GrpoTrainer(PpoTrainer):
+    """Trainer on rewards with the defaults of GRPO."""
+
+    name = "grpo"
+    config_class = GrpoConfig
 
 
-def main(argv: Sequence[str]) -> None:
-    """Run the trainer from the command line."""
-    ppo.main(argv, GrpoConfig)
+main = GrpoTrainer.main

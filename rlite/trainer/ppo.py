@@ -83,6 +83,13 @@ class PpoTrainer:
         DataError: Some rows cannot be used.
     """
 
+    name: ClassVar[str] = "ppo"
+    """name of the command"""
+    key: ClassVar[str] = "actor"
+    """key of the model in the config"""
+    data_key: ClassVar[str] = "train_data"
+    """key of the data in the config"""
+    config_class: ClassVar[type[PpoConfig]] = PpoConfig
     evaluated: ClassVar[Sequence[str]] = ("accuracy", "accuracy_finished")
     """metrics of `evaluate`, from which trainer.best_metric chooses; a subclass with other metrics names them here"""
 
@@ -167,7 +174,7 @@ class PpoTrainer:
             self.rollouts.load_state_dict(facts["rollouts"])
         self.recovery.keep()
         self.run.open()
-        self.run.console.report("rlite ppo", batch_plan(self.options, self.engines, self.context, self.data))
+        self.run.console.report(f"rlite {self.name}", batch_plan(self.options, self.engines, self.context, self.data))
         self.run.console.follow(self.engines.rollout.rollout_progress)
         if self.run.step == 0 and self.test_rows:
             self.run.log(evaluation := self.evaluate())
@@ -250,6 +257,46 @@ class PpoTrainer:
         first_losses = self.engines.rollout.collector.first_losses
         return self.alarms.is_valid(evaluation, self.test_errors, len(self.test_rows), first_losses)
 
+    # -- the command ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def main(cls, argv: Sequence[str]) -> None:
+        """Run the trainer from the command line."""
+        cls.train(config.load(cls.config_class, argv, aliases=cls.config_class.aliases))
+
+    @classmethod
+    def train(cls, options: PpoConfig, given: Given = NOTHING) -> dict[str, float]:
+        """Train in the program's session, or in one of its own.
+
+        Args:
+            options: the run's config.
+            given: objects of a program, in place of what the options name.
+
+        Returns:
+            The metrics of the last step.
+
+        Raises:
+            ConfigError: train_data.path or a source of rewards is missing, or a reward cannot be used.
+        """
+        data, has_source = options.train_data, bool(options.sources_of_rewards)
+        has_data = data.path is not None or bool(data.mixture)
+        if not (has_data and has_source):
+            source = "a source of rewards (reward.path=file.py:function, rollout.env_path or rollout.workflow)"
+            missing = [key for key, value in {"train_data.path": has_data, source: has_source}.items() if not value]
+            raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
+        serve_if_worker(options)
+        rewards = ChosenRewards(options.reward, given.rewards) if options.reward else None
+        train_rows, test_rows = read_prompts(options, given)
+        workflow = workflow_maker(options, rewards, {"train_data": train_rows, "test_data": test_rows})
+        rollout = options.rollout
+
+        def fit(options: PpoConfig) -> dict[str, float]:
+            with session_of(options):
+                training, testing = workflow(rollout.train_sampling_params), workflow(rollout.evaluation_sampling)
+                return cls(options, training, train_rows, test_rows, testing, given.callbacks).fit()
+
+        return fit(options) if has_session() else fit_again(fit, options)
+
 
 def _for_evaluation(workflow: RolloutWorkflow, options: PpoConfig) -> RolloutWorkflow:
     """Return the workflow with the sampling of evaluations; a workflow without a `gconfig` stays as it is."""
@@ -277,44 +324,4 @@ def _loss(options: PpoConfig) -> PolicyLoss:
     )
 
 
-def main(argv: Sequence[str], config_class: type[PpoConfig] = PpoConfig) -> None:
-    """Run the trainer from the command line.
-
-    Args:
-        argv: arguments of the command line.
-        config_class: class of the options.
-    """
-    train(config.load(config_class, argv, aliases=config_class.aliases))
-
-
-def train(options: PpoConfig, given: Given = NOTHING) -> dict[str, float]:
-    """Train in the program's session, or in one of its own.
-
-    Args:
-        options: the run's config.
-        given: objects of a program, in place of what the options name.
-
-    Returns:
-        The metrics of the last step.
-
-    Raises:
-        ConfigError: train_data.path or a source of rewards is missing, or a reward cannot be used.
-    """
-    data, has_source = options.train_data, bool(options.sources_of_rewards)
-    has_data = data.path is not None or bool(data.mixture)
-    if not (has_data and has_source):
-        source = "a source of rewards (reward.path=file.py:function, rollout.env_path or rollout.workflow)"
-        missing = [key for key, value in {"train_data.path": has_data, source: has_source}.items() if not value]
-        raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
-    serve_if_worker(options)
-    rewards = ChosenRewards(options.reward, given.rewards) if options.reward else None
-    train_rows, test_rows = read_prompts(options, given)
-    workflow = workflow_maker(options, rewards, {"train_data": train_rows, "test_data": test_rows})
-    rollout = options.rollout
-
-    def fit(options: PpoConfig) -> dict[str, float]:
-        with session_of(options):
-            training, testing = workflow(rollout.train_sampling_params), workflow(rollout.evaluation_sampling)
-            return PpoTrainer(options, training, train_rows, test_rows, testing, given.callbacks).fit()
-
-    return fit(options) if has_session() else fit_again(fit, options)
+main = PpoTrainer.main

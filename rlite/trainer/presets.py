@@ -15,11 +15,6 @@ class TrainerEntry(NamedTuple):
     options: str
     """module:class"""
 
-    def find_options(self) -> type[Any]:
-        """Return the class of the options, which is imported now, without torch."""
-        module, name = self.options.split(":")
-        return getattr(importlib.import_module(module), name)
-
     def find_trainer(self) -> type[Any]:
         """Return the class of the trainer, which is imported now, with torch."""
         return getattr(importlib.import_module(self.module), self.trainer)
@@ -36,5 +31,5 @@ TRAINERS: Mapping[str, TrainerEntry] = {
     "cpo": TrainerEntry("rlite.trainer.cpo", "CpoTrainer", f"{_PRESETS}:CpoConfig"),
     "kto": TrainerEntry("rlite.trainer.kto", "KtoTrainer", "rlite.trainer.options:KtoConfig"),
     "ppo": TrainerEntry("rlite.trainer.ppo", "PpoTrainer", "rlite.trainer.rl.config:PpoConfig"),
-    "grpo": TrainerEntry("rlite.trainer.grpo", "PpoTrainer", f"{_PRESETS}:GrpoConfig"),
+    "grpo": TrainerEntry("rlite.trainer.grpo", "GrpoTrainer", f"{_PRESETS}:GrpoConfig"),
 }

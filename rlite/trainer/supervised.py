@@ -64,6 +64,8 @@ class SupervisedTrainer(ABC, Generic[C]):
     """name of the command"""
     key: ClassVar[Literal["actor", "critic"]] = "actor"
     """key of the model in the config"""
+    data_key: ClassVar[str] = "data"
+    """key of the data in the config"""
     config_class: type[C]
     module: ClassVar[Callable[..., Any]] = policy_module
     """makes the module to train"""
