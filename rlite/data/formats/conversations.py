@@ -44,9 +44,9 @@ def _message(message: Any, where: str) -> Any:
         return message
     sender, content = message["from"], message.get("value")
     if not isinstance(sender, str) or sender not in ROLES:
-        raise DataError(f"{where}: 'from' is {sender!r}; {did_you_mean(str(sender), ROLES)}")
+        raise DataError(f"{where}: 'from' is {sender!r:.200}; {did_you_mean(str(sender), ROLES)}")
     if not isinstance(content, str):
-        raise DataError(f"{where}: 'value' is {content!r}; expected a text")
+        raise DataError(f"{where}: 'value' is {content!r:.200}; expected a text")
     if sender != "function_call":
         return {"role": ROLES[sender], "content": content}
     calls = _json(content, f"{where}: 'value'")

@@ -253,8 +253,8 @@ def test_a_conversation_keeps_its_own_system_message_and_raw_rows_take_none() ->
     for role in ("system", "developer"):
         own = {"role": role, "content": "own"}
         assert one("prompts", {"messages": [own, USER]}, system_prompt="s")["messages"] == [own, USER]
-    with pytest.raises(ConfigError, match=r"train_data\.system_prompt begins conversations, and .* holds raw prompts"):
-        one("prompts", {"prompt": "q"}, system_prompt="s", key="train_data")
+    with pytest.raises(ConfigError, match=r"system_prompt begins conversations, and .* holds raw prompts"):
+        one("prompts", {"prompt": "q"}, system_prompt="s")
 
 
 # -- hostile rows ------------------------------------------------------------------------------------------------------
