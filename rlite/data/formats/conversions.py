@@ -105,18 +105,22 @@ def implicit_pair(row: Row, where: str) -> Row:
 
 
 def labelled(row: Row, where: str) -> Row:
-    """Return a prompt with an answer that is labelled good or bad.
+    """Return a prompt or a conversation with an answer that is labelled good or bad.
 
     Raises:
         DataError: the label is no truth value.
     """
     if not isinstance(row["label"], bool):
-        raise DataError(f"{where}: 'label' is {row['label']!r}; expected true or false")
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
+        raise DataError(f"{where}: 'label' is {row['label']!r:.200}; expected true or false")
+    prompt, completion = row.get("prompt"), row["completion"]
+    if row.get("messages") is not None:
+        messages = chat(row["messages"], where, "messages")
+    elif isinstance(prompt, str) and isinstance(completion, str):
         check_columns(row, {"prompt": str, "completion": str}, where)
         return {"prompt": prompt, "completion": completion, "label": row["label"]}
-    messages, answer = prompt_messages(prompt, where), answer_text(completion, where, "completion")
+    else:
+        messages = prompt_messages(prompt, where)
+    answer = answer_text(completion, where, "completion")
     return {"messages": messages, "completion": answer, "label": row["label"], **tools_of(row, where)}
 
 

@@ -37,9 +37,11 @@ def normalise(
 
     Raises:
         ConfigError: an option names an unknown column, or the system prompt has no conversation to begin.
-        DataError: no format is recognised, the rows have different formats, or a row is malformed. The message names
-            the row and the column.
+        DataError: there are no rows, no format is recognised, the rows have different formats, or a row is malformed.
+            The message names the row and the column.
     """
+    if not rows:
+        raise DataError(f"{where}: no rows; expected at least one")
     rows = _renamed(rows, kind, where, columns or {}, key)
     found = format_of(rows[0], kind)
     if found is None and kind == "prompts" and system_prompt is None:

@@ -109,6 +109,10 @@ def test_an_implicit_prompt_is_all_that_both_conversations_begin_with() -> None:
     [
         ({"prompt": "q", "completion": "a", "label": False}, {"prompt": "q", "completion": "a", "label": False}),
         (
+            {"messages": [HUMAN], "completion": [GPT], "label": True, "score": 9.0},
+            {"messages": [USER], "completion": "a", "label": True},
+        ),
+        (
             {"prompt": [USER], "completion": [ANSWER], "label": True},
             {"messages": [USER], "completion": "a", "label": True},
         ),
