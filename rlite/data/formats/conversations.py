@@ -30,6 +30,11 @@ SYSTEM_ROLES = ("system", "developer")
 def chat(value: Any, where: str, column: str) -> list[Any]:
     """Return messages with `role` and `content`. ShareGPT's `from` and `value` are converted.
 
+    Args:
+        value: the messages.
+        where: the row's name in messages.
+        column: the column's name in messages.
+
     Raises:
         DataError: the value is no list of messages, or a sender is unknown.
     """
@@ -69,7 +74,13 @@ def _json(text: str, where: str) -> Any:
 
 
 def prompt_messages(prompt: Any, where: str, column: str = "prompt") -> list[Any]:
-    """Return a prompt as messages; a text becomes a user's message."""
+    """Return a prompt as messages; a text becomes a user's message.
+
+    Args:
+        prompt: a text or messages.
+        where: the row's name in messages.
+        column: the column's name in messages.
+    """
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     return chat(prompt, where, column)
@@ -77,6 +88,11 @@ def prompt_messages(prompt: Any, where: str, column: str = "prompt") -> list[Any
 
 def answer_text(value: Any, where: str, column: str) -> str:
     """Return the text of an answer, which is a text, a message of the assistant, or a list of one such message.
+
+    Args:
+        value: the answer.
+        where: the row's name in messages.
+        column: the column's name in messages.
 
     Raises:
         DataError: the value is something else.

@@ -46,7 +46,13 @@ def plain_text(row: Row, where: str) -> Row:
 
 
 def pair(row: Row, where: str, messages: list[Any]) -> Row:
-    """Return a preference pair of a conversation and two answers."""
+    """Return a preference pair of a conversation and two answers.
+
+    Args:
+        row: has the answers, and perhaps `tools` and a `margin`.
+        where: the row's name in messages.
+        messages: the conversation before the answers.
+    """
     sides = {side: answer_text(row[side], where, side) for side in ("chosen", "rejected")}
     return {"messages": messages, **sides, **tools_of(row, where), **_margin(row)}
 

@@ -331,14 +331,10 @@ def test_a_malformed_row_is_named_with_its_column(kind: RowKind, row: dict[str, 
         one(kind, row)
 
 
-VALUES: st.SearchStrategy[Any] = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "from", "value", "user"]), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
+LEAVES: st.SearchStrategy[Any] = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3)
+KEYS = st.sampled_from(["role", "content", "from", "value"])
+OBJECTS = st.dictionaries(KEYS, LEAVES | st.sampled_from(["user", "gpt"]) | st.lists(LEAVES), max_size=3)
+VALUES = LEAVES | st.lists(LEAVES | OBJECTS | st.lists(LEAVES, max_size=2), max_size=3) | OBJECTS
 
 
 @given(st.sampled_from(sorted(FORMATS)), st.data())
