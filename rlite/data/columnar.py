@@ -182,7 +182,8 @@ def _send_dataset(
     try:
         found = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(name, subset)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        _check_subset(datasets, name, where, subset)
+        if isinstance(error, ValueError):  # others are of the network, which would be waited for again
+            _check_subset(datasets, name, where, subset)
         what = "cannot be read" if is_folder else "no such file or folder, and no dataset of the Hugging Face hub"
         raise ConfigError(f"{where}: {what}: {error}") from error
     if not isinstance(found, Mapping):  # one table, saved without splits

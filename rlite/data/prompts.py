@@ -28,10 +28,9 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
             raise DataError(f"{at}: expected an object, found {type(row).__name__}")
         keys = [key for key in PROMPT_KEYS if row.get(key) is not None]
         if len(keys) != 1:
-            raise DataError(
-                f"{at}: expected exactly one of {', '.join(PROMPT_KEYS)}, found {keys}"
-                + ("; columns.NAME=null leaves one out" if keys else "")
-            )
+            names = ", ".join(str(name) for name, value in row.items() if value is not None)
+            hint = "columns.NAME=null leaves one out" if keys else f"columns.prompt=NAME names another of: {names}"
+            raise DataError(f"{at}: expected exactly one of {', '.join(PROMPT_KEYS)}, found {keys}; {hint}")
         prompt = row[keys[0]]
         if isinstance(prompt, (str, list, tuple)) and not prompt:
             raise DataError(f"{at}: {keys[0]!r} is empty")

@@ -30,6 +30,11 @@ SYSTEM_ROLES = ("system", "developer")
 def chat(value: Any, where: str, column: str) -> list[Any]:
     """Return messages with `role` and `content`. ShareGPT's `from` and `value` are converted.
 
+    Args:
+        value: the messages.
+        where: the row's name in messages.
+        column: the column's name in messages.
+
     Raises:
         DataError: the value is no list of messages, or a sender is unknown.
     """
@@ -44,9 +49,9 @@ def _message(message: Any, where: str) -> Any:
         return message
     sender, content = message["from"], message.get("value")
     if not isinstance(sender, str) or sender not in ROLES:
-        raise DataError(f"{where}: 'from' is {sender!r}; {did_you_mean(str(sender), ROLES)}")
+        raise DataError(f"{where}: 'from' is {sender!r:.200}; {did_you_mean(str(sender), ROLES)}")
     if not isinstance(content, str):
-        raise DataError(f"{where}: 'value' is {content!r}; expected a text")
+        raise DataError(f"{where}: 'value' is {content!r:.200}; expected a text")
     if sender != "function_call":
         return {"role": ROLES[sender], "content": content}
     calls = _json(content, f"{where}: 'value'")
@@ -69,7 +74,13 @@ def _json(text: str, where: str) -> Any:
 
 
 def prompt_messages(prompt: Any, where: str, column: str = "prompt") -> list[Any]:
-    """Return a prompt as messages; a text becomes a user's message."""
+    """Return a prompt as messages; a text becomes a user's message.
+
+    Args:
+        prompt: a text or messages.
+        where: the row's name in messages.
+        column: the column's name in messages.
+    """
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     return chat(prompt, where, column)
@@ -77,6 +88,11 @@ def prompt_messages(prompt: Any, where: str, column: str = "prompt") -> list[Any
 
 def answer_text(value: Any, where: str, column: str) -> str:
     """Return the text of an answer, which is a text, a message of the assistant, or a list of one such message.
+
+    Args:
+        value: the answer.
+        where: the row's name in messages.
+        column: the column's name in messages.
 
     Raises:
         DataError: the value is something else.

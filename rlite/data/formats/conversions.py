@@ -46,7 +46,13 @@ def plain_text(row: Row, where: str) -> Row:
 
 
 def pair(row: Row, where: str, messages: list[Any]) -> Row:
-    """Return a preference pair of a conversation and two answers."""
+    """Return a preference pair of a conversation and two answers.
+
+    Args:
+        row: has the answers, and perhaps `tools` and a `margin`.
+        where: the row's name in messages.
+        messages: the conversation before the answers.
+    """
     sides = {side: answer_text(row[side], where, side) for side in ("chosen", "rejected")}
     return {"messages": messages, **sides, **tools_of(row, where), **_margin(row)}
 
@@ -105,18 +111,22 @@ def implicit_pair(row: Row, where: str) -> Row:
 
 
 def labelled(row: Row, where: str) -> Row:
-    """Return a prompt with an answer that is labelled good or bad.
+    """Return a prompt or a conversation with an answer that is labelled good or bad.
 
     Raises:
         DataError: the label is no truth value.
     """
     if not isinstance(row["label"], bool):
-        raise DataError(f"{where}: 'label' is {row['label']!r}; expected true or false")
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
+        raise DataError(f"{where}: 'label' is {row['label']!r:.200}; expected true or false")
+    prompt, completion = row.get("prompt"), row["completion"]
+    if row.get("messages") is not None:
+        messages = chat(row["messages"], where, "messages")
+    elif isinstance(prompt, str) and isinstance(completion, str):
         check_columns(row, {"prompt": str, "completion": str}, where)
         return {"prompt": prompt, "completion": completion, "label": row["label"]}
-    messages, answer = prompt_messages(prompt, where), answer_text(completion, where, "completion")
+    else:
+        messages = prompt_messages(prompt, where)
+    answer = answer_text(completion, where, "completion")
     return {"messages": messages, "completion": answer, "label": row["label"], **tools_of(row, where)}
 
 

@@ -37,9 +37,11 @@ def normalise(
 
     Raises:
         ConfigError: an option names an unknown column, or the system prompt has no conversation to begin.
-        DataError: no format is recognised, the rows have different formats, or a row is malformed. The message names
-            the row and the column.
+        DataError: there are no rows, no format is recognised, the rows have different formats, or a row is malformed.
+            The message names the row and the column.
     """
+    if not rows:
+        raise DataError(f"{where}: no rows; expected at least one")
     rows = _renamed(rows, kind, where, columns or {}, key)
     found = format_of(rows[0], kind)
     if found is None and kind == "prompts" and system_prompt is None:
@@ -52,7 +54,7 @@ def normalise(
             raise DataError(_disagreement(rows[0], found, row, other, f"{where}, row index {number}"))
         converted.append(found.convert(row, f"{where}, row index {number}"))
     if system_prompt is not None:
-        converted = [_with_system(row, system_prompt, found, where, key) for row in converted]
+        converted = [_with_system(row, system_prompt, found, where) for row in converted]
     return converted, str(found)
 
 
@@ -121,7 +123,7 @@ def _disagreement(first: Row, found: Format, row: Row, other: Format | None, whe
     )
 
 
-def _with_system(row: Row, prompt: str, found: Format, where: str, key: str) -> Row:
+def _with_system(row: Row, prompt: str, found: Format, where: str) -> Row:
     """Return a row whose conversation begins with a system message.
 
     Raises:
@@ -130,7 +132,7 @@ def _with_system(row: Row, prompt: str, found: Format, where: str, key: str) -> 
     column = next((name for name in ("messages", "prompt") if isinstance(row.get(name), list)), None)
     if column is None:
         raise ConfigError(
-            f"{key}.system_prompt begins conversations, and {where} holds {found.name}; leave it out, or make the "
+            f"system_prompt begins conversations, and {where} holds {found.name}; leave it out, or make the "
             "prompts messages: [{'role': 'user', 'content': ...}]"
         )
     if row[column][0]["role"] in SYSTEM_ROLES:

@@ -120,6 +120,12 @@ FORMATS: dict[RowKind, tuple[Format, ...]] = {
     ),
     "unpaired": (
         Format(
+            name="labelled completions of conversations",
+            columns=("messages", "completion", "label"),
+            optional=("tools",),
+            convert=labelled,
+        ),
+        Format(
             name="labelled chat completions",
             columns=("prompt", "completion", "label"),
             optional=("tools",),

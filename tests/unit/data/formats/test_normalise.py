@@ -109,6 +109,10 @@ def test_an_implicit_prompt_is_all_that_both_conversations_begin_with() -> None:
     [
         ({"prompt": "q", "completion": "a", "label": False}, {"prompt": "q", "completion": "a", "label": False}),
         (
+            {"messages": [HUMAN], "completion": [GPT], "label": True, "score": 9.0},
+            {"messages": [USER], "completion": "a", "label": True},
+        ),
+        (
             {"prompt": [USER], "completion": [ANSWER], "label": True},
             {"messages": [USER], "completion": "a", "label": True},
         ),
@@ -253,8 +257,8 @@ def test_a_conversation_keeps_its_own_system_message_and_raw_rows_take_none() ->
     for role in ("system", "developer"):
         own = {"role": role, "content": "own"}
         assert one("prompts", {"messages": [own, USER]}, system_prompt="s")["messages"] == [own, USER]
-    with pytest.raises(ConfigError, match=r"train_data\.system_prompt begins conversations, and .* holds raw prompts"):
-        one("prompts", {"prompt": "q"}, system_prompt="s", key="train_data")
+    with pytest.raises(ConfigError, match=r"system_prompt begins conversations, and .* holds raw prompts"):
+        one("prompts", {"prompt": "q"}, system_prompt="s")
 
 
 # -- hostile rows ------------------------------------------------------------------------------------------------------
@@ -327,14 +331,10 @@ def test_a_malformed_row_is_named_with_its_column(kind: RowKind, row: dict[str, 
         one(kind, row)
 
 
-VALUES: st.SearchStrategy[Any] = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "from", "value", "user"]), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
+LEAVES: st.SearchStrategy[Any] = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3)
+KEYS = st.sampled_from(["role", "content", "from", "value"])
+OBJECTS = st.dictionaries(KEYS, LEAVES | st.sampled_from(["user", "gpt"]) | st.lists(LEAVES), max_size=3)
+VALUES = LEAVES | st.lists(LEAVES | OBJECTS | st.lists(LEAVES, max_size=2), max_size=3) | OBJECTS
 
 
 @given(st.sampled_from(sorted(FORMATS)), st.data())
