@@ -41,10 +41,10 @@ _PLAIN_WIDTH = 9
 class ConsoleReporter:
     """A metric sink for people. Its methods may be called in any thread.
 
-    `choice` and `metrics` are the keys to show, in that order, where present; a key also matches as the last part of a
-    longer one (`loss` shows `actor/loss` if there is no `loss`). A name in `choice` that the first step does not have is
-    reported, unless it is in `metrics` or `later`, metrics of evaluations. `total_steps` gives the bar its end, `done_steps`
-    where a resumed run starts.
+    `choice` and `metrics` are the keys to show, in that order, where present. A key also matches as the last part of a
+    longer one (`loss` shows `actor/loss` if there is no `loss`). A name in `choice` that is no metric is reported.
+    `later` are metrics that the first step need not have. `total_steps` gives the bar its end, `done_steps` where a
+    resumed run starts.
     """
 
     def __init__(

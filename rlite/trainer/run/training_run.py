@@ -23,21 +23,18 @@ from rlite.errors import (
     why_not_written,
 )
 from rlite.observability import stats_tracker, trace
-from rlite.observability.console import ConsoleReporter
 from rlite.observability.sinks.base import Run, open_sinks
 from rlite.observability.sinks.jsonl import drop_later_lines
-from rlite.observability.summary import History
 from rlite.recovery import reporting
 from rlite.rollout.workflow import RolloutError
 from rlite.trainer.callbacks import Callback, Callbacks
 from rlite.trainer.options import RunOptions
 from rlite.trainer.run.checkpoints import Checkpoints
-from rlite.trainer.run.command import at_end
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
 from rlite.trainer.run.folder import begins_anew, checkpoint_to_load, clear
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.mfu import usage_metrics
-from rlite.trainer.run.results import places
+from rlite.trainer.run.report import RunReport
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +68,7 @@ class TrainingRun:
     ) -> None:
         self._options: RunOptions = resolved.trainer
         options, self.folder = self._options, Path(self._options.save_dir)
-        self._shown, self._evaluated = tuple(shown), tuple(evaluated)
-        self._history = History(evaluated, [key for key in ("reward", "loss") if key in shown][:1])
+        self._report = RunReport(options, shown, evaluated)
         self.total_steps = total_steps
         self.config = resolved
         self._kind = type(resolved).__name__
@@ -156,16 +152,7 @@ class TrainingRun:
         )
         if (samples := self.folder / "rollouts.jsonl").exists():  # of steps that are repeated, or of an earlier run
             drop_later_lines(samples, self.step)
-        if "jsonl" in options.sinks:
-            self._history.read(self.folder / "metrics.jsonl")
-        self.console = ConsoleReporter(
-            self.total_steps,
-            metrics=self._shown,
-            choice=options.console,
-            later=self._evaluated,
-            done_steps=self.step,
-        )
-        at_end(self.console.close)
+        self.console = self._report.open(self.total_steps, self.step)
         self._follow_trace()
         self._report_resume()
         reporting.report_step(self.step, self.total_steps)
@@ -248,8 +235,7 @@ class TrainingRun:
             DivergedError: too many steps were bad.
         """
         self._sinks.log(self.step, metrics)
-        self._history.add(self.step, metrics)
-        self.console.log(self.step, metrics)
+        self._report.log(self.step, metrics)
         reporting.report_step(self.step, self.total_steps)
         self._checkpoints.look()
         self._follow_trace()
@@ -420,13 +406,9 @@ class TrainingRun:
             self.console.close()
             self._locked.close()
             INTERRUPTION.end()
-        self._report_end()
-
-    def _report_end(self) -> None:
-        """Report what improved, and where the results are."""
         ended = f"stopped ({self._stop_reason})" if self._stop_reason else "finished"
-        title = f"{'interrupted' if INTERRUPTION.is_asked else ended} after step {self.step} of {self.total_steps}"
-        self.console.report(title, {**self._history.rows(), **places(self._options)}, style="green")
+        how = "interrupted" if INTERRUPTION.is_asked else ended
+        self._report.end(f"{how} after step {self.step} of {self.total_steps}")
 
 
 def check_best_metric(options: RunOptions, has_test_data: bool, evaluated: Sequence[str]) -> None:
