@@ -196,7 +196,11 @@ class ConsoleReporter:
 
     def _plain_line(self, step: int, metrics: Mapping[str, float]) -> str:
         values, title = self._columns.chosen(metrics), self._step(step)
-        pairs = [f"{key} {plain_number(value):<{_PLAIN_WIDTH}}" for key, value in values.items()]
+        numbers = {key: plain_number(value) for key, value in values.items()}
+        columns = self._columns.fit(metrics, sys.maxsize) or ()
+        pairs = [
+            f"{key if key in numbers else '':<{len(key)}} {numbers.get(key, ''):<{_PLAIN_WIDTH}}" for key in columns
+        ]
         parts = [f"step {title.strip():<{len(title)}}", *pairs, _lost(metrics), self._pace()]
         return "  ".join(part for part in parts if part).rstrip()
 

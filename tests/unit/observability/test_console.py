@@ -53,7 +53,7 @@ def test_a_pipe_gets_one_plain_line_per_step_with_the_time_left() -> None:
         "  model  tiny",
         "  batch  16 prompts x 4 responses = 64 sequences",
         "step 1/60   loss 0.1235     reward 0.25       2 s/step  0:01:58 left",
-        "step 2/60   loss -1e-07     2 s/step  0:01:56 left",
+        "step 2/60   loss -1e-07                       2 s/step  0:01:56 left",
     ]
 
 
