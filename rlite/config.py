@@ -24,7 +24,6 @@ import itertools
 import os
 import re
 import sys
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +44,7 @@ from pydantic_core import PydanticUndefined
 
 from rlite import files
 from rlite.errors import ConfigError, RliteError, UnknownOptionError, did_you_mean
+from rlite.help import Manual, described, help_topic
 
 C = TypeVar("C", bound="Options")
 
@@ -256,83 +256,41 @@ def describe(cls: type[Options], topic: str = "", command: str = "") -> str:
         UnknownOptionError: there is no such group and no such key. The message names the nearest.
     """
     keys = {path: (option, value) for path, option, value in _keys(cls)}
-    groups: dict[str, dict[str, str]] = {}
-    for path, (option, value) in keys.items():
-        groups.setdefault(path.rpartition(".")[0], {})[path] = _describe_key(path, option, value)
-    if topic:
-        return _describe_topic(cls, topic, groups)
     required = [path for path, (_, value) in keys.items() if value is PydanticUndefined]
-    first = [path for path in dict.fromkeys([*required, *cls.help_first]) if len(groups) > 1]
-    described = {path: text for group in groups.values() for path, text in group.items()}
-    sections = [_section("common options", [described[path] for path in first])] if first else []
-    sections += [_section(_title(cls, group), own.values()) for group, own in groups.items()]
-    return "\n\n".join([_usage(cls, list(groups), command), *sections])
-
-
-def help_topic(argv: Sequence[str]) -> str | None:
-    """Return the group that `--help GROUP` asks for, "" for `--help` alone, and None without it."""
-    at = next((index for index, argument in enumerate(argv) if argument in ("--help", "-h")), None)
-    if at is None:
-        return None
-    following = argv[at + 1] if at + 1 < len(argv) else ""
-    return "" if "=" in following or following.startswith("-") else following
-
-
-def _usage(cls: type[Options], groups: Sequence[str], command: str) -> str:
-    name = f"{command} " if command else ""
     own_code = "[--import FILE.py]... " if IMPORTS in cls.model_fields else ""
-    lines = [f"usage: {name}[--config FILE.yaml]... {own_code}[key=value]...", *_preset(cls)]
-    if cls.help_example:
-        lines.append(f"example: {name}{cls.help_example}")
-    if len(groups) > 1:
-        named = ", ".join(filter(None, groups))
-        lines += textwrap.wrap(f"one group: {name}--help GROUP, of {named}", 116, subsequent_indent="    ")
-    return "\n".join(lines)
-
-
-def _describe_topic(cls: type[Options], topic: str, groups: Mapping[str, Mapping[str, str]]) -> str:
-    chosen = {name: own for name, own in groups.items() if f"{name}.".startswith(f"{topic}.")}
-    group, _, _ = topic.rpartition(".")
-    if not chosen and topic in groups.get(group, {}):
-        return groups[group][topic]
-    if not chosen:
-        known = [*filter(None, groups), *(path for own in groups.values() for path in own)]
-        raise UnknownOptionError(f"--help {topic}: no such group or key; {did_you_mean(topic, known)}")
-    return "\n\n".join(_section(_title(cls, name), own.values()) for name, own in chosen.items())
+    manual = Manual(
+        keys={path: _describe_key(path, option, value) for path, (option, value) in keys.items()},
+        titles={group: _title(cls, group) for group in {path.rpartition(".")[0] for path in keys}},
+        first=list(dict.fromkeys([*required, *cls.help_first])),
+        options=f"[--config FILE.yaml]... {own_code}[key=value]...",
+        example=cls.help_example,
+        preset=_preset(cls),
+    )
+    return manual.text(topic, command)
 
 
 def _title(cls: type[Options], group: str) -> str:
-    if not group:
+    made = _group_of(_locate(cls, group.split(".")).hint) if group else None
+    if made is None:
         return "options"
-    made = _group_of(_locate(cls, group.split(".")).hint)
-    assert made is not None, group
     sentence = (made.__doc__ or "").split("\n\n")[0]
     return f"{group}: {' '.join(sentence.split())}"
-
-
-def _section(title: str, keys: Iterable[str]) -> str:
-    return "\n".join([f"[{title.rstrip('.')}]", *keys])
 
 
 def _describe_key(path: str, option: FieldInfo, value: Any) -> str:
     default = "<required>" if value is PydanticUndefined else _show(to_container(value))
     limits = _limits(option).replace("a number ", "").replace("a finite number of", "finite,")
     sentence = " ".join((option.description or "").split())
-    return "\n".join(
-        [
-            f"{path}={default}  ({', '.join(filter(None, (_name(option.annotation), limits)))})",
-            *textwrap.wrap(sentence, 112, initial_indent="    ", subsequent_indent="    "),
-        ]
-    )
+    return described(path, default, ", ".join(filter(None, (_name(option.annotation), limits))), sentence)
 
 
-def _preset(cls: type[Options]) -> list[str]:
-    """Return the lines that say which defaults are other than those of the command that this is a preset of."""
+def _preset(cls: type[Options]) -> str:
+    """Return which defaults are other than those of the command that this is a preset of, as a command."""
     if not cls.preset_of:
-        return []
+        return ""
     before = {path: value for path, _, value in _keys(cls.__mro__[1])}
     changed = [f"{path}={_show(to_container(value))}" for path, _, value in _keys(cls) if value != before[path]]
-    return textwrap.wrap(f"preset: rlite {cls.preset_of} {' '.join(changed)}", 116, subsequent_indent="    ")
+    return f"rlite {cls.preset_of} {' '.join(changed)}"
 
 
 def named(argv: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
+from rlite.errors import did_you_mean
+
 Choice = Literal["auto", "all"] | Sequence[str]
 """auto: the trainer's own choice; all metrics; or a list of names"""
 
@@ -52,6 +54,17 @@ class Columns:
         wanted = tuple(metrics) if self._wanted is None else self._wanted
         names = {key: find(key, metrics) for key in wanted}
         return {key: metrics[name] for key, name in names.items() if name is not None}
+
+    def unknown(self, metrics: Collection[str], later: Collection[str]) -> dict[str, str]:
+        """Return a hint for each name that was asked for and is no metric.
+
+        Args:
+            metrics: metrics of a step.
+            later: further metrics, which other steps have.
+        """
+        names = () if self._may_drop else self._wanted or ()
+        known = {*metrics, *later}
+        return {repr(name): did_you_mean(name, known) for name in names if find(name, known) is None}
 
     def fit(self, metrics: Mapping[str, float], width: int) -> list[str] | None:
         """Return the columns of a row, in the order of the choice; None if the metrics asked for need more width.

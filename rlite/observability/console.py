@@ -41,9 +41,10 @@ _PLAIN_WIDTH = 9
 class ConsoleReporter:
     """A metric sink for people. Its methods may be called in any thread.
 
-    `choice` and `metrics` are the keys to show, in that order, where present; a key also matches as the last part of a
-    longer one (`loss` shows `actor/loss` if there is no `loss`). `total_steps` gives the bar its end, `done_steps`
-    where a resumed run starts.
+    `choice` and `metrics` are the keys to show, in that order, where present. A key also matches as the last part of a
+    longer one (`loss` shows `actor/loss` if there is no `loss`). A name in `choice` that is no metric is reported.
+    `later` are metrics that the first step need not have. `total_steps` gives the bar its end, `done_steps` where a
+    resumed run starts.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ConsoleReporter:
         *,
         metrics: Sequence[str] = DEFAULT_METRICS,
         choice: Choice = "auto",
+        later: Sequence[str] = (),
         done_steps: int = 0,
         file: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -59,6 +61,7 @@ class ConsoleReporter:
         self._file = file or sys.stdout
         self._console = Console(file=self._file, highlight=False, markup=False, emoji=False)
         self._columns = Columns(choice, metrics)
+        self._later: set[str] | None = {*metrics, *later}
         self._total = total_steps
         self._clock = clock
         self._seen: deque[tuple[float, int]] = deque([(clock(), done_steps)], maxlen=_RECENT + 1)
@@ -119,6 +122,7 @@ class ConsoleReporter:
         """Show the chosen metrics of a step and move the bar."""
         with self._lock:
             self._seen.append((self._clock(), step))
+            self._look_for_unknown(step, metrics)
             if not self._console.is_terminal:
                 self._print(self._plain_line(step, metrics))
                 return
@@ -126,6 +130,13 @@ class ConsoleReporter:
             for text in self._lines(step, metrics):
                 bar.console.print(text, soft_wrap=True)
             bar.update(bar.task_ids[0], completed=step, pace=self._pace(), description="training")
+
+    def _look_for_unknown(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Report names that are no metrics, at the first step."""
+        if step and self._later is not None:
+            if unknown := self._columns.unknown(metrics, self._later):
+                self.warn("trainer.console: no such metric", unknown)
+            self._later = None
 
     def note(self, text: str) -> None:
         """Show how far the work under way is: beside the bar, or in a pipe as a line after 30 s without one.
@@ -185,7 +196,11 @@ class ConsoleReporter:
 
     def _plain_line(self, step: int, metrics: Mapping[str, float]) -> str:
         values, title = self._columns.chosen(metrics), self._step(step)
-        pairs = [f"{key} {plain_number(value):<{_PLAIN_WIDTH}}" for key, value in values.items()]
+        numbers = {key: plain_number(value) for key, value in values.items()}
+        columns = self._columns.fit(metrics, sys.maxsize) or ()
+        pairs = [
+            f"{key if key in numbers else '':<{len(key)}} {numbers.get(key, ''):<{_PLAIN_WIDTH}}" for key in columns
+        ]
         parts = [f"step {title.strip():<{len(title)}}", *pairs, _lost(metrics), self._pace()]
         return "  ".join(part for part in parts if part).rstrip()
 

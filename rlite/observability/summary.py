@@ -1,4 +1,4 @@
-"""What improved in a run: first, last and best values of its metrics, in words."""
+"""Improvement of a run: first, last and best values of its metrics, in words."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ def test_the_package_exports_these_names_and_no_others():
         "gathered",
         "init",
         "register_executor",
+        "session",
         "shutdown",
         "stats_tracker",
         "train",

@@ -88,3 +88,31 @@ def test_options_load_nothing_heavy() -> None:
 )
 def test_a_command_that_only_describes_loads_nothing_heavy(arguments: list[str]) -> None:
     assert heavy_after(f"sys.argv = ['rlite', *{arguments}]\nfrom rlite.cli import main\nmain()") == []
+
+
+@pytest.mark.parametrize("program", ["rlite.cli", "rlite.trainer.ppo"])
+def test_the_first_line_of_a_run_comes_before_torch(program: str) -> None:
+    settings = [
+        *("actor.model_name=MODEL", "train_data.path=rows.jsonl", "rollout.env_path=env.py"),
+        *("actor.policy_loss.name=gspo", "adv.estimator=rloo"),
+    ]
+    arguments = [*(["ppo"] if program == "rlite.cli" else []), *settings]
+    stop_at_first_line = f"""
+import runpy
+
+class Told(BaseException):
+    pass
+
+class Terminal:
+    def write(self, text):
+        if "rlite ppo: MODEL on rows.jsonl, into runs/ppo; loading torch" in text:
+            raise Told
+
+sys.argv, stdout, sys.stdout = ["rlite", *{arguments}], sys.stdout, Terminal()
+try:
+    runpy.run_module({program!r}, run_name="__main__")
+    raise AssertionError("the line is missing")
+except Told:
+    sys.stdout = stdout
+"""
+    assert heavy_after(stop_at_first_line) == []

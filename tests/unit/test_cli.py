@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from rlite.cli import COMMANDS, main
+from rlite.config import describe, load
 
 
 def run(monkeypatch, *arguments):
@@ -40,6 +41,29 @@ def test_a_preset_says_which_defaults_it_changes(monkeypatch, capsys, command, p
     run(monkeypatch, command, "--help")
     told = capsys.readouterr().out.partition("preset: ")[2].partition("\n\n")[0]
     assert set(preset.split()) <= set(told.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_an_example_and_its_usual_keys_exist(command):
+    options = COMMANDS[command].find_options()
+    assert options.help_example
+    assert describe(options).count("example: ") == 1
+    assert all(describe(options, key) for key in options.help_first)
+
+
+@pytest.mark.parametrize("example", sorted(set(COMMANDS) & {"sft", "rm", "dpo", "ppo"}))
+def test_the_example_of_a_trainer_is_a_whole_config(example):
+    options = COMMANDS[example].find_options()
+    made = load(options, options.help_example.split())
+    assert made.headline().endswith(f", into {made.trainer.save_dir}")
+
+
+def test_help_on_one_group_of_a_command(monkeypatch, capsys):
+    run(monkeypatch, "ppo", "--help", "rollout.train_sampling_params")
+    assert capsys.readouterr().out.startswith("[rollout.train_sampling_params: The sampling of responses]\n")
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, "ppo", "--help", "adw")
+    assert stopped.value.code == "rlite ppo: UnknownOptionError: --help adw: no such group or key; did you mean 'adv'?"
 
 
 @pytest.mark.parametrize(

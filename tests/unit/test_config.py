@@ -5,14 +5,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import pytest
 from annotated_types import Ge, Le
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.config import Options, describe, inherit, load, named, save, to_container
+from rlite.config import Options, describe, inherit, load, named, quick_checks, save, to_container
 from rlite.errors import ConfigError, UnknownOptionError
 
 Kind = Literal["adamw", "sgd"]
@@ -366,3 +366,99 @@ def test_a_text_without_a_key_is_literal() -> None:
 def test_the_module_is_light() -> None:
     program = "import sys, rlite.config; assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+class HelpedOptimizer(Options):
+    """The optimizer."""
+
+    lr: float = 0.1
+
+
+class HelpedModel(Options):
+    """The model."""
+
+    name: str = "m"
+    optimizer: HelpedOptimizer = HelpedOptimizer()
+
+
+class HelpedData(Options):
+    """Rows to learn
+    from.
+
+    And more.
+    """
+
+    path: str
+    """a file"""
+
+
+class Helped(Options):
+    """A config."""
+
+    help_example: ClassVar[str] = "data.path=rows.jsonl"
+    help_first: ClassVar[tuple[str, ...]] = ("model.optimizer.lr",)
+
+    seed: int = 1
+    data: HelpedData
+    model: HelpedModel = HelpedModel()
+
+
+def test_help_begins_with_usage_example_and_usual_keys_and_goes_on_by_group() -> None:
+    lines = describe(Helped, command="rlite demo").splitlines()
+    assert lines[:3] == [
+        "usage: rlite demo [--config FILE.yaml]... [key=value]...",
+        "example: rlite demo data.path=rows.jsonl",
+        "one group: rlite demo --help GROUP, of data, model, model.optimizer",
+    ]
+    assert [line for line in lines if line.startswith("[") or "=" in line.split(" ")[0]][1:] == [
+        "data.path=<required>  (a str)",
+        "model.optimizer.lr=0.1  (a float)",
+        "[options]",
+        "seed=1  (an int)",
+        "[data: Rows to learn from]",
+        "data.path=<required>  (a str)",
+        "[model: The model]",
+        "model.name=m  (a str)",
+        "[model.optimizer: The optimizer]",
+        "model.optimizer.lr=0.1  (a float)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("topic", "sections"),
+    [
+        ("data", ["[data: Rows to learn from]"]),
+        ("model", ["[model: The model]", "[model.optimizer: The optimizer]"]),
+        ("model.optimizer", ["[model.optimizer: The optimizer]"]),
+        ("model.name", []),
+    ],
+)
+def test_help_on_one_group_has_the_groups_below_it(
+    capsys: pytest.CaptureFixture[str], topic: str, sections: list[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load(Helped, ["--help", topic])
+    shown = capsys.readouterr().out.splitlines()
+    assert [line for line in shown if line.startswith("[")] == sections
+    assert all(line.startswith(("    ", "[", topic)) for line in shown if line)
+    assert any(line.startswith(f"{topic}") for line in shown)
+
+
+def test_help_on_an_unknown_group_names_the_nearest() -> None:
+    with pytest.raises(UnknownOptionError, match=r"--help modle: no such group or key; did you mean 'model'\?"):
+        load(Helped, ["--help", "modle"])
+    with pytest.raises(UnknownOptionError, match=r"did you mean 'model\.optimizer'\?"):
+        load(Helped, ["-h", "model.optimiser"])
+
+
+def test_rules_that_import_torch_wait_until_checks_are_not_quick() -> None:
+    class Slow(Options):
+        name: str = "x"
+
+        def slow_problems(self) -> list[str]:
+            return ["name: slow"]
+
+    with quick_checks():
+        assert load(Slow, []).name == "x"
+    with pytest.raises(ConfigError, match="name: slow"):
+        load(Slow, [])

@@ -1,4 +1,4 @@
-"""How far a call of the collector is, for people."""
+"""Progress of a call of the collector, for people."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from rlite import config
 from rlite.errors import (
@@ -23,6 +24,7 @@ from rlite.errors import (
     StorageError,
     why_not_written,
 )
+from rlite.help import help_topic
 from rlite.recovery import reporting
 from rlite.trainer.options import LaunchOptions
 from rlite.trainer.run.interruption import INTERRUPTION, Terminated
@@ -30,6 +32,15 @@ from rlite.trainer.run.interruption import INTERRUPTION, Terminated
 EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError)
 FINAL = (ConfigError, DataError, DivergedError)
 """errors that the same command meets again"""
+
+
+_at_end = ExitStack()
+"""acts of the command under way, before its message if it fails"""
+
+
+def at_end(act: Callable[[], None]) -> None:
+    """Call `act` at the end of the command under way, before an error is printed."""
+    _at_end.callback(act)
 
 
 def start(
@@ -46,7 +57,7 @@ def start(
     """
 
     def main(arguments: Sequence[str]) -> None:
-        if (topic := config.help_topic(arguments)) is not None:
+        if (topic := help_topic(arguments)) is not None:
             print(config.describe(options, topic, f"rlite {name}"))
             return
         if issubclass(options, LaunchOptions):
@@ -84,7 +95,8 @@ def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[st
     """
     INTERRUPTION.follow()
     try:
-        main(arguments)
+        with _at_end:
+            main(arguments)
     except RliteError as error:
         if isinstance(error, FINAL) and not isinstance(error, FolderInUse):
             reporting.report_final_error(error)

@@ -20,15 +20,11 @@ from rlite.errors import (
     DivergedError,
     FolderInUse,
     NonFiniteError,
-    did_you_mean,
     why_not_written,
 )
 from rlite.observability import stats_tracker, trace
-from rlite.observability.columns import find
-from rlite.observability.console import ConsoleReporter
 from rlite.observability.sinks.base import Run, open_sinks
 from rlite.observability.sinks.jsonl import drop_later_lines
-from rlite.observability.summary import History
 from rlite.recovery import reporting
 from rlite.rollout.workflow import RolloutError
 from rlite.trainer.callbacks import Callback, Callbacks
@@ -38,6 +34,7 @@ from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
 from rlite.trainer.run.folder import begins_anew, checkpoint_to_load, clear
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.mfu import usage_metrics
+from rlite.trainer.run.report import RunReport
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +68,7 @@ class TrainingRun:
     ) -> None:
         self._options: RunOptions = resolved.trainer
         options, self.folder = self._options, Path(self._options.save_dir)
-        self._shown, self._evaluated = tuple(shown), tuple(evaluated)
-        self._history = History(self._evaluated, [key for key in ("reward", "loss") if key in shown][:1])
+        self._report = RunReport(options, shown, evaluated)
         self.total_steps = total_steps
         self.config = resolved
         self._kind = type(resolved).__name__
@@ -156,11 +152,7 @@ class TrainingRun:
         )
         if (samples := self.folder / "rollouts.jsonl").exists():  # of steps that are repeated, or of an earlier run
             drop_later_lines(samples, self.step)
-        if "jsonl" in options.sinks:
-            self._history.read(self.folder / "metrics.jsonl")
-        self.console = ConsoleReporter(
-            self.total_steps, metrics=self._shown, choice=options.console, done_steps=self.step
-        )
+        self.console = self._report.open(self.total_steps, self.step)
         self._follow_trace()
         self._report_resume()
         reporting.report_step(self.step, self.total_steps)
@@ -243,9 +235,7 @@ class TrainingRun:
             DivergedError: too many steps were bad.
         """
         self._sinks.log(self.step, metrics)
-        self._history.add(self.step, metrics)
-        self.console.log(self.step, metrics)
-        self._check_console(metrics)
+        self._report.log(self.step, metrics)
         reporting.report_step(self.step, self.total_steps)
         self._checkpoints.look()
         self._follow_trace()
@@ -256,16 +246,6 @@ class TrainingRun:
         self._metrics = metrics
         if self.step:  # what ppo evaluates before its first step is no step
             self._callbacks.call("on_step", self, metrics)
-
-    def _check_console(self, metrics: Mapping[str, float]) -> None:
-        """Report names in trainer.console that are no metrics, after the first step."""
-        if self._metrics or not self.step or isinstance(self._options.console, str):
-            return
-        known = {*metrics, *self._shown, *self._evaluated}
-        unknown = [name for name in self._options.console if find(name, known) is None]
-        if unknown:
-            hints = {repr(name): did_you_mean(name, known) for name in unknown}
-            self.console.warn("trainer.console: this step has no such metric", hints)
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Tell the callbacks of an evaluation.
@@ -426,22 +406,9 @@ class TrainingRun:
             self.console.close()
             self._locked.close()
             INTERRUPTION.end()
-        self._report_end()
-
-    def _report_end(self) -> None:
-        """Report what improved, and where the results are."""
-        if INTERRUPTION.is_asked:
-            how = "interrupted"
-        else:
-            how = f"stopped ({self._stop_reason})" if self._stop_reason else "finished"
-        logs = [f"{self.folder / 'metrics.jsonl'}"] if "jsonl" in self._options.sinks else []
-        logs += [name for name in self._options.all_sinks if name not in ("jsonl", "tensorboard")]
-        logs += [f"tensorboard --logdir {self.folder}"] if "tensorboard" in self._options.sinks else []
-        files = {"model": "latest", "best model": "best", "rollouts": "rollouts.jsonl"}
-        places = {what: str(self.folder / name) for what, name in files.items() if (self.folder / name).exists()}
-        curves = {"curves": ", ".join(logs)} if logs else {}
-        title = f"{how} after step {self.step} of {self.total_steps}"
-        self.console.report(title, {**self._history.rows(), **places, **curves}, style="green")
+        ended = f"stopped ({self._stop_reason})" if self._stop_reason else "finished"
+        how = "interrupted" if INTERRUPTION.is_asked else ended
+        self._report.end(f"{how} after step {self.step} of {self.total_steps}")
 
 
 def check_best_metric(options: RunOptions, has_test_data: bool, evaluated: Sequence[str]) -> None:

@@ -53,7 +53,7 @@ def test_a_pipe_gets_one_plain_line_per_step_with_the_time_left() -> None:
         "  model  tiny",
         "  batch  16 prompts x 4 responses = 64 sequences",
         "step 1/60   loss 0.1235     reward 0.25       2 s/step  0:01:58 left",
-        "step 2/60   loss -1e-07     2 s/step  0:01:56 left",
+        "step 2/60   loss -1e-07                       2 s/step  0:01:56 left",
     ]
 
 
@@ -180,3 +180,12 @@ def test_markup_in_names_and_values_is_shown_as_it_is(terminal: Any) -> None:
     out, reporter = terminal()
     reporter.report("run", {"stop": "[/INST] [bold]x"})
     assert "[/INST] [bold]x" in out.getvalue()
+
+
+def test_a_name_that_is_no_metric_is_reported_once_with_the_nearest() -> None:
+    out = io.StringIO()
+    reporter = ConsoleReporter(3, choice=["rewrd", "accuracy", "kl"], metrics=("kl",), later=("accuracy",), file=out)
+    for step in range(3):
+        reporter.log(step, {"reward": 1.0} if step else {"score": 0.0})
+    assert out.getvalue().splitlines()[1:3] == ["trainer.console: no such metric", "  'rewrd'  did you mean 'reward'?"]
+    assert out.getvalue().count("no such metric") == 1

@@ -1,0 +1,90 @@
+"""The text of `--help`: the usual keys, then all keys by group, or the keys of one group."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlite.errors import UnknownOptionError, did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manual:
+    """The options of a command in words."""
+
+    keys: Mapping[str, str]
+    """the lines of each key, such as "actor.lr" """
+    titles: Mapping[str, str]
+    """title of each group, such as "actor"; "" is the group of the keys without one"""
+    first: Sequence[str]
+    """keys that come before the groups"""
+    options: str
+    """forms of the arguments"""
+    example: str
+    """arguments of a typical call"""
+    preset: str = ""
+    """the call of another command that this one stands for"""
+
+    def text(self, topic: str, command: str) -> str:
+        """Return the whole text, or the part on one topic.
+
+        Args:
+            topic: a group, whose groups below it are included, or a key; "" is everything.
+            command: name of the command, for the usage and the example; "" is unknown.
+
+        Raises:
+            UnknownOptionError: there is no such group and no such key. The message names the nearest.
+        """
+        groups: dict[str, list[str]] = {}
+        for key, lines in self.keys.items():
+            groups.setdefault(key.rpartition(".")[0], []).append(lines)
+        if topic in self.keys and topic not in groups:
+            return self.keys[topic]
+        chosen = {name: own for name, own in groups.items() if not topic or f"{name}.".startswith(f"{topic}.")}
+        if not chosen:
+            hint = did_you_mean(topic, [*filter(None, groups), *self.keys])
+            raise UnknownOptionError(f"--help {topic}: no such group or key; {hint}")
+        sections = [_section(self.titles[name], own) for name, own in chosen.items()]
+        if topic:
+            return "\n\n".join(sections)
+        first = [_section("common options", [self.keys[key] for key in self.first])] if len(groups) > 1 else []
+        return "\n\n".join([self._usage([name for name in groups if name], command), *first, *sections])
+
+    def _usage(self, groups: Sequence[str], command: str) -> str:
+        name = f"{command} " if command else ""
+        lines = [f"usage: {name}{self.options}"]
+        if self.preset:
+            lines += textwrap.wrap(f"preset: {self.preset}", 116, subsequent_indent="    ")
+        if self.example:
+            lines.append(f"example: {name}{self.example}")
+        if groups:
+            named = f"one group: {name}--help GROUP, of {', '.join(groups)}"
+            lines += textwrap.wrap(named, 116, subsequent_indent="    ")
+        return "\n".join(lines)
+
+
+def help_topic(argv: Sequence[str]) -> str | None:
+    """Return the group that `--help GROUP` asks for, "" for `--help` alone, and None without it."""
+    at = next((index for index, argument in enumerate(argv) if argument in ("--help", "-h")), None)
+    if at is None:
+        return None
+    following = argv[at + 1] if at + 1 < len(argv) else ""
+    return "" if "=" in following or following.startswith("-") else following
+
+
+def described(key: str, default: str, kind: str, sentence: str) -> str:
+    """Return the lines of a key.
+
+    Args:
+        key: such as "actor.lr".
+        default: its default, as an argument.
+        kind: its type and limits in words.
+        sentence: its meaning.
+    """
+    lines = textwrap.wrap(sentence, 112, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join([f"{key}={default}  ({kind})", *lines])
+
+
+def _section(title: str, keys: Iterable[str]) -> str:
+    return "\n".join([f"[{title.rstrip('.')}]", *keys])
