@@ -4,7 +4,7 @@
 
 Three digits are to be joined by + and -, in their order, to reach a target. Supervised fine-tuning imitates a hasty
 teacher, who adds all digits in 7 of 10 cases. Reinforcement learning then rewards the right answers. Every run is a
-command line of `rlite`, printed before it starts. `curve.png` and `curve.json` beside this file show the result.
+command line of `rlite`, printed before it starts. `curve.png` and `curve.json` beside this file are of such a run.
 """
 
 import itertools
@@ -65,10 +65,10 @@ def run(trainer, settings):
     trainer.main(settings)
 
 
-def main(folder, *further):
+def main(folder):
     write_data(folder)
     build_tiny_qwen3(folder / "blank", seed=0, hidden_size=128, intermediate_size=256)
-    common = ["actor.weight_decay=0", "actor.gradient_checkpointing=false", "trainer.save_freq=1000", *further]
+    common = ["actor.weight_decay=0", "actor.gradient_checkpointing=false", "trainer.save_freq=1000"]
     run(
         rlite.trainer.sft,
         [

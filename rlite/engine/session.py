@@ -93,8 +93,8 @@ def check_engine_options(engine_options: EngineOptions) -> None:
         where = f"engine_options[{name!r}]"
         kinds = kinds_of(name)
         if not kinds:
-            names = [*registered_executors("train"), *registered_executors("inference")]
-            raise ConfigError(f"engine_options: unknown executor {name!r}; {did_you_mean(name, names)}")
+            executors = [*registered_executors("train"), *registered_executors("inference")]
+            raise ConfigError(f"engine_options: unknown executor {name!r}; {did_you_mean(name, executors)}")
         if not isinstance(options, Mapping):
             raise ConfigError(f"{where}={options!r}: expected a mapping of options of `build`")
         backends = [find_backend(kind, name, Backend) for kind in kinds]

@@ -15,7 +15,8 @@ from rlite.algorithms import ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES
 from rlite.registry import options_of
 
 ROOT = Path(__file__).parents[2]
-DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FOLDERS = (ROOT / "docs", ROOT / "recipes")
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(page for at in FOLDERS for page in at.rglob("*.md"))]
 NOT_IN_TRAINERS = {"gdpo", "remax"}
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
-from transformers import Qwen2Config
+from pathlib import Path
 
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoConfig, Qwen2Config
+
+import rlite
 from rlite.config import load
 from rlite.errors import ConfigError
 from rlite.trainer.options import PlanConfig, RolloutPlanOptions
 from rlite.trainer.rollout_plan import RolloutMemory, rollout_memory
+from tests.tiny import build_model_dir
 
 CONFIG = Qwen2Config(
     hidden_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=32768
@@ -44,6 +49,21 @@ def test_executor_torch_takes_no_more_slots_than_it_needs_and_vllm_all_that_it_m
 def test_the_default_length_is_that_of_the_executor() -> None:
     assert memory().max_model_len == 4096
     assert memory(executor="vllm").max_model_len == 32768
+
+
+def test_an_engine_holds_what_the_plan_says(tmp_path: Path) -> None:
+    model = build_model_dir(tmp_path / "model", hidden=64)
+    sizes = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 128}
+    num_parameters = sum(weight.numel() for weight in load_file(model / "model.safetensors").values())
+    config = AutoConfig.from_pretrained(model)
+    planned = rollout_memory(RolloutPlanOptions(**sizes), config, num_parameters, None)
+    rlite.init("cpu", 1)
+    try:
+        engine = rlite.RliteInferenceEngine(model)
+        engine.build(**sizes)
+        assert engine.memory_bytes() == [{"weights": planned.weights, "kv_cache": planned.kv_cache}]
+    finally:
+        rlite.shutdown()
 
 
 @pytest.mark.parametrize(
