@@ -456,6 +456,11 @@ class _Problems(Generic[C]):
     def merge(self, argv: Sequence[str], aliases: Mapping[str, str], given: Mapping[str, Any]) -> DictConfig:
         """Return the values of files, arguments and a program, not yet resolved. Later values replace earlier values.
 
+        Args:
+            argv: arguments of the command line.
+            aliases: other spellings of keys.
+            given: values of a program.
+
         Raises:
             ConfigError: a file cannot be read or merged, or an argument is not `key=value`.
         """

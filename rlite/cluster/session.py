@@ -50,6 +50,11 @@ class Session:
         """All devices."""
         return self._ledger.devices
 
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """Names of the engines that have workers, oldest first."""
+        return tuple(self._groups)
+
     def new_name(self, kind: str) -> str:
         """Make a name that no other owner in this session has.
 

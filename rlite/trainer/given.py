@@ -1,4 +1,4 @@
-"""What a program gives a trainer as objects, in place of what its options name."""
+"""Objects that a program gives a trainer, in place of what the options name."""
 
 from __future__ import annotations
 

@@ -26,17 +26,25 @@ def init_devices(options: LaunchOptions) -> None:
 def session_of(options: LaunchOptions) -> Iterator[None]:
     """Hold a session inside the `with` block: the program's own, or one that ends with the block.
 
+    The end of the block releases the engines that were built inside.
+
     Yields:
         None.
     """
-    if has_session():
-        yield
+    if not has_session():
+        init_devices(options)
+        try:
+            yield
+        finally:
+            rlite.shutdown()
         return
-    init_devices(options)
+    session = rlite.current_session()
+    before = session.owners
     try:
         yield
     finally:
-        rlite.shutdown()
+        for owner in reversed([name for name in session.owners if name not in before]):
+            session.release(owner)
 
 
 def serve_if_worker(options: LaunchOptions) -> None:

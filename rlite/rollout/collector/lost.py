@@ -82,7 +82,13 @@ class LostGroups:
         self._too_old: list[Counter[int]] = []
 
     def explain(self, group: Group, reason: str, error: BaseException | None) -> None:
-        """Keep the reason of a lost group, also of an evaluation, if it is the first of its cause."""
+        """Keep the reason of a lost group, also of an evaluation, if it is the first of its cause.
+
+        Args:
+            group: lost.
+            reason: why.
+            error: the exception behind the reason.
+        """
         if (cause := cause_of(reason)) not in self.first:
             self.first[cause] = in_full(reason, error, group.data)
 
