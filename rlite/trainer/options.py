@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 from pydantic import AllowInfNan, Field, field_validator
@@ -463,6 +463,8 @@ class KtoActorOptions(PreferenceModelOptions):
 
 class KtoConfig(SupervisedConfig):
     """Options of `rlite kto`."""
+
+    help_example: ClassVar[str] = "actor.model_name=runs/sft/latest data.path=rows.jsonl"
 
     actor: KtoActorOptions
     ref_actor: FrozenModelOptions = FrozenModelOptions(offload_model=False)
