@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from rlite.config import Options
 
 
 class DoctorConfig(Options):
     """Options of `rlite doctor`."""
+
+    help_example: ClassVar[str] = "executor=vllm"
 
     self_test: bool = True
     """train and generate with a tiny model"""

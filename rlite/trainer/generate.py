@@ -17,18 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers import AutoConfig, PreTrainedTokenizerBase, TextStreamer
 
 import rlite
 from rlite import config
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError
+from rlite.nn.huggingface import local_checkpoint
 from rlite.rollout import workflow
 from rlite.trainer.launch import init_devices
 from rlite.trainer.model_options import GenerateConfig
 from rlite.trainer.options import LaunchOptions
 from rlite.types import GenerationHyperparameters, LLMRequest
 
+_SCORER = "ForSequenceClassification"
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "stop")
 
 
@@ -38,6 +40,7 @@ def main(argv: Sequence[str]) -> None:
     folder = model_folder(options.model)
     prompts = read_prompts(options)
     init_devices(LaunchOptions(launcher=options.launcher, num_devices=options.tp_size))
+    check_writes(folder)
     engine = RliteInferenceEngine(folder, executor=options.executor)
     tokens = [prompt_tokens(prompt, engine.tokenizer, options) for prompt in prompts]
     dtype: dict[str, Any] = {} if options.dtype is None else {"dtype": options.dtype}
@@ -65,6 +68,17 @@ def model_folder(given: str) -> str:
     if (folder / "config.yaml").exists():
         raise ConfigError(f"model={given}: a run that has not saved a model yet: it has no latest/")
     return given
+
+
+def check_writes(model: str) -> None:
+    """Check that a model writes text.
+
+    Raises:
+        ConfigError: it is a reward model.
+    """
+    architectures = AutoConfig.from_pretrained(local_checkpoint(model, weights=False)).architectures or []
+    if any(name.endswith(_SCORER) for name in architectures):
+        raise ConfigError(f"model={model}: {architectures[0]} scores text and writes none; expected a causal model")
 
 
 def read_prompts(options: GenerateConfig) -> list[str]:

@@ -13,7 +13,7 @@ from rlite.config import Count, Natural, Options, Share
 class GenerateConfig(Options):
     """Options of `rlite generate MODEL "PROMPT"`."""
 
-    help_example: ClassVar[str] = 'runs/sft "What is 2 + 3?" temperature=0'
+    help_example: ClassVar[str] = 'runs/sft "What is 2+3?" temperature=0'
 
     model: str
     """folder of a model or of a run (its newest model), or hub name; the first argument without a key"""
@@ -61,7 +61,7 @@ class GenerateConfig(Options):
 class MergeConfig(Options):
     """Options of `rlite merge ADAPTER OUT`."""
 
-    help_example: ClassVar[str] = "runs/sft merged"
+    help_example: ClassVar[str] = "runs/sft/latest/adapter merged"
 
     adapter: str
     """folder of a PEFT adapter, or of a run or an export with one; the first argument without a key"""

@@ -585,7 +585,7 @@ class KtoActorOptions(PreferenceModelOptions):
 class KtoConfig(SupervisedConfig):
     """Options of `rlite kto`."""
 
-    help_example: ClassVar[str] = "actor.model_name=runs/sft/latest data.path=labelled.jsonl"
+    help_example: ClassVar[str] = "actor.model_name=runs/sft/latest data.path=rows.jsonl"
 
     actor: KtoActorOptions
     ref_actor: FrozenModelOptions = FrozenModelOptions(offload_model=False)

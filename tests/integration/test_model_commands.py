@@ -102,6 +102,7 @@ def test_a_run_stands_for_its_newest_model_and_each_line_is_a_prompt(
         (["{tmp}/new", "hi"], "new: a run that has not saved a model yet"),
         (["{tmp}/adapter", "hi"], "adapter: an adapter alone; make a model of it with `rlite merge"),
         (["{tmp}/empty", "hi"], "expected a config.json in it, found none"),
+        (["{tmp}/scorer", "hi"], "Qwen2ForSequenceClassification scores text and writes none"),
     ],
 )
 def test_what_cannot_answer_is_said(
@@ -110,6 +111,7 @@ def test_what_cannot_answer_is_said(
     for name, file in (("new", "config.yaml"), ("adapter", "adapter_config.json"), ("empty", "note.txt")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text("{}")
+    AutoModelForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(tmp_path / "scorer")
     with pytest.raises(SystemExit) as stopped:
         run(monkeypatch, "generate", *(each.format(model=model, tmp=tmp_path) for each in arguments))
     assert message in str(stopped.value)
@@ -152,6 +154,20 @@ def test_a_merged_model_is_its_base_with_the_adapter(
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template == byte_tokenizer().chat_template
     assert tokenizer("aé<|im_end|>")["input_ids"] == byte_tokenizer()("aé<|im_end|>")["input_ids"]
+
+
+def test_the_adapter_of_a_run_merges_into_the_runs_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.json").write_text(json.dumps([{"prompt": f"{n}", "response": "yes"} for n in range(16)]))
+    options = ["data.path=rows.json", "data.batch_size=8", "actor.lora.rank=4", "actor.lr=1e-2"]
+    run(monkeypatch, "sft", f"actor.model_name={model}", *options)
+    run(monkeypatch, "merge", "runs/sft", "merged")
+    merged, trained = (load_file(f"{folder}/model.safetensors") for folder in ("merged", "runs/sft/latest"))
+    assert merged.keys() == trained.keys()
+    for name, tensor in trained.items():
+        torch.testing.assert_close(merged[name], tensor, atol=1e-6, rtol=1e-5)
 
 
 def test_the_head_of_a_scorer_is_merged_and_the_dtype_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
