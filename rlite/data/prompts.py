@@ -10,6 +10,7 @@ from typing import Any
 
 from rlite.data.chat.masks import check_messages
 from rlite.data.order import Mixture, shuffled
+from rlite.data.rows import place_of
 from rlite.data.tables import check_text
 from rlite.errors import ConfigError, DataError
 
@@ -23,7 +24,7 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
         DataError: a row does not; the message names row and key.
     """
     for number, row in enumerate(rows):
-        at = f"{where}, row index {number}"
+        at = place_of(rows, number, where)
         if not isinstance(row, Mapping):
             raise DataError(f"{at}: expected an object, found {type(row).__name__}")
         keys = [key for key in PROMPT_KEYS if row.get(key) is not None]

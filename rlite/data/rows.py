@@ -73,3 +73,17 @@ def mixed_rows(parts: Mapping[str, Rows], weights: Mapping[str, float] | None) -
     mixture = Mixture(sizes, weights or sizes)
     form = f"a mixture of {mixture}: {'; '.join(f'{name} {part.form}' for name, part in parts.items())}"
     return Rows([row for part in parts.values() for row in part], form, mixture)
+
+
+def place_of(rows: Sequence[Any], number: int, where: str) -> str:
+    """Return the name of a row in messages, such as "train_data.mixture.math, row index 3".
+
+    Args:
+        rows: the table.
+        number: the row's index in the table.
+        where: the table's name in messages.
+    """
+    if isinstance(rows, Rows) and rows.mixture is not None:
+        source, number = rows.mixture.source_of(number)
+        where = f"{where}.mixture.{source}"
+    return f"{where}, row index {number}"

@@ -12,6 +12,7 @@ from rich.progress import track
 from transformers import AutoConfig
 
 from rlite.data.prompts import check_prompts
+from rlite.data.rows import place_of
 from rlite.errors import DataError
 from rlite.nn.huggingface import local_checkpoint
 from rlite.rollout import RolloutWorkflow
@@ -106,12 +107,12 @@ def check_openings(rows: Rows, workflow: RolloutWorkflow, max_length: int, where
         try:
             opening = workflow.opening(row)
         except DataError as error:
-            raise DataError(f"{where}, row index {number}: {error}") from error
+            raise DataError(f"{place_of(rows, number, where)}: {error}") from error
         longest = max(longest, len(opening or ()))
         if longest >= max_length:
             raise DataError(
-                f"{where}, row index {number}: its prompt has {longest} tokens, which leaves no room for an answer in "
-                f"{max_length} (the least of max_length_per_device x tp_size x sp_size of the models, "
+                f"{place_of(rows, number, where)}: its prompt has {longest} tokens, which leaves no room for an answer "
+                f"in {max_length} (the least of max_length_per_device x tp_size x sp_size of the models, "
                 "the models' max_position_embeddings, and rollout.max_model_len); raise those, or drop the row"
             )
     return longest

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rlite.data.prompts import PromptStream, check_prompts
+from rlite.data.rows import Rows, mixed_rows
 from rlite.errors import CheckpointError, ConfigError, DataError
 
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -67,3 +68,9 @@ def test_a_stream_of_other_rows_is_refused_and_one_of_the_same_goes_on() -> None
         with pytest.raises(CheckpointError, match="another content"):
             PromptStream(others, 2, seed=0).load_state_dict(state)
     PromptStream(rows[::-1], 2, seed=0).load_state_dict({key: state[key] for key in state if key != "content"})
+
+
+def test_a_row_of_a_mixture_is_named_in_its_source() -> None:
+    rows = mixed_rows({"a": Rows([{"prompt": "p"}] * 3), "b": Rows([{"prompt": "p"}, {"prompt": ""}])}, None)
+    with pytest.raises(DataError, match=r"^train_data\.mixture\.b, row index 1: 'prompt' is empty"):
+        check_prompts(rows, "train_data")
