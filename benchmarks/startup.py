@@ -2,9 +2,9 @@
 
     python -m benchmarks.startup
 
-Prints the medians of 5 new processes of each: seconds, and seconds of CPU, which a busy machine does not change. The first
-line is timed under plain Python, and in rank 0 of torchrun from its start. A run of `rlite ppo` is killed after its first
-line.
+Prints the medians of 5 new processes of each: seconds, and seconds of CPU, which a busy machine does not change. The
+first line is timed under plain Python, and in rank 0 of torchrun from its start. A run of `rlite ppo` is killed after
+its first line.
 """
 
 from __future__ import annotations
