@@ -1,14 +1,16 @@
-"""What a person waits for at the start: `import rlite`, `rlite ppo --help`, the first line of `rlite ppo ...`.
+"""Time that a person waits at the start: for `import rlite`, `rlite ppo --help`, the first line of `rlite ppo ...`.
 
     python -m benchmarks.startup
 
-Prints the median of 5 new processes of each, in seconds. The first line is timed under plain Python and under torchrun
-from the start of rank 0. A run of `rlite ppo` is ended after its first line.
+Prints the medians of 5 new processes of each: seconds, and seconds of CPU, which a busy machine does not change. The
+first line is timed under plain Python, and in rank 0 of torchrun from its start. A run of `rlite ppo` is killed after
+its first line.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -41,6 +43,17 @@ def seconds_to_first_line(*command: str, **environment: str) -> float:
     return seconds
 
 
+def with_cpu(measure: Callable[[], float]) -> tuple[float, float]:
+    """Return the seconds that a measurement returns, and the seconds of CPU that its processes took."""
+
+    def cpu() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    before = cpu()
+    return measure(), cpu() - before
+
+
 def main() -> None:
     """Print the figures."""
     figures: dict[str, Callable[[], float]] = {
@@ -52,7 +65,8 @@ def main() -> None:
         ),
     }
     for name, measure in figures.items():
-        print(f"{median(measure() for _ in range(REPEATS)):6.2f} s  {name}", flush=True)
+        walls, cpus = zip(*(with_cpu(measure) for _ in range(REPEATS)), strict=True)
+        print(f"{median(walls):6.2f} s {median(cpus):6.2f} s of CPU  {name}", flush=True)
 
 
 if __name__ == "__main__":

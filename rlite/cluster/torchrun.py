@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -31,7 +31,7 @@ from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerHost, 
 from rlite.cluster.launcher import Launcher, LaunchOptions
 from rlite.cluster.placement import Device
 from rlite.errors import ConfigError, PlacementError, WorkerDied, WorkerError
-from rlite.parallel.processes import COLLECTIVE_TIMEOUT, backend_for, leave, make_program_a_world
+from rlite.parallel.processes import COLLECTIVE_TIMEOUT, backend_for, leave, make_program_a_world, unnumbered
 
 IDLE_TIMEOUT = timedelta(days=365)  # a rank may wait this long for the driver's next call
 SHUTDOWN_S = 60.0
@@ -217,7 +217,8 @@ class TorchrunLauncher(Launcher):
         local_rank = int(os.environ["LOCAL_RANK"])
         if options.device == "cuda":
             torch.cuda.set_device(local_rank)
-        dist.init_process_group(backend_for(options.device), timeout=COLLECTIVE_TIMEOUT)
+        with unnumbered() if world_size == 1 else nullcontext():
+            dist.init_process_group(backend_for(options.device), timeout=COLLECTIVE_TIMEOUT)
         control = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
         looks = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
         here = Device(socket.gethostname(), local_rank, _node_ip(), options.device)

@@ -8,7 +8,8 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -38,12 +39,23 @@ def backend_for(device_kind: str) -> str:
 
 
 def join_alone(device_kind: str) -> None:
-    """Make this process a world of one rank, without a network, and without "[rank0]" before its messages."""
+    """Make this process a world of one rank, without a network."""
     if not dist.is_initialized():
-        excepthook = sys.excepthook
-        dist.init_process_group(backend_for(device_kind), store=dist.HashStore(), rank=0, world_size=1)
-        sys.excepthook = excepthook
-        torch._C._distributed_c10d._set_global_rank(-1)
+        with unnumbered():
+            dist.init_process_group(backend_for(device_kind), store=dist.HashStore(), rank=0, world_size=1)
+
+
+@contextmanager
+def unnumbered() -> Iterator[None]:
+    """Let a world of one rank begin inside of the block, without "[rank0]" before its tracebacks and warnings.
+
+    Yields:
+        None.
+    """
+    excepthook = sys.excepthook
+    yield
+    sys.excepthook = excepthook
+    torch._C._distributed_c10d._set_global_rank(-1)
 
 
 def open_store(ip: str) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rlite.config import Count, Options
+from rlite.config import Count
+from rlite.trainer.options import AnnouncedOptions
 
 
-class QuickstartConfig(Options):
+class QuickstartConfig(AnnouncedOptions):
     """Options of `rlite quickstart`."""
 
     help_example: ClassVar[str] = "steps=60 folder=runs/quickstart"
@@ -26,3 +27,7 @@ class QuickstartConfig(Options):
     """GRPO steps"""
     executor: str = "torch"
     """inference executor of the rollouts"""
+
+    def headline(self) -> str:
+        """Return in a few words what is trained, on which data, and where the result goes."""
+        return f"a small model learns to spell backwards, into {self.folder}"

@@ -326,11 +326,19 @@ class TestDataOptions(Options):
         return Source(self.path, "test_data", columns, training.system_prompt)
 
 
-class LaunchOptions(Options):
-    """The user's own code, and the processes that run the workers."""
+class AnnouncedOptions(Options):
+    """Options of a command that says what begins before it loads torch."""
 
     aliases: ClassVar[Mapping[str, str]] = {}
     """other spellings of keys"""
+
+    def headline(self) -> str:
+        """Return in a few words what is trained, on which data, and where the result goes."""
+        raise NotImplementedError
+
+
+class LaunchOptions(AnnouncedOptions):
+    """The user's own code, and the processes that run the workers."""
 
     imports: list[str] = []
     """Python files, or dotted names of modules, that register losses, advantages, rewards, workflows or callbacks; the
@@ -347,10 +355,6 @@ class LaunchOptions(Options):
         for name in names:
             import_own_code(name)
         return names
-
-    def headline(self) -> str:
-        """Return in a few words what is trained, on which data, and where the result goes."""
-        raise NotImplementedError
 
 
 class RunOptions(Options):

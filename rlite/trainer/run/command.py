@@ -26,7 +26,7 @@ from rlite.errors import (
 )
 from rlite.help import help_topic
 from rlite.recovery import reporting
-from rlite.trainer.options import LaunchOptions
+from rlite.trainer.options import AnnouncedOptions
 from rlite.trainer.run.interruption import INTERRUPTION, Terminated
 
 EXPLAINED = (ConfigError, DataError, CheckpointError, StorageError)
@@ -60,7 +60,7 @@ def start(
         if (topic := help_topic(arguments)) is not None:
             print(config.describe(options, topic, f"rlite {name}"))
             return
-        if issubclass(options, LaunchOptions):
+        if issubclass(options, AnnouncedOptions):
             with config.quick_checks():  # the module's own `load` makes the others
                 announce(name, config.load(options, arguments, aliases=options.aliases))
         getattr(importlib.import_module(module), function)(arguments)
@@ -68,7 +68,7 @@ def start(
     run(name, main, arguments)
 
 
-def announce(name: str, options: LaunchOptions) -> None:
+def announce(name: str, options: AnnouncedOptions) -> None:
     """Print what begins, in one line, on rank 0.
 
     Args:

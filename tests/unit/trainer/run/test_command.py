@@ -5,11 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import pytest
 
 from rlite.errors import CheckpointError, ConfigError, DataError, RemoteTraceback, RliteError, WorkerError
-from rlite.trainer.run.command import run
+from rlite.trainer.run.command import at_end, run
 
 SLEEP = """
 import time
@@ -105,3 +106,17 @@ def test_the_second_signal_ends_a_run_that_waits_for_its_step() -> None:
         _, complaint = process.communicate(timeout=30)
     assert process.returncode == 143
     assert complaint == "rlite sft: ended by SIGTERM. Start it again.\n"
+
+
+def test_what_is_due_at_the_end_happens_once_and_before_the_message_of_an_error() -> None:
+    ended: list[str] = []
+
+    def main(arguments: Sequence[str]) -> None:
+        at_end(lambda: ended.append(arguments[0]))
+        if arguments[0] == "fails":
+            raise ConfigError("no")
+
+    run("test", main, ["works"])
+    with pytest.raises(SystemExit, match="rlite test: ConfigError: no"):
+        run("test", main, ["fails"])
+    assert ended == ["works", "fails"]

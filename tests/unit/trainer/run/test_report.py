@@ -1,0 +1,48 @@
+"""The report of a run: metrics of all attempts, and the places of what exists."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlite.trainer.options import EpochOptions
+from rlite.trainer.run.report import RunReport
+
+
+def test_the_end_says_what_improved_over_all_attempts_and_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 3.0, "test_loss": 4.0}) + "\n")
+    (tmp_path / "latest").mkdir()
+    options = EpochOptions(save_dir=str(tmp_path), sinks=["jsonl", "tensorboard", "wandb"])
+    report = RunReport(options, ("loss", "lr"), ("test_loss",))
+    console = report.open(total_steps=2, done_steps=1)
+    report.log(2, {"loss": 2.0, "test_loss": 1.0})
+    console.close()
+    report.end("finished after step 2 of 2")
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "finished after step 2 of 2",
+        "  test_loss  4.0000 at step 1 -> 1.0000 at step 2",
+        "  loss       3.0000 -> 2.0000, means of the first and of the last step",
+        f"  model      {tmp_path}/latest",
+        f"  curves     {tmp_path}/metrics.jsonl, tensorboard --logdir {tmp_path}, wandb",
+    ]
+
+
+def test_a_run_without_a_file_of_metrics_reports_its_own_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("not read")
+    report = RunReport(EpochOptions(save_dir=str(tmp_path), sinks=[], console=["reward"]), ("reward", "loss"), ())
+    report.open(2, 0)
+    for step, reward in ((1, 0.25), (2, 0.75)):
+        report.log(step, {"reward": reward, "loss": 1.0})
+    report.end("finished")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:4] for line in lines[:2]] == [
+        ["step", "1/2", "reward", "0.25"],
+        ["step", "2/2", "reward", "0.75"],
+    ]
+    assert lines[2:] == ["finished", "  reward  0.2500 -> 0.7500, means of the first and of the last step"]
