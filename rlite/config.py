@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import itertools
 import os
 import re
 import sys
@@ -43,6 +42,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
 from rlite import files
+from rlite.arguments import NULLS, read_value, read_yaml, split_arguments, with_aliases
 from rlite.errors import ConfigError, RliteError, UnknownOptionError, did_you_mean
 from rlite.help import Manual, described, help_topic
 
@@ -60,10 +60,8 @@ Interpolations = dict[str, tuple[Any, Any]]
 
 IMPORTS = "imports"
 """key of the list to which `--import` adds"""
-_NULLS = ("null", "none", "~")
 _BOOLS = {"true": True, "false": False}
 _COMMAND_LINE = "command line"
-_KEY = re.compile(r"[A-Za-z_][\w.]*=")
 _ARGUMENT = "argument"
 _WORDS = {
     bool: "true or false",
@@ -194,6 +192,9 @@ def load(
             for a file that cannot be read. All wrong values and missing keys are reported together.
         ImportFailed: an item of `imports` cannot be imported.
     """
+    if (topic := help_topic(argv)) is not None:
+        print(describe(cls, topic))
+        sys.exit(0)
     problems = _Problems(cls, {})
     try:
         tree = problems.merge(argv, aliases or {}, given or {})
@@ -293,27 +294,6 @@ def _preset(cls: type[Options]) -> str:
     return f"rlite {cls.preset_of} {' '.join(changed)}"
 
 
-def named(argv: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the arguments with a key before each of the first that have none, in the order of `names`.
-
-    With the names `model` and `prompt`, `["runs/sft", "2+3=", "n=4"]` is `["model=runs/sft", "prompt=2+3=", "n=4"]`.
-    A text without a key is literal: `${...}` in it is no interpolation.
-
-    Args:
-        argv: arguments of the command line.
-        names: keys of the arguments that may be given without one.
-    """
-    made, left, rest = [], list(names), iter(argv)
-    for argument in rest:
-        if argument in ("--config", "--import"):
-            made += [argument, *itertools.islice(rest, 1)]
-        elif not left or argument.startswith("-") or _KEY.match(argument):
-            made.append(argument)
-        else:
-            made.append(f"{left.pop(0)}={argument}".replace("${", r"\${"))
-    return made
-
-
 def schema(cls: type[Options]) -> dict[str, Any]:
     """Return the JSON schema of a yaml file for `cls`. No key is required, because arguments may give it."""
     return {"$schema": _RecipeSchema.schema_dialect, **cls.model_json_schema(schema_generator=_RecipeSchema)}
@@ -333,70 +313,7 @@ class _RecipeSchema(GenerateJsonSchema):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# arguments and files
-
-
-def _split_arguments(cls: type[Options], argv: Sequence[str]) -> tuple[dict[str, list[str]], list[tuple[str, str]]]:
-    """Return the arguments of `--config` and of `--import`, and the pairs of key and value.
-
-    Raises:
-        ConfigError: an argument is none of these.
-    """
-    named: dict[str, list[str]] = {"--config": [], "--import": []} if IMPORTS in cls.model_fields else {"--config": []}
-    overrides: list[tuple[str, str]] = []
-    rest = list(argv)
-    while rest:
-        argument = rest.pop(0)
-        key, equals, text = argument.partition("=")
-        if argument in ("--help", "-h"):
-            print(describe(cls, help_topic(argv) or ""))
-            sys.exit(0)
-        if key in named:
-            if not equals and not rest:
-                raise ConfigError(f"{key}: expected a {'yaml file' if key == '--config' else 'Python file'} after it")
-            named[key].append(text if equals else rest.pop(0))
-        elif equals and key and not key.startswith("-"):
-            overrides.append((key, text))
-        else:
-            forms = ["key=value", *(f"{name} FILE" for name in named)]
-            raise ConfigError(f"argument {argument!r}: expected {', '.join(forms)} or --help")
-    return named, overrides
-
-
-def _read_yaml(file: str) -> DictConfig:
-    try:
-        loaded = OmegaConf.load(file)
-    except OSError as error:
-        raise ConfigError(f"--config {file}: {error.strerror or error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {file}: not valid yaml: {error}") from error
-    if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"--config {file}: expected a mapping of keys to values, found a list")
-    return loaded
-
-
-def _read_yaml_value(key: str, text: str) -> Any:
-    if text.lower() in _NULLS or "${" in text:
-        return text
-    try:
-        # OmegaConf's loader rather than yaml's own: it reads 1e-6 as a number
-        return OmegaConf.to_container(OmegaConf.create(f"value: {text}"))["value"]  # type: ignore[index,call-overload]
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{key}={text}: not valid yaml: {error}") from error
-
-
-def _with_aliases(tree: DictConfig, aliases: Mapping[str, str]) -> DictConfig:
-    for alias, key in aliases.items():
-        *groups, leaf = alias.split(".")
-        parent = OmegaConf.select(tree, ".".join(groups)) if groups else tree
-        if isinstance(parent, DictConfig) and leaf in parent:
-            if OmegaConf.select(tree, key) is not None:
-                raise ConfigError(f"{alias} is another spelling of {key}: give only one of them")
-            OmegaConf.update(tree, key, parent.pop(leaf))
-            while groups and not OmegaConf.select(tree, ".".join(groups)):  # groups that only the alias needed
-                leaf = groups.pop()
-                (OmegaConf.select(tree, ".".join(groups)) if groups else tree).pop(leaf)
-    return tree
+# values
 
 
 def _resolved(cls: type[Options], tree: DictConfig) -> Any:
@@ -414,7 +331,7 @@ def _resolved(cls: type[Options], tree: DictConfig) -> Any:
 
 def _read_text(text: str, kinds: Sequence[Any]) -> Any:
     """Return the number, truth value or None that a text means to these types, else the text."""
-    if types.NoneType in kinds and text.lower() in _NULLS:
+    if types.NoneType in kinds and text.lower() in NULLS:
         return None
     if bool in kinds and text.lower() in _BOOLS:
         return _BOOLS[text.lower()]
@@ -464,11 +381,11 @@ class _Problems(Generic[C]):
         Raises:
             ConfigError: a file cannot be read or merged, or an argument is not `key=value`.
         """
-        named, overrides = _split_arguments(self.root, argv)
+        named, overrides = split_arguments(argv, IMPORTS in self.root.model_fields)
         files = named["--config"]
         tree = OmegaConf.create({})
         for file in files:
-            read = _with_aliases(_read_yaml(file), aliases)
+            read = with_aliases(read_yaml(file), aliases)
             self.sources.update(dict.fromkeys(_leaves("", OmegaConf.to_container(read)), file))
             try:
                 tree = typing.cast(DictConfig, OmegaConf.merge(tree, read))
@@ -477,7 +394,7 @@ class _Problems(Generic[C]):
         for key, text in overrides:
             key = aliases.get(key, key)
             if at := self._known(key, _COMMAND_LINE):
-                value = text if at.is_exact and _is_scalar(at.hint) else _read_yaml_value(key, text)
+                value = text if at.is_exact and _is_scalar(at.hint) else read_value(key, text)
                 self._enter(tree, key, value, _COMMAND_LINE)
         for key, value in _flat(self.root, given):
             key = aliases.get(key, key)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlite.config import Natural, Options, load, named
+from rlite.arguments import named
+from rlite.config import Natural, Options, load
 from rlite.control.job import JobHandle, JobResult, check_ray, connect, job_of
 from rlite.control.spec import JobSpec
 from rlite.errors import ConfigError, RliteError

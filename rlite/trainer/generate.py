@@ -21,6 +21,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase, TextStreamer
 
 import rlite
 from rlite import config
+from rlite.arguments import named
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError
 from rlite.nn.huggingface import local_checkpoint
@@ -36,7 +37,7 @@ SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "stop")
 
 def main(argv: Sequence[str]) -> None:
     """Print answers of a model."""
-    options = config.load(GenerateConfig, config.named(argv, ["model", "prompt"]))
+    options = config.load(GenerateConfig, named(argv, ["model", "prompt"]))
     folder = model_folder(options.model)
     prompts = read_prompts(options)
     init_devices(LaunchOptions(launcher=options.launcher, num_devices=options.tp_size))

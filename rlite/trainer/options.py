@@ -271,7 +271,7 @@ class TableOptions(Options):
 
     @property
     def paths(self) -> str:
-        """Where the rows come from, in words."""
+        """Paths of the tables, in words."""
         return self.path or ", ".join(source.path for source in self.mixture.values()) or "rows of the program"
 
     @property

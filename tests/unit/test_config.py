@@ -12,7 +12,8 @@ from annotated_types import Ge, Le
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.config import Options, describe, inherit, load, named, quick_checks, save, to_container
+from rlite.arguments import named
+from rlite.config import Options, describe, inherit, load, quick_checks, save, to_container
 from rlite.errors import ConfigError, UnknownOptionError
 
 Kind = Literal["adamw", "sgd"]

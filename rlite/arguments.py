@@ -1,0 +1,125 @@
+"""Texts that a user gives: the arguments of a command, and yaml files. `rlite.config` says what they mean."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlite.errors import ConfigError
+
+NULLS = ("null", "none", "~")
+_KEY = re.compile(r"[A-Za-z_][\w.]*=")
+
+
+def named(argv: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the arguments with a key before each of the first that have none, in the order of `names`.
+
+    With the names `model` and `prompt`, `["runs/sft", "2+3=", "n=4"]` is `["model=runs/sft", "prompt=2+3=", "n=4"]`.
+    A text without a key is literal: `${...}` in it is no interpolation.
+
+    Args:
+        argv: arguments of the command line.
+        names: keys of the arguments that may be given without one.
+    """
+    made, left, rest = [], list(names), iter(argv)
+    for argument in rest:
+        if argument in ("--config", "--import"):
+            made += [argument, *itertools.islice(rest, 1)]
+        elif not left or argument.startswith("-") or _KEY.match(argument):
+            made.append(argument)
+        else:
+            made.append(f"{left.pop(0)}={argument}".replace("${", r"\${"))
+    return made
+
+
+def split_arguments(argv: Sequence[str], has_imports: bool) -> tuple[dict[str, list[str]], list[tuple[str, str]]]:
+    """Return the arguments of `--config` and of `--import`, and the pairs of key and value.
+
+    Args:
+        argv: arguments of the command line, without `--help`.
+        has_imports: whether `--import` is known.
+
+    Raises:
+        ConfigError: an argument is none of these.
+    """
+    named: dict[str, list[str]] = {"--config": [], "--import": []} if has_imports else {"--config": []}
+    overrides: list[tuple[str, str]] = []
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        key, equals, text = argument.partition("=")
+        if key in named:
+            if not equals and not rest:
+                raise ConfigError(f"{key}: expected a {'yaml file' if key == '--config' else 'Python file'} after it")
+            named[key].append(text if equals else rest.pop(0))
+        elif equals and key and not key.startswith("-"):
+            overrides.append((key, text))
+        else:
+            forms = ["key=value", *(f"{name} FILE" for name in named)]
+            raise ConfigError(f"argument {argument!r}: expected {', '.join(forms)} or --help")
+    return named, overrides
+
+
+def read_yaml(file: str) -> DictConfig:
+    """Return the mapping in a yaml file.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no mapping.
+    """
+    try:
+        loaded = OmegaConf.load(file)
+    except OSError as error:
+        raise ConfigError(f"--config {file}: {error.strerror or error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {file}: not valid yaml: {error}") from error
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"--config {file}: expected a mapping of keys to values, found a list")
+    return loaded
+
+
+def read_value(key: str, text: str) -> Any:
+    """Return the value of an argument that is written in yaml. `null` and interpolations stay texts.
+
+    Args:
+        key: the argument's key.
+        text: the argument's value.
+
+    Raises:
+        ConfigError: the text is not valid yaml.
+    """
+    if text.lower() in NULLS or "${" in text:
+        return text
+    try:
+        # OmegaConf's loader rather than yaml's own: it reads 1e-6 as a number
+        return OmegaConf.to_container(OmegaConf.create(f"value: {text}"))["value"]  # type: ignore[index,call-overload]
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{key}={text}: not valid yaml: {error}") from error
+
+
+def with_aliases(tree: DictConfig, aliases: Mapping[str, str]) -> DictConfig:
+    """Return a tree with the keys that are meant in place of their other spellings.
+
+    Args:
+        tree: values of a file.
+        aliases: other spelling of a key -> the key.
+
+    Raises:
+        ConfigError: a key is there in two spellings.
+    """
+    for alias, key in aliases.items():
+        *groups, leaf = alias.split(".")
+        parent = OmegaConf.select(tree, ".".join(groups)) if groups else tree
+        if isinstance(parent, DictConfig) and leaf in parent:
+            if OmegaConf.select(tree, key) is not None:
+                raise ConfigError(f"{alias} is another spelling of {key}: give only one of them")
+            OmegaConf.update(tree, key, parent.pop(leaf))
+            while groups and not OmegaConf.select(tree, ".".join(groups)):  # groups that only the alias needed
+                leaf = groups.pop()
+                (OmegaConf.select(tree, ".".join(groups)) if groups else tree).pop(leaf)
+    return tree
