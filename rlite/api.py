@@ -11,7 +11,9 @@ The trainers and their options are those of the commands: `rlite.train("sft", **
 
 from __future__ import annotations
 
+import difflib
 import json
+import numbers
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ from rlite import config
 from rlite.cluster.session import has_session
 from rlite.data.tables import Row
 from rlite.engine.inference import RliteInferenceEngine
-from rlite.errors import ConfigError, DataError, did_you_mean
+from rlite.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import name_of
 from rlite.rollout.workflow import prompt_ids
@@ -82,7 +84,7 @@ def train(
         **({} if model is None else {f"{trainer.key}.model_name": model}),
         **{f"{key}.path": tables[key] if value is None else IN_MEMORY for key, value in rows.items()},
         **{f"reward.{name}": own.options for name, own in rewards.items()},
-        **{SHORT.get(key, key): value for key, value in options.items()},
+        **{_key(name): value for name, value in options.items()},
     }
     settings = config.load(trainer.config_class, [], aliases=trainer.config_class.aliases, given=given)
     functions = {name: own.function for name, own in rewards.items() if own.function is not None}
@@ -173,6 +175,19 @@ def _trainer(algorithm: str) -> type[Any]:
     return TRAINERS[algorithm].find_trainer()
 
 
+def _key(name: str) -> str:
+    """Return the key of an option that may have a short name.
+
+    Raises:
+        UnknownOptionError: the name is nearly that of another keyword.
+    """
+    if name in SHORT:
+        return SHORT[name]
+    if close := difflib.get_close_matches(name, [*SHORT, "model", "reward", "callbacks"], n=1, cutoff=0.75):
+        raise UnknownOptionError(f"train: unknown keyword {name!r}; did you mean {close[0]!r}?")
+    return name
+
+
 def _rows(data: Any, key: str) -> list[Row] | None:
     """Return the rows of a program; None if they have a path.
 
@@ -217,7 +232,9 @@ def _rewards(reward: Any) -> dict[str, _OneReward]:
 def _one(reward: Any) -> _OneReward:
     if isinstance(reward, Mapping):
         return _OneReward(dict(reward), None)
-    source, weight = reward if isinstance(reward, tuple) else (reward, 1.0)
+    source, weight = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, 1.0)
+    if not isinstance(weight, numbers.Real):
+        raise ConfigError(f"reward={reward!r}: expected (function, weight); several rewards are a list")
     if isinstance(source, str | os.PathLike):
         return _OneReward({"path": source, "weight": weight}, None)
     if not callable(source):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import numbers
 import os
 import re
 import sys
@@ -597,7 +598,14 @@ def _flat(root: type[Options], given: Mapping[str, Any], prefix: str = "") -> It
         if is_group and isinstance(value, Mapping) and value:
             yield from _flat(root, value, f"{key}.")
         else:
-            yield key, os.fspath(value) if isinstance(value, os.PathLike) else value
+            yield key, _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return a path as a text, and a number of NumPy as one of Python."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else value
 
 
 def _leaves(path: str, value: Any) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 
 import rlite
@@ -30,6 +31,9 @@ def right(completions: list[str], answer: list[str], **columns: Any) -> list[flo
         ("grpo", {}, ConfigError, r"missing: a source of rewards \(reward\.path"),
         ("grpo", {"reward": lambda text: 1.0}, ConfigError, "<lambda>.* has none of the accepted signatures"),
         ("grpo", {"reward": 3}, ConfigError, "reward=3: expected a function"),
+        ("grpo", {"reward": (right, right)}, ConfigError, r"expected \(function, weight\); several rewards are a list"),
+        ("grpo", {"rewards": right}, UnknownOptionError, "train: unknown keyword 'rewards'; did you mean 'reward'"),
+        ("grpo", {"total_step": 3}, UnknownOptionError, "train: unknown keyword 'total_step'; .*'total_steps'"),
         ("grpo", {"reward": "nowhere.py:f"}, ImportError, r"reward\.path=nowhere\.py:f: no such file"),
         ("grpo", {"reward": right, "data": [{"prompt": "a", "anwser": "b"}]}, DataError, "did you mean 'anwser'"),
         ("grpo", {"reward": right, "rollout.env_path": "e.py"}, ConfigError, "reward and rollout.env_path are given"),
@@ -55,7 +59,7 @@ def test_options_may_be_nested_and_dotted() -> None:
             "adv.options": {},
             "rollout.train_sampling_params": {"stop": ["."]},
             "reward": {"a": {"path": "m:f"}},
-            "critic.lr": 1,
+            "critic.lr": numpy.float32(1),
         },
     )
     assert (loaded.actor.model_name, loaded.actor.lr, loaded.critic.lr) == ("m", 1e-3, 1.0)
