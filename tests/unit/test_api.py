@@ -10,6 +10,7 @@ import pytest
 import rlite
 from rlite import api
 from rlite.errors import ConfigError, DataError, UnknownOptionError
+from rlite.trainer.rl.config import PpoConfig
 
 ROWS = [{"prompt": "2+2=", "answer": "4"}]
 
@@ -52,7 +53,7 @@ def test_what_cannot_work_is_refused_as_on_the_command_line(
 
 def test_options_may_be_nested_and_dotted() -> None:
     loaded = rlite.config.load(
-        api.PpoConfig,
+        PpoConfig,
         ["actor.lr=1e-3"],
         given={
             "actor": {"model_name": "m", "lora.rank": 4, "parameter_groups": {"a": {"pattern": "x"}}},
