@@ -118,4 +118,4 @@ def test_the_first_program_of_the_readme(model: str, capsys: pytest.CaptureFixtu
         assert program.count(given) == 1
         program = program.replace(given, smaller)
     exec(compile(program, "readme.py", "exec"), {"__name__": "__main__"})
-    assert capsys.readouterr().out.splitlines()[-1].startswith("0.0 runs/ppo/latest ['")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("0.0 runs/grpo/latest ['")
