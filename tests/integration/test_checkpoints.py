@@ -407,6 +407,14 @@ def test_a_run_keeps_the_newest_and_names_the_last_good_one(build: Build, tmp_pa
     def resume(wanted: str) -> Checkpoints:
         return Checkpoints(tmp_path, keep=2, wanted=wanted, is_asynchronous=True)
 
+    for name in ("", "-critic"):
+        shutil.copytree(tmp_path / f"step-2{name}", tmp_path / f"step-1{name}")  # of a run that was killed before
+    for wanted, kept in ((str(tmp_path / "step-2"), 6), ("latest", 4)):
+        resumed = resume(wanted)
+        resumed.restore(engine, beside)
+        resumed.confirm()
+        assert len(names(tmp_path)) == kept, "later checkpoints stay until this run has one of its own"
+    assert names(tmp_path) == ["step-2", "step-2-critic", "step-30", "step-30-critic"]
     (tmp_path / ".step-31.writing").mkdir()  # a write that was cut short
     facts = {"module": "Learner", "step": 30, "beside": ["critic"], "position": 300}
     assert resume("latest").restore(engine, beside) == facts

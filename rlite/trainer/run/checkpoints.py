@@ -189,12 +189,16 @@ class Checkpoints:
         return aside, left[max(left)] if left else None
 
     def _clear(self) -> None:
-        """Delete surplus good checkpoints; nothing, as long as the newest one is not written."""
+        """Delete surplus good checkpoints; nothing, as long as the newest one is not written.
+
+        A run that has saved nothing deletes what a killed run could no longer delete, and no later checkpoint.
+        """
         steps = _steps(self._folder)
-        if self._newest not in steps:
+        newest = self._newest if self._own else self._resumed
+        if newest not in steps or (not self._own and newest < max(steps)):
             return
         good = sorted(step for step in steps if step <= self._good)
-        unconfirmed = {step for step in steps if self._good < step <= self._newest}
+        unconfirmed = {step for step in steps if self._good < step <= newest}
         for step in steps.keys() - set(good[-self._keep :]) - unconfirmed:
             self._delete(steps[step])
         self.clear_leftovers()
