@@ -7,8 +7,9 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -32,7 +33,7 @@ def own_ray() -> Iterator[None]:
         patch.setenv("RAY_enable_worker_prestart", "0")
         patch.setenv("RAY_prestart_worker_first_driver", "0")
         patch.setenv("RAY_RUNTIME_ENV_HOOK", "tests.forked_python.for_workers")
-        patch.setattr("ray._private.services.sys", forked_python.RaySystem())
+        patch.setattr("ray._private.services.sys", forked_python.System())
         patch.setenv("RAY_enable_pipe_based_agent_to_parent_health_check", "1")  # not by the parent's process id
         yield
     shutil.rmtree(folder, ignore_errors=True)
@@ -53,6 +54,13 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = Path(tempfile.mkdtemp(prefix="python-", dir="/tmp"))  # short: it is in the programs' first lines
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         forked_python.prepare(folder)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: Sequence[Any]) -> None:
+    """Let the processes of tests be forks, too."""
+    for spec in specs:
+        spec.python = forked_python.python()
 
 
 def pytest_collection() -> None:

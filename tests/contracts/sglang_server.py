@@ -26,6 +26,7 @@ from aiohttp import web
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests import forked_python
 from tests.contracts import sglang_wheel as wheel
 from tests.third_party_executor.worker import _truncated
 
@@ -446,12 +447,25 @@ def main() -> None:
     asyncio.run(serve(arguments))
 
 
+LAUNCH = f"""
+import os, sys
+
+command = ["-m", "tests.contracts.sglang_server", *sys.argv[1:]]
+folder = os.environ.get({forked_python.FOLDER!r})
+python = os.path.join(folder, "python") if folder else sys.executable
+os.execv(python, [python, *command])
+"""
+
+
 def stand_in(folder: Path) -> None:
-    """Make a package `sglang` in a folder: the sources of the wheel, and this server instead of SGLang's."""
+    """Make a package `sglang` in a folder: the sources of the wheel, and this server instead of SGLang's.
+
+    The server is a fork, unless the environment has no `forked_python.FOLDER`.
+    """
     package = folder / "sglang"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    (package / "launch_server.py").write_text("from tests.contracts.sglang_server import main\n\nmain()\n")
+    (package / "launch_server.py").write_text(LAUNCH)
     os.symlink(wheel.PACKAGE / "srt", package / "srt")
 
 

@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "RLITE_TEST_FORKED_PYTHON"
+CLIENT = "RLITE_TEST_CLIENT"
+"""environment variable of a program: id of the process of the executable"""
+RANKS = "RLITE_TEST_RANKS"
+"""If "children", torchrun forks its ranks, which are its children then. PYTHON_EXEC does not count."""
 ROOT = Path(__file__).parents[2]
 ROOM = 32_768
 """bytes of the largest environment of a program"""
@@ -40,8 +44,8 @@ def python() -> str:
     return os.path.join(os.environ[FOLDER], "python")
 
 
-class RaySystem:
-    """The module `sys` as Ray sees it when it starts its own programs: they are run by the executable."""
+class System:
+    """The module `sys` for a module that starts programs by `sys.executable`: they are run by the executable here."""
 
     @property
     def executable(self) -> str:

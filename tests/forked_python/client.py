@@ -43,7 +43,8 @@ def connect(folder: str) -> socket.socket:
 def main(folder: str) -> None:
     with connect(folder) as server:
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-        request = {"argv": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}
+        environment = {**os.environ, "RLITE_TEST_CLIENT": str(os.getpid())}
+        request = {"argv": sys.argv[1:], "environment": environment, "folder": os.getcwd()}
         data = json.dumps(request).encode(errors="surrogateescape")
         socket.send_fds(server, [struct.pack("=i", len(data))], [0, 1, 2])
         server.sendall(data)

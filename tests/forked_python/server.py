@@ -7,26 +7,41 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import runpy
 import selectors
+import shlex
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-# not ray, which reads its settings from the environment when it is imported, but what it imports
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+# what programs, tests and ray import; not ray, which reads its settings from the environment when it is imported
 PRELOADED = (
-    "google.protobuf.descriptor_pb2",
+    "aiohttp.web",
+    "datasets",
+    "google.protobuf.json_format",
+    "hypothesis.extra.numpy",
     "jsonschema",
+    "matplotlib.pyplot",
+    "msgpack",
     "numpy",
+    "openai",
+    "peft",
+    "pdb",
     "pytest",
     "requests",
     "torch.distributed.run",
@@ -141,6 +156,10 @@ def run(argv: list[str]) -> None:
     vars(main)["__builtins__"] = __builtins__
     while argv[0].startswith("-") and argv[0] not in ("-m", "-c"):
         argv = argv[1:]  # such as -u
+    if argv[:2] == ["-m", "torch.distributed.run"] and os.environ.get("RLITE_TEST_RANKS") == "children":
+        subprocess_handler.Popen = Rank  # type: ignore[attr-defined]
+    if argv[0].endswith("/ray/_private/workers/setup_worker.py"):
+        os.execvp = functools.partial(go_on, os.execvp)
     if argv[0] == "-m":
         sys.modules.pop(argv[1], None)  # it runs as __main__
         sys.argv = ["-m", *argv[2:]]
@@ -179,25 +198,56 @@ def end(error: BaseException | None) -> None:
     os._exit(status & 0xFF)
 
 
+def go_on(execvp: Callable[[str, Sequence[str]], None], file: str, args: Sequence[str]) -> None:
+    """Run the program that Ray's set-up of a worker executes, in the process that has imported Ray already."""
+    os.execvp = execvp  # type: ignore[assignment]
+    word, executable, *argv = shlex.split(args[-1])
+    if (word, executable) == ("exec", os.path.join(os.environ["RLITE_TEST_FORKED_PYTHON"], "python")):
+        run_to_end(argv, dict(os.environ))
+    execvp(file, args)
+
+
+class Rank(subprocess.Popen):
+    """Rank of torchrun that is a fork of its agent, and so its child, as a rank is that the agent starts."""
+
+    def __init__(self, args: Sequence[str], env: dict[str, str], **options: Any) -> None:
+        super().__init__(args, env=env, preexec_fn=functools.partial(self._run, args[1:], env), **options)
+
+    def _run(self, argv: list[str], environment: dict[str, str]) -> None:
+        """Do in the new process what the executable would do."""
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        atexit._clear()  # of the agent
+        run_to_end(list(argv), environment)
+
+
+def run_to_end(argv: list[str], environment: dict[str, str]) -> None:
+    """Run `python *argv` in this environment, and end the process."""
+    take_environment(environment)
+    sys.modules["numpy"].random.seed()  # Python's own generator does it itself
+    try:
+        run(argv)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        end(error)
+    end(None)
+
+
 def main(folder: str, owner: int) -> None:
     os.setsid()
     sys.path.pop(0)  # of this file, which programs do not see
     for name in PRELOADED:
-        importlib.import_module(name)
+        if importlib.util.find_spec(name.partition(".")[0]):  # an environment may have not all of them
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     if request := Server(folder, owner).serve():
         os.setpgrp()
         os.chdir(request["folder"])
-        take_environment(request["environment"])
-        sys.modules["numpy"].random.seed()  # Python's own generator does it itself
-        try:
-            run(request["argv"])
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            end(error)
-        end(None)
+        run_to_end(request["argv"], request["environment"])
 
 
 if __name__ == "__main__":

@@ -369,10 +369,11 @@ def test_under_torchrun_a_collective_of_the_program_returns_and_uneven_ranks_are
 def test_ranks_end_soon_after_the_agent_was_killed(models: dict[str, Path], tmp_path: Path, moment: str) -> None:
     script, mark = tmp_path / "program.py", uuid.uuid4().hex
     script.write_text(PROGRAM)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    python = forked_python.python() if moment == "in a call" else sys.executable
+    launch = [python, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     agent = subprocess.Popen(
         [*launch, str(script), str(models["llama"]), "wait_for_one_rank", "0"],  # rank 1 sits in a collective
-        env=environment(**{MARK: mark}),
+        env=environment(**{MARK: mark, forked_python.RANKS: "children"}),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )

@@ -28,11 +28,10 @@ GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 
 
 def command(launcher: str, num_devices: int, model: Path, out: Path) -> list[str]:
-    """Start a driver or the ranks of torchrun by Python itself, and torchrun's agent as a fork."""
-    python = [sys.executable]
+    """Start the driver in the process by Python itself, and the others as forks."""
+    python = [sys.executable if launcher == "inprocess" else forked_python.python()]
     if launcher == "torchrun":
-        python = [
-            forked_python.python(),
+        python += [
             "-m",
             "torch.distributed.run",
             f"--nproc_per_node={num_devices}",
@@ -50,7 +49,7 @@ def test_one_program_gives_one_result_on_every_launcher_and_leaves_no_process(
         mark, out = uuid.uuid4().hex, tmp_path / f"{launcher}.json"
         ran = subprocess.run(
             command(launcher, num_devices, models["qwen2"], out),
-            env=environment(**{MARK: mark}, PYTHON_EXEC=sys.executable),
+            env=environment(**{MARK: mark, forked_python.RANKS: "children"}),
             capture_output=True,
             text=True,
             timeout=280,

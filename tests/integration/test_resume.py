@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import forked_python
-from tests.integration.worlds import MARK, environment, free_port, processes_with
+from tests.integration.worlds import MARK, environment, free_port, processes_with, program_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = {"sft": 24, "ppo": 8}
@@ -89,12 +89,22 @@ def command(ranks: int, trainer: str, options: Sequence[str], save_dir: Path, *f
     return ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}", *program]
 
 
-def run(python: str, argv: Sequence[str]) -> None:
-    """Run a program by this python, which also starts its ranks."""
+def run(argv: Sequence[str], python: str | None = None) -> None:
+    """Run a program by this python, or its ranks by it and torchrun's agent as a fork. By default all are forks."""
+    forked = forked_python.python()
+    python = python or forked
     done = subprocess.run(
-        [python, *argv], env=environment(PYTHON_EXEC=python), capture_output=True, text=True, timeout=RUN_S
+        [forked if is_torchrun(argv) else python, *argv],
+        env=environment(PYTHON_EXEC=python),
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
     )
     assert done.returncode == 0, done.stderr
+
+
+def is_torchrun(argv: Sequence[str]) -> bool:
+    return "torch.distributed.run" in argv
 
 
 Whole = Callable[[str, int], Path]
@@ -104,15 +114,14 @@ Whole = Callable[[str, int], Path]
 def whole(options: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """whole(trainer, ranks): the results of a run that nobody disturbed, with all its checkpoints.
 
-    Where the killed processes are forks of one, these are new ones, and share nothing with them (the seed of hashes).
+    The killed processes are forks of one; these are new ones, and share nothing with them (the seed of hashes).
     """
     made: dict[tuple[str, int], Path] = {}
 
     def results(trainer: str, ranks: int) -> Path:
         if (trainer, ranks) not in made:
             save_dir = tmp_path_factory.mktemp("runs") / f"{trainer}-{ranks}"
-            python = sys.executable if ranks == 1 else forked_python.python()
-            run(python, command(ranks, trainer, options[trainer], save_dir, "trainer.keep=99"))
+            run(command(ranks, trainer, options[trainer], save_dir, "trainer.keep=99"), sys.executable)
             made[trainer, ranks] = save_dir
         return made[trainer, ranks]
 
@@ -124,20 +133,20 @@ def run_and_kill(argv: Sequence[str], save_dir: Path, moments: random.Random, st
 
     What is left of the run must end by itself, so the ranks of a torchrun are its children.
     """
-    is_torchrun = "torch.distributed.run" in argv
-    python = sys.executable if is_torchrun else forked_python.python()
     mark, metrics = uuid.uuid4().hex, save_dir / "metrics.jsonl"
     done = metrics.read_text().count("\n") if metrics.exists() else 0
     step, delay = min(moments.randrange(done, steps + 1) + 1, steps), moments.random() * 0.3
     with (save_dir.parent / "log").open("a") as log:
-        program = subprocess.Popen([python, *argv], env=environment(**{MARK: mark}), stdout=log, stderr=log)
+        variables = environment(**{MARK: mark, forked_python.RANKS: "children"})
+        program = subprocess.Popen([forked_python.python(), *argv], env=variables, stdout=log, stderr=log)
         try:
             while program.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < step):
                 time.sleep(0.01)
             time.sleep(delay)
-            processes = [psutil.Process(program.pid)]  # under torchrun that is its agent
-            if is_torchrun:
-                processes += processes[0].children()
+            processes = [psutil.Process(program.pid)]
+            if is_torchrun(argv):
+                agent = program_of(program)
+                processes = [agent, *agent.children()]
             place = moments.randrange(len(processes))
             processes[place].kill()
             program.wait(timeout=END_S)
@@ -173,7 +182,7 @@ def test_a_run_that_was_killed_ends_as_if_it_had_not_been(
         return command(ranks, trainer, options[trainer], broken, "trainer.load_ckpt_from=latest")
 
     kills = [run_and_kill(argv(), broken, moments, steps) for _ in range(2)]
-    run(forked_python.python(), argv())
+    run(argv())
     expected = whole(trainer, ranks)
     assert curve(broken, 1, steps) == curve(expected, 1, steps), f"killed: {kills}"
     exports = ["latest", "best"] if trainer == "sft" else ["latest", "critic_latest"]
@@ -193,7 +202,7 @@ def test_a_run_of_two_ranks_goes_on_as_one(
 ) -> None:
     start, steps = whole(trainer, 2) / "state" / f"step-{step}", STEPS[trainer]
     argv = command(1, trainer, options[trainer], tmp_path / "alone", f"trainer.load_ckpt_from={start}")
-    run(forked_python.python(), argv)
+    run(argv)
     pairs = zip(curve(tmp_path / "alone", step + 1, steps), curve(whole(trainer, 2), step + 1, steps), strict=True)
     for found, expected in pairs:
         for key in ("step", "num_tokens", "lr"):

@@ -36,6 +36,7 @@ from rlite.trainer.orpo import OrpoConfig, OrpoTrainer
 from rlite.trainer.rm import RmConfig, RmTrainer
 from rlite.trainer.sft import SftConfig, SftTrainer
 from rlite.trainer.simpo import SimpoConfig, SimpoTrainer
+from tests import forked_python
 from tests.integration.worlds import environment
 from tests.tiny import build_model_dir
 
@@ -308,7 +309,8 @@ def test_a_signal_saves_a_checkpoint_at_the_end_of_the_step(
         "data.max_length=32",
         f"trainer.overwrite={overwrite}",
     ]
-    command = [sys.executable, "-m", "rlite.trainer.sft", *options, f"trainer.save_dir={tmp_path}/run"]
+    python = sys.executable if number == signal.SIGINT else forked_python.python()
+    command = [python, "-m", "rlite.trainer.sft", *options, f"trainer.save_dir={tmp_path}/run"]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

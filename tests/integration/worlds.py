@@ -110,3 +110,9 @@ def serve(rank: int, environment: dict[str, str]) -> None:
 def processes_with(variable: str, value: str) -> list[psutil.Process]:
     """Living processes whose environment says so: all that a program started, and their children."""
     return marked(value, variable)
+
+
+def program_of(process: subprocess.Popen) -> psutil.Process:
+    """The program that a process of the executable `forked_python.python()` runs."""
+    found = {each.pid: each for each in processes_with(forked_python.CLIENT, str(process.pid))}
+    return next((each for each in found.values() if each.ppid() not in found), psutil.Process(process.pid))

@@ -13,8 +13,15 @@ import torch
 
 from benchmarks import gpu_bringup
 from benchmarks.gpu_bringup import PLAN, main, read_record, watch
+from tests import forked_python
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.fixture(autouse=True)
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each step as a fork."""
+    monkeypatch.setattr(gpu_bringup, "sys", forked_python.System())
 
 
 @pytest.mark.slow

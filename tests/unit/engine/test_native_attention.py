@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from rlite.engine.embedded.attention import DecodePlan, NativeDecodePlan
 from rlite.engine.embedded.cache import CacheShape, SlotCache
 from rlite.engine.embedded.native import compiled
+from tests import forked_python
 
 CPU = torch.device("cpu")
 SHAPES = [(4, 2, 64, 320), (8, 2, 24, 200), (6, 6, 80, 130), (3, 1, 16, 64), (2, 2, 7, 100), (4, 4, 128, 260)]
@@ -110,6 +110,11 @@ def test_without_a_compiler_pytorch_computes_it(tmp_path: object) -> None:
     program = "from rlite.engine.embedded.native import compiled; print(compiled())"
     environment = {**os.environ, "CC": "/nonexistent/cc", "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=120
+        [forked_python.python(), "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     assert done.stdout.strip() == "None"

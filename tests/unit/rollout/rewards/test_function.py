@@ -36,6 +36,7 @@ from rlite.sandbox.call import MAX_TIMEOUTS, Call, Code
 from rlite.sandbox.child import describe
 from rlite.sandbox.errors import SandboxCrash, SandboxTimeout
 from rlite.sandbox.pool import SandboxPool, close_shared_pool
+from tests import forked_python
 
 ROOT = Path(__file__).parents[4]
 CALL = {"prompt": "2+2=", "completions": "4", "prompt_ids": [1, 2], "completion_ids": [3]}
@@ -304,7 +305,7 @@ def test_a_function_of_main_runs_and_its_process_loads_no_torch(tmp_path: Path) 
         "print(asyncio.run(RewardFunction(is_light)(**call)))\n"
     )
     done = subprocess.run(
-        [sys.executable, str(program)],
+        [forked_python.python(), str(program)],
         capture_output=True,
         text=True,
         timeout=200,
