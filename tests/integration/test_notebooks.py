@@ -17,7 +17,8 @@ from tests.integration.redefinition import run_cell
 
 
 @pytest.fixture
-def session() -> Iterator[None]:
+def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # tests with several ranks leave torch's
     with rlite.session(device="cpu", num_devices=1, num_threads=1):
         yield
 
