@@ -135,11 +135,12 @@ class PpoTrainer:
         """
         self.start()
         metrics: dict[str, float] = {}
-        while not self.run.is_over:
-            with stats_tracker.record_timing("step"), self.run.generating():
-                generated = self.rollouts.next_batch()
-                batch = self.recovery.run(lambda: self.learn(generated), self.run.step)  # noqa: B023 - called at once
-            metrics = self.finish_step(batch)
+        with self.run.saved_before_bad_data(self._save):
+            while not self.run.is_over:
+                with stats_tracker.record_timing("step"), self.run.generating():
+                    generated = self.rollouts.next_batch()
+                    batch = self.recovery.run(lambda: self.learn(generated), self.run.step)  # noqa: B023 - called at once
+                metrics = self.finish_step(batch)
         self.run.close()
         return metrics
 
