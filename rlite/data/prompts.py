@@ -70,7 +70,9 @@ class PromptStream:
         self._batch_size = batch_size
         self.order = shuffled(len(rows), mixture, seed, partial(rows_digest, rows))
         """order of the rows, unless they are streamed; its `position` counts those dealt so far"""
-        self._stream: ShuffledStream[Mapping[str, Any]] | None = None if stream is None else ShuffledStream(stream, seed)
+        self._stream: ShuffledStream[Mapping[str, Any]] | None = (
+            None if stream is None else ShuffledStream(stream, seed)
+        )
         self.returned: list[Mapping[str, Any]] = []
         """rows that come before all others: they were dealt, and not used"""
 

@@ -63,7 +63,9 @@ def read_rows(source: str | Path, key: str = "data.path") -> list[Row]:
         raise DataError(f"{where}: no rows; expected at least one")
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise DataError(f"{where}, row index {number}: expected an object of named columns, found {type_in_words(row)}")
+            raise DataError(
+                f"{where}, row index {number}: expected an object of named columns, found {type_in_words(row)}"
+            )
     return rows
 
 

@@ -278,7 +278,9 @@ def read_tokens(
         return tokens_of(read_source(given.source(source), kind), source)
 
     def streamed_tokens(source: Source) -> TokenRows:
-        stream = StreamedTable(source, lambda rows: tokens_of(converted(rows, source, kind), source), data.shuffle_buffer)
+        stream = StreamedTable(
+            source, lambda rows: tokens_of(converted(rows, source, kind), source), data.shuffle_buffer
+        )
         return replace(stream.first, stream=stream)
 
     test_source = options.test_data.source(data)

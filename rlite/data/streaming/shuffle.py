@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from rlite.data.streaming.table import Place, StreamedTable, W
+from rlite.data.streaming.table import Place, StreamedTable
 from rlite.errors import CheckpointError
 
 T = TypeVar("T")

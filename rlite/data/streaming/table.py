@@ -139,11 +139,13 @@ class StreamedTable(Generic[W]):
         """Name rows by their files and lines in errors of the `with` block, which name them by number."""
 
         def name(match: re.Match[str]) -> str:
-            file, place = places[int(match[1] or match[2])]
+            if int(match[1]) >= len(places):  # a text of the row
+                return match[0]
+            file, place = places[int(match[1])]
             return self.files[file].name_of(place)
 
         key, where = re.escape(self._source.key), re.escape(self._source.where)
-        numbered = re.compile(rf"\brow index (\d+) of {key}\b|\b(?:{where}|{key}), row index (\d+)")
+        numbered = re.compile(rf"(?:(?:{where}|{key}), )?\brow index (\d+)(?: of {key}\b)?")
         try:
             yield
         except (ConfigError, DataError) as error:

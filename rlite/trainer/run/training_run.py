@@ -14,7 +14,15 @@ from typing import Any
 
 from rlite import config
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CheckpointError, ConfigError, DivergedError, FolderInUse, NonFiniteError, StreamedDataError, why_not_written
+from rlite.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    FolderInUse,
+    NonFiniteError,
+    StreamedDataError,
+    why_not_written,
+)
 from rlite.observability import stats_tracker, trace
 from rlite.observability.sinks.base import Run, open_sinks
 from rlite.observability.sinks.jsonl import drop_later_lines
