@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from rlite.data.streaming.table import Place, StreamedTable
-from rlite.errors import CheckpointError
+from rlite.errors import CheckpointError, StreamedDataError
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ class ShuffledStream(Generic[T]):
 
     The files are taken in a random order. Their items fill a buffer, from which the next item is drawn at random. A
     buffer of one item keeps the order of the files and of their rows. In memory are the buffer, the items of the next
-    call of `take`, and one window.
+    call of `take`, and the first and the current window.
 
     Args:
         table: the table.
@@ -47,6 +47,8 @@ class ShuffledStream(Generic[T]):
         if not self.num_held:
             self._begin(self._epoch + 1)
             self._read_ahead(count)
+        if not self.num_held:
+            raise StreamedDataError("the files of the data have no rows any more")
         return [self._draw() for _ in range(min(count, self.num_held))]
 
     def state_dict(self) -> dict[str, Any]:
@@ -62,7 +64,7 @@ class ShuffledStream(Generic[T]):
             "order": self._order,
             "next": [turn, place],
             "buffer": [list(place) for place, _ in self._buffer],
-            "content": self._table.first.digest(),
+            "content": self._table.content,
             "read": self._digests(turn, place),
         }
 
@@ -134,7 +136,7 @@ class ShuffledStream(Generic[T]):
         return digests
 
     def _check_unchanged(self, state: Mapping[str, Any]) -> None:
-        if state["content"] != self._table.first.digest():
+        if state["content"] != self._table.content:
             raise CheckpointError(_OTHER_CONTENT)
         digests = self._digests(*state["next"])
         for file, digest in state["read"].items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import groupby
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -133,6 +134,11 @@ class StreamedTable(Generic[W]):
                 check(window)
         items = zip(rows, window.items(), strict=True)
         return [(place, item) for (place, _), item in items if item is not None][1:]
+
+    @cached_property
+    def content(self) -> str:
+        """A hash of the first window."""
+        return self.first.digest()
 
     @contextmanager
     def _naming(self, places: Sequence[Place]) -> Iterator[None]:
