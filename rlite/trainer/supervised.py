@@ -22,7 +22,7 @@ from rlite.data.source import Source
 from rlite.data.streaming.loader import StreamLoader
 from rlite.data.streaming.table import StreamedTable
 from rlite.data.tokens import TokenRows, mixed
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.given import NOTHING, Given
@@ -127,16 +127,22 @@ class SupervisedTrainer(ABC, Generic[C]):
 
         Returns:
             The metrics of the last step.
+
+        Raises:
+            StreamedDataError: a row that was read during training cannot be used. The steps before it are saved.
         """
         self.start()
         metrics: dict[str, float] = {}
-        with self.run.saved_before_bad_data(self.save):
+        try:
             for batch in self.loader:
                 if self.run.is_over:
                     break
                 with stats_tracker.record_timing("step"):
                     stats = self.update(self.prepare(batch))
                 metrics = self.finish_step(batch, stats)
+        except StreamedDataError:
+            self.run.save_before_bad_data(self.save)
+            raise
         self.run.close()
         return metrics
 

@@ -14,15 +14,7 @@ from typing import Any
 
 from rlite import config
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import (
-    CheckpointError,
-    ConfigError,
-    DivergedError,
-    FolderInUse,
-    NonFiniteError,
-    StreamedDataError,
-    why_not_written,
-)
+from rlite.errors import CheckpointError, ConfigError, DivergedError, FolderInUse, NonFiniteError, why_not_written
 from rlite.observability import stats_tracker, trace
 from rlite.observability.sinks.base import Run, open_sinks
 from rlite.observability.sinks.jsonl import drop_later_lines
@@ -364,29 +356,19 @@ class TrainingRun:
                 INTERRUPTION.advice = f"Step {self.step} is saved. {self._way_on()} goes on from there."
             INTERRUPTION.obey()
 
-    @contextmanager
-    def saved_before_bad_data(self, save: Callable[[], None]) -> Iterator[None]:
-        """Save the finished steps if the `with` block ends because streamed data cannot be used.
+    def save_before_bad_data(self, save: Callable[[], None]) -> None:
+        """Save the finished steps of a run that ends because streamed data cannot be used.
 
         Args:
             save: saves the run.
-
-        Yields:
-            None.
-
-        Raises:
-            StreamedDataError: a row cannot be used.
         """
-        try:
-            yield
-        except StreamedDataError:
-            if self.step:
-                if not self.is_save_due():  # else it is saved already
-                    save()
-                self._checkpoints.finish()
-                way = f"repair the row. {self._way_on()} goes on from there, unless earlier rows have changed"
-                self.console.alarm(f"bad data: stop after step {self.step}, which is saved", {"to go on": way})
-            raise
+        if not self.step:
+            return
+        if not self.is_save_due():  # else it is saved already
+            save()
+        self._checkpoints.finish()
+        way = f"repair the data. {self._way_on()} goes on from there, if the rows before are the same"
+        self.console.alarm(f"bad data: stop after step {self.step}, which is saved", {"to go on": way})
 
     def save_best(self, metrics: Mapping[str, float]) -> None:
         """Write best/ if this evaluation is the best so far. A missing best_metric only logs a warning."""
