@@ -119,7 +119,10 @@ class SupervisedTrainer(ABC, Generic[C]):
                 capacity = model.max_length_per_device * model.tp_size * model.sp_size
                 name = f"{self.key}.max_length_per_device{''.join(factors)}"
                 check = partial(TokenRows.check_capacity, capacity=capacity, name=name, table=table)
-                check(rows) if rows.stream is None else rows.stream.check("capacity", check)
+                if rows.stream is None:
+                    check(rows)
+                else:
+                    rows.stream.check("capacity", check)
         return options
 
     def fit(self) -> dict[str, float]:
@@ -160,10 +163,12 @@ class SupervisedTrainer(ABC, Generic[C]):
     def plan(self) -> dict[str, str]:
         """Return how a step's work is divided, as text by topic."""
         session, dims, model, trainer = rlite.current_session(), self.engine.dims, self.model, self.options.trainer
-        lengths, num_items = self.rows.lengths, min(self.options.data.batch_size, len(self.rows))
+        lengths, num_items, stream = self.rows.lengths, self.options.data.batch_size, self.rows.stream
+        if stream is None or stream.is_whole:
+            num_items = min(num_items, len(self.rows))
         form = f"{self.rows.form}; " if self.rows.form else ""
-        if self.rows.stream is not None:
-            form = f"{self.rows.stream}; {form}at the beginning "
+        if stream is not None:
+            form = f"{stream}; {form}at the beginning "
         batch_tokens = num_items * self.rows.rows_per_item * lengths.mean()
         return {
             "model": f"{model.model_name}, {self.engine.num_parameters / 1e6:.2f} M parameters",

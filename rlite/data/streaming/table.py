@@ -19,7 +19,6 @@ WINDOW = 4096
 
 Place = tuple[int, int]
 """a row: number of its file, and its place there"""
-T = TypeVar("T")
 
 
 class Window(Protocol):
