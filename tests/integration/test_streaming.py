@@ -22,7 +22,7 @@ from rlite.trainer.supervised import read_tokens
 from tests.tiny import build_model_dir
 
 CLOCKED = ("seconds", "tokens_per_second", "memory_gib")
-REWARD = "def length(completion, **row):\n    return float(len(completion))\n"
+REWARD = "def length(prompt, completions, prompt_ids, completion_ids, **row):\n    return float(len(completions))\n"
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,7 @@ class StreamLoader:
 
     def __str__(self) -> str:
         """Return how many batches there are, in words."""
-        return f"{self.num_batches} steps"
+        return "epochs of unknown length, steps"
 
     @property
     def num_left(self) -> int:
