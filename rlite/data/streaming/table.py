@@ -59,7 +59,8 @@ class StreamedTable(Generic[W]):
         self._source, self._convert, self._size = source, convert, window
         self._checks: dict[str, Callable[[W], None]] = {}
         self._reference: list[tuple[Place, Row]] = []
-        rows = next((rows for file in range(len(self.files)) if (rows := self._read_from(file, 0)[0])), [])
+        beginnings = (self._read_from(file, 0)[0] for file in range(len(self.files)))
+        rows = next(filter(None, beginnings), [])
         if not rows:
             raise DataError(f"{source.where}: no rows; expected at least one")
         self.is_whole = len(self.files) == 1 and len(rows) < window
@@ -68,7 +69,7 @@ class StreamedTable(Generic[W]):
         with self._naming(self._places):
             self.first = convert([row for _, row in rows])
             """the first window"""
-        place, row = next(row for row, item in zip(rows, self.first.items(), strict=True) if item is not None)
+        place, row = next(kept for kept, item in zip(rows, self.first.items(), strict=True) if item is not None)
         absent = dict.fromkeys(own for own in source.columns.values() if own is not None)
         self._reference = [(place, absent | row)]
 
