@@ -144,7 +144,7 @@ class SupervisedTrainer(ABC, Generic[C]):
                     stats = self.update(self.prepare(batch))
                 metrics = self.finish_step(batch, stats)
         except StreamedDataError:
-            self.run.save_before_bad_data(self.save)
+            self.run.save_before_bad_data(self._save)
             raise
         self.run.close()
         return metrics
@@ -214,11 +214,10 @@ class SupervisedTrainer(ABC, Generic[C]):
             self.run.evaluated(evaluation)
         self.run.log(metrics)
         if self.run.is_save_due():
-            self.save()
+            self._save()
         return metrics
 
-    def save(self) -> None:
-        """Save the run, to go on with the next batch."""
+    def _save(self) -> None:
         self.run.save(loader=self.loader.state_dict())
 
     def evaluate(self, rows: TokenRows) -> dict[str, float]:
