@@ -47,7 +47,7 @@ def trainer(folder: Path, out: str, *settings: str) -> SftTrainer:
         [
             *(f"actor.model_name={folder / 'model'}", "actor.lr=3e-3", "actor.gradient_checkpointing=false"),
             *(f"data.path={folder / 'rows.jsonl'}", "data.streaming=true", "data.max_length=16"),
-            *("trainer.total_steps=6", "trainer.save_freq=2", f"trainer.save_dir={folder / out}", *settings),
+            *("trainer.total_steps=6", f"trainer.save_dir={folder / out}", *settings),
         ],
     )
     rlite.shutdown()
@@ -69,7 +69,7 @@ def assert_same(one: Path, other: Path) -> None:
 def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build_model_dir(tmp_path / "model", hidden=32)
     write(tmp_path / "rows.jsonl", demonstrations(WINDOW + 40))
-    settings = ("data.batch_size=8", f"data.shuffle_buffer={WINDOW + 2}")
+    settings = ("data.batch_size=8", f"data.shuffle_buffer={WINDOW + 2}", "trainer.save_freq=2")
     trainer(tmp_path, "whole", *settings).fit()
     assert f"data     streaming, buffer of {WINDOW + 2} rows; raw prompts and responses" in capsys.readouterr().out
     killed = trainer(tmp_path, "killed", *settings)
