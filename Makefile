@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(DEALT)
 QUICKLY = $(PYTEST) -m "not slow" --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-failed test-fast test-vllm gpu-check check static sloc interfaces format bench-vllm-env bench-trl-env clean
+.PHONY: help quickstart test test-fast test-vllm gpu-check check static sloc interfaces format bench-vllm-env bench-trl-env clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -28,9 +28,6 @@ quickstart: $(VENV)/.installed  ## GRPO on a small reasoning task, on CPU, in a 
 
 test: $(VENV)/.peers-installed  ## all tests, in three processes; tests marked gpu skip themselves without a GPU
 	$(PYTEST) tests
-
-test-failed: $(VENV)/.peers-installed  ## the tests that failed in the last run, one after the other
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures=none tests
 
 test-fast: JOBS = 2
 test-fast: $(VENV)/.installed  ## for the inner loop: quick tests without worker processes, in less than three minutes

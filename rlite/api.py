@@ -36,7 +36,7 @@ from rlite.trainer.presets import TRAINERS
 Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 """a path as on the command line, or rows: a list of dicts, a `datasets.Dataset`, any iterable that ends"""
 Reward = str | Callable[..., Any] | tuple[str | Callable[..., Any], float] | Mapping[str, Any]
-"""a function, its path as on the command line, (one of these, its weight), or options such as {"path": "my.py:f"}"""
+"""a function, its path as on the command line, (one of these, its weight), or options: {"path": f, "timeout": 9}"""
 Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
 SHORT = {"save_dir": "trainer.save_dir", "total_steps": "trainer.total_steps", "n_epochs": "trainer.n_epochs"}
 """short names of options"""
@@ -63,7 +63,8 @@ def train(
         data: rows to train on, or their path.
         test_data: rows to evaluate on, or their path.
         reward: of "grpo" and "ppo": one reward, a list of rewards, or rewards by name, as a function, a path, a pair
-            with a weight, or a mapping of options. Functions have the signature of rlite, TRL or verl.
+            with a weight, or a mapping of options, whose `path` may be a function. Functions have the signature of
+            rlite, TRL or verl.
         callbacks: callbacks besides those of `trainer.callbacks`.
         **options: options of the command by their keys, `**{"actor.lr": 1e-5}`, or nested, `actor={"lr": 1e-5}`. The
             options in SHORT also have a short name.
@@ -198,7 +199,10 @@ def _rows(data: Any, key: str) -> list[Row] | None:
         return None
     if isinstance(data, Mapping):
         splits = ", ".join(f"data[{name!r}]" for name in data)
-        raise DataError(f"{key}: expected rows, found a mapping; choose one of its entries: {splits}")
+        raise DataError(
+            f"{key}: expected rows, found a mapping; choose one of its entries ({splits}), or give options as "
+            f'**{{"{key}.NAME": ...}}'
+        )
     if not isinstance(data, Iterable):
         raise DataError(f"{key}={data!r}: expected a path, or rows")
     rows = list(data)
@@ -231,7 +235,10 @@ def _rewards(reward: Any) -> dict[str, _OneReward]:
 
 def _one(reward: Any) -> _OneReward:
     if isinstance(reward, Mapping):
-        return _OneReward(dict(reward), None)
+        source = reward.get("path")
+        if not callable(source):
+            return _OneReward(dict(reward), None)
+        return _OneReward({**reward, "path": _path_of(source)}, source)
     source, weight = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, 1.0)
     if not isinstance(weight, numbers.Real):
         raise ConfigError(f"reward={reward!r}: expected (function, weight); several rewards are a list")
@@ -239,7 +246,10 @@ def _one(reward: Any) -> _OneReward:
         return _OneReward({"path": source, "weight": weight}, None)
     if not callable(source):
         raise ConfigError(f"reward={source!r}: expected a function, a path, (one of these, its weight), or options")
-    named = source.fn if isinstance(source, RewardFunction) else source
+    return _OneReward({"path": _path_of(source), "weight": weight}, source)
+
+
+def _path_of(function: Any) -> str:
+    named = function.fn if isinstance(function, RewardFunction) else function
     kind = type(named)
-    path = f"{getattr(named, '__module__', kind.__module__)}:{getattr(named, '__qualname__', kind.__qualname__)}"
-    return _OneReward({"path": path, "weight": weight}, source)
+    return f"{getattr(named, '__module__', kind.__module__)}:{getattr(named, '__qualname__', kind.__qualname__)}"

@@ -524,7 +524,9 @@ def _expected(found: Any, at: _Location) -> str:
     if found["type"] == "string_type":
         return "a string (in yaml, quote it)"
     if group := _group_of(at.hint):
-        return f"keys of {group.__name__}, e.g. {at.key}.{next(iter(group.model_fields))}=..."
+        needs_keys = any(option.is_required() for option in group.model_fields.values())
+        or_defaults = "" if needs_keys else ", or {} for its defaults"
+        return f"keys of the group, such as {at.key}.{next(iter(group.model_fields))}=...{or_defaults}"
     if found["type"] == "list_type":
         return f"{_name(at.hint)}, written [a, b]"
     is_limit = found["type"].startswith(("greater", "less", "finite", "too"))

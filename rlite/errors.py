@@ -118,6 +118,8 @@ class RemoteTraceback(RliteError):
     """Cause of an exception that a worker raised: the worker's name and its traceback as text."""
 
 
+MAX_SHOWN = 400
+"""characters of a value in a message"""
 _ASYNCIO = Path(os.__file__).parent / "asyncio"
 _INTERNAL = (f"{Path(__file__).parent}{os.sep}", f"{_ASYNCIO}{os.sep}", "<frozen importlib")
 
@@ -167,6 +169,12 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(f"{path}: could not be written: {why_not_written(error)}") from error
+
+
+def shortened(value: object, limit: int = MAX_SHOWN) -> str:
+    """Return a value for a message, without its middle if it is long."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

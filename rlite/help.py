@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class Manual:
             return self.keys[topic]
         chosen = {name: own for name, own in groups.items() if not topic or f"{name}.".startswith(f"{topic}.")}
         if not chosen:
-            hint = did_you_mean(topic, [*filter(None, groups), *self.keys])
+            hint = _nearest(topic, [name for name in groups if name], list(self.keys))
             raise UnknownOptionError(f"--help {topic}: no such group or key; {hint}")
         sections = [_section(self.titles[name], own) for name, own in chosen.items()]
         if topic:
@@ -88,3 +89,11 @@ def described(key: str, default: str, kind: str, sentence: str) -> str:
 
 def _section(title: str, keys: Iterable[str]) -> str:
     return "\n".join([f"[{title.rstrip('.')}]", *keys])
+
+
+def _nearest(topic: str, groups: Sequence[str], keys: Sequence[str]) -> str:
+    """Return a hint for an unknown topic: names that end with it, else a near one, else all groups."""
+    known = list(dict.fromkeys([*groups, *keys]))
+    if same := [name for name in known if name.rpartition(".")[2] == topic]:
+        return f"did you mean {' or '.join(map(repr, same))}?"
+    return did_you_mean(topic, difflib.get_close_matches(topic, known, n=1) or groups)

@@ -30,6 +30,10 @@ MAX_KEPT_IDS = 512
 """most token ids from which a request that asks for `kept_ids` samples, if it truncates"""
 
 
+_SAMPLING_ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "n": "n_samples"}
+"""vLLM's names of parameters"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationHyperparameters:
     """Sampling parameters of a request, in AReaL's names; `from_mapping` also takes vLLM's names."""
@@ -95,6 +99,11 @@ class GenerationHyperparameters:
         return replace(self, **changes)
 
     @classmethod
+    def names(cls) -> set[str]:
+        """Return the names of all parameters, in both spellings."""
+        return {field.name for field in fields(cls)} | set(_SAMPLING_ALIASES)
+
+    @classmethod
     def from_mapping(cls, values: Mapping[str, Any] | GenerationHyperparameters | None) -> GenerationHyperparameters:
         """Return the parameters that a `sampling_params` mapping gives in AReaL's or vLLM's names.
 
@@ -104,15 +113,11 @@ class GenerationHyperparameters:
         """
         if isinstance(values, GenerationHyperparameters):
             return values
-        aliases = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "n": "n_samples"}
-        known = {f.name for f in fields(cls)}
         given: dict[str, Any] = {}
         for key, value in (values or {}).items():
-            name = aliases.get(key, key)
-            if name not in known:
-                raise UnknownOptionError(
-                    f"unknown sampling parameter {key!r}; {did_you_mean(key, known | set(aliases))}"
-                )
+            if key not in cls.names():
+                raise UnknownOptionError(f"unknown sampling parameter {key!r}; {did_you_mean(key, cls.names())}")
+            name = _SAMPLING_ALIASES.get(key, key)
             if name in given:
                 raise ConfigError(f"sampling parameter {name!r} is given twice, the second time as {key!r}")
             given[name] = value

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlite.data.chat.masks import check_messages
 from rlite.data.chat.raw import raw_prompts
+from rlite.data.chat.template import check_template_options
 from rlite.engine.elastic import ElasticReplicas
 from rlite.engine.replica import InFlightRequest
 from rlite.engine.workers import together
@@ -155,10 +156,14 @@ class RliteInferenceEngine(ElasticReplicas):
 
         Raises:
             DataError: the messages have another form, or the template refuses them.
+            ConfigError: an option is one of sampling, or the template does not read it.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         check_messages(messages, "chat")
+        for name in chat_template_options.keys() & GenerationHyperparameters.names():
+            raise ConfigError(f"chat({name}=...): a parameter of sampling; write chat(messages, {{{name!r}: ...}})")
+        check_template_options(self.tokenizer, chat_template_options, "chat")
         item = {"messages": messages}
         tokens = prompt_ids(item, self.tokenizer, chat_template_options)
         (output,) = self.generate([tokens], sampling_params, timeout)

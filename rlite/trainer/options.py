@@ -579,7 +579,8 @@ class DpoConfig(SupervisedConfig):
     trainer: EpochOptions = EpochOptions(save_dir="runs/dpo")
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for options of a reference that the loss does not have."""
+        """Yield a message for options of a reference that the loss does not have, after those of the data."""
+        yield from super().problems()
         if self.actor.preference_loss.reference_free and self.ref_actor != FrozenModelOptions(offload_model=False):
             yield "ref_actor: actor.preference_loss.reference_free=true has no reference; leave ref_actor out"
 
@@ -611,6 +612,7 @@ class KtoConfig(SupervisedConfig):
 
     def problems(self) -> Iterator[str]:
         """Yield a message for batches of one row, in which no answer belongs to another prompt."""
+        yield from super().problems()
         if self.actor.loss_type == "kto" and self.data.batch_size == 1:
             yield (
                 "data.batch_size=1: the estimate of the KL pairs each prompt with the answer to another prompt of the "

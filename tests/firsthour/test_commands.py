@@ -10,12 +10,6 @@ import pytest
 from peft import PeftConfig
 
 from rlite.cli import main
-from tests.tiny import build_model_dir
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(build_model_dir(tmp_path_factory.mktemp("models") / "qwen2", hidden=64))
 
 
 def rlite(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,11 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlite.trainer import dpo, sft
-from tests.tiny import build_model_dir
 
 QUESTIONS = [f"{n} + {n} = ?" for n in range(24)]
 SYSTEM = "Answer with one number."
 COMMON = [f"data.system_prompt={SYSTEM}", "data.batch_size=8", "data.max_length=256", "actor.lr=3e-3"]
 COMMON += ["trainer.n_epochs=4"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model_dir(tmp_path_factory.mktemp("models") / "qwen2", hidden=64)
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
@@ -30,17 +25,18 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-def test_sft_on_sharegpt_conversations_with_a_system_prompt(
-    model: Path, runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def runs(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a run of SFT on ShareGPT data."""
+    runs = tmp_path_factory.mktemp("runs")
     rows = [{"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": "7"}]} for q in QUESTIONS]
     data = f"data.path={write(runs / 'talks.jsonl', rows)}"
-    sft.main([*COMMON, data, f"actor.model_name={model}", f"trainer.save_dir={runs / 'sft'}"])
-    assert "ShareGPT conversations (conversations)" in capsys.readouterr().out
+    with (runs / "sft.log").open("w") as log, redirect_stdout(log):
+        sft.main([*COMMON, data, f"actor.model_name={model}", f"trainer.save_dir={runs / 'sft'}"])
+    return runs
+
+
+def test_sft_on_sharegpt_conversations_with_a_system_prompt(runs: Path) -> None:
+    assert "ShareGPT conversations (conversations)" in (runs / "sft.log").read_text()
     assert answer(runs / "sft" / "latest", QUESTIONS[3]).startswith("7<|im_end|>")
 
 

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlite.algorithms import POLICY_LOSSES
 from rlite.cli import main
-from tests.tiny import build_model_dir
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(build_model_dir(tmp_path_factory.mktemp("models") / "qwen2", hidden=64))
+from rlite.trainer.callbacks import CALLBACKS
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working folder with data."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A working folder with data. What a test registers is forgotten after it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [])  # which `rlite` below replaces
     rows = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(32)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tables: list[tuple[Any, set[str]]] = [(table, set(table)) for table in (CALLBACKS, POLICY_LOSSES)]
+    yield
+    for table, known in tables:
+        for name in set(table) - known:
+            del table[name]
 
 
 def rlite(*arguments: str) -> list[dict[str, float]]:

@@ -10,7 +10,6 @@ import pytest
 
 import rlite
 from rlite.trainer.ppo import main as ppo
-from tests.tiny import build_model_dir
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 SHORT = """
@@ -19,11 +18,6 @@ train_data: {path: sums.jsonl, prompts_per_rollout: 4, responses_per_prompt: 4}
 rollout: {train_sampling_params: {max_new_tokens: 6}, dynamic_filtering: false}
 trainer: {total_steps: 2, save_dir: run}
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(build_model_dir(tmp_path_factory.mktemp("models") / "qwen2", hidden=64))
 
 
 @pytest.fixture(autouse=True)

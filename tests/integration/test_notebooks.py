@@ -17,7 +17,8 @@ from tests.integration.redefinition import run_cell
 
 
 @pytest.fixture
-def session() -> Iterator[None]:
+def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # tests with several ranks leave torch's
     with rlite.session(device="cpu", num_devices=1, num_threads=1):
         yield
 
@@ -65,6 +66,12 @@ def test_a_chat_is_the_completion_of_the_rendered_conversation(session: None, mo
     assert engine.chat("hi", greedy).outputs[0].token_ids == answer.outputs[0].token_ids
     with pytest.raises(DataError, match=r"chat, messages\[0\]: 'role' is None"):
         engine.chat([{"content": "hi"}])
+    with pytest.raises(
+        ConfigError, match=r"a parameter of sampling; write chat\(messages, \{'max_new_tokens': \.\.\.\}"
+    ):
+        engine.chat("hi", max_new_tokens=4)
+    with pytest.raises(ConfigError, match=r"chat\.loud: the model's chat template reads no such variable"):
+        engine.chat("hi", loud=True)
 
 
 def test_new_methods_are_called_and_weights_and_optimizer_stay(

@@ -40,7 +40,12 @@ def right(completions: list[str], answer: list[str], **columns: Any) -> list[flo
         ("grpo", {"reward": right, "rollout.env_path": "e.py"}, ConfigError, "reward and rollout.env_path are given"),
         ("grpo", {"reward": right, "data": []}, DataError, "train_data: no rows"),
         ("grpo", {"reward": right, "data": ["a"]}, DataError, "train_data, row index 0: expected a dict"),
-        ("grpo", {"reward": right, "data": {"train": ROWS}}, DataError, r"choose one of its entries: data\['train'\]"),
+        (
+            "grpo",
+            {"reward": right, "data": {"train": ROWS}},
+            DataError,
+            r"choose one of its entries \(data\['train'\]\)",
+        ),
         ("grpo", {"reward": right, "data": 5}, DataError, "train_data=5: expected a path, or rows"),
     ],
 )
@@ -79,9 +84,11 @@ def test_options_may_be_nested_and_dotted() -> None:
         ("my.py:f", {"f": 1.0}),
         ({"a": "my.py:f", "b": {"path": "my.py:g", "weight": 3.0}}, {"a": 1.0, "b": 3.0}),
         ({"path": "my.py:f", "weight": 3.0}, {"f": 3.0}),
+        ({"a": {"path": right, "weight": 3.0, "max_concurrent": 4}}, {"a": 3.0}),
         (lambda completions, **columns: [1.0], {"lambda": 1.0}),
     ],
 )
 def test_rewards_come_alone_in_lists_and_by_name(given: Any, named: dict[str, float]) -> None:
     found = api._rewards(given)
+    assert all(isinstance(reward.options["path"], str) for reward in found.values())
     assert {name: reward.options.get("weight", 1.0) for name, reward in found.items()} == named

@@ -1,5 +1,6 @@
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -65,6 +66,15 @@ def test_help_on_one_group_of_a_command(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         run(monkeypatch, "ppo", "--help", "adw")
     assert stopped.value.code == "rlite ppo: UnknownOptionError: --help adw: no such group or key; did you mean 'adv'?"
+    with pytest.raises(SystemExit, match=r"--help lora: no such group or key; did you mean 'actor\.lora'"):
+        run(monkeypatch, "sft", "--help", "lora")
+
+
+def test_help_may_be_read_by_head():
+    command = f"{sys.executable} -m rlite.cli ppo --help | head -1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: rlite ppo")
 
 
 @pytest.mark.parametrize(

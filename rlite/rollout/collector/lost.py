@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from rlite.errors import shortened
 from rlite.observability import stats_tracker
 from rlite.rollout.collector.group import Group, response_lengths
-from rlite.rollout.rewards.score import shortened
 from rlite.sandbox.child import text_of
 from rlite.sandbox.errors import SandboxError
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rlite.errors import shortened
 from rlite.sandbox import errors as sandbox
 
 
@@ -32,3 +36,24 @@ class EnvironmentInvalid(EnvironmentFailure, sandbox.SandboxInvalid):
 ENVIRONMENT_ERRORS = sandbox.error_kinds(
     EnvironmentTimeout, EnvironmentCrash, EnvironmentMemory, EnvironmentRaised, EnvironmentInvalid
 )
+
+
+@contextmanager
+def noting(turn: int, action: str) -> Iterator[None]:
+    """Add the turn and the action to a failure of the environment inside of the block.
+
+    Args:
+        turn: number of the turn, from 1.
+        action: text that the model has written.
+
+    Yields:
+        None.
+
+    Raises:
+        EnvironmentFailure: the failure, with a note.
+    """
+    try:
+        yield
+    except EnvironmentFailure as error:
+        error.add_note(f"turn {turn}, action: {shortened(action)}")
+        raise

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.chat.conversation import ConversationOptions, ConversationWorkflow
+from rlite.rollout.environments.errors import noting
 from rlite.rollout.environments.file import is_gym_file
 from rlite.rollout.environments.gym import GymEnvironment
 from rlite.rollout.environments.step import Environment, ProcessOptions
@@ -81,7 +82,8 @@ class EnvironmentWorkflow(ConversationWorkflow):
         conversation = self.begin(data if turn.observation is None else {"prompt": turn.observation})
         score = 0.0
         while await conversation.ask(engine, self.gconfig) is not None:
-            info, turn = await self.environment.step(conversation.text, conversation.answer, info)
+            with noting(conversation.transcript.num_turns, conversation.answer):
+                info, turn = await self.environment.step(conversation.text, conversation.answer, info)
             conversation.transcript.reward(turn.reward)
             score += turn.score
             is_last = conversation.transcript.num_turns == self.max_turns
@@ -152,7 +154,8 @@ class GymWorkflow(ConversationWorkflow):
             conversation = self.begin(self._prompt(episode.observation))
             while await conversation.ask(engine, self.gconfig) is not None:
                 transcript = conversation.transcript
-                turn = await episode.step(conversation.answer)
+                with noting(transcript.num_turns, conversation.answer):
+                    turn = await episode.step(conversation.answer)
                 transcript.reward(turn.reward)
                 if turn.is_done or transcript.num_turns == self.max_turns:
                     break

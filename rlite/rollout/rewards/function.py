@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rlite.errors import ConfigError, DataError
+from rlite.errors import ConfigError, DataError, shortened
 from rlite.observability import trace
 from rlite.rollout.rewards.adapters import TrlReward
 from rlite.rollout.rewards.errors import REWARD_ERRORS, RewardError, RewardInvalid
 from rlite.rollout.rewards.judges import JudgeLoop, Slots
-from rlite.rollout.rewards.score import read_batch, read_score, score, score_batch, shortened
+from rlite.rollout.rewards.score import read_batch, read_score, score, score_batch
 from rlite.sandbox.function import SandboxFunction, limited
 
 _Rows = dict["asyncio.Future[float | str]", dict[str, Any]]

@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 
 from rlite.sandbox.child import MAX_TEXT, printable
 
-MAX_SHOWN = 400
-"""characters of a value in a message"""
-
 Score = float | str | list[Any]
 
 
@@ -108,12 +105,6 @@ def as_number(value: Any) -> float | None:
     except Exception:  # several elements, an integer that no float holds, or a class of the function's own
         return None
     return number if math.isfinite(number) else None
-
-
-def shortened(value: Any, limit: int = MAX_SHOWN) -> str:
-    """Return a value for a message, without its middle if it is long."""
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
 def _text(value: Any) -> str:

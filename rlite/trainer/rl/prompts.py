@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlite.data.rows import Rows, mixed_rows, read_source, streamed_source
-from rlite.trainer.given import Given
+from rlite.trainer.given import NOTHING, Given
 from rlite.trainer.rl.config import PpoConfig
 
 
-def read_prompts(options: PpoConfig, given: Given) -> tuple[Rows, Sequence[Mapping[str, Any]]]:
+def read_prompts(options: PpoConfig, given: Given = NOTHING) -> tuple[Rows, Sequence[Mapping[str, Any]]]:
     """Return the rows of train_data, and of test_data if it is given.
 
     Args:

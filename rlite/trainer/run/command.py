@@ -58,7 +58,7 @@ def start(
 
     def main(arguments: Sequence[str]) -> None:
         if (topic := help_topic(arguments)) is not None:
-            print(config.describe(options, topic, f"rlite {name}"))
+            _tell(config.describe(options, topic, f"rlite {name}"))
             return
         if issubclass(options, AnnouncedOptions):
             with config.quick_checks():  # the module's own `load` makes the others
@@ -66,6 +66,14 @@ def start(
         getattr(importlib.import_module(module), function)(arguments)
 
     run(name, main, arguments)
+
+
+def _tell(text: str) -> None:
+    """Print a text, of which a reader such as `head` may want only the beginning."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
 
 
 def announce(name: str, options: AnnouncedOptions) -> None:

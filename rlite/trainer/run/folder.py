@@ -21,7 +21,7 @@ MAY_DIFFER = {
         f"trainer.{name}"
         for name in (
             *("save_dir", "load_ckpt_from", "overwrite"),
-            *("total_steps", "n_epochs", "max_skipped_steps", "callbacks"),
+            *("total_steps", "n_epochs", "max_skipped_steps", "max_recoveries", "callbacks", "console"),
             *("save_freq", "save_async", "keep", "test_freq", "best_metric", "best_is_highest"),
             *("sinks", "use_wandb", "project", "experiment_name", "trace", "trace_steps"),
         )

@@ -132,8 +132,9 @@ def test_max_turns_and_max_length_end_an_episode() -> None:
     ],
 )
 def test_an_environment_that_raises_or_answers_nonsense_is_a_reason(fault: str, message: str) -> None:
-    with pytest.raises(EnvironmentRaised, match=message):
+    with pytest.raises(EnvironmentRaised, match=message) as raised:
         run([ids("a")], env_options={"fault": fault})
+    assert getattr(raised.value, "__notes__", []) == ([] if fault == "reset" else ["turn 1, action: 'a'"])
 
 
 def test_a_step_that_hangs_is_ended() -> None:

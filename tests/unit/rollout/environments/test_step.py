@@ -229,8 +229,9 @@ async def step(state, action, extra_info):
     good = dict(next_state=None, reward=0, score=0, done=True, extra_info=extra_info)
     return {answer}
 """
-    with pytest.raises(EnvironmentRaised, match=expected):
+    with pytest.raises(EnvironmentRaised, match=expected) as raised:
         run(tmp_path, code, [ids("a")], {"prompt": "q"})
+    assert raised.value.__notes__ == ["turn 1, action: 'a'"]
 
 
 def test_a_first_state_is_a_text(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_single_reward_is_named_after_its_function(path: str, name: str) -> No
 
 def test_a_failure_shows_row_completion_and_the_users_own_traceback_once_for_each_kind(folder: Path) -> None:
     reward = make(scaled={"path": "own.py:scaled", "in_process": False})
-    rows = [{"scale": "one", "divisor": [1]}] * 3 + [{"scale": s, "divisor": []} for s in ("one", "two", "one", "six")]
+    rows = [{"scale": "one", "divisor": [1]}] * 3 + [{"scale": s, "divisor": []} for s in ("one", "two", "one", "two")]
     engine = ScriptedEngine([byte_tokenizer().encode("four")])
     options = CollectorOptions(request_retries=0, max_consecutive_failures=20)
     with closing(RolloutCollector(engine, options)) as collector:

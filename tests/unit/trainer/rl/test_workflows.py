@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rlite.errors import ConfigError
 from rlite.quickstart.tiny import CHATML
 from rlite.rollout import GenerationHyperparameters, MultiTurnWorkflow, ScriptedEngine, SingleTurnWorkflow
 from rlite.rollout.registry import REWARDS, WORKFLOWS, register_reward, register_workflow
+from rlite.rollout.rewards.chosen import ChosenRewards
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.prompts import read_prompts
 from rlite.trainer.rl.workflows import workflow_maker
@@ -49,16 +50,24 @@ def own_names() -> Iterator[None]:
             del table[name]
 
 
-def options(model: str, rollout: dict[str, Any], **data: Any) -> PpoConfig:
-    return PpoConfig(actor={"model_name": model}, rollout=rollout, train_data=data)  # type: ignore[arg-type]
+def options(model: str, source: dict[str, Any], **data: Any) -> PpoConfig:
+    return PpoConfig(actor={"model_name": model}, train_data=data, **source)  # type: ignore[arg-type]
+
+
+def maker(options: PpoConfig) -> Callable[[Any], Any]:
+    return workflow_maker(options, ChosenRewards(options.reward, {}) if options.reward else None, {})
 
 
 @pytest.mark.parametrize("source", ["env_path", "reward", "workflow"])
 def test_template_options_reach_training_and_evaluation(source: str, model: str, tmp_path: Path) -> None:
     (tmp_path / "env.py").write_text(ENVIRONMENT)
-    value = {"env_path": str(tmp_path / "env.py"), "reward": "digits", "workflow": "retries"}[source]
-    asked = options(model, {source: value}, chat_template_options={"enable_thinking": False})
-    make = workflow_maker(asked)
+    given: dict[str, Any] = {
+        "env_path": {"rollout": {"env_path": str(tmp_path / "env.py")}},
+        "reward": {"reward": {"path": "digits"}},
+        "workflow": {"rollout": {"workflow": "retries"}},
+    }
+    asked = options(model, given[source], chat_template_options={"enable_thinking": False})
+    make = maker(asked)
     for sampling in (asked.rollout.train_sampling_params, asked.rollout.evaluation_sampling):
         workflow = make(sampling)
         prompt = workflow.opening({"messages": MESSAGES})
@@ -86,12 +95,20 @@ def test_every_turn_reads_a_prompt_with_the_options() -> None:
 
 
 def test_options_that_nothing_reads_are_refused(model: str) -> None:
-    for rollout, given, message in (
-        ({"workflow": "fixed"}, {"enable_thinking": False}, "workflow has no parameter chat_template_options"),
-        ({"reward": "digits"}, {"enable_thinkin": False}, "enable_thinkin: .* did you mean 'enable_thinking'"),
+    for source, given, message in (
+        (
+            {"rollout": {"workflow": "fixed"}},
+            {"enable_thinking": False},
+            "workflow has no parameter chat_template_options",
+        ),
+        (
+            {"reward": {"path": "digits"}},
+            {"enable_thinkin": False},
+            "enable_thinkin: .* did you mean 'enable_thinking'",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
-            workflow_maker(options(model, rollout, chat_template_options=given))(None)  # type: ignore[arg-type]
+            maker(options(model, source, chat_template_options=given))
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:

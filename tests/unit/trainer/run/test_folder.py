@@ -9,12 +9,13 @@ import pytest
 import yaml
 
 from rlite.errors import ConfigError
-from rlite.trainer.run.folder import begins_anew, checkpoint_to_load, clear
+from rlite.trainer.options import EpochOptions, TrainerOptions
+from rlite.trainer.run.folder import MAY_DIFFER, begins_anew, checkpoint_to_load, clear
 
 OPTIONS: dict[str, Any] = {
     "actor": {"lr": 1e-3, "lora": None},
     "num_devices": None,
-    "trainer": {"total_steps": 10, "sinks": ["jsonl"], "seed": 1, "load_ckpt_from": None},
+    "trainer": {"total_steps": 10, "sinks": ["jsonl"], "console": "auto", "seed": 1, "load_ckpt_from": None},
 }
 
 
@@ -44,10 +45,18 @@ def test_a_new_folder_begins_as_asked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("trainer.total_steps", 20), ("trainer.sinks", ["wandb"]), ("num_devices", 2), ("trainer.seed", 1)],
+    [
+        *[("trainer.total_steps", 20), ("trainer.sinks", ["wandb"]), ("trainer.console", ["reward"])],
+        *[("num_devices", 2), ("trainer.seed", 1)],
+    ],
 )
 def test_the_same_run_goes_on_with_other_limits_and_logs(used: Path, key: str, value: Any) -> None:
     assert decide(used, changed(key, value)) == "latest"
+
+
+def test_every_option_of_a_run_but_its_seed_may_differ() -> None:
+    options = {*TrainerOptions.model_fields, *EpochOptions.model_fields}
+    assert {name for name in options if f"trainer.{name}" not in MAY_DIFFER} == {"seed"}
 
 
 def test_an_option_that_the_old_run_did_not_have_yet_is_no_difference(used: Path) -> None:
