@@ -10,6 +10,7 @@ from typing import BinaryIO, Protocol
 
 from rlite.data.columnar import read_columnar
 from rlite.data.source import Source
+from rlite.data.streaming.program import ProgramRows
 from rlite.data.tables import Row, parse_json, parse_path, type_in_words
 from rlite.errors import ConfigError, DataError
 
@@ -23,7 +24,8 @@ _BLOCK = 1 << 20
 class RowFile(Protocol):
     """A file of rows. The place of a row is a number that finds it without reading the rows before it."""
 
-    path: Path
+    name: str
+    """name of the file in messages"""
 
     def read_from(self, place: int, count: int) -> tuple[list[tuple[int, Row]], int]:
         """Return `count` rows with their places, or as many as are left, and the place after them.
@@ -59,11 +61,11 @@ class JsonLinesFile:
 
     def __init__(self, path: Path, key: str) -> None:
         self.path = path
-        self._where = f"{key}.path={path}"
+        self.name = f"{key}.path={path}"
         with path.open("rb") as file:
             if file.read(_BLOCK).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
                 raise ConfigError(
-                    f"{self._where}: a JSON array is read as a whole; write one object per line to stream it, or leave "
+                    f"{self.name}: a JSON array is read as a whole; write one object per line to stream it, or leave "
                     f"{key}.streaming out"
                 )
 
@@ -102,7 +104,7 @@ class JsonLinesFile:
             while place > 0 and (block := file.read(min(place, _BLOCK))):
                 number += block.count(b"\n")
                 place -= len(block)
-        return f"{self._where}, line {number}"
+        return f"{self.name}, line {number}"
 
     def digest(self, end: int | None) -> str:
         """Return a hash of the length and of both ends of the file's first `end` bytes; None is the whole file."""
@@ -135,7 +137,7 @@ class ParquetFile:
 
     def __init__(self, path: Path, key: str) -> None:
         self.path = path
-        self._where = f"{key}.path={path}"
+        self.name = f"{key}.path={path}"
 
     def read_from(self, place: int, count: int) -> tuple[list[tuple[int, Row]], int]:
         """Return `count` rows with their places, or as many as are left, and the place after them.
@@ -160,16 +162,16 @@ class ParquetFile:
 
     def name_of(self, place: int) -> str:
         """Return the name of a row in messages."""
-        return f"{self._where}, row index {place}"
+        return f"{self.name}, row index {place}"
 
     def digest(self, end: int | None) -> str:
         """Return a hash of the file's length and of both its ends, where its index of columns is."""
         return _digest(self.path, None)
 
     def _rows(self, places: Sequence[int]) -> list[Row]:
-        rows = read_columnar("parquet rows", self.path, self._where, list(places), first=places[0])
+        rows = read_columnar("parquet rows", self.path, self.name, list(places), first=places[0])
         if len(rows) > len(places):  # the reader is not trusted
-            raise DataError(f"{self._where}: the reader sent {len(rows)} rows and was asked for {len(places)}")
+            raise DataError(f"{self.name}: the reader sent {len(rows)} rows and was asked for {len(places)}")
         return rows
 
 
@@ -193,7 +195,7 @@ def open_files(source: Source) -> list[RowFile]:
     """
     where, key = source.where, source.key
     if source.rows is not None:
-        raise ConfigError(f"{key}.streaming=true: rows of a program are in memory; leave it out, or name a file")
+        return [ProgramRows(source.rows, key)]
     split, path, subset = parse_path(source.path, where)
     if subset or (split and (path.is_file() or split["start"] or split["stop"])):
         raise ConfigError(
@@ -202,6 +204,8 @@ def open_files(source: Source) -> list[RowFile]:
     if not path.exists() and path.suffix in _KINDS:
         raise ConfigError(f"{where}: no such file")
     paths = _files_in(path, split["name"] if split else None) if path.is_dir() else [path] if path.is_file() else []
+    if not paths and (inner := _folders_in(path)):
+        raise ConfigError(f"{where}: its files lie in folders of it; name one of them: {', '.join(inner)}")
     if not paths or paths[0].suffix not in _KINDS:
         raise ConfigError(
             f"{where}: {key}.streaming=true reads .jsonl and .parquet files and folders of them; write the rows as one "
@@ -215,6 +219,11 @@ def _files_in(folder: Path, split: str | None) -> list[Path]:
     files = sorted(path for path in folder.iterdir() if path.suffix in _IN_FOLDERS and path.is_file())
     of_split = [path for path in files if path.name.startswith(split or "train")]
     return of_split if split else of_split or files
+
+
+def _folders_in(folder: Path) -> list[str]:
+    """Return the folders below a folder that hold files to stream."""
+    return sorted({str(path.parent) for suffix in _IN_FOLDERS for path in folder.rglob(f"*{suffix}")} - {str(folder)})
 
 
 def _digest(path: Path, end: int | None) -> str:

@@ -142,7 +142,7 @@ class ShuffledStream(Generic[T]):
         for file, digest in state["read"].items():
             if digests[file] != digest:
                 raise CheckpointError(
-                    f"{self._table.files[int(file)].path} was changed in the part that the run has read: resume with "
+                    f"{self._table.files[int(file)].name} was changed in the part that the run has read: resume with "
                     "the same data, or start anew from the weights"
                 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -58,20 +59,29 @@ def test_a_damaged_parquet_file_and_a_missing_row_are_named(tmp_path: Path) -> N
         file.read_from(0, 9)
 
 
+def names_of(path: str) -> list[str]:
+    return [Path(file.name).name for file in open_files(Source(path))]
+
+
 def test_a_folder_gives_the_files_of_the_split(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
     for name in ("train-1.jsonl", "train-0.parquet", "test-0.jsonl", "README.md", "info.json"):
-        (tmp_path / name).write_text("{}")
-    assert [file.path.name for file in open_files(Source(str(tmp_path)))] == ["train-0.parquet", "train-1.jsonl"]
-    assert [file.path.name for file in open_files(Source(f"test@{tmp_path}"))] == ["test-0.jsonl"]
+        (folder / name).write_text("{}")
+    assert names_of(str(folder)) == ["train-0.parquet", "train-1.jsonl"]
+    assert names_of(f"test@{folder}") == ["test-0.jsonl"]
+    with pytest.raises(ConfigError, match=f"its files lie in folders of it; name one of them: {folder}$"):
+        open_files(Source(str(tmp_path)))
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
         ("{}/missing.jsonl", "no such file"),
-        ("{}/x.csv", r"streams?.*\.jsonl and \.parquet|reads \.jsonl and \.parquet files"),
+        ("{}/x.csv", r"reads \.jsonl and \.parquet files"),
         ("{}/array.json", "a JSON array is read as a whole; write one object per line"),
         ("org/name", "hf download NAME"),
+        ("{}/x.jsonl.gz", r"reads \.jsonl and \.parquet files"),
         ("{}/empty", r"reads \.jsonl and \.parquet files"),
         ("train[:9]@{}/empty", "reads whole files, or split@folder"),
         ("train@{}/x.jsonl", "reads whole files, or split@folder"),
@@ -82,11 +92,7 @@ def test_other_tables_are_refused_with_a_remedy(path: str, message: str, tmp_pat
     (tmp_path / "empty").mkdir()
     (tmp_path / "x.csv").write_text("a\n1\n")
     (tmp_path / "x.jsonl").write_text("{}\n")
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b"{}\n"))
     (tmp_path / "array.json").write_text(" [\n{}]\n")
     with pytest.raises(ConfigError, match=rf"^train_data\.(path|streaming)=.*{message}"):
         open_files(Source(path.format(tmp_path), key="train_data"))
-
-
-def test_rows_of_a_program_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data\.streaming=true: rows of a program are in memory"):
-        open_files(Source("-", rows=[{"text": "a"}]))
