@@ -22,7 +22,10 @@ from rlite.trainer.supervised import read_tokens
 from tests.tiny import build_model_dir
 
 CLOCKED = ("seconds", "tokens_per_second", "memory_gib")
-REWARD = "def length(prompt, completions, prompt_ids, completion_ids, **row):\n    return float(len(completions))\n"
+REWARD = """
+def varied(prompt, completions, prompt_ids, completion_ids, key, **row):
+    return 0.0 if key == "03?" else sum(completion_ids) % 97
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -103,27 +106,73 @@ def test_a_bad_row_ends_the_run_with_a_checkpoint_that_goes_on_once_it_is_repair
     assert_same(tmp_path / "stopped", tmp_path / "whole")
 
 
-def test_prompts_are_streamed_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    build_model_dir(tmp_path / "model", hidden=32)
-    (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "prompts").mkdir()
+def prompts_command(folder: Path, num_rows: int, *settings: str) -> list[str]:
+    """`rlite ppo` on two files of distinct prompts, `{file}{row}?`. The rewards of 03? are equal."""
+    build_model_dir(folder / "model", hidden=32)
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "prompts").mkdir()
     for number in range(2):
-        rows = [{"question": f"{number}{row}?", "key": row} for row in range(9)]
-        write(tmp_path / "prompts" / f"train-{number}.jsonl", rows)
-    given = [
-        *(f"actor.model_name={tmp_path / 'model'}", "actor.gradient_checkpointing=false"),
-        *(f"train_data.path={tmp_path / 'prompts'}", "train_data.streaming=true", "train_data.shuffle_buffer=5"),
-        *("train_data.columns.prompt=question", f"reward.path={tmp_path / 'reward.py'}:length"),
-        *("train_data.prompts_per_rollout=4", "train_data.responses_per_prompt=1"),
+        rows = [{"question": f"{number}{row}?", "key": f"{number}{row}?"} for row in range(num_rows)]
+        write(folder / "prompts" / f"train-{number}.jsonl", rows)
+    return [
+        *(f"actor.model_name={folder / 'model'}", "actor.gradient_checkpointing=false"),
+        *(f"train_data.path={folder / 'prompts'}", "train_data.streaming=true"),
+        *("train_data.columns.prompt=question", f"reward.path={folder / 'reward.py'}:varied"),
         *("rollout.train_sampling_params.max_new_tokens=4", "rollout.max_model_len=32", "launcher=inprocess"),
+        *settings,
     ]
+
+
+def asked(run: Path) -> list[str]:
+    return [json.loads(line)["prompt"] for line in (run / "rollouts.jsonl").read_text().splitlines()]
+
+
+def test_prompts_are_streamed_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("train_data.prompts_per_rollout=4", "train_data.responses_per_prompt=1")
+    given = prompts_command(tmp_path, 9, "train_data.shuffle_buffer=5", *sizes)
     ppo.main([*given, f"trainer.save_dir={tmp_path / 'whole'}", "trainer.total_steps=6"])
     assert "streaming, 2 files, buffer of 5 rows" in capsys.readouterr().out
     for total_steps in (2, 6):
         ppo.main([*given, f"trainer.save_dir={tmp_path / 'run'}", f"trainer.total_steps={total_steps}"])
-    whole, resumed = (
-        [json.loads(line)["prompt"] for line in (tmp_path / name / "rollouts.jsonl").read_text().splitlines()]
-        for name in ("whole", "run")
-    )
-    assert resumed == whole
-    assert len(set(whole[:18])) == 18
+    assert asked(tmp_path / "run") == asked(tmp_path / "whole")
+    assert len(set(asked(tmp_path / "whole")[:18])) == 18
+
+
+def test_a_bad_prompt_ends_the_run_and_no_prompt_is_left_out_once_it_is_repaired(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("train_data.prompts_per_rollout=2", "train_data.responses_per_prompt=2", "rollout.dynamic_filtering=true")
+    given = prompts_command(tmp_path, 4, "train_data.shuffle_buffer=1", *sizes)
+    second = tmp_path / "prompts" / "train-1.jsonl"
+    whole = second.read_text()
+    second.write_text(whole.replace('"question": "12?"', '"question": 12'))
+    given += [f"trainer.save_dir={tmp_path / 'run'}", "trainer.total_steps=3"]
+    with pytest.raises(StreamedDataError, match=r"train-1\.jsonl, line 3: 'prompt' is int; expected"):
+        ppo.main(given)  # the second file is read when another prompt is needed in place of 03?
+    assert "bad data: stop after step 1, which is saved" in capsys.readouterr().out
+    second.write_text(whole)
+    ppo.main(given)
+    assert sorted(set(asked(tmp_path / "run"))) == ["00?", "01?", "02?", "10?", "11?", "12?"]
+
+
+class Produced:
+    """Rows that are made while they are iterated."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(demonstrations(100))
+
+
+def test_rows_that_a_program_produces_are_streamed_and_resumed(tmp_path: Path) -> None:
+    build_model_dir(tmp_path / "model", hidden=32)
+    options = {"data.streaming": True, "data.shuffle_buffer": 20, "data.batch_size": 16, "data.max_length": 16}
+    for out, total_steps in (("whole", 9), ("run", 3), ("run", 9)):
+        rlite.train(
+            "sft",
+            model=tmp_path / "model",
+            data=Produced(),
+            save_dir=tmp_path / out,
+            total_steps=total_steps,
+            **{"actor.lr": 3e-3, "actor.scheduler": "constant", **options},
+        )
+    assert [row["step"] for row in steps(tmp_path / "whole")] == list(range(1, 10))
+    assert_same(tmp_path / "run", tmp_path / "whole")
