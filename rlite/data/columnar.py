@@ -57,6 +57,7 @@ def read_columnar(kind: str, path: Path, where: str, *options: Any, first: int =
             for batch in batches:
                 batch.validate(full=True)
                 rows += map(_without_added_nulls, batch.to_pylist())
+            pieces.read()  # to the reader's own end
         return rows
     except (SandboxError, DataError, pa.ArrowException) as error:
         place = f"{where}: " if rows is None else f"{where}, row index {first + len(rows)} or one after it: "
@@ -90,7 +91,9 @@ def _received(kind: str, path: str, where: str, options: Sequence[Any]) -> Itera
         DataError: the table is damaged, or the reader's answer has the wrong form.
         SandboxError: the reader's process failed.
     """
-    failure = yield from stream(send, f"the reader of {path}", kind=kind, path=path, where=where, options=list(options))
+    is_kept = kind == "parquet rows"  # a few rows at a time, and often
+    keywords = {"kind": kind, "path": path, "where": where, "options": list(options)}
+    failure = yield from stream(send, f"the reader of {path}", is_kept, **keywords)
     match failure:
         case None:
             return

@@ -128,7 +128,7 @@ class JsonLinesFile:
 
 
 class ParquetFile:
-    """A Parquet file. A row's place is its number. Each read is made by a sandbox process of its own.
+    """A Parquet file. A row's place is its number. A sandbox process reads it.
 
     Args:
         path: the file.
