@@ -4,8 +4,8 @@
 
 Writes prompts as JSON lines and as Parquet, and deals an epoch of each in new processes: streamed, with a checkpoint
 halfway from which another stream goes on, and as a whole. Memory is the peak beyond that after the imports; a process
-that reads Parquet for the stream counts as a whole. Exits with 1 if streamed rows take more than `--limit-mib`, if a row is
-missing or occurs twice, or if the other stream deals other rows.
+that reads Parquet for the stream counts as a whole. Exits with 1 if streamed rows take more than `--limit-mib`, if a
+row is missing or occurs twice, or if the other stream deals other rows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -73,7 +74,7 @@ def streamed(path: Path, num_rows: int, buffer: int) -> dict[str, float]:
     resumed.load_state_dict(json.loads(state))
     clock.append(time.perf_counter())
     is_right = sorted(first + second) == list(range(num_rows)) and deal(resumed, len(second)) == second
-    half_s, save_s, other_half_s, resume_s = (end - begin for begin, end in zip(clock, clock[1:], strict=False))
+    half_s, save_s, other_half_s, resume_s = (end - begin for begin, end in pairwise(clock))
     return {"is_right": is_right, "epoch_s": half_s + other_half_s, "checkpoint_s": save_s, "resume_s": resume_s}
 
 

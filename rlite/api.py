@@ -219,7 +219,7 @@ def _rows(data: Any, key: str, is_streamed: bool = False) -> Iterable[Row] | Non
     if data is None or isinstance(data, str | os.PathLike):
         return None
     if is_streamed:
-        return data  # type: ignore[no-any-return]
+        return data
     rows = list(data)
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):

@@ -27,9 +27,9 @@ class ProgramRows:
     def __init__(self, rows: Iterable[Mapping[str, Any]], key: str) -> None:
         if isinstance(rows, Iterator):
             raise ConfigError(
-                f"{key}: {key}.streaming=true iterates the rows again for each epoch and to resume; {type_in_words(rows)} "
-                "can be iterated once only. Give an object that begins anew in __iter__, such as "
-                "datasets.IterableDataset.from_generator(...)"
+                f"{key}: {key}.streaming=true iterates the rows again for each epoch and to resume; "
+                f"{type_in_words(rows)} can be iterated once only. Give an object that begins anew in __iter__, such "
+                "as datasets.IterableDataset.from_generator(...)"
             )
         self.name = key
         self._rows = rows

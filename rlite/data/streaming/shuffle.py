@@ -28,6 +28,8 @@ class ShuffledStream(Generic[T]):
 
     def __init__(self, table: StreamedTable[Any], seed: int) -> None:
         self._table, self._seed = table, seed
+        self._order: list[int]
+        self._buffer: list[tuple[Place, T]]
         self._begin(0)
 
     @property
@@ -103,9 +105,9 @@ class ShuffledStream(Generic[T]):
         self._epoch, self._num_dealt = epoch, 0
         self._random = np.random.Generator(np.random.PCG64([self._seed, epoch]))
         shuffled = np.random.default_rng([self._seed, epoch, 1]).permutation(num_files).tolist()
-        self._order: list[int] = shuffled if self._table.buffer_size > 1 else list(range(num_files))
+        self._order = shuffled if self._table.buffer_size > 1 else list(range(num_files))
         self._turn, self._place = 0, 0
-        self._buffer: list[tuple[Place, T]] = []
+        self._buffer = []
         self._ahead: deque[tuple[Place, T]] = deque()
         self._whole: dict[int, str] = {}
 

@@ -83,7 +83,7 @@ class SynchronousRollouts:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the prompts that are left: of an earlier run, whose rollouts ran ahead, or of a batch with a bad one."""
+        """Return prompts that are left by an earlier run whose rollouts ran ahead, or by a batch that met a bad one."""
         return {"groups": [{"data": plain(item, "a prompt")} for item in self._prompts.returned]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
