@@ -293,11 +293,11 @@ def read_tokens(
         )
         return replace(stream.first, stream=stream)
 
-    test_source = options.test_data.source(data)
-    test_rows = None if test_source is None else tokens(test_source)
+    sources = data.sources("data")
     if data.streaming:
-        [source] = data.sources("data").values()
-        return streamed_tokens(given.source(source)), test_rows
-    parts = {name: tokens(source) for name, source in data.sources("data").items()}
-    rows = mixed(parts, data.weights) if data.mixture else parts[""]
-    return rows, test_rows
+        rows = streamed_tokens(given.source(sources[""]))
+    else:
+        parts = {name: tokens(source) for name, source in sources.items()}
+        rows = mixed(parts, data.weights) if data.mixture else parts[""]
+    test_source = options.test_data.source(data)
+    return rows, None if test_source is None else tokens(test_source)

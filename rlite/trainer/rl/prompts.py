@@ -18,11 +18,11 @@ def read_prompts(options: PpoConfig, given: Given = NOTHING) -> tuple[Rows, Sequ
         given: rows of a program, in place of those of the paths.
     """
     data = options.train_data
-    test_source = options.test_data.source(data)
-    test_rows = [] if test_source is None else read_source(given.source(test_source), "prompts")
+    sources = {name: given.source(source) for name, source in data.sources("train_data").items()}
     if data.streaming:
-        [source] = data.sources("train_data").values()
-        return streamed_source(given.source(source), "prompts", data.shuffle_buffer), test_rows
-    parts = {name: read_source(given.source(source), "prompts") for name, source in data.sources("train_data").items()}
-    rows = mixed_rows(parts, data.weights) if data.mixture else parts[""]
-    return rows, test_rows
+        rows = streamed_source(sources[""], "prompts", data.shuffle_buffer)
+    else:
+        parts = {name: read_source(source, "prompts") for name, source in sources.items()}
+        rows = mixed_rows(parts, data.weights) if data.mixture else parts[""]
+    test_source = options.test_data.source(data)
+    return rows, [] if test_source is None else read_source(given.source(test_source), "prompts")
