@@ -34,7 +34,8 @@ from rlite.trainer.given import IN_MEMORY, Given
 from rlite.trainer.presets import TRAINERS
 
 Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
-"""a path as on the command line, or rows: a list of dicts, a `datasets.Dataset`, any iterable that ends"""
+"""a path as on the command line, or rows: a list of dicts, a `datasets.Dataset`, any iterable that ends. With
+`streaming` of the data, training rows are iterated while training, again for each epoch and to resume"""
 Reward = str | Callable[..., Any] | tuple[str | Callable[..., Any], float] | Mapping[str, Any]
 """a function, its path as on the command line, (one of these, its weight), or options: {"path": f, "timeout": 9}"""
 Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
@@ -79,17 +80,18 @@ def train(
     """
     trainer = _trainer(algorithm)
     tables = {trainer.data_key: data, "test_data": test_data}
-    rows = {key: _rows(value, key) for key, value in tables.items() if value is not None}
     rewards = {} if reward is None else _rewards(reward)
     given = {
         **({} if model is None else {f"{trainer.key}.model_name": model}),
-        **{f"{key}.path": tables[key] if value is None else IN_MEMORY for key, value in rows.items()},
+        **{f"{key}.path": _path(value, key) for key, value in tables.items() if value is not None},
         **{f"reward.{name}": own.options for name, own in rewards.items()},
         **{_key(name): value for name, value in options.items()},
     }
     settings = config.load(trainer.config_class, [], aliases=trainer.config_class.aliases, given=given)
     functions = {name: own.function for name, own in rewards.items() if own.function is not None}
-    objects = Given(rows.get(trainer.data_key), rows.get("test_data"), functions, callbacks)
+    is_streamed = getattr(settings, trainer.data_key).streaming
+    rows = _rows(data, trainer.data_key, is_streamed)
+    objects = Given(rows, _rows(test_data, "test_data"), functions, callbacks)
     metrics = trainer.train(settings, objects)
     return TrainedRun(Path(settings.trainer.save_dir), metrics, trainer.key == "actor")
 
@@ -189,14 +191,14 @@ def _key(name: str) -> str:
     return name
 
 
-def _rows(data: Any, key: str) -> list[Row] | None:
-    """Return the rows of a program; None if they have a path.
+def _path(data: Any, key: str) -> str | os.PathLike[str]:
+    """Return the path of data; IN_MEMORY if they are rows of the program.
 
     Raises:
-        DataError: the data are no rows, or there are none.
+        DataError: the data are neither a path nor rows.
     """
     if isinstance(data, str | os.PathLike):
-        return None
+        return data
     if isinstance(data, Mapping):
         splits = ", ".join(f"data[{name!r}]" for name in data)
         raise DataError(
@@ -205,6 +207,19 @@ def _rows(data: Any, key: str) -> list[Row] | None:
         )
     if not isinstance(data, Iterable):
         raise DataError(f"{key}={data!r}: expected a path, or rows")
+    return IN_MEMORY
+
+
+def _rows(data: Any, key: str, is_streamed: bool = False) -> Iterable[Row] | None:
+    """Return the rows of a program, unread if they are streamed; None if they have a path.
+
+    Raises:
+        DataError: a row is no mapping, or there are none.
+    """
+    if data is None or isinstance(data, str | os.PathLike):
+        return None
+    if is_streamed:
+        return data
     rows = list(data)
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):

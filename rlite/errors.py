@@ -58,6 +58,10 @@ class DataError(RliteError, ValueError):
     """A prompt, a row or a file cannot be used; the message names the row and the key."""
 
 
+class StreamedDataError(DataError):
+    """A row of streamed data that is read while a run trains cannot be used."""
+
+
 class NonFiniteError(DataError):
     """A model computes NaN or infinity for one request, though its weights are finite."""
 

@@ -39,6 +39,10 @@ class BatchLoader:
         """Return the number of batches in an epoch."""
         return -(-len(self._rows) // self._batch_size)
 
+    def __str__(self) -> str:
+        """Return how many batches there are, in words."""
+        return f"{self._num_epochs} epoch(s) of {len(self)} steps"
+
     @property
     def num_batches(self) -> int:
         """Batches in all epochs."""

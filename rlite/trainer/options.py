@@ -258,6 +258,10 @@ class TableOptions(Options):
     """system message before conversations that do not begin with one, also in test_data"""
     chat_template_options: dict[str, Any] = {}
     """keyword arguments of the chat template, such as {enable_thinking: false}, also for test_data"""
+    streaming: bool = False
+    """read the rows while training, for data that does not fit in memory: JSON lines, Parquet, folders of these"""
+    shuffle_buffer: Count = 10_000
+    """streaming: rows in memory among which the next one is chosen at random; 1 keeps their order"""
 
     def problems(self) -> Iterator[str]:
         """Yield a message for two kinds of sources, for weights of some sources, and for reserved template options."""
@@ -266,6 +270,8 @@ class TableOptions(Options):
         without = [name for name, source in self.mixture.items() if source.weight is None]
         if 0 < len(without) < len(self.mixture):
             yield f"mixture.{without[0]}.weight: missing, and other sources have one; give it to all or to none"
+        if self.streaming and self.mixture:
+            yield "streaming=true streams one table; mix the rows beforehand, or leave streaming out"
         if own := sorted(RESERVED_TEMPLATE_OPTIONS & self.chat_template_options.keys()):
             yield f"chat_template_options.{own[0]}: rlite sets {', '.join(own)} itself; leave it out"
 
@@ -435,6 +441,8 @@ class EpochOptions(RunOptions):
     """folder of the run: metrics.jsonl, latest/ (Hugging Face), state/ (to resume from), config.yaml"""
     n_epochs: Count = 1
     """passes over the data"""
+    total_steps: Count | None = None
+    """optimizer steps of a run with data.streaming=true, in place of n_epochs"""
     save_freq: Count = 100
     """steps between two checkpoints"""
     test_freq: Count = 100
@@ -457,6 +465,12 @@ class SupervisedConfig(LaunchOptions):
         """Yield a message for missing data."""
         if self.data.path is None and not self.data.mixture:
             yield "data.path: required and not set (or data.mixture.NAME.path of several tables)"
+        if self.data.streaming and self.trainer.total_steps is None:
+            yield "trainer.total_steps: required with data.streaming=true, which does not know how long an epoch is"
+        if self.data.streaming and self.trainer.n_epochs > 1:
+            yield f"trainer.n_epochs={self.trainer.n_epochs}: data.streaming=true ends after trainer.total_steps steps"
+        if self.trainer.total_steps is not None and not self.data.streaming:
+            yield "trainer.total_steps is an option of data.streaming=true; use trainer.n_epochs"
 
     def headline(self) -> str:
         """Return in a few words what is trained, on which data, and where the result goes."""

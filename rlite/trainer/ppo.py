@@ -32,7 +32,7 @@ from rlite.cluster.session import has_session
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
 from rlite.data.rows import Rows
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.chosen import ChosenRewards
@@ -132,14 +132,21 @@ class PpoTrainer:
 
         Returns:
             The metrics of the last step.
+
+        Raises:
+            StreamedDataError: a row that was read during training cannot be used. The steps before it are saved.
         """
         self.start()
         metrics: dict[str, float] = {}
-        while not self.run.is_over:
-            with stats_tracker.record_timing("step"), self.run.generating():
-                generated = self.rollouts.next_batch()
-                batch = self.recovery.run(lambda: self.learn(generated), self.run.step)  # noqa: B023 - called at once
-            metrics = self.finish_step(batch)
+        try:
+            while not self.run.is_over:
+                with stats_tracker.record_timing("step"), self.run.generating():
+                    generated = self.rollouts.next_batch()
+                    batch = self.recovery.run(lambda: self.learn(generated), self.run.step)  # noqa: B023 - called at once
+                metrics = self.finish_step(batch)
+        except StreamedDataError:
+            self.run.save_before_bad_data(self._save)
+            raise
         self.run.close()
         return metrics
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from tensordict import TensorDict
@@ -16,10 +17,12 @@ from rlite.data.chat.template import check_template_options
 from rlite.data.formats.table import RowKind
 from rlite.data.loader import BatchLoader
 from rlite.data.packs import sequence_lengths
-from rlite.data.rows import read_source
+from rlite.data.rows import Rows, converted, read_source
 from rlite.data.source import Source
+from rlite.data.streaming.loader import StreamLoader
+from rlite.data.streaming.table import StreamedTable
 from rlite.data.tokens import TokenRows, mixed
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.given import NOTHING, Given
@@ -83,7 +86,11 @@ class SupervisedTrainer(ABC, Generic[C]):
         self.model: ModelOptions = getattr(options, self.key)
         self.loss = self.make_loss()
         trainer, batch_size = options.trainer, options.data.batch_size
-        self.loader = BatchLoader(rows, batch_size, trainer.seed, trainer.n_epochs)
+        self.loader: BatchLoader | StreamLoader
+        if rows.stream is None:
+            self.loader = BatchLoader(rows, batch_size, trainer.seed, trainer.n_epochs)
+        else:
+            self.loader = StreamLoader(rows.stream, batch_size, trainer.seed, trainer.total_steps or 0)
         self.engine = trained_engine(type(self).module, self.model, self.loader.num_batches)
         evaluated = [f"test_{name}" for name in ("loss", *self.loss.reported)]
         check_best_metric(trainer, test_rows is not None, evaluated)
@@ -110,7 +117,12 @@ class SupervisedTrainer(ABC, Generic[C]):
         for table, rows in (("data", self.rows), ("test_data", self.test_rows)):
             if rows is not None:
                 capacity = model.max_length_per_device * model.tp_size * model.sp_size
-                rows.check_capacity(capacity, f"{self.key}.max_length_per_device{''.join(factors)}", table)
+                name = f"{self.key}.max_length_per_device{''.join(factors)}"
+                check = partial(TokenRows.check_capacity, capacity=capacity, name=name, table=table)
+                if rows.stream is None:
+                    check(rows)
+                else:
+                    rows.stream.check("capacity", check)
         return options
 
     def fit(self) -> dict[str, float]:
@@ -118,15 +130,22 @@ class SupervisedTrainer(ABC, Generic[C]):
 
         Returns:
             The metrics of the last step.
+
+        Raises:
+            StreamedDataError: a row that was read during training cannot be used. The steps before it are saved.
         """
         self.start()
         metrics: dict[str, float] = {}
-        for batch in self.loader:
-            if self.run.is_over:
-                break
-            with stats_tracker.record_timing("step"):
-                stats = self.update(self.prepare(batch))
-            metrics = self.finish_step(batch, stats)
+        try:
+            for batch in self.loader:
+                if self.run.is_over:
+                    break
+                with stats_tracker.record_timing("step"):
+                    stats = self.update(self.prepare(batch))
+                metrics = self.finish_step(batch, stats)
+        except StreamedDataError:
+            self.run.save_before_bad_data(self._save)
+            raise
         self.run.close()
         return metrics
 
@@ -144,8 +163,12 @@ class SupervisedTrainer(ABC, Generic[C]):
     def plan(self) -> dict[str, str]:
         """Return how a step's work is divided, as text by topic."""
         session, dims, model, trainer = rlite.current_session(), self.engine.dims, self.model, self.options.trainer
-        lengths, num_items = self.rows.lengths, min(self.options.data.batch_size, len(self.rows))
+        lengths, num_items, stream = self.rows.lengths, self.options.data.batch_size, self.rows.stream
+        if stream is None or stream.is_whole:
+            num_items = min(num_items, len(self.rows))
         form = f"{self.rows.form}; " if self.rows.form else ""
+        if stream is not None:
+            form = f"{stream}; {form}at the beginning "
         batch_tokens = num_items * self.rows.rows_per_item * lengths.mean()
         return {
             "model": f"{model.model_name}, {self.engine.num_parameters / 1e6:.2f} M parameters",
@@ -154,7 +177,7 @@ class SupervisedTrainer(ABC, Generic[C]):
             f"{self.rows.tally}",
             "step": f"{num_items} items, about {batch_tokens:.0f} tokens over {dims.num_data_ranks} data "
             f"rank(s), in packs of at most {model.max_length_per_device * dims.pack_factor} tokens",
-            "run": f"{trainer.n_epochs} epoch(s) of {len(self.loader)} steps = {self.run.total_steps}, "
+            "run": f"{self.loader} = {self.run.total_steps}, "
             f"checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
         }
 
@@ -191,8 +214,11 @@ class SupervisedTrainer(ABC, Generic[C]):
             self.run.evaluated(evaluation)
         self.run.log(metrics)
         if self.run.is_save_due():
-            self.run.save(loader=self.loader.state_dict())
+            self._save()
         return metrics
+
+    def _save(self) -> None:
+        self.run.save(loader=self.loader.state_dict())
 
     def evaluate(self, rows: TokenRows) -> dict[str, float]:
         """Return means of the loss and its metrics over token rows, as `test_...`."""
@@ -254,12 +280,24 @@ def read_tokens(
     check_template_options(tokenizer, data.chat_template_options, "data.chat_template_options")
     template_options = {**data.chat_template_options, "escape_special_tokens": data.escape_special_tokens}
 
-    def tokens(source: Source) -> TokenRows:
-        table = read_source(given.source(source), kind)
+    def tokens_of(table: Rows, source: Source) -> TokenRows:
         made = tokenise(table.rows, tokenizer, data.max_length, source.where, **template_options)
         return replace(made, form=table.form)
 
-    parts = {name: tokens(source) for name, source in data.sources("data").items()}
-    rows = mixed(parts, data.weights) if data.mixture else parts[""]
+    def tokens(source: Source) -> TokenRows:
+        return tokens_of(read_source(given.source(source), kind), source)
+
+    def streamed_tokens(source: Source) -> TokenRows:
+        stream = StreamedTable(
+            source, lambda rows: tokens_of(converted(rows, source, kind), source), data.shuffle_buffer
+        )
+        return replace(stream.first, stream=stream)
+
+    sources = data.sources("data")
+    if data.streaming:
+        rows = streamed_tokens(given.source(sources[""]))
+    else:
+        parts = {name: tokens(source) for name, source in sources.items()}
+        rows = mixed(parts, data.weights) if data.mixture else parts[""]
     test_source = options.test_data.source(data)
     return rows, None if test_source is None else tokens(test_source)

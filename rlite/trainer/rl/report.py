@@ -36,7 +36,7 @@ def batch_plan(options: PpoConfig, engines: Engines, context: Context, rows: Row
     plan = {
         "model": f"{actor.model_name}, {engines.actor.num_parameters / 1e6:.2f} M parameters",
         "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
-        "data": f"{rows.form}; {len(rows)} items" if rows.form else f"{len(rows)} items",
+        "data": "; ".join(filter(None, [rows.form, f"{len(rows)} items" if rows.stream is None else str(rows.stream)])),
         "step": f"{data.prompts_per_rollout} prompts x {options.responses_per_prompt} responses = {sequences} "
         f"sequences, at most {sampling.max_new_tokens} new tokens in each of {rollout.max_turns} turn(s)",
         "sampling": f"{_sampling(sampling)}; evaluation {_sampling(rollout.evaluation_sampling)}",

@@ -7,7 +7,7 @@ import fcntl
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -355,6 +355,20 @@ class TrainingRun:
             if not is_suspect:
                 INTERRUPTION.advice = f"Step {self.step} is saved. {self._way_on()} goes on from there."
             INTERRUPTION.obey()
+
+    def save_before_bad_data(self, save: Callable[[], None]) -> None:
+        """Save the finished steps of a run that ends because streamed data cannot be used.
+
+        Args:
+            save: saves the run.
+        """
+        if not self.step:
+            return
+        if not self.is_save_due():  # else it is saved already
+            save()
+        self._checkpoints.finish()
+        way = f"repair the data. {self._way_on()} goes on from there, if the rows before are the same"
+        self.console.alarm(f"bad data: stop after step {self.step}, which is saved", {"to go on": way})
 
     def save_best(self, metrics: Mapping[str, float]) -> None:
         """Write best/ if this evaluation is the best so far. A missing best_metric only logs a warning."""
