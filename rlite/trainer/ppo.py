@@ -32,7 +32,6 @@ from rlite.cluster.session import has_session
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
 from rlite.data.rows import Rows
-from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.chosen import ChosenRewards
@@ -278,12 +277,7 @@ class PpoTrainer:
         Raises:
             ConfigError: train_data.path or a source of rewards is missing, or a reward cannot be used.
         """
-        data, has_source = options.train_data, bool(options.sources_of_rewards)
-        has_data = data.path is not None or bool(data.mixture)
-        if not (has_data and has_source):
-            source = "a source of rewards (reward.path=file.py:function, rollout.env_path or rollout.workflow)"
-            missing = [key for key, value in {"train_data.path": has_data, source: has_source}.items() if not value]
-            raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
+        options.check_complete()
         serve_if_worker(options)
         rewards = ChosenRewards(options.reward, given.rewards) if options.reward else None
         train_rows, test_rows = read_prompts(options, given)
