@@ -66,7 +66,7 @@ def _with_words(leaf: str, known: Sequence[str], usual: Collection[str]) -> list
 
 
 def _short_for(leaf: str, known: Sequence[str]) -> list[str]:
-    """Return the keys that are made of the initials of a name's words, as `lr` is of `learning_rate`, or the reverse."""
+    """Return the keys that abbreviate a name by the initials of its words, as `lr` does, or that it abbreviates."""
     return [path for path in known if _is_short_for(_leaf(path), leaf) or _is_short_for(leaf, _leaf(path))]
 
 

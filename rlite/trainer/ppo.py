@@ -54,7 +54,7 @@ from rlite.trainer.rl.rollout_metrics import mean_reward
 from rlite.trainer.rl.rollouts import make_rollouts
 from rlite.trainer.rl.selection import with_selected
 from rlite.trainer.rl.workflows import workflow_maker
-from rlite.trainer.run.training_run import TrainingRun, check_best_metric, step_metrics
+from rlite.trainer.run.training_run import TrainingRun, check_best_metric, loss_stats, step_metrics
 
 T = TypeVar("T")
 SHOWN = (
@@ -173,7 +173,9 @@ class PpoTrainer:
             self.rollouts.load_state_dict(facts["rollouts"])
         self.recovery.keep()
         self.run.open()
-        self.run.console.report(f"rlite {self.name}", batch_plan(self.options, self.engines, self.context, self.data))
+        self.run.show_plan(
+            f"rlite {self.name}", lambda: batch_plan(self.options, self.engines, self.context, self.data)
+        )
         self.run.console.follow(self.engines.rollout.rollout_progress)
         if self.run.step == 0 and self.test_rows:
             self.run.log(evaluation := self.evaluate())
@@ -198,7 +200,7 @@ class PpoTrainer:
         for rows in torch.arange(len(batch)).tensor_split(min(self.options.actor.update_per_rollout, len(batch))):
             stats = actor.train_batch(with_selected(batch[rows], actor, loss, longest), loss, loss.weight)
             actor.step_lr_scheduler()
-            stats_tracker.scalar(**stats)
+            stats_tracker.scalar(**loss_stats(stats))
 
     @stats_tracker.record_timing("sync")
     def sync(self) -> None:

@@ -100,7 +100,10 @@ def test_a_command_that_does_not_exist_is_refused_with_the_nearest(monkeypatch, 
 @pytest.mark.parametrize(
     ("arguments", "missing"),
     [
-        ([], "train_data.path, a source of rewards (reward.path=file.py:function, rollout.env_path or rollout.workflow)"),
+        (
+            [],
+            "train_data.path, a source of rewards (reward.path=file.py:function, rollout.env_path or ",
+        ),
         (["train_data.path=rows.jsonl"], "a source of rewards"),
         (["reward.path=my.py:f"], "train_data.path;"),
     ],

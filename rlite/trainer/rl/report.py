@@ -9,11 +9,13 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 import rlite
-from rlite.data.rows import Rows
+from rlite.data.rows import Rows, described
 from rlite.errors import writing
+from rlite.trainer.model_plan import data_plan, model_plan
 from rlite.trainer.rl.config import PpoConfig, SamplingOptions
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.lengths import Context
+from rlite.wording import counted
 
 NUM_SAMPLES = 4
 """rollouts of a step that are written down"""
@@ -33,27 +35,50 @@ def batch_plan(options: PpoConfig, engines: Engines, context: Context, rows: Row
     ranks, sampling = dims.num_data_ranks, rollout.train_sampling_params
     sequences = data.prompts_per_rollout * options.responses_per_prompt
     per_update = sequences // actor.update_per_rollout
+    form = described(rows, engines.rollout.tokenizer.chat_template)
     plan = {
-        "model": f"{actor.model_name}, {engines.actor.num_parameters / 1e6:.2f} M parameters",
+        **model_plan(actor.model_name, engines.actor, actor.max_grad_norm),
+        **_critic(options, engines),
         "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
-        "data": f"{rows.form}; {len(rows)} items" if rows.form else f"{len(rows)} items",
+        "data": "; ".join(filter(None, (form, f"{len(rows)} items"))),
+        **data_plan(data),
+        "reward": reward_plan(options),
         "step": f"{data.prompts_per_rollout} prompts x {options.responses_per_prompt} responses = {sequences} "
-        f"sequences, at most {sampling.max_new_tokens} new tokens in each of {rollout.max_turns} turn(s)",
+        f"sequences, at most {sampling.max_new_tokens} new tokens in each of "
+        f"{counted(rollout.max_turns, 'turn')}",
         "sampling": f"{_sampling(sampling)}; evaluation {_sampling(rollout.evaluation_sampling)}",
         "context": context.describe(sampling.max_new_tokens),
-        "update": f"{actor.update_per_rollout} optimizer step(s) of {per_update} sequences: {per_update // ranks} on "
-        f"each of {ranks} data rank(s), in packs of at most {actor.max_length_per_device * dims.pack_factor} tokens",
+        "update": f"{counted(actor.update_per_rollout, 'optimizer step')} of {per_update} sequences: "
+        f"{per_update // ranks} on each of {counted(ranks, 'data rank')}, in packs of at most "
+        f"{actor.max_length_per_device * dims.pack_factor} tokens",
         "filter": "groups of equal rewards are replaced" if options.has_dynamic_filtering else "every group is kept",
-        "rollout": f"{len(engines.rollout.executors)} replica(s) of {rollout.tp_size} device(s), executor "
-        f"{rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each, {_pace(options)}",
+        "rollout": f"{counted(len(engines.rollout.executors), 'replica')} of {counted(rollout.tp_size, 'device')}, "
+        f"executor {rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each, {_pace(options)}",
         "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, {advantage_plan(options)}",
-        "run": f"{trainer.total_steps} steps, checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
+        "run": f"{counted(trainer.total_steps, 'step')}, checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
     }
     if unread := options.without_effect():
         plan["without effect"] = unread
     if options.is_greedy:
         plan["greedy"] = "training takes the most likely tokens and explores nothing"
     return plan
+
+
+def _critic(options: PpoConfig, engines: Engines) -> dict[str, str]:
+    if engines.critic is None:
+        return {}
+    model = options.critic.as_model(options.actor)
+    plan = model_plan(model.model_name, engines.critic, model.max_grad_norm)
+    return {("critic" if topic == "model" else f"critic's {topic}"): text for topic, text in plan.items()}
+
+
+def reward_plan(options: PpoConfig) -> str:
+    """Return where rewards come from, in words: the functions with their weights, or another source."""
+    if options.reward:
+        return ", ".join(f"{name} x {one.weight:g} ({one.path})" for name, one in options.reward.items())
+    rollout = options.rollout
+    sources = {"environment": rollout.env_path, "workflow": rollout.workflow}
+    return next((f"{what} {name}" for what, name in sources.items() if name), "the program's workflow")
 
 
 def _sampling(sampling: SamplingOptions) -> str:
@@ -68,7 +93,7 @@ def _pace(options: PpoConfig) -> str:
     ahead = options.rollout.max_head_offpolicyness
     if not ahead:
         return "in turns with training"
-    return f"beside training, at most {ahead} update(s) ahead (too old: {options.rollout.on_stale})"
+    return f"beside training, at most {counted(ahead, 'update')} ahead (too old: {options.rollout.on_stale})"
 
 
 def advantage_plan(options: PpoConfig) -> str:
