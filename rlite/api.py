@@ -228,9 +228,9 @@ def _rows(data: Any, key: str) -> list[Row] | None:
     if not isinstance(data, Iterable):
         raise DataError(f"{key}={data!r}: expected a path, or rows")
     rows = list(data)
-    for number, row in enumerate(rows):
+    for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise DataError(f"{key}, row index {number}: expected a dict of columns, found {type(row).__name__}")
+            raise DataError(f"{key}, row index {index}: expected a dict of columns, found {type(row).__name__}")
     if not rows:
         raise DataError(f"{key}: no rows; expected at least one")
     return [dict(row) for row in rows]
