@@ -173,14 +173,16 @@ class PpoTrainer:
             self.rollouts.load_state_dict(facts["rollouts"])
         self.recovery.keep()
         self.run.open()
-        self.run.show_plan(
-            f"rlite {self.name}", lambda: batch_plan(self.options, self.engines, self.context, self.data)
-        )
+        self.run.show_plan(f"rlite {self.name}", self.plan)
         self.run.console.follow(self.engines.rollout.rollout_progress)
         if self.run.step == 0 and self.test_rows:
             self.run.log(evaluation := self.evaluate())
             if self._is_valid(evaluation):
                 self.run.evaluated(evaluation)
+
+    def plan(self) -> dict[str, str]:
+        """Return how a step's work is divided, as text by topic."""
+        return batch_plan(self.options, self.engines, self.workflow, self.context, self.data)
 
     def with_advantages(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `advantages` [N, L], and with `returns` [N, L] for a critic."""

@@ -11,22 +11,28 @@ from transformers import PreTrainedTokenizerBase
 import rlite
 from rlite.data.rows import Rows, described
 from rlite.errors import writing
+from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
+from rlite.rollout.rewards.weighted import has_trl_signature
 from rlite.trainer.model_plan import data_plan, model_plan
 from rlite.trainer.rl.config import PpoConfig, SamplingOptions
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.lengths import Context
 from rlite.wording import counted
 
+LISTS_OF_ONE = "functions with TRL's signature get lists of one completion, not of a group"
 NUM_SAMPLES = 4
 """rollouts of a step that are written down"""
 
 
-def batch_plan(options: PpoConfig, engines: Engines, context: Context, rows: Rows) -> dict[str, str]:
+def batch_plan(
+    options: PpoConfig, engines: Engines, workflow: RolloutWorkflow, context: Context, rows: Rows
+) -> dict[str, str]:
     """Return how a step's work is divided, in words and numbers by topic.
 
     Args:
         options: the run's config.
         engines: built.
+        workflow: makes the rollouts to train on.
         context: context length that the run serves.
         rows: the prompts to train on.
     """
@@ -42,7 +48,7 @@ def batch_plan(options: PpoConfig, engines: Engines, context: Context, rows: Row
         "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
         "data": "; ".join(filter(None, (form, f"{len(rows)} items"))),
         **data_plan(data),
-        "reward": reward_plan(options),
+        "reward": reward_plan(options, workflow),
         "step": f"{data.prompts_per_rollout} prompts x {options.responses_per_prompt} responses = {sequences} "
         f"sequences, at most {sampling.max_new_tokens} new tokens in each of "
         f"{counted(rollout.max_turns, 'turn')}",
@@ -72,10 +78,17 @@ def _critic(options: PpoConfig, engines: Engines) -> dict[str, str]:
     return {("critic" if topic == "model" else f"critic's {topic}"): text for topic, text in plan.items()}
 
 
-def reward_plan(options: PpoConfig) -> str:
-    """Return where rewards come from, in words: the functions with their weights, or another source."""
+def reward_plan(options: PpoConfig, workflow: RolloutWorkflow) -> str:
+    """Return where rewards come from, in words: the functions with their weights, or another source.
+
+    Args:
+        options: the run's config.
+        workflow: makes the rollouts to train on.
+    """
     if options.reward:
-        return ", ".join(f"{name} x {one.weight:g} ({one.path})" for name, one in options.reward.items())
+        parts = ", ".join(f"{name} x {one.weight:g} ({one.path})" for name, one in options.reward.items())
+        is_of_lists = isinstance(workflow, SingleTurnWorkflow) and has_trl_signature(workflow.reward_fn)
+        return f"{parts}; {LISTS_OF_ONE}" if is_of_lists else parts
     rollout = options.rollout
     sources = {"environment": rollout.env_path, "workflow": rollout.workflow}
     return next((f"{what} {name}" for what, name in sources.items() if name), "the program's workflow")

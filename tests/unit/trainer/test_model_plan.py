@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from rlite.config import load
 from rlite.engine.train import RliteTrainEngine
+from rlite.quickstart.tiny import byte_tokenizer
+from rlite.rollout import RewardFunction, SingleTurnWorkflow, from_trl
+from rlite.rollout.rewards.weighted import Part, WeightedRewards
 from rlite.trainer.model_plan import data_plan, model_plan
 from rlite.trainer.modules import policy_module, trained_engine
 from rlite.trainer.options import DataOptions, SftConfig
@@ -63,4 +67,19 @@ def test_the_system_prompt_and_options_of_the_template_are_shown_if_they_are_set
     ],
 )
 def test_rewards_are_shown_with_their_weights(options: list[str], told: str) -> None:
-    assert reward_plan(load(PpoConfig, ["actor.model_name=m", *options])) == told
+    assert reward_plan(load(PpoConfig, ["actor.model_name=m", *options]), workflow(exact)) == told
+
+
+def test_a_reward_of_lists_is_told_that_it_sees_no_group() -> None:
+    options = load(PpoConfig, ["actor.model_name=m", "reward.path=my.py:f"])
+    trl = RewardFunction(from_trl(exact), in_process=True)
+    for reward in (trl, WeightedRewards({"f": Part(trl, 0.5)})):
+        assert reward_plan(options, workflow(reward)).endswith("get lists of one completion, not of a group")
+
+
+def exact(**columns: Any) -> float:
+    return 1.0
+
+
+def workflow(reward: Any) -> SingleTurnWorkflow:
+    return SingleTurnWorkflow(reward, {"max_new_tokens": 4}, byte_tokenizer())
