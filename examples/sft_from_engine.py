@@ -2,8 +2,9 @@
 
     python examples/sft_from_engine.py [STEPS] [MODEL] [CHATS.jsonl]
 
-MODEL is the folder of a Qwen3; for another family derive from its class. Without it a tiny one is made on the spot. A line
-of CHATS.jsonl is {"messages": [...]}, and every turn of the assistant is learnt. `rlite sft` does all this as a command.
+MODEL is the folder of a Qwen3; for another family derive from its class. Without it a tiny one is made on the spot.
+A line of CHATS.jsonl is {"messages": [...]}, and every turn of the assistant is learnt. `rlite sft` is the command for
+this.
 """
 
 import random
