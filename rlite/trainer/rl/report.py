@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 import rlite
 from rlite.data.rows import Rows, described
 from rlite.errors import writing
-from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.rewards.weighted import has_trl_signature
+from rlite.rollout.workflow import PromptWorkflow, RolloutWorkflow, SingleTurnWorkflow
 from rlite.trainer.model_plan import data_plan, model_plan
 from rlite.trainer.rl.config import PpoConfig, SamplingOptions
 from rlite.trainer.rl.engines import Engines
@@ -41,7 +41,8 @@ def batch_plan(
     ranks, sampling = dims.num_data_ranks, rollout.train_sampling_params
     sequences = data.prompts_per_rollout * options.responses_per_prompt
     per_update = sequences // actor.update_per_rollout
-    form = described(rows, engines.rollout.tokenizer.chat_template)
+    template = engines.rollout.tokenizer.chat_template if isinstance(workflow, PromptWorkflow) else None
+    form = described(rows, template)
     plan = {
         **model_plan(actor.model_name, engines.actor, actor.max_grad_norm),
         **_critic(options, engines),
@@ -50,8 +51,7 @@ def batch_plan(
         **data_plan(data),
         "reward": reward_plan(options, workflow),
         "step": f"{data.prompts_per_rollout} prompts x {options.responses_per_prompt} responses = {sequences} "
-        f"sequences, at most {sampling.max_new_tokens} new tokens in each of "
-        f"{counted(rollout.max_turns, 'turn')}",
+        f"sequences, at most {sampling.max_new_tokens} new tokens in each of {counted(rollout.max_turns, 'turn')}",
         "sampling": f"{_sampling(sampling)}; evaluation {_sampling(rollout.evaluation_sampling)}",
         "context": context.describe(sampling.max_new_tokens),
         "update": f"{counted(actor.update_per_rollout, 'optimizer step')} of {per_update} sequences: "
