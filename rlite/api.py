@@ -16,7 +16,7 @@ import json
 import numbers
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +26,12 @@ from rlite.cluster.session import has_session
 from rlite.data.tables import Row
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
+from rlite.observability.columns import find, number
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import name_of
 from rlite.rollout.workflow import prompt_ids
 from rlite.trainer.callbacks import Callback
+from rlite.trainer.generate import prompt_item
 from rlite.trainer.given import IN_MEMORY, Given
 from rlite.trainer.presets import TRAINERS
 
@@ -96,16 +98,29 @@ def train(
     return TrainedRun(Path(settings.trainer.save_dir), metrics, trainer.key == "actor")
 
 
-@dataclass(frozen=True)
+SHOWN = ("reward", "accuracy", "loss", "test_loss")
+"""metrics that describe a run in one line"""
+
+
+@dataclass(frozen=True, repr=False)
 class TrainedRun:
     """A run that has ended."""
 
     folder: Path
     """folder of the run, `trainer.save_dir`"""
-    own_metrics: Mapping[str, float] = field(repr=False)
+    own_metrics: Mapping[str, float]
     """metrics of the last step; empty if the run had ended before this call"""
     is_policy: bool = True
     """the model generates text"""
+
+    def __repr__(self) -> str:
+        """Return the folder, the last step, and those of its metrics that describe a run."""
+        last = self.history[-1] if (self.folder / "metrics.jsonl").is_file() else {}
+        metrics = {**self.own_metrics, **last}
+        names = {key: name for key in SHOWN if (name := find(key, metrics)) is not None}
+        step = [f"step {last['step']}"] if last else []
+        values = [f"{key} {number(key, metrics[name])}" for key, name in names.items()]
+        return f"{type(self).__name__}({', '.join([str(self.folder), *step, *values])})"
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -132,31 +147,38 @@ class TrainedRun:
     def generate(
         self,
         prompts: str | Sequence[str | Sequence[Mapping[str, Any]]],
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
+        max_new_tokens: int = 512,
+        temperature: float = 1.0,
+        chat: bool | None = None,
         **sampling: Any,
     ) -> list[str]:
-        """Return the trained model's answers, one for each prompt.
+        """Return the trained model's answers, one for each prompt. The defaults are those of `rlite generate`.
 
         Each call loads the model: in the program's session, or on one device. An `RliteInferenceEngine` serves longer.
 
         Args:
-            prompts: texts, which are completed as they are, or chats, lists of messages; or one text.
+            prompts: texts, or chats as lists of messages; or one text.
             max_new_tokens: tokens of the longest answer.
             temperature: 0 is greedy.
+            chat: whether a text is the user's message in the model's chat template. False completes it as it is, as in
+                training on texts. None: if the model has a template.
             **sampling: further parameters, such as `top_p` and `stop`.
 
         Raises:
-            ConfigError: the model is a reward model.
+            ConfigError: the model is a reward model, or has no chat template for `chat=True`.
         """
         if not self.is_policy:
             raise ConfigError(f"{self.model} is a reward model, which generates no text")
-        items = [{"prompt": prompt} for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        given = [prompts] if isinstance(prompts, str) else prompts
         has_own_session = not has_session()
         if has_own_session:
             rlite.init(launcher="inprocess", num_devices=1)  # torchrun's other ranks have exited
         engine = RliteInferenceEngine(self.model)
         try:
+            items = [
+                prompt_item(each, engine.tokenizer, chat) if isinstance(each, str) else {"prompt": each}
+                for each in given
+            ]
             tokens = [prompt_ids(item, engine.tokenizer) for item in items]
             engine.build(max_model_len=max(map(len, tokens)) + max_new_tokens)
             sampled = {"max_new_tokens": max_new_tokens, "temperature": temperature, **sampling}
@@ -221,9 +243,9 @@ def _rows(data: Any, key: str, is_streamed: bool = False) -> Iterable[Row] | Non
     if is_streamed:
         return data
     rows = list(data)
-    for number, row in enumerate(rows):
+    for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise DataError(f"{key}, row index {number}: expected a dict of columns, found {type(row).__name__}")
+            raise DataError(f"{key}, row index {index}: expected a dict of columns, found {type(row).__name__}")
     if not rows:
         raise DataError(f"{key}: no rows; expected at least one")
     return [dict(row) for row in rows]

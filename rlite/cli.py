@@ -75,6 +75,10 @@ COMMANDS = {
 }
 
 
+SIMILAR = {"chat": "generate", "complete": "generate", "infer": "generate", "train": "sft", "reward": "rm"}
+"""names of commands elsewhere -> the command with the same purpose"""
+
+
 def main() -> None:
     """Run the command named by the first argument; errors of ours end it with one readable message."""
     command, *arguments = sys.argv[1:] or ["--help"]
@@ -85,7 +89,8 @@ def main() -> None:
     elif command == "schema":
         run(command, print_schema, arguments)
     elif command not in COMMANDS:
-        sys.exit(f"rlite: unknown command {command!r}; {did_you_mean(command, [*COMMANDS, 'schema'])}")
+        known = [SIMILAR[command]] if command in SIMILAR else [*COMMANDS, "schema"]
+        sys.exit(f"rlite: unknown command {command!r}; {did_you_mean(SIMILAR.get(command, command), known)}")
     else:
         chosen = COMMANDS[command]
         start(command, chosen.module, chosen.find_options(), arguments, chosen.function)

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from rlite.data.order import shuffled
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError
+from rlite.wording import counted
 
 
 class BatchLoader:
@@ -41,7 +42,7 @@ class BatchLoader:
 
     def __str__(self) -> str:
         """Return how many batches there are, in words."""
-        return f"{self._num_epochs} epoch(s) of {len(self)} steps"
+        return f"{counted(self._num_epochs, 'epoch')} of {len(self)} steps"
 
     @property
     def num_batches(self) -> int:

@@ -15,6 +15,8 @@ from rlite.data.source import Source
 from rlite.data.streaming.table import StreamedTable
 from rlite.data.tables import Row, read_rows
 
+NO_TEMPLATE = "as texts, without the model's chat template (a prompt that is a list of messages is a chat)"
+
 
 @dataclass(frozen=True)
 class Rows(Sequence[Mapping[str, Any]]):
@@ -94,6 +96,18 @@ def converted(rows: Sequence[Row], source: Source, kind: RowKind) -> Rows:
 def stream_of(rows: Sequence[Any]) -> StreamedTable[Rows] | None:
     """Return the table of which the rows are the first window; None if they are the whole table."""
     return rows.stream if isinstance(rows, Rows) else None
+
+
+def described(rows: Rows, chat_template: object) -> str:
+    """Return the format of a table in words, with a remark if its texts could be chats and are none.
+
+    Args:
+        rows: the table.
+        chat_template: the template of the tokenizer; None if it has none.
+    """
+    row = rows[0]
+    is_text = isinstance(row.get("prompt"), str) and row.get("messages") is None
+    return f"{rows.form}, {NO_TEMPLATE}" if is_text and chat_template is not None else rows.form
 
 
 def mixed_rows(parts: Mapping[str, Rows], weights: Mapping[str, float] | None) -> Rows:

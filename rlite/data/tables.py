@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlite.data.columnar import read_columnar
-from rlite.errors import ConfigError, DataError, did_you_mean
+from rlite.errors import ConfigError, DataError, did_you_mean, similar_file
 
 Row = dict[str, Any]
 
@@ -44,13 +44,14 @@ def read_rows(source: str | Path, key: str = "data.path") -> list[Row]:
     where = f"{key}={source}"
     split, path, subset = parse_path(str(source), where)
     if not path.exists() and path.suffix not in _READERS and get_close_matches(path.suffix, _READERS):
-        raise ConfigError(f"{where}: no such file; {did_you_mean(path.suffix, _READERS)}")
+        hint = similar_file(path) or f"; {did_you_mean(path.suffix, _READERS)}"
+        raise ConfigError(f"{where}: no such file{hint}")
     if path.is_dir() or not (path.suffix in _READERS or path.exists()):
         rows = _dataset(path, split["name"] if split else None, subset, where)
     elif path.suffix not in _READERS:
         raise ConfigError(f"{where}: {path.suffix or 'no suffix'} is no kind of table; known: {', '.join(_READERS)}")
     elif not path.is_file():
-        raise ConfigError(f"{where}: no such file")
+        raise ConfigError(f"{where}: no such file{similar_file(path)}")
     elif subset:
         raise ConfigError(f"{where}: a file has no subsets; leave out :{subset}")
     elif split and split["name"] != "train":
@@ -241,7 +242,7 @@ def _dataset(path: Path, split: str | None, subset: str | None, where: str) -> l
     """
     name = path.resolve() if path.is_dir() else path  # `datasets` reads "." as no name
     if not path.is_dir() and not _HUB_NAME.fullmatch(path.as_posix()):
-        raise ConfigError(f"{where}: no such file or folder")
+        raise ConfigError(f"{where}: no such file or folder{similar_file(path)}")
     is_saved = any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json"))
     if is_saved and subset:
         raise ConfigError(f"{where}: a folder that datasets saved has no subsets; leave out :{subset}")

@@ -38,6 +38,7 @@ from rlite.types import (
     TokenChunk,
     token_ids,
 )
+from rlite.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class RliteInferenceEngine(ElasticReplicas):
     def __repr__(self) -> str:
         if not self.is_built:
             return f"{type(self).__name__}({self.path}, executor {self.executor_name}, not built)"
-        replicas = f"{len(self.executors)} replica(s) of {self.executors[0].size}"
+        replicas = f"{counted(len(self.executors), 'replica')} of {self.executors[0].size}"
         return f"{type(self).__name__}({self.path}, {replicas}, {self._where()}, version {self.get_version()})"
 
     # -- generating ----------------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ class RliteInferenceEngine(ElasticReplicas):
         sampling_params: Mapping[str, Any] | GenerationHyperparameters | None = None,
         timeout: float | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt.
+        """Complete every prompt. A text is completed as it is: `chat` applies the chat template.
 
         Args:
             prompts: texts, token ids (lists, arrays or tensors), or mappings with `prompt_token_ids` or `input_ids`, as
@@ -90,7 +91,8 @@ class RliteInferenceEngine(ElasticReplicas):
                 puts before every text are added once.
             sampling_params: parameters in AReaL's or vLLM's names, the same for all prompts. Without `max_new_tokens` a
                 completion may take 16,384 tokens, or as many as `max_model_len` leaves, whatever the executor's own
-                default is. `prompt_logprobs=True` adds the log-probabilities of the prompts.
+                default is. The default temperature is 1. `prompt_logprobs=True` adds the log-probabilities of the
+                prompts.
             timeout: seconds for the whole call.
 
         Returns:

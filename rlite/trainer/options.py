@@ -342,6 +342,9 @@ class AnnouncedOptions(Options):
         """Return in a few words what is trained, on which data, and where the result goes."""
         raise NotImplementedError
 
+    def check_complete(self) -> None:
+        """Raise ConfigError if a command lacks an option for which a program may give an object instead."""
+
 
 class LaunchOptions(AnnouncedOptions):
     """The user's own code, and the processes that run the workers."""
@@ -527,7 +530,8 @@ class PreferenceLossOptions(Options):
     """A loss of DPO's family."""
 
     name: str = "sigmoid"
-    """a name of rlite.algorithms.PREFERENCE_LOSSES: sigmoid, ipo, hinge, robust, sppo, apo_zero, apo_down, exo, ..."""
+    """a name of rlite.algorithms.PREFERENCE_LOSSES: sigmoid, robust, hinge, ipo, exo, nca, bco, sppo, apo_zero,
+    apo_down, discopop, orpo, simpo"""
     options: dict[str, Any] = {}
     """keyword parameters of the loss, such as {label_smoothing: 0.1}"""
     length_normalised: bool = False

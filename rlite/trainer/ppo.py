@@ -32,7 +32,7 @@ from rlite.cluster.session import has_session
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
 from rlite.data.rows import Rows
-from rlite.errors import ConfigError, StreamedDataError
+from rlite.errors import StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.chosen import ChosenRewards
@@ -55,7 +55,7 @@ from rlite.trainer.rl.rollout_metrics import mean_reward
 from rlite.trainer.rl.rollouts import make_rollouts
 from rlite.trainer.rl.selection import with_selected
 from rlite.trainer.rl.workflows import workflow_maker
-from rlite.trainer.run.training_run import TrainingRun, check_best_metric, step_metrics
+from rlite.trainer.run.training_run import TrainingRun, check_best_metric, loss_stats, step_metrics
 
 T = TypeVar("T")
 SHOWN = (
@@ -181,12 +181,16 @@ class PpoTrainer:
             self.rollouts.load_state_dict(facts["rollouts"])
         self.recovery.keep()
         self.run.open()
-        self.run.console.report(f"rlite {self.name}", batch_plan(self.options, self.engines, self.context, self.data))
+        self.run.show_plan(f"rlite {self.name}", self.plan)
         self.run.console.follow(self.engines.rollout.rollout_progress)
         if self.run.step == 0 and self.test_rows:
             self.run.log(evaluation := self.evaluate())
             if self._is_valid(evaluation):
                 self.run.evaluated(evaluation)
+
+    def plan(self) -> dict[str, str]:
+        """Return how a step's work is divided, as text by topic."""
+        return batch_plan(self.options, self.engines, self.workflow, self.context, self.data)
 
     def with_advantages(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `advantages` [N, L], and with `returns` [N, L] for a critic."""
@@ -206,7 +210,7 @@ class PpoTrainer:
         for rows in torch.arange(len(batch)).tensor_split(min(self.options.actor.update_per_rollout, len(batch))):
             stats = actor.train_batch(with_selected(batch[rows], actor, loss, longest), loss, loss.weight)
             actor.step_lr_scheduler()
-            stats_tracker.scalar(**stats)
+            stats_tracker.scalar(**loss_stats(stats))
 
     @stats_tracker.record_timing("sync")
     def sync(self) -> None:
@@ -285,12 +289,7 @@ class PpoTrainer:
         Raises:
             ConfigError: train_data.path or a source of rewards is missing, or a reward cannot be used.
         """
-        data, has_source = options.train_data, bool(options.sources_of_rewards)
-        has_data = data.path is not None or bool(data.mixture)
-        if not (has_data and has_source):
-            source = "a source of rewards (reward.path=file.py:function, rollout.env_path or rollout.workflow)"
-            missing = [key for key, value in {"train_data.path": has_data, source: has_source}.items() if not value]
-            raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
+        options.check_complete()
         serve_if_worker(options)
         rewards = ChosenRewards(options.reward, given.rewards) if options.reward else None
         train_rows, test_rows = read_prompts(options, given)

@@ -37,5 +37,9 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         """Return the cross entropy."""
         return SftLoss(avg_level=self.options.actor.avg_level)
 
+    def describe_loss(self) -> str:
+        """Return the loss in words."""
+        return f"cross entropy, mean per {self.options.actor.avg_level}"
+
 
 main = SftTrainer.main

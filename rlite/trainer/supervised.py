@@ -17,7 +17,7 @@ from rlite.data.chat.template import check_template_options
 from rlite.data.formats.table import RowKind
 from rlite.data.loader import BatchLoader
 from rlite.data.packs import sequence_lengths
-from rlite.data.rows import Rows, converted, read_source
+from rlite.data.rows import Rows, converted, described, read_source
 from rlite.data.source import Source
 from rlite.data.streaming.loader import StreamLoader
 from rlite.data.streaming.table import StreamedTable
@@ -27,9 +27,11 @@ from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.given import NOTHING, Given
 from rlite.trainer.launch import serve_if_worker, session_of
+from rlite.trainer.model_plan import data_plan, model_plan
 from rlite.trainer.modules import load_tokenizer, policy_module, trained_engine
 from rlite.trainer.options import ModelOptions, SupervisedConfig
-from rlite.trainer.run.training_run import TrainingRun, check_best_metric, step_metrics
+from rlite.trainer.run.training_run import TrainingRun, check_best_metric, loss_stats, step_metrics
+from rlite.wording import counted
 
 C = TypeVar("C", bound=SupervisedConfig)
 SHOWN_OF_PAIRS = (
@@ -101,6 +103,10 @@ class SupervisedTrainer(ABC, Generic[C]):
     def make_loss(self) -> BatchLoss:
         """Return the loss to minimise."""
 
+    def describe_loss(self) -> str:
+        """Return the loss in words, for the plan of the run."""
+        return type(self.loss).__name__
+
     def _build_options(self) -> dict[str, Any]:
         """Return the build options of the trained engine.
 
@@ -157,7 +163,7 @@ class SupervisedTrainer(ABC, Generic[C]):
             self.loader.load_state_dict(facts["loader"])
             self.run.total_steps = self.run.step + self.loader.num_left  # another batch_size makes others
         self.run.open()
-        self.run.console.report(f"rlite {self.name}", self.plan())
+        self.run.show_plan(f"rlite {self.name}", self.plan)
         self.engine.train()
 
     def plan(self) -> dict[str, str]:
@@ -166,17 +172,20 @@ class SupervisedTrainer(ABC, Generic[C]):
         lengths, num_items, stream = self.rows.lengths, self.options.data.batch_size, self.rows.stream
         if stream is None or stream.is_whole:
             num_items = min(num_items, len(self.rows))
+        data_ranks = counted(dims.num_data_ranks, "data rank")
         form = f"{self.rows.form}; " if self.rows.form else ""
         if stream is not None:
             form = f"{stream}; {form}at the beginning "
         batch_tokens = num_items * self.rows.rows_per_item * lengths.mean()
         return {
-            "model": f"{model.model_name}, {self.engine.num_parameters / 1e6:.2f} M parameters",
+            **model_plan(model.model_name, self.engine, model.max_grad_norm),
+            "loss": self.describe_loss(),
             "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
             "data": f"{form}{len(self.rows)} items of {lengths.mean():.0f} tokens on average, at most {lengths.max()}; "
             f"{self.rows.tally}",
-            "step": f"{num_items} items, about {batch_tokens:.0f} tokens over {dims.num_data_ranks} data "
-            f"rank(s), in packs of at most {model.max_length_per_device * dims.pack_factor} tokens",
+            **data_plan(self.options.data),
+            "step": f"{num_items} items, about {batch_tokens:.0f} tokens over {data_ranks}, in packs of at most "
+            f"{model.max_length_per_device * dims.pack_factor} tokens",
             "run": f"{self.loader} = {self.run.total_steps}, "
             f"checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
         }
@@ -194,7 +203,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         """
         stats = self.engine.train_batch(batch, self.loss, self.loss.weight)
         self.engine.step_lr_scheduler()
-        return stats
+        return loss_stats(stats)
 
     def finish_step(self, batch: TensorDict, stats: Mapping[str, float]) -> dict[str, float]:
         """Count the step, evaluate and save if due, and log.
@@ -282,7 +291,7 @@ def read_tokens(
 
     def tokens_of(table: Rows, source: Source) -> TokenRows:
         made = tokenise(table.rows, tokenizer, data.max_length, source.where, **template_options)
-        return replace(made, form=table.form)
+        return replace(made, form=described(table, tokenizer.chat_template))
 
     def tokens(source: Source) -> TokenRows:
         return tokens_of(read_source(given.source(source), kind), source)

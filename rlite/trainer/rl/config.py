@@ -39,7 +39,8 @@ class PolicyLossOptions(Options):
     """The function of log-probabilities and advantages that is minimised."""
 
     name: str = "ppo_clip"
-    """a name of `rlite.algorithms.POLICY_LOSSES`"""
+    """a name of `rlite.algorithms.POLICY_LOSSES`: ppo_clip, cispo, clip_cov, decoupled_ppo, dppo, dro, gmpo, gspo,
+    kl_cov, m2po, reinforce, sapo, vespo"""
     options: dict[str, Any] = {}
     """keyword parameters of that loss; ppo_clip has its range from actor.clip"""
 
@@ -205,7 +206,8 @@ class AdvantageOptions(Options):
     """The way from rewards to advantages."""
 
     estimator: str = "reinforce"
-    """reinforce: reward less the mean of its group; gae: with a critic; or a name of `rlite.algorithms.ADVANTAGES`"""
+    """reinforce: reward less the mean of its group; gae: with a critic; or a name of `rlite.algorithms.ADVANTAGES`:
+    dr_grpo, grpo, rloo, normalized, gpg, opo, pass_at_k"""
     options: dict[str, Any] = {}
     """keyword parameters of an estimator of ADVANTAGES"""
     gamma: Share = 1.0
@@ -403,6 +405,20 @@ class PpoConfig(LaunchOptions):
     def headline(self) -> str:
         """Return in a few words what is trained, on which data, and where the result goes."""
         return f"{self.actor.model_name} on {self.train_data.paths}, into {self.trainer.save_dir}"
+
+    def check_complete(self) -> None:
+        """Check that the options name prompts and a source of rewards.
+
+        Raises:
+            ConfigError: one of them is missing.
+        """
+        data, source = self.train_data, "reward.path=file.py:function, rollout.env_path or rollout.workflow"
+        needed = {
+            "train_data.path": data.path is not None or data.mixture,
+            f"a source of rewards ({source})": self.sources_of_rewards,
+        }
+        if missing := [key for key, value in needed.items() if not value]:
+            raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
 
     def problems(self) -> Iterator[str]:
         """Yield a message for each rule between models, rewards, advantages and rollouts that does not hold."""

@@ -156,6 +156,16 @@ class TrainingRun:
         if self._callbacks.failure is not None:
             self.close()
 
+    def show_plan(self, title: str, plan: Callable[[], Mapping[str, str]]) -> None:
+        """Report how the work is divided, if there is work left.
+
+        Args:
+            title: title of the report.
+            plan: returns the plan, as text by topic.
+        """
+        if not self.is_over:
+            self.console.report(title, plan())
+
     @property
     def is_over(self) -> bool:
         """True if no step is left, or if a callback has ended the run."""
@@ -436,6 +446,11 @@ def check_best_metric(options: RunOptions, has_test_data: bool, evaluated: Seque
         raise ConfigError(f"trainer.best_metric={name}: nothing is evaluated without test_data.path")
     if name not in evaluated:
         raise ConfigError(f"trainer.best_metric={name}: expected a metric of the evaluation, {', '.join(evaluated)}")
+
+
+def loss_stats(stats: Mapping[str, float]) -> dict[str, float]:
+    """Return the statistics of an update as metrics: an engine's `weight` is called `loss_weight`."""
+    return {"loss_weight" if key == "weight" else key: value for key, value in stats.items()}
 
 
 def step_metrics(engine: RliteTrainEngine, lengths: Sequence[int], is_trained: bool = True) -> dict[str, float]:
