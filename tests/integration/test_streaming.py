@@ -74,7 +74,7 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path, capsys: 
     write(tmp_path / "rows.jsonl", demonstrations(WINDOW + 40))
     settings = ("data.batch_size=8", f"data.shuffle_buffer={WINDOW + 2}", "trainer.save_freq=2")
     trainer(tmp_path, "whole", *settings).fit()
-    assert f"data     streaming, buffer of {WINDOW + 2} rows; raw prompts and responses" in capsys.readouterr().out
+    assert f" streaming, buffer of {WINDOW + 2} rows; raw prompts and responses" in capsys.readouterr().out
     killed = trainer(tmp_path, "killed", *settings)
     killed.start()
     for _, batch in zip(range(5), killed.loader, strict=False):  # the newest checkpoint is of step 4
