@@ -28,11 +28,13 @@ from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.seeds import mix
 from rlite.rollout.workflow import RolloutWorkflow, prompt_ids, prompt_text
 from rlite.types import (
+    MAX_TOP_LOGPROBS,
     CompletionOutput,
     GenerationHyperparameters,
     LLMRequest,
     LLMResponse,
     OnChunk,
+    PromptLogprobs,
     RequestOutput,
     SequenceRequest,
     TokenChunk,
@@ -239,12 +241,55 @@ class RliteInferenceEngine(ElasticReplicas):
         Raises:
             ConfigError: the executor cannot compute prompt log-probabilities.
         """
+        return [scored.logprobs for scored in self.score(prompts, num_top=0)]
+
+    def score(self, prompts: Sequence[str | Sequence[int]], num_top: int = 1) -> list[PromptLogprobs]:
+        """Return the log-probabilities of each prompt's tokens, and the most likely tokens at their places.
+
+        Args:
+            prompts: texts or token ids, at most `max_model_len - 1` tokens each.
+            num_top: number of most likely tokens, from 0 to `MAX_TOP_LOGPROBS`.
+
+        Returns:
+            One entry per prompt, in the order of the prompts.
+
+        Raises:
+            ConfigError: the executor cannot compute prompt log-probabilities, or `num_top` is out of range.
+            DataError: a prompt is empty, too long, or holds an unknown token.
+            ResidencyError: weights or KV cache are not on the device, or the engine is paused.
+            WorkerDied: a replica was lost meanwhile.
+        """
+        return self._score("score", prompts, num_top)
+
+    async def ascore(self, prompts: Sequence[str | Sequence[int]], num_top: int = 1) -> list[PromptLogprobs]:
+        """Do what `score` does, beside the event loop. While the engine is paused, the call waits.
+
+        Args:
+            prompts: as for `score`.
+            num_top: as for `score`.
+
+        Returns:
+            One entry per prompt, in the order of the prompts.
+        """
+        return await asyncio.to_thread(self._score, "ascore", prompts, num_top, may_wait=True)
+
+    def _score(
+        self, what: str, prompts: Sequence[str | Sequence[int]], num_top: int, may_wait: bool = False
+    ) -> list[PromptLogprobs]:
         self._need_prompt_logprobs()
-        self._check_ready("prompt_logprobs")
+        if not 0 <= num_top <= min(MAX_TOP_LOGPROBS, self._config.vocab_size):
+            raise ConfigError(f"{what}: num_top={num_top}: expected a number from 0 to {MAX_TOP_LOGPROBS}")
+        self._check_ready(what, may_wait)
         tokens = [self._tokens(prompt, index) for index, prompt in enumerate(prompts)]
+        room = self.context_length - 1
+        for index, ids in enumerate(tokens):
+            if len(ids) > room:
+                raise DataError(
+                    f"prompt {index} has {len(ids)} tokens, max_model_len={room + 1} leaves room for {room}"
+                )
         serving = self._serving()
         shares = {replica: tokens[index :: len(serving)] for index, replica in enumerate(serving)}
-        results = together(serving, lambda replica: replica.prompt_logprobs(shares[replica]))
+        results = together(serving, lambda replica: replica.prompt_logprobs(shares[replica], num_top))
         return [results[index % len(serving)][index // len(serving)] for index in range(len(tokens))]
 
     def _need_prompt_logprobs(self) -> None:

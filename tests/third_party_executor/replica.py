@@ -12,7 +12,7 @@ from typing import Any
 from rlite.engine.replica import InFlightRequest, InFlightTable, OnFailure, WorkerReplica
 from rlite.engine.workers import Executor, Worker
 from rlite.errors import RliteError, WorkerError
-from rlite.types import TokenChunk
+from rlite.types import PromptLogprobs, TokenChunk
 from tests.third_party_executor.worker import PushingWorker
 
 
@@ -69,8 +69,8 @@ class PushedReplica(WorkerReplica):
         for request in dropped:
             request.fail(error)
 
-    def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
-        return self.executor.ask(PushingWorker.prompt_logprobs, list(prompts))
+    def prompt_logprobs(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
+        return self.executor.ask(PushingWorker.prompt_logprobs, list(prompts), num_top)
 
     def close(self) -> None:
         self._is_closing = True
