@@ -288,6 +288,8 @@ class Replica(Resident, Protocol):
     def prompt_logprobs(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
         """Return the log-probabilities of each prompt's tokens; requires `has_prompt_logprobs`.
 
+        While the replica is paused, the call waits, so that no prompt is computed with half-written weights.
+
         Args:
             prompts: token ids, at most `max_model_len - 1` each.
             num_top: number of most likely tokens at each place.
