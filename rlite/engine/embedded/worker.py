@@ -142,8 +142,8 @@ class EmbeddedWorker:
         """
         self._serving_cache()
         for prompt in prompts:
-            if (error := self._rules.length_objection(len(prompt))) is not None:
-                raise DataError(error)
+            if len(prompt) > self.max_model_len:  # the last token is not computed
+                raise DataError(self._rules.length_objection(len(prompt)))
         options = self.options
         return prompt_logprobs(self._weights, prompts, num_top, options.max_prefill_tokens, options.deterministic)
 
