@@ -55,7 +55,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engine(path: Path) -> Iterator[RliteInferenceEngine]:
     rlite.init(device="cpu", num_devices=1, num_threads=1)
     engine = RliteInferenceEngine(path)

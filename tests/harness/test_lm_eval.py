@@ -62,22 +62,22 @@ def requests(kind: Any, arguments: list[tuple[Any, ...]]) -> list[Instance]:
     return [Instance(kind, {}, each, index) for index, each in enumerate(arguments)]
 
 
-def over_http(engine: RliteInferenceEngine, path: Path, use: Callable[[LocalCompletionsAPI], T], **options: Any) -> T:
-    """The result of a synchronous function of the harness's client for the endpoint."""
+def over_http(engine: RliteInferenceEngine, path: Path, use: Callable[[dict[str, Any]], T]) -> T:
+    """The result of a synchronous function of the arguments of the harness's client for the endpoint."""
 
     async def serve() -> T:
         session = AgentSession(engine, engine.tokenizer, is_recording=False)
         async with AgentEndpoint() as endpoint, endpoint.serving(session) as access:
-            client = LocalCompletionsAPI(
-                base_url=f"{access.base_url}/completions",
-                model=access.model,
-                tokenizer=str(path),
-                tokenizer_backend="huggingface",
-                header={"Authorization": f"Bearer {access.api_key}"},
-                max_length=MAX_MODEL_LEN,
-                **options,
-            )
-            return await asyncio.to_thread(use, client)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("OPENAI_API_KEY", access.api_key)
+                arguments = {
+                    "base_url": f"{access.base_url}/completions",
+                    "model": access.model,
+                    "tokenizer": str(path),
+                    "tokenizer_backend": "huggingface",
+                    "max_length": MAX_MODEL_LEN,
+                }
+                return await asyncio.to_thread(use, arguments)
 
     return asyncio.run(serve())
 
@@ -155,12 +155,12 @@ def test_log_likelihoods_are_the_same_over_http(
     # the tokens of these texts do not survive decoding and encoding: cut ones, and those of the special token's text
     lost = ("<|begin|>", LONG[:9]) if options.get("tokenized_requests") is False else ()
     asked = requests("loglikelihood", [pair for pair in pairs if not any(text in "".join(pair) for text in lost)])
-    found, lengths = over_http(
-        engine,
-        path,
-        lambda client: (client.loglikelihood(asked), [len(client.tok_encode(each.args[1])) for each in asked]),
-        **options,
-    )
+
+    def use(arguments: dict[str, Any]) -> Any:
+        client = LocalCompletionsAPI(**arguments, **options)
+        return client.loglikelihood(asked), [len(client.tok_encode(each.args[1])) for each in asked]
+
+    found, lengths = over_http(engine, path, use)
     has_bos = bool(options.get("add_bos_token"))
     same = HFLM(str(path), device="cpu", dtype="float32", add_bos_token=has_bos, max_length=MAX_LENGTH)
     assert_same(found, same.loglikelihood(asked), lengths)
@@ -169,9 +169,12 @@ def test_log_likelihoods_are_the_same_over_http(
 def test_texts_and_answers_are_the_same_over_http(engine: RliteInferenceEngine, path: Path) -> None:
     asked = requests("loglikelihood_rolling", [(text,) for text in TEXTS])
     answers = requests("generate_until", [(c, {"until": ["e"], "max_gen_toks": 16}) for c in ("Two plus", "A dog")])
-    totals, texts = over_http(
-        engine, path, lambda client: (client.loglikelihood_rolling(asked), client.generate_until(answers))
-    )
+
+    def use(arguments: dict[str, Any]) -> Any:
+        client = LocalCompletionsAPI(**arguments)
+        return client.loglikelihood_rolling(asked), client.generate_until(answers)
+
+    totals, texts = over_http(engine, path, use)
     # the client keeps one place of the context for the token that it has to ask for, and one more
     same = HFLM(str(path), device="cpu", dtype="float32", add_bos_token=False, max_length=MAX_LENGTH)
     for total, other, text in zip(totals, same.loglikelihood_rolling(asked), TEXTS, strict=True):
@@ -205,14 +208,17 @@ metric_list: [{{metric: exact_match}}]
 """
 
 
-def test_whole_tasks_give_the_results_and_samples_of_the_harness(
-    model: RliteLM, oracle: HFLM, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def tasks(questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TaskManager:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for name, text in (("sums", CHOICES), ("answers", ANSWERS)):
         (tmp_path / f"{name}.yaml").write_text(text.format(file=questions))
-    tasks = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    return TaskManager(include_path=str(tmp_path), include_defaults=False)
 
+
+def test_whole_tasks_give_the_results_and_samples_of_the_harness(
+    model: RliteLM, oracle: HFLM, tasks: TaskManager
+) -> None:
     def evaluated(lm: Any) -> Any:
         return lm_eval.simple_evaluate(
             lm,
@@ -233,3 +239,15 @@ def test_whole_tasks_give_the_results_and_samples_of_the_harness(
         assert len(ours) == 10
     answers = ([sample["resps"] for sample in each["samples"]["answers"]] for each in (found, expected))
     assert next(answers) == next(answers)
+
+
+def test_a_whole_task_gives_the_results_of_the_harness_over_http(
+    engine: RliteInferenceEngine, path: Path, oracle: HFLM, tasks: TaskManager
+) -> None:
+    def evaluated(lm: Any, arguments: dict[str, Any] | None = None) -> Any:
+        return lm_eval.simple_evaluate(lm, arguments, tasks=["sums"], task_manager=tasks, batch_size=8)["results"]
+
+    found = over_http(
+        engine, path, lambda arguments: evaluated("local-completions", {**arguments, "add_bos_token": True})
+    )
+    assert found == evaluated(oracle)

@@ -73,9 +73,7 @@ class PushingWorker:
             top = logprobs.topk(num_top or 0)
             found = logprobs.gather(1, torch.tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0]
             result.append(
-                PromptLogprobs(
-                    logprobs=found.tolist(), top_ids=top.indices.tolist(), top_logprobs=top.values.tolist()
-                )
+                PromptLogprobs(logprobs=found.tolist(), top_ids=top.indices.tolist(), top_logprobs=top.values.tolist())
             )
         return result
 

@@ -147,9 +147,7 @@ class ShardedModel:
         """Return the logits `[tokens, vocabulary]` of the plan's tokens."""
         if self._lean is not None:
             return self._lean.logits(plan.tokens, plan.positions, plan)
-        output = self.model(
-            input_ids=plan.tokens[None], position_ids=plan.positions[None], use_cache=False, plan=plan
-        )
+        output = self.model(input_ids=plan.tokens[None], position_ids=plan.positions[None], use_cache=False, plan=plan)
         return output.logits[0]
 
     def load(self, path: str | None = None) -> None:

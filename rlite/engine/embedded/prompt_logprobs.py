@@ -1,7 +1,7 @@
 """Log-probabilities of prompts: forward passes beside the KV cache, over packs of prompts.
 
-A pack is cut into pieces of a bounded number of tokens, because the logits of a whole pack may not fit. A prompt that is
-cut continues from the keys and values of its earlier pieces.
+A pack is cut into pieces of a bounded number of tokens, because the logits of a whole pack may not fit. A prompt that
+is cut continues from the keys and values of its earlier pieces.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class PumpedReplica(WorkerReplica):
             request.fail(error)
 
     def prompt_logprobs(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
-        """Return the log-probabilities of each prompt's tokens. Calls for some prompts each alternate with decode steps.
+        """Return the log-probabilities of each prompt's tokens. Calls for a few prompts alternate with decode steps.
 
         Args:
             prompts: token ids.

@@ -246,20 +246,19 @@ def scored_logprobs(exchange: Exchange, turn: Turn, scored: PromptLogprobs) -> d
     """
     num_prompt, decode = len(turn.prompt_ids), exchange.tokenizer.decode
     ids = [*turn.prompt_ids, *turn.output_ids]
-    values = [None, *scored.logprobs[: num_prompt - 1], *turn.logprobs]
+    values: list[Any] = [None, *scored.logprobs[: num_prompt - 1], *turn.logprobs]
     top: list[dict[str, float] | None] = [None]
-    places = [list(zip(*place, strict=True)) for place in zip(scored.top_ids, scored.top_logprobs, strict=True)]
-    for token, value, place in itertools.zip_longest(ids[1:], values[1:], places, fillvalue=[]):
+    places = list(zip(scored.top_ids, scored.top_logprobs, strict=True))
+    places += [([], [])] * (len(ids) - 1 - len(places))
+    for token, value, (likely, likely_logprobs) in zip(ids[1:], values[1:], places, strict=True):
         entries: dict[str, float] = {}
-        for other, logprob in [*place, (token, value)]:
+        for other, logprob in zip([*likely, token], [*likely_logprobs, value], strict=True):
             entries.setdefault(decode([other]), logprob)  # of tokens with the same text, the most likely
         top.append(entries)
     first = 0 if exchange.request.is_echo else num_prompt
     texts = [decode([token]) for token in ids[first:]]
     shown = top[first:] if exchange.request.num_top else None
-    return {
-        "tokens": texts, "token_logprobs": values[first:], "top_logprobs": shown, "text_offset": _starts(texts)
-    }
+    return {"tokens": texts, "token_logprobs": values[first:], "top_logprobs": shown, "text_offset": _starts(texts)}
 
 
 def _starts(texts: Sequence[str]) -> list[int]:

@@ -26,7 +26,12 @@ def worker_of(path: Path, **options: Any) -> EmbeddedWorker:
 
 @pytest.mark.parametrize(
     ("kind", "config", "dtype"),
-    [("qwen2", {}, None), ("llama", {}, "float64"), ("mistral", WINDOW, None), ("gemma2", WINDOW, None)],
+    [
+        ("qwen2", {}, None),
+        ("llama", {}, "float64"),
+        ("mistral", WINDOW, None),
+        ("granite", {"logits_scaling": 3.0}, None),
+    ],
 )
 @pytest.mark.parametrize("max_prefill_tokens", [4096, 7])
 def test_they_are_those_of_the_model_wherever_prompts_are_cut(
@@ -82,8 +87,8 @@ def test_a_prompt_that_is_too_long_or_not_finite_and_weights_that_are_away_are_e
     with pytest.raises(DataError, match="the prompt has 65 tokens, max_model_len=64"):
         worker.prompt_logprobs([[1] * 65], 0)
     shards = worker.parameter_shards()
-    shards["model.layers.0.mlp.down_proj.weight"].local.fill_(3e38)
-    with pytest.raises(NonFiniteError, match="prompt 1: its logits are not finite in torch.float32"):
+    shards["model.layers.0.mlp.down_proj.weight"].tensor.fill_(3e38)
+    with pytest.raises(NonFiniteError, match=r"prompt 1: its logits are not finite in torch\.float32"):
         worker.prompt_logprobs([[1], [1, 2]], 0)
     worker.to_cpu()
     with pytest.raises(ResidencyError, match="weights"):
