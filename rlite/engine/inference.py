@@ -19,7 +19,7 @@ from rlite.data.chat.raw import raw_prompts
 from rlite.data.chat.template import check_template_options
 from rlite.engine.elastic import ElasticReplicas
 from rlite.engine.replica import InFlightRequest
-from rlite.engine.workers import together
+from rlite.engine.scoring import score_prompts
 from rlite.errors import CallTimeout, ConfigError, DataError
 from rlite.futures import result_of
 from rlite.observability import trace
@@ -28,7 +28,6 @@ from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.seeds import mix
 from rlite.rollout.workflow import RolloutWorkflow, prompt_ids, prompt_text
 from rlite.types import (
-    MAX_TOP_LOGPROBS,
     CompletionOutput,
     GenerationHyperparameters,
     LLMRequest,
@@ -277,20 +276,9 @@ class RliteInferenceEngine(ElasticReplicas):
         self, what: str, prompts: Sequence[str | Sequence[int]], num_top: int, may_wait: bool = False
     ) -> list[PromptLogprobs]:
         self._need_prompt_logprobs()
-        if not 0 <= num_top <= min(MAX_TOP_LOGPROBS, self._config.vocab_size):
-            raise ConfigError(f"{what}: num_top={num_top}: expected a number from 0 to {MAX_TOP_LOGPROBS}")
         self._check_ready(what, may_wait)
         tokens = [self._tokens(prompt, index) for index, prompt in enumerate(prompts)]
-        room = self.context_length - 1
-        for index, ids in enumerate(tokens):
-            if len(ids) > room:
-                raise DataError(
-                    f"prompt {index} has {len(ids)} tokens, max_model_len={room + 1} leaves room for {room}"
-                )
-        serving = self._serving()
-        shares = {replica: tokens[index :: len(serving)] for index, replica in enumerate(serving)}
-        results = together(serving, lambda replica: replica.prompt_logprobs(shares[replica], num_top))
-        return [results[index % len(serving)][index // len(serving)] for index in range(len(tokens))]
+        return score_prompts(self._serving(), tokens, num_top, self.context_length - 1)
 
     def _need_prompt_logprobs(self) -> None:
         self._need(self.capabilities.has_prompt_logprobs, "prompt_logprobs", "a train engine's `forward` computes them")
