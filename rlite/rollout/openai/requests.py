@@ -47,11 +47,11 @@ STOPS = f"a text or a list of texts, at most {MAX_STOPS} texts of at most {MAX_S
 TOOL_CHOICE = "'auto' or 'none': nothing makes the model call a tool"
 MAX_CHOICES = 1024
 """choices of a request, of all its prompts together"""
-MAX_TOP_LOGPROBS = 5
+MAX_SHOWN_LOGPROBS = 5
 """most likely tokens that a completion shows at each place: OpenAI's limit"""
 PROMPT = f"a text, a list of token ids, or a list of at most {MAX_CHOICES} of them, none empty"
 WORDS = {"list_type": "a list", "dict_type": "an object", "model_type": "an object", "too_short": "a list, not empty"}
-LOGPROBS = f"an integer from 0 to {MAX_TOP_LOGPROBS}"
+LOGPROBS = f"an integer from 0 to {MAX_SHOWN_LOGPROBS}"
 
 
 class ApiError(RliteError, RuntimeError):
@@ -324,7 +324,7 @@ Prompts = Annotated[list[Name | Tokens], Field(max_length=MAX_CHOICES, fail_fast
 
 class _CompletionBody(_Body):
     prompt: Annotated[Prompts, BeforeValidator(_as_prompts), Expected(PROMPT)] = ABSENT
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Expected(LOGPROBS, UNSUPPORTED)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_SHOWN_LOGPROBS), Expected(LOGPROBS, UNSUPPORTED)] | None = None
     echo: Flag = False
 
 
