@@ -46,7 +46,9 @@ def ours(model: Path, scratch: Path, steps: int, threads: int) -> dict[str, Any]
         actor=ActorOptions(model_name=str(model), lr=1e-6),
         train_data=PromptOptions(prompts_per_rollout=NUM_PROMPTS, responses_per_prompt=NUM_GENERATIONS),
         rollout=RolloutOptions(max_model_len=256),
-        trainer=TrainerOptions(save_dir=str(scratch), total_steps=steps + 1, save_freq=10**6, test_freq=10**6),
+        trainer=TrainerOptions(
+            save_dir=str(scratch), total_steps=steps + 1, save_freq=10**6, test_freq=10**6, record="none"
+        ),
     )
     gconfig = GenerationHyperparameters(max_new_tokens=MAX_NEW_TOKENS)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)

@@ -88,7 +88,10 @@ def strip(file: RecordFile) -> bool:
 
 
 def delete(file: RecordFile) -> bool:
-    """Delete a file, and return True.
+    """Delete a file.
+
+    Returns:
+        True.
 
     Raises:
         StorageError: the file cannot be deleted.

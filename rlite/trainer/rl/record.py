@@ -14,7 +14,7 @@ from rlite.errors import StorageError
 from rlite.observability.record.schema import Status
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.lost import NOT_ACCEPTED
-from rlite.rollout.record.recorder import make_recorder
+from rlite.rollout.record.recorder import NoRecorder, Recorder, make_recorder
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.run.training_run import TrainingRun
@@ -39,6 +39,7 @@ class RunRecord:
     def __init__(self, options: PpoConfig, run: TrainingRun, engines: Engines) -> None:
         self._options, self._run, self._engines = options, run, engines
         self._has_told = False
+        self._recorder: Recorder = NoRecorder()
 
     def open(self) -> None:
         """Begin, after the run has opened its folder."""
@@ -111,6 +112,7 @@ class RunRecord:
         try:
             self._recorder.record(self._run.step + 1, [*ended, *self._collector.under_way(reason)])
             self._recorder.close()
+            self._recorder = NoRecorder()  # the trainer may still be asked to evaluate
         except StorageError:
             if error is None:
                 raise
