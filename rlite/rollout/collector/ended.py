@@ -54,5 +54,4 @@ class Ended:
             columns = kept["trajectory"]
             row = None if columns is None else TensorDict(columns, batch_size=[len(columns["input_ids"])])
             episodes.append(Episode.from_state(kept, row))
-        values = (state[name] for name in ("group", "item", "status", "reason"))
-        return cls(*values, episodes, dict(state["num_tokens"]))
+        return cls(state["group"], state["item"], state["status"], state["reason"], episodes, dict(state["num_tokens"]))

@@ -45,11 +45,13 @@ class TokenTexts:
         start = read = 0
         known = ""
         for end in range(1, len(ids) + 1):
-            whole = self._decode(ids[start:end])
-            is_whole = not whole.endswith("\ufffd") or end - read == WIDEST or end == len(ids)
-            pieces.append(whole[len(known) :] if is_whole else "")
-            if is_whole:
-                start, read = read, end
+            text = self._decode(ids[start:end])
+            is_whole = not text.endswith("\ufffd")
+            is_settled = is_whole or end - read == WIDEST or end == len(ids)
+            pieces.append(text[len(known) :] if is_settled else "")
+            if is_settled:
+                # bytes that are no character, taken once more with what follows, would make another text
+                start, read = (read if is_whole else end), end
                 known = self._decode(ids[start:read])
         return pieces
 
