@@ -64,11 +64,30 @@ def test_a_row_says_what_a_trajectory_holds(texts: TokenTexts) -> None:
     assert table.schema.equals(ROWS, check_metadata=True)
     (row,) = table.to_pylist()
     assert row == {
-        **{"step": 9, "group": 4, "sample": 0, "item": "item 4", "status": "trained", "reason": ""},
-        **{"reward": 1.5, "reward_parts": [("format", 0.25)], "score": 2.0, "answer": None, "advantage": None},
-        **{"turns": 2, "tool_calls": 3, "tool_errors": None, "prompt_tokens": 4, "response_tokens": 8},
-        **{"truncated": False, "version_min": 4, "version_max": 6, "ended": 1e9},
-        **{"seconds_queue": 1.0, "seconds_generate": 2.0, "seconds_environment": 1.25, "seconds_reward": 0.75},
+        "step": 9,
+        "group": 4,
+        "sample": 0,
+        "item": "item 4",
+        "status": "trained",
+        "reason": "",
+        "reward": 1.5,
+        "reward_parts": [("format", 0.25)],
+        "score": 2.0,
+        "answer": None,
+        "advantage": None,
+        "turns": 2,
+        "tool_calls": 3,
+        "tool_errors": None,
+        "prompt_tokens": 4,
+        "response_tokens": 8,
+        "truncated": False,
+        "version_min": 4,
+        "version_max": 6,
+        "ended": 1e9,
+        "seconds_queue": 1.0,
+        "seconds_generate": 2.0,
+        "seconds_environment": 1.25,
+        "seconds_reward": 0.75,
         "events": [
             {"name": name, "start": start, "end": end}
             for name, start, end in [

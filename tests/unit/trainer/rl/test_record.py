@@ -98,10 +98,15 @@ def test_every_group_has_the_rows_of_one_step_with_its_status(made: Any, tmp_pat
 
 def test_a_run_that_fails_records_what_it_had_begun(made: Any, tmp_path: Path) -> None:
     parts = made(0)
-    with pytest.raises(RuntimeError, match="broken"), parts.record:
-        train(parts, 1)
-        parts.rollouts.next_batch()
-        raise RuntimeError("broken")
+
+    def fail() -> None:
+        with parts.record:
+            train(parts, 1)
+            parts.rollouts.next_batch()
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        fail()
     rows = [row for row in recorded(tmp_path) if row["step"] == 2 and row["status"] == "aborted"]
     assert {row["reason"] for row in rows} == {"the run ended with RuntimeError"}
     assert all(row["reward"] is not None for row in rows)
