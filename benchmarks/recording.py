@@ -3,8 +3,8 @@
     .venv/bin/python -m benchmarks.recording [--steps 30] [--threads 1]
 
 The steps are those of `benchmarks.grpo`: 8 prompts x 8 generations of up to 128 tokens. In one run, `all`, `sample` and
-`none` alternate from step to step. A step ends when its record is on disk, although a run goes on meanwhile. `recording`
-is the time from the end of the step to the end of the writing; its share is of the steps without a record. `sample`
+`none` alternate from step to step. Each step waits until its record is on disk, although a run goes on meanwhile: the
+share of the time is an upper bound. A busy machine disturbs the share of CPU time less. `sample`
 writes the texts and tokens of all groups in every tenth of its steps, as in a run.
 """
 
@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,8 +34,16 @@ LIMIT = 0.02
 """share of a step that `sample` may take"""
 
 
-def seconds_of_steps(model: Path, scratch: Path, steps: int) -> dict[str, list[tuple[float, float, float]]]:
-    """Return seconds of each step without its recording, seconds of the recording, and CPU seconds of both, by mode."""
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of one step, by the clock or of CPU time."""
+
+    step: float
+    recording: float
+
+
+def seconds_of_steps(model: Path, scratch: Path, steps: int) -> dict[str, list[tuple[Seconds, Seconds]]]:
+    """Return the seconds of each step by mode, by the clock and of CPU time."""
     trainer = grpo_trainer(model, scratch, steps + WARM_UP, record="all")
     trainer.start()
     tokenizer, collector = trainer.engines.rollout.tokenizer, trainer.engines.rollout.collector
@@ -43,18 +52,19 @@ def seconds_of_steps(model: Path, scratch: Path, steps: int) -> dict[str, list[t
     }
     found = defaultdict(list)
     for number, mode in zip(range(steps + WARM_UP), itertools.cycle(MODES), strict=False):
-        cpu_started, started = time.process_time(), time.perf_counter()
+        began = time.perf_counter(), time.process_time()
         batch = trainer.with_advantages(trainer.rollouts.next_batch())
         trainer.update(batch)
         trainer.sync()
-        trained = time.perf_counter()
+        trained = time.perf_counter(), time.process_time()
         ended, groups = collector.take_ended(), set(batch["group_ids"].tolist())
         recorders[mode].record(len(found[mode]) + 1, [decided(group, groups) for group in ended], batch)
         recorders[mode].flush()
-        written, cpu = time.perf_counter(), time.process_time() - cpu_started
+        written = time.perf_counter(), time.process_time()
         trainer.run.step += 1
         if number >= WARM_UP:
-            found[mode].append((trained - started, written - trained, cpu))
+            wall, cpu = (Seconds(b - a, c - b) for a, b, c in zip(began, trained, written, strict=True))
+            found[mode].append((wall, cpu))
     for recorder in recorders.values():
         recorder.close()
     return found
@@ -75,21 +85,18 @@ def main() -> None:
         sizes = {
             mode: sum(path.stat().st_size for path in (scratch / "run" / mode / FOLDER).glob("*")) for mode in MODES
         }
-    plain = statistics.mean(step for step, _, _ in found["none"])
-    plain_cpu = statistics.median(cpu for _, _, cpu in found["none"])
+    plain = [statistics.mean(sides[clock].step for sides in found["none"]) for clock in range(2)]
     shares = {}
-    for mode in MODES:
-        recording = [seconds for _, seconds, _ in found[mode]]
-        shares[mode] = statistics.mean(recording) / plain
-        cpu = statistics.median(cpu for _, _, cpu in found[mode])
-        step = statistics.median(step + seconds for step, seconds, _ in found[mode])
+    for mode, steps in found.items():
+        recording = [statistics.mean(sides[clock].recording for sides in steps) for clock in range(2)]
+        shares[mode] = recording[0] / plain[0]
         print(
-            f"{mode:6} {len(recording)} steps: {step:.3f} s a step (median), recording {statistics.mean(recording):.4f} s "
-            f"(mean) = {shares[mode]:.2%}, CPU {cpu:.3f} s ({cpu / plain_cpu - 1:+.2%}), "
-            f"{sizes[mode] / len(recording) / 1024:.0f} KiB a step"
+            f"{mode:6} {len(steps)} steps: recording {recording[0]:.4f} s of {plain[0]:.2f} s = {shares[mode]:.2%}, "
+            f"CPU {recording[1]:.4f} s of {plain[1]:.2f} s = {recording[1] / plain[1]:.2%}, "
+            f"{sizes[mode] / len(steps) / 1024:.0f} KiB a step"
         )
-    print(f"torch {torch.__version__}, {args.threads} thread(s); limit {LIMIT:.0%} for sample: ", end="")
-    print("reached" if shares["sample"] < LIMIT else "missed")
+    reached = "reached" if shares["sample"] < LIMIT else "missed"
+    print(f"torch {torch.__version__}, {args.threads} thread(s); limit {LIMIT:.0%} for sample: {reached}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -73,22 +72,40 @@ class TrainedBatch:
         return float(values.mean()) if len(values) else None
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """The sequences of one trajectory, as arrays without padding."""
+class Arrays:
+    """A trajectory as arrays.
 
-    trajectory: TensorDict
+    Args:
+        trajectory: the trajectory.
+    """
 
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the columns of each sequence: ids, mask, versions, and logprobs if there are some."""
+    def __init__(self, trajectory: TensorDict) -> None:
+        self.columns = {str(key): value.numpy() for key, value in trajectory.items()}
+        self.sequences = list(self._sequences())
+        """columns of each sequence without padding: ids, mask, versions, and logprobs if there are some"""
+
+    def _sequences(self) -> Iterator[dict[str, np.ndarray]]:
         names = {"ids": "input_ids", "mask": "loss_mask", "versions": "versions", "logprobs": "logprobs"}
-        columns = {name: self.trajectory[key].numpy() for name, key in names.items() if key in self.trajectory}
+        columns = {name: self.columns[key] for name, key in names.items() if key in self.columns}
         columns.setdefault("mask", np.zeros_like(columns["ids"]))
         columns["mask"] = columns["mask"].astype(bool)
         columns.setdefault("versions", np.where(columns["mask"], 0, -1))
-        lengths = self.trajectory["attention_mask"].sum(-1).tolist()
-        for row, length in enumerate(lengths):
-            yield {name: column[row, : int(length)] for name, column in columns.items()}
+        for row, length in enumerate(self.columns["attention_mask"].astype(bool).sum(-1).tolist()):
+            yield {name: column[row, :length] for name, column in columns.items()}
+
+    def total(self, key: str) -> float | None:
+        """Return a value of the whole trajectory, also if it is given token by token; None if it is not given."""
+        return float(self.columns[key][0].sum(dtype=np.float64)) if key in self.columns else None
+
+    def count(self, key: str) -> int | None:
+        """Return a number of the whole trajectory; None if it is not given."""
+        return int(self.columns[key][0]) if key in self.columns else None
+
+    def parts(self) -> list[tuple[str, float]]:
+        """Return the parts of the reward that count, by name."""
+        names = sorted(key for key in self.columns if key.startswith(NAMED_REWARD))
+        values = [(name.removeprefix(NAMED_REWARD), float(self.columns[name][0])) for name in names]
+        return [(_clean(name), value) for name, value in values if not math.isnan(value)]
 
 
 def make_tables(
@@ -109,13 +126,11 @@ def make_tables(
     for place, group in enumerate(groups):
         for number, episode in enumerate(group.episodes):
             key = {"step": step, "group": group.group, "sample": group.first_sample + number}
-            own = _tokens(key, episode, texts, trained) if place in shown else []
+            made = None if episode.trajectory is None else Arrays(episode.trajectory)
+            own = _tokens(key, made, texts, trained) if made is not None and place in shown else []
             advantage = None if trained is None else trained.advantage(key["group"], key["sample"])
-            rows.append(
-                key
-                | _row(group, number)
-                | {"advantage": advantage, "segments": _segments(own) if place in shown else None}
-            )
+            segments = _segments(own) if place in shown else None
+            rows.append({**key, **_row(group, number, made), "advantage": advantage, "segments": segments})
             tokens += own
     return {
         "rows": pa.Table.from_pylist(rows, schema=ROWS),
@@ -123,9 +138,8 @@ def make_tables(
     }
 
 
-def _row(group: Ended, number: int) -> dict[str, Any]:
+def _row(group: Ended, number: int, made: Arrays | None) -> dict[str, Any]:
     episode = group.episodes[number]
-    made = {} if episode.trajectory is None else _of_trajectory(episode.trajectory)
     return {
         "item": _clean(group.item),
         "status": group.status,
@@ -133,7 +147,7 @@ def _row(group: Ended, number: int) -> dict[str, Any]:
         "response_tokens": group.num_tokens.get(number, 0),
         "answer": None if episode.answer is None else _clean(episode.answer),
         **_times(episode),
-        **made,
+        **({} if made is None else _of_trajectory(made)),
     }
 
 
@@ -146,44 +160,29 @@ def _reason(group: Ended, number: int) -> str:
     return reason if failed is None else f"sample {group.first_sample + failed} of the group: {reason}"
 
 
-def _of_trajectory(trajectory: TensorDict) -> dict[str, Any]:
-    sequences = list(Sequences(trajectory))
-    masks = [sequence["mask"] for sequence in sequences]
-    versions = np.concatenate([sequence["versions"] for sequence in sequences])
+def _of_trajectory(made: Arrays) -> dict[str, Any]:
+    masks = [sequence["mask"] for sequence in made.sequences]
+    versions = np.concatenate([sequence["versions"] for sequence in made.sequences])
     versions = versions[versions >= 0]
-    first = masks[0]
+    first, turns = masks[0], made.count("num_turns")
     return {
-        "reward": _total(trajectory, "rewards"),
-        "reward_parts": _parts(trajectory),
-        "score": _total(trajectory, "scores"),
-        "turns": _count(trajectory, "num_turns", sum(_num_runs(mask) for mask in masks)),
-        "tool_calls": _count(trajectory, "num_tool_calls"),
-        "tool_errors": _count(trajectory, "num_tool_errors"),
+        "reward": made.total("rewards"),
+        "reward_parts": made.parts(),
+        "score": made.total("scores"),
+        "turns": sum(map(_num_runs, masks)) if turns is None else turns,
+        "tool_calls": made.count("num_tool_calls"),
+        "tool_errors": made.count("num_tool_errors"),
         "prompt_tokens": int(first.argmax()) if first.any() else len(first),
-        "response_tokens": int(sum(mask.sum() for mask in masks)),
-        "truncated": bool(trajectory["truncated"].any()) if "truncated" in trajectory else None,
+        "response_tokens": sum(int(mask.sum()) for mask in masks),
+        "truncated": bool(made.columns["truncated"].any()) if "truncated" in made.columns else None,
         "version_min": int(versions.min()) if len(versions) else None,
         "version_max": int(versions.max()) if len(versions) else None,
     }
 
 
-def _total(trajectory: TensorDict, key: str) -> float | None:
-    """Return a value of the whole trajectory, also if it is given token by token."""
-    return float(trajectory[key][0].double().sum()) if key in trajectory else None
-
-
-def _count(trajectory: TensorDict, key: str, default: int | None = None) -> int | None:
-    return int(trajectory[key][0]) if key in trajectory else default
-
-
-def _parts(trajectory: TensorDict) -> list[tuple[str, float]]:
-    names = sorted(str(key) for key in trajectory.keys() if str(key).startswith(NAMED_REWARD))  # noqa: SIM118
-    values = [(name.removeprefix(NAMED_REWARD), float(trajectory[name][0])) for name in names]
-    return [(_clean(name), value) for name, value in values if not math.isnan(value)]
-
-
 def _num_runs(mask: np.ndarray) -> int:
-    return int((np.diff(mask.astype(np.int8), prepend=0) == 1).sum())
+    """Return the number of runs of ones."""
+    return int(mask[0]) + int((mask[1:] & ~mask[:-1]).sum())
 
 
 def _times(episode: Episode) -> dict[str, Any]:
@@ -218,11 +217,11 @@ def _events(episode: Episode) -> list[tuple[str, float, float]]:
 
 
 def _tokens(
-    key: Mapping[str, int], episode: Episode, texts: TokenTexts, trained: TrainedBatch | None
+    key: Mapping[str, int], trajectory: Arrays, texts: TokenTexts, trained: TrainedBatch | None
 ) -> list[dict[str, Any]]:
-    """Return a row of TOKENS for each sequence of an episode."""
+    """Return a row of TOKENS for each sequence of a trajectory."""
     rows: list[dict[str, Any]] = []
-    for number, sequence in enumerate(() if episode.trajectory is None else Sequences(episode.trajectory)):
+    for number, sequence in enumerate(trajectory.sequences):
         text, offsets = texts.decode(sequence["ids"].tolist())
         place = key["group"], key["sample"], number, len(offsets)
         made = {} if trained is None else trained.columns(*place)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
 WIDEST = 4
 """tokens that one character takes at most"""
 
@@ -18,6 +20,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
         self._pieces: dict[int, str] = {}
 
     def decode(self, ids: Sequence[int]) -> tuple[str, list[int]]:
@@ -52,8 +55,10 @@ class TokenTexts:
             if is_settled:
                 # bytes that are no character, taken once more with what follows, would make another text
                 start, read = (read if is_whole else end), end
-                known = self._decode(ids[start:read])
+                known = self._piece(ids[start]) if read - start == 1 else self._decode(ids[start:read])
         return pieces
 
     def _decode(self, ids: Sequence[int]) -> str:
+        if self._backend is not None:  # the same, without the cost of its checks
+            return self._backend.decode(ids, skip_special_tokens=False)
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
