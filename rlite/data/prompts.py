@@ -14,6 +14,8 @@ from rlite.data.tables import check_text
 from rlite.errors import ConfigError, DataError
 
 PROMPT_KEYS = ("messages", "prompt", "input_ids")
+MAX_ITEM = 200
+"""characters of a row's name"""
 
 
 def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
@@ -40,6 +42,25 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
                 raise DataError(f"{at}: {keys[0]!r} ends with the assistant; expected the prompt alone, to be answered")
         elif isinstance(prompt, str):
             check_text(prompt, f"{at}: {keys[0]!r}")
+
+
+class Prompt(dict[str, Any]):
+    """A row of the data, with its name in the record of a run.
+
+    Args:
+        row: the row.
+        item: name of the row.
+    """
+
+    def __init__(self, row: Mapping[str, Any], item: str) -> None:
+        super().__init__(row)
+        self.item = item
+
+
+def item_name(row: Mapping[str, Any], number: int | str) -> str:
+    """Return the name of a row in records: its `id`, else its index in the data, or its place if it is streamed."""
+    name = row.get("id")
+    return str(number if name is None else name)[:MAX_ITEM]
 
 
 class PromptStream:
@@ -73,25 +94,26 @@ class PromptStream:
         self._stream: ShuffledStream[Mapping[str, Any]] | None = (
             None if stream is None else ShuffledStream(stream, seed)
         )
-        self.returned: list[Mapping[str, Any]] = []
+        self.returned: list[Prompt] = []
         """rows that come before all others: they were dealt, and not used"""
 
-    def next(self, count: int | None = None) -> list[Mapping[str, Any]]:
+    def next(self, count: int | None = None) -> list[Prompt]:
         """Return the next `batch_size` rows, or `count` of them; a batch may span two epochs."""
         count = self._batch_size if count is None else count
         new = self._take(max(count - len(self.returned), 0))
         first, self.returned = self.returned[:count], self.returned[count:]
         return first + new
 
-    def _take(self, count: int) -> list[Mapping[str, Any]]:
+    def _take(self, count: int) -> list[Prompt]:
         if self._stream is None:
-            return [self._rows[number] for number in self.order.take(count)]
-        taken: list[Mapping[str, Any]] = []
+            return [Prompt(row, item_name(row, n)) for n in self.order.take(count) for row in [self._rows[n]]]
+        taken: list[Prompt] = []
         while len(taken) < count:
-            taken += self._stream.take(count - len(taken))
+            placed = self._stream.take_placed(count - len(taken))
+            taken += [Prompt(row, item_name(row, f"{file}:{place}")) for (file, place), row in placed]
         return taken
 
-    def __iter__(self) -> Iterator[list[Mapping[str, Any]]]:
+    def __iter__(self) -> Iterator[list[Prompt]]:
         """Yield batches for ever; the first has all `returned` rows, if there are some."""
         while True:
             yield self.next(len(self.returned) or None)

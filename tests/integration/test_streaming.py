@@ -19,6 +19,7 @@ from rlite.observability import stats_tracker
 from rlite.trainer import ppo
 from rlite.trainer.sft import SftConfig, SftTrainer
 from rlite.trainer.supervised import read_tokens
+from tests.recorded import recorded
 from tests.tiny import build_model_dir
 
 CLOCKED = ("seconds", "tokens_per_second", "memory_gib")
@@ -119,12 +120,13 @@ def prompts_command(folder: Path, num_rows: int, *settings: str) -> list[str]:
         *(f"train_data.path={folder / 'prompts'}", "train_data.streaming=true"),
         *("train_data.columns.prompt=question", f"reward.path={folder / 'reward.py'}:varied"),
         *("rollout.train_sampling_params.max_new_tokens=4", "rollout.max_model_len=32", "launcher=inprocess"),
+        "trainer.record=all",
         *settings,
     ]
 
 
 def asked(run: Path) -> list[str]:
-    return [json.loads(line)["prompt"] for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    return [row["segments"][0]["text"] for row in recorded(run) if row["status"] == "trained"]
 
 
 def test_prompts_are_streamed_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

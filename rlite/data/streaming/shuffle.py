@@ -40,6 +40,14 @@ class ShuffledStream(Generic[T]):
     def take(self, count: int) -> list[T]:
         """Return the next `count` items, or as many as are left in the epoch; at least one.
 
+        Raises:
+            StreamedDataError: a row cannot be used, or a file cannot be read.
+        """
+        return [item for _, item in self.take_placed(count)]
+
+    def take_placed(self, count: int) -> list[tuple[Place, T]]:
+        """Return the next items as `take` does, each with its place: the number of the file, and the place in it.
+
         All rows that the call needs are read before an item is dealt. So an error leaves the state as it was.
 
         Raises:
@@ -117,13 +125,13 @@ class ShuffledStream(Generic[T]):
             self._ahead.extend(items)
             self._turn, self._place = (self._turn + 1, 0) if end is None else (self._turn, end)
 
-    def _draw(self) -> T:
+    def _draw(self) -> tuple[Place, T]:
         while self._ahead and len(self._buffer) < self._table.buffer_size:
             self._buffer.append(self._ahead.popleft())
         number = int(self._random.random() * len(self._buffer))
         self._buffer[number], self._buffer[-1] = self._buffer[-1], self._buffer[number]
         self._num_dealt += 1
-        return self._buffer.pop()[1]
+        return self._buffer.pop()
 
     def _digests(self, turn: int, place: int) -> dict[str, str]:
         """Return a digest of each file's part that was read; later epochs have read all."""
