@@ -45,9 +45,7 @@ class Comparison:
     """items at which the second model has the lower mean score"""
 
 
-def compare(
-    first: Sequence[Sample], second: Sequence[Sample], confidence: float = 0.95, seed: int = 0
-) -> Comparison:
+def compare(first: Sequence[Sample], second: Sequence[Sample], confidence: float = 0.95, seed: int = 0) -> Comparison:
     """Return the difference between two evaluations of the same items.
 
     The samples of an item are correlated. An item therefore counts once, with the difference of its mean scores. A

@@ -57,7 +57,7 @@ def test_the_example_of_a_trainer_is_a_whole_config():
     trainers = [options for each in COMMANDS.values() if issubclass(options := each.find_options(), AnnouncedOptions)]
     assert len(trainers) >= 5
     for options in trainers:
-        assert ", into runs/" in load(options, options.help_example.split()).headline()
+        assert ", into runs/" in load(options, options.arguments(options.help_example.split())).headline()
 
 
 def test_help_on_one_group_of_a_command(monkeypatch, capsys):

@@ -52,7 +52,9 @@ def test_the_interval_of_many_items_is_that_of_the_normal_distribution() -> None
     differences = np.random.default_rng(1).normal(0.3, 1.0, size=2_000)
     error = differences.std(ddof=1) / math.sqrt(len(differences))
     expected = (differences.mean() - 1.96 * error, differences.mean() + 1.96 * error)
-    assert bootstrap_interval(differences) == pytest.approx(expected, abs=0.1 * error)  # four standard errors of a quantile
+    assert bootstrap_interval(differences) == pytest.approx(
+        expected, abs=0.1 * error
+    )  # four standard errors of a quantile
 
 
 def brute_force(differences: list[float]) -> float:
