@@ -53,6 +53,9 @@ def evaluate(options: EvalConfig, given: Given = NOTHING) -> EvaluationResult:
         options: of the command.
         given: rows and rewards of a program, in place of those that the options name.
 
+    Returns:
+        Metrics and samples; of two models also the comparison.
+
     Raises:
         ConfigError: an option or a model cannot be used, or the folder holds samples of other settings.
         DataError: some rows cannot be used, or the two models answered other items.

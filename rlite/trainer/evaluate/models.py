@@ -20,6 +20,8 @@ from rlite.trainer.generate import check_writes, model_folder
 RESULTS = "results.json"
 SAMPLES = "samples"
 """folder of the journals"""
+_OF_MODELS = ("config.json", "config.yaml")
+"""files of a model, and of a run, which may also hold results"""
 _GENERAL = ("latest", "best", "")
 """names of folders that do not tell whose they are"""
 
@@ -60,7 +62,7 @@ def earlier_result(given: str) -> EarlierResult | None:
         ConfigError: the folder holds results of two models, or they cannot be read.
     """
     file = Path(given).expanduser() / RESULTS
-    if not file.is_file():
+    if not file.is_file() or any((file.parent / name).exists() for name in _OF_MODELS):
         return None
     try:
         models = json.loads(file.read_bytes())["models"]

@@ -28,6 +28,10 @@ NUM_EPISODES = 100
 """episodes of an environment that needs no data"""
 MAX_MODEL_LEN = 16_384
 """longest sequence, in tokens, if neither the options nor the prompts say it"""
+_NO_TOKENIZER = (
+    "model={}: the checkpoint has no tokenizer that can be read; copy the tokenizer's files from its base model "
+    "(tokenizer.json, tokenizer_config.json)"
+)
 Items = Sequence[Mapping[str, Any]]
 MakeWorkflow = Callable[[GenerationHyperparameters, PreTrainedTokenizerBase, int], RolloutWorkflow]
 """makes a workflow of its sampling, the tokenizer, and the longest sequence of several turns in tokens"""
@@ -99,11 +103,9 @@ def model_tokenizer(folder: str, options: EvalConfig) -> PreTrainedTokenizerBase
     try:
         tokenizer = load_tokenizer(folder)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"model={folder}: the checkpoint has no tokenizer that can be read ({reason}); copy the tokenizer's files "
-            "from its base model (tokenizer.json, tokenizer_config.json)"
-        ) from error
+        raise ConfigError(f"{_NO_TOKENIZER.format(folder)} ({str(error).splitlines()[0]})") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes up of the config alone
+        raise ConfigError(_NO_TOKENIZER.format(folder))
     if options.data.chat_template_options:
         check_template_options(tokenizer, options.data.chat_template_options, "data.chat_template_options")
     return tokenizer

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from rlite.evaluation.results import EvaluationResult
 from rlite.trainer.evaluate.options import EvalConfig
@@ -21,12 +20,13 @@ def print_result(result: EvaluationResult, options: EvalConfig) -> None:
         options: of the command.
     """
     console = Console(highlight=False, markup=False, emoji=False)
-    table = Table(box=box.SIMPLE_HEAD, title=Text(title(result, options)), title_justify="left", title_style="")
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column("metric")
     for model in result.models:
         table.add_column(model.name, justify="right")
     for name in shown_metrics([model.metrics for model in result.models]):
         table.add_row(name, *(shown(name, model.metrics) for model in result.models))
+    console.print(title(result, options), soft_wrap=True)
     console.print(table)
     if (sentence := difference(result)) is not None:
         console.print(sentence, soft_wrap=True)
