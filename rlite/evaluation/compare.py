@@ -15,7 +15,7 @@ from rlite.evaluation.samples import Sample
 
 RESAMPLES = 10_000
 """draws of the bootstrap, and of sign flips that are not enumerated"""
-ENUMERATED = 16
+ENUMERATED = 20
 """items with a difference up to which all sign flips are enumerated"""
 CHUNK = 1_000_000
 """random numbers that are held at once"""

@@ -1,4 +1,4 @@
-"""The journal of an evaluation: settings, then one line for each sample that has ended. Lines are only appended.
+"""The journal of an evaluation: settings, then a line for each sample that has ended. Lines are only appended.
 
 A process that is killed loses the samples that were under way. A line that it cut off is removed by the next process.
 """
@@ -45,10 +45,10 @@ class Journal:
             self._file = path.open("r+b" if path.exists() else "w+b")
         _lock(self._file, path)
         whole = [] if overwrite else _whole_lines(self._file.read(), path)
-        header, *rows = [_value(line, number, path) for number, line in enumerate(whole, 1)] or [None]
+        header, *lines = [_value(line, number, path) for number, line in enumerate(whole, 1)] or [None]
         if header is not None:
             check_same(header, settings, path)
-        self.rows: list[dict[str, Any]] = rows
+        self.lines: list[dict[str, Any]] = lines
         """samples that have ended, in the order of their ends"""
         end = sum(map(len, whole))
         self._file.truncate(end)
@@ -56,17 +56,17 @@ class Journal:
         if header is None:
             self._write({"version": VERSION, "settings": settings})
 
-    def append(self, row: Mapping[str, Any]) -> None:
+    def append(self, line: Mapping[str, Any]) -> None:
         """Write a sample that has ended.
 
         Args:
-            row: values of JSON by key.
+            line: values of JSON by key.
 
         Raises:
             StorageError: the file cannot be written.
         """
-        self._write(row)
-        self.rows.append(dict(row))
+        self._write(line)
+        self.lines.append(dict(line))
 
     def close(self) -> None:
         """Let other processes have the file."""
@@ -88,8 +88,8 @@ def read_journal(path: Path) -> tuple[Settings, list[dict[str, Any]]]:
         whole = _whole_lines(path.read_bytes(), path)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
-    header, *rows = [_value(line, number, path) for number, line in enumerate(whole, 1)] or [None]
-    return _check_header(header, path), rows
+    header, *lines = [_value(line, number, path) for number, line in enumerate(whole, 1)] or [None]
+    return _check_header(header, path), lines
 
 
 def check_same(header: Any, settings: Settings, path: Path) -> None:

@@ -102,9 +102,9 @@ def _outcome(trajectory: TensorDict) -> Row:
     mask = trajectory["loss_mask"]
     versions = trajectory["versions"][mask].tolist() if "versions" in trajectory else []
     parts = {
-        str(name).removeprefix(NAMED_REWARD): value[0].item()
-        for name, value in trajectory.items()
-        if str(name).startswith(NAMED_REWARD)
+        name.removeprefix(NAMED_REWARD): float(trajectory[name][0])
+        for name in map(str, trajectory.keys())
+        if name.startswith(NAMED_REWARD)
     }
     return {
         "reward": _first(trajectory, "rewards"),

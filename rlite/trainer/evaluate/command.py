@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,16 +26,26 @@ from rlite.evaluation.metrics import summary
 from rlite.evaluation.results import EvaluatedModel, EvaluationResult
 from rlite.evaluation.rows import sample_of, write_record
 from rlite.trainer.evaluate.generation import Generation
-from rlite.trainer.evaluate.models import RESULTS, Candidate, EarlierResult, candidate, earlier_result, names_of
+from rlite.trainer.evaluate.models import (
+    RESULTS,
+    Answered,
+    Candidate,
+    candidate,
+    earlier_result,
+    is_of_tasks,
+    names_of,
+    rows_of,
+)
 from rlite.trainer.evaluate.options import EvalConfig
-from rlite.trainer.evaluate.questions import read_questions
+from rlite.trainer.evaluate.questions import Items, read_questions
 from rlite.trainer.evaluate.report import print_result
 from rlite.trainer.evaluate.settings import settings_of
+from rlite.trainer.evaluate.tasks import TaskAnswers, find_tasks
 from rlite.trainer.given import NOTHING, Given
 from rlite.trainer.launch import serve_if_worker, session_of
 from rlite.trainer.run.interruption import INTERRUPTION
 
-Answered = Candidate | EarlierResult
+Answers = Generation | TaskAnswers
 SAME = ("questions", "scores", "tasks")
 """settings that two models which are compared must share"""
 
@@ -77,27 +87,34 @@ def _find_models(options: EvalConfig, given: Given, folder: Path, journals: Exit
     earlier = {name: replace(found, name=name) for name in names if (found := earlier_result(asked[name]))}
     if len(earlier) == len(asked):
         return list(earlier.values())
-    questions = read_questions(options, given)
-    settings = settings_of(options, questions.items)
-    candidates = {
-        name: candidate(model, name, settings, folder, options, journals)
+    items, answers_of = _source(options, given, folder)
+    settings = settings_of(options, items)
+    models: list[Answered] = [
+        earlier[name] if name in earlier else candidate(model, name, settings, folder, options, journals)
         for name, model in asked.items()
-        if name not in earlier
-    }
-    models = [{**earlier, **candidates}[name] for name in names]
+    ]
     check_comparable(models)
-    _generate([Generation(each, questions, options) for each in candidates.values()], options)
+    _generate([answers_of(each) for each in models if isinstance(each, Candidate)], options)
     return models
 
 
-def _generate(generations: Sequence[Generation], options: EvalConfig) -> None:
+def _source(options: EvalConfig, given: Given, folder: Path) -> tuple[Items, Callable[[Candidate], Answers]]:
+    """Return the items, which tasks have not, and a function that returns what a model has still to answer."""
+    if options.tasks:
+        manager = find_tasks(options)
+        return [], lambda model: TaskAnswers(model, manager, options, folder)
+    questions = read_questions(options, given)
+    return questions.items, lambda model: Generation(model, questions, options)
+
+
+def _generate(answers: Sequence[Answers], options: EvalConfig) -> None:
     """Generate missing samples, in one session for all models."""
-    pending = [generation for generation in generations if generation.places]
+    pending = [each for each in answers if each.missing]
     if options.out is not None:
         INTERRUPTION.advice = f"Finished samples are in {options.out}; the same command continues."
     with session_of(options) if pending else nullcontext():
-        for generation in pending:
-            generation.run()
+        for each in pending:
+            each.run()
 
 
 def check_comparable(models: Sequence[Answered]) -> None:
@@ -131,16 +148,20 @@ def result_of(models: Sequence[Answered], options: EvalConfig) -> EvaluationResu
     """
     evaluated = [_evaluated(model, options.k) for model in models]
     comparison = None
-    if len(evaluated) == 2:
+    if len(evaluated) == 2 and evaluated[0].samples:
         first, second = (model.samples for model in evaluated)
         comparison = compare(first, second, options.confidence, options.seed)
     return EvaluationResult(evaluated, comparison)
 
 
 def _evaluated(model: Answered, k: int | None) -> EvaluatedModel:
-    samples = sorted((sample_of(row) for row in model.rows), key=lambda sample: sample.sample)
-    fewest = min(Counter(sample.item for sample in samples).values())
-    return EvaluatedModel(model.name, model.model, summary(samples, fewest if k is None else k), samples)
+    samples = sorted((sample_of(row) for row in rows_of(model)), key=lambda sample: sample.sample)
+    if is_of_tasks(model):
+        metrics = {name: value for line in model.lines for name, value in line["metrics"].items()}
+    else:
+        fewest = min(Counter(sample.item for sample in samples).values())
+        metrics = summary(samples, fewest if k is None else k)
+    return EvaluatedModel(model.name, model.model, metrics, samples)
 
 
 def write_results(folder: Path, models: Sequence[Answered], result: EvaluationResult) -> None:
@@ -155,7 +176,7 @@ def write_results(folder: Path, models: Sequence[Answered], result: EvaluationRe
         StorageError: a file cannot be written.
     """
     for model in models:
-        write_record(folder, model.name, model.rows)
+        write_record(folder, model.name, rows_of(model))
     written = {**result.to_json(), "settings": {model.name: model.settings for model in models}}
     with writing(folder / RESULTS):
         files.replace(folder / RESULTS, json.dumps(written, indent=2).encode())

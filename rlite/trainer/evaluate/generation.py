@@ -34,11 +34,11 @@ class Generation:
 
     def __init__(self, candidate: Candidate, questions: Questions, options: EvalConfig) -> None:
         self._candidate, self._questions, self._options = candidate, questions, options
-        done = {(row["group"], row["sample"]) for row in candidate.rows}
+        done = {(row["group"], row["sample"]) for row in candidate.journal.lines}
         self._all = [Place(item, sample) for item in range(len(questions.items)) for sample in range(options.samples)]
-        self.places = [place for place in self._all if (place.item, place.sample) not in done]
+        self.missing = [place for place in self._all if (place.item, place.sample) not in done]
         """samples that are missing"""
-        if self.places:
+        if self.missing:
             self._tokenizer = model_tokenizer(candidate.model, options)
             limit = context_limit(candidate.model, options)
             turns_limit = limit if options.max_model_len else min(limit, MAX_MODEL_LEN)
@@ -56,7 +56,7 @@ class Generation:
         console, begun = ConsoleReporter(file=sys.stderr), time.monotonic()
         console.follow(lambda: self._progress(begun))
         try:
-            runner.run(self.places, self._keep)
+            runner.run(self.missing, self._keep)
         finally:
             console.close()
             engine.release()
@@ -68,9 +68,9 @@ class Generation:
         self._candidate.journal.append(row_of(episode, self._questions.ids[item], self._tokenizer, has_tokens))
 
     def _progress(self, begun: float) -> str:
-        done, rows = len(self._all) - len(self.places), self._candidate.rows
-        pace = (len(rows) - done) / max(time.monotonic() - begun, 1e-9)
-        return f"{self._candidate.name}: {len(rows)} of {len(self._all)} samples, {pace:.1f} per second"
+        before, now = len(self._all) - len(self.missing), len(self._candidate.journal.lines)
+        pace = (now - before) / max(time.monotonic() - begun, 1e-9)
+        return f"{self._candidate.name}: {now} of {len(self._all)} samples, {pace:.1f} per second"
 
 
 def build_engine(model: str, options: EvalConfig, max_model_len: int | None) -> RliteInferenceEngine:

@@ -33,7 +33,8 @@ class EarlierResult:
     name: str
     model: str
     settings: Mapping[str, Any]
-    rows: Sequence[Row]
+    lines: Sequence[Mapping[str, Any]]
+    """lines of the journal"""
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,23 @@ class Candidate:
     journal: Journal
 
     @property
-    def rows(self) -> Sequence[Row]:
-        """Samples that have ended."""
-        return self.journal.rows
+    def lines(self) -> Sequence[Mapping[str, Any]]:
+        """Lines of the journal."""
+        return self.journal.lines
+
+
+Answered = Candidate | EarlierResult
+
+
+def rows_of(model: Answered) -> list[Row]:
+    """Return the rows of a model's samples. A line of the journal is a row, or a task with many."""
+    rows = [row for line in model.lines for row in line.get("rows", [line])]
+    return [{**row, "group": number} for number, row in enumerate(rows)] if is_of_tasks(model) else rows
+
+
+def is_of_tasks(model: Answered) -> bool:
+    """Return whether a model has answered tasks."""
+    return bool(model.settings.get("tasks"))
 
 
 def earlier_result(given: str) -> EarlierResult | None:
@@ -71,8 +86,8 @@ def earlier_result(given: str) -> EarlierResult | None:
         raise ConfigError(f"{file}: not the results of an evaluation: {type(error).__name__}: {error}") from error
     if len(names) != 1:
         raise ConfigError(f"{file}: results of {', '.join(names)}; expected those of one model")
-    settings, rows = read_journal(file.parent / SAMPLES / f"{names[0]}.jsonl")
-    return EarlierResult(names[0], models[names[0]]["model"], settings, rows)
+    settings, lines = read_journal(file.parent / SAMPLES / f"{names[0]}.jsonl")
+    return EarlierResult(names[0], models[names[0]]["model"], settings, lines)
 
 
 def candidate(

@@ -14,6 +14,8 @@ from rlite.trainer.evaluate.options import EvalConfig
 
 WEIGHTS = (".safetensors", ".bin", ".json", ".jinja", ".model")
 """files of a checkpoint that decide its answers"""
+TASK_FILES = (".yaml", ".yml", ".py", ".json", ".jsonl")
+"""files of a folder with tasks that decide its questions"""
 _SCORED_BY = ("env_path", "env_timeout", "env_memory_limit_gib", "max_turns", "workflow")
 _TASKS = ("tasks", "num_fewshot", "chat", "limit")
 _SAMPLED_BY = ("samples", "seed", "timeout", "retries", "executor", "dtype", "deterministic", "max_model_len")
@@ -39,7 +41,7 @@ def settings_of(options: EvalConfig, rows: Sequence[Mapping[str, Any]]) -> dict[
             **{name: plain[name] for name in _SCORED_BY},
             "code": {path: _digest([Path(path).read_bytes()]) for path in paths if Path(path).is_file()},
         },
-        "tasks": {name: plain[name] for name in _TASKS} if options.tasks else {},
+        "tasks": _tasks(plain) if options.tasks else {},
         "sampling": {**sampling, "stop": plain["stop"], **{name: plain[name] for name in _SAMPLED_BY}},
     }
 
@@ -50,6 +52,12 @@ def model_settings(folder: str) -> dict[str, str]:
     files = sorted(file for file in path.iterdir() if file.suffix in WEIGHTS and file.is_file())
     stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
     return {"folder": str(path), "files": _digest(stamps)}
+
+
+def _tasks(plain: Mapping[str, Any]) -> dict[str, Any]:
+    files = sorted(Path(plain["task_path"]).rglob("*")) if plain["task_path"] else []
+    own = [file.read_bytes() for file in files if file.suffix in TASK_FILES]
+    return {**{name: plain[name] for name in _TASKS}, "task_path": _digest(own)}
 
 
 def _text(row: Mapping[str, Any]) -> str:
