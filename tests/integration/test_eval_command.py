@@ -16,6 +16,7 @@ import pytest
 
 import rlite
 from rlite.cli import main
+from rlite.errors import UnknownOptionError
 from rlite.evaluation.compare import compare
 from rlite.evaluation.samples import Sample
 from rlite.observability.record.files import record_files
@@ -256,3 +257,19 @@ def test_results_of_other_items_are_not_compared(folder: Path, monkeypatch: pyte
         run(monkeypatch, folder / "before", *arguments, f"out={folder}/results-{name}")
     with pytest.raises(SystemExit, match=r"results-few and results-others cannot be compared: questions\.content"):
         run(monkeypatch, folder / "results-few", folder / "results-others")
+
+
+def test_a_program_evaluates_its_own_rows_and_functions_in_its_session(folder: Path) -> None:
+    def is_even(completions: str, **row: Any) -> float:
+        return float(len(completions) % 2 == 0)
+
+    own: dict[str, Any] = {"max_new_tokens": 6, "max_num_seqs": 4, "samples": 2}
+    with rlite.session(num_devices=1):
+        found = rlite.evaluate(folder / "before", folder / "after", data=ROWS_OF_DATA, reward=is_even, **own)
+        assert rlite.current_session().owners == (), "the engines are released"
+    assert [model.name for model in found.models] == ["before", "after"]
+    assert found.metrics["accuracy"] == sum(sample.score or 0 for sample in found.samples) / 8
+    assert found.comparison == compare(*(model.samples for model in found.models))
+    assert {sample.item for sample in found.samples} == {"q0", "q1", "q2", "q3"}
+    with pytest.raises(UnknownOptionError, match="did you mean 'samples'"):
+        rlite.evaluate(folder / "before", data=ROWS_OF_DATA, reward=is_even, sampels=2)

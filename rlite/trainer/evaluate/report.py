@@ -60,7 +60,7 @@ def shown_metrics(models: Sequence[Mapping[str, float]]) -> list[str]:
     names = list(dict.fromkeys(name for metrics in models for name in metrics))
     ks = [int(name.removeprefix("pass@")) for name in names if name.startswith("pass@")]
     hidden = {f"pass@{k}" for k in ks if k & (k - 1) and k != max(ks)} | {"standard_error"}
-    return [name for name in names if name not in hidden]
+    return [name for name in names if name not in hidden and not name.endswith("_stderr")]
 
 
 def shown(name: str, metrics: Mapping[str, float]) -> str:
