@@ -34,7 +34,7 @@ class Generation:
 
     def __init__(self, candidate: Candidate, questions: Questions, options: EvalConfig) -> None:
         self._candidate, self._questions, self._options = candidate, questions, options
-        done = {(row["group"], row["sample"]) for row in candidate.journal.lines}
+        done = {(line["group"], line["sample"]) for line in candidate.journal.lines}
         self._all = [Place(item, sample) for item in range(len(questions.items)) for sample in range(options.samples)]
         self.missing = [place for place in self._all if (place.item, place.sample) not in done]
         """samples that are missing"""
