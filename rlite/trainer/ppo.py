@@ -49,8 +49,9 @@ from rlite.trainer.rl.kl_coefficient import KlCoefficient
 from rlite.trainer.rl.lengths import check_lengths
 from rlite.trainer.rl.logprob_passes import LogprobPasses
 from rlite.trainer.rl.prompts import read_prompts
+from rlite.trainer.rl.record import RunRecord
 from rlite.trainer.rl.recovery import TrainRecovery, fit_again
-from rlite.trainer.rl.report import append_samples, batch_plan
+from rlite.trainer.rl.report import batch_plan
 from rlite.trainer.rl.rollout_metrics import mean_reward
 from rlite.trainer.rl.rollouts import make_rollouts
 from rlite.trainer.rl.selection import with_selected
@@ -126,6 +127,7 @@ class PpoTrainer:
         self.critic = make_critic(options, self.engines)
         self.logprobs = LogprobPasses(options, self.engines)
         self.rollouts = make_rollouts(options, self.engines, workflow, self.prompts)
+        self.record = RunRecord(options, self.run, self.engines)
 
     def fit(self) -> dict[str, float]:
         """Train to the last step.
@@ -135,11 +137,12 @@ class PpoTrainer:
         """
         self.start()
         metrics: dict[str, float] = {}
-        while not self.run.is_over:
-            with stats_tracker.record_timing("step"), self.run.generating():
-                generated = self.rollouts.next_batch()
-                batch = self.recovery.run(lambda: self.learn(generated), self.run.step)  # noqa: B023 - called at once
-            metrics = self.finish_step(batch)
+        with self.record:
+            while not self.run.is_over:
+                with stats_tracker.record_timing("step"), self.run.generating():
+                    generated = self.rollouts.next_batch()
+                    batch = self.recovery.run(lambda: self.learn(generated), self.run.step)  # noqa: B023 - called now
+                metrics = self.finish_step(batch)
         self.run.close()
         return metrics
 
@@ -174,6 +177,7 @@ class PpoTrainer:
             self.rollouts.load_state_dict(facts["rollouts"])
         self.recovery.keep()
         self.run.open()
+        self.record.open()
         self.run.console.report(f"rlite {self.name}", batch_plan(self.options, self.engines, self.context, self.data))
         self.run.console.follow(self.engines.rollout.rollout_progress)
         if self.run.step == 0 and self.test_rows:
@@ -212,6 +216,7 @@ class PpoTrainer:
         with stats_tracker.record_timing("evaluate"), self.run.generating():
             found = self.engines.rollout.collector.evaluate(self.test_rows, self.test_workflow)
         self.test_errors = found.lost
+        self.record.evaluation("test", found.ended)
         return evaluation_metrics(found)
 
     def finish_step(self, batch: TensorDict) -> dict[str, float]:
@@ -226,7 +231,7 @@ class PpoTrainer:
         metrics = self._on_result(lambda: step_metrics(self.engines.actor, lengths, is_trained))
         metrics["reward_trained"] = mean_reward(batch)
         metrics |= self.kl.adapt(metrics.get("kl"), len(batch))
-        append_samples(self.run.folder / "rollouts.jsonl", batch, self.run.step, self.engines.rollout.tokenizer)
+        self.record.step(batch)
         if self.test_rows and self.run.is_due(self.options.trainer.test_freq):
             metrics |= (evaluation := self.evaluate())
             if self._is_valid(evaluation):
@@ -248,10 +253,12 @@ class PpoTrainer:
             self.run.save_best(evaluation)
 
     def _save(self) -> None:
+        self.record.before_checkpoint()
         with self.engines.trained_on_device():
             kept = {"rollouts": self.rollouts.state_dict()}
             facts = {"prompts": self.prompts.state_dict(), "kl": self.kl.state_dict()}
             self.run.save(kept, **facts)
+        self.record.after_checkpoint()
 
     def _is_valid(self, evaluation: Mapping[str, float]) -> bool:
         first_losses = self.engines.rollout.collector.first_losses
