@@ -194,10 +194,22 @@ def test_failed_samples_are_wrong_and_told_of(
     metrics = json.loads((folder / "failing" / "results.json").read_text())["models"]["fails"]["metrics"]
     assert (metrics["num_errors"], metrics["errors/RewardRaised"]) == (1, 1)
     assert metrics["accuracy"] == pytest.approx(metrics["accuracy_finished"] * 2 / 3)
-    assert "errors/RewardRaised" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "errors/RewardRaised" in printed
+    assert "fails: 1 samples failed, most of them: RewardRaised: ValueError: no such answer" in printed
     failed = table(folder / "failing", "eval.fails", "rows").to_pylist()[2]
     assert (failed["item"], failed["status"], failed["score"]) == ("bad", "failed", None)
     assert "no such answer" in failed["reason"]
+
+
+def test_a_reward_that_always_fails_ends_the_command_and_no_sample_counts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(folder / "bad.jsonl", [{"prompt": f"{n}", "answer": "raise"} for n in range(20)])
+    arguments = ["--data", folder / "bad.jsonl", "--reward", f"{folder}/my.py:correct", *SHORT, "retries=0"]
+    with pytest.raises(SystemExit, match=r"(?s)the first 16 episodes failed, the last with .*no such answer"):
+        run(monkeypatch, folder / "before", *arguments, f"out={folder}/bad")
+    assert samples(folder / "bad", "before") == {}
 
 
 def test_an_environment_with_seeds_needs_no_data(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,8 +272,8 @@ def test_results_of_other_items_are_not_compared(folder: Path, monkeypatch: pyte
 
 
 def test_a_program_evaluates_its_own_rows_and_functions_in_its_session(folder: Path) -> None:
-    def is_even(completions: str, **row: Any) -> float:
-        return float(len(completions) % 2 == 0)
+    def is_even(completions: list[str], **row: Any) -> list[float]:
+        return [float(sum(map(ord, text)) % 2 == 0) for text in completions]
 
     own: dict[str, Any] = {"max_new_tokens": 6, "max_num_seqs": 4, "samples": 2}
     with rlite.session(num_devices=1):

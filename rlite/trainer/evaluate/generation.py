@@ -10,13 +10,17 @@ import rlite
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError
 from rlite.evaluation.episodes import EndedEpisode, EpisodeRunner, Place
-from rlite.evaluation.rows import row_of
+from rlite.evaluation.rows import Row, row_of
 from rlite.observability.console import ConsoleReporter
 from rlite.rollout.collector.options import CollectorOptions
+from rlite.rollout.workflow import RolloutError
 from rlite.sandbox.pool import close_shared_pool
 from rlite.trainer.evaluate.models import Candidate
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.evaluate.questions import MAX_MODEL_LEN, Questions, context_limit, context_to_serve, model_tokenizer
+
+MAX_FAILURES = 16
+"""failures without a success before them that end the command"""
 
 
 class Generation:
@@ -38,6 +42,8 @@ class Generation:
         self._all = [Place(item, sample) for item in range(len(questions.items)) for sample in range(options.samples)]
         self.missing = [place for place in self._all if (place.item, place.sample) not in done]
         """samples that are missing"""
+        self._held: list[Row] = []
+        self._has_succeeded = False
         if self.missing:
             self._tokenizer = model_tokenizer(candidate.model, options)
             limit = context_limit(candidate.model, options)
@@ -57,15 +63,31 @@ class Generation:
         console.follow(lambda: self._progress(begun))
         try:
             runner.run(self.missing, self._keep)
+            self._write_held()
         finally:
             console.close()
             engine.release()
             close_shared_pool()
 
     def _keep(self, episode: EndedEpisode) -> None:
+        """Write a sample. Failed ones are held back until one succeeds: a broken reward is no result.
+
+        Raises:
+            RolloutError: nothing but failures.
+        """
         item = episode.place.item
         has_tokens = item < self._options.record_tokens
-        self._candidate.journal.append(row_of(episode, self._questions.ids[item], self._tokenizer, has_tokens))
+        self._held.append(row_of(episode, self._questions.ids[item], self._tokenizer, has_tokens))
+        self._has_succeeded |= episode.trajectory is not None
+        if self._has_succeeded:
+            self._write_held()
+        elif len(self._held) == MAX_FAILURES:
+            raise RolloutError(f"the first {MAX_FAILURES} episodes failed, the last with {episode.reason}")
+
+    def _write_held(self) -> None:
+        for row in self._held:
+            self._candidate.journal.append(row)
+        self._held.clear()
 
     def _progress(self, begun: float) -> str:
         before, now = len(self._all) - len(self.missing), len(self._candidate.journal.lines)

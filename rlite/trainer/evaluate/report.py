@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rich import box
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlite.evaluation.results import EvaluationResult
+from rlite.rollout.collector.lost import in_a_line
 from rlite.trainer.evaluate.options import EvalConfig
 
 
@@ -28,6 +30,11 @@ def print_result(result: EvaluationResult, options: EvalConfig) -> None:
         table.add_row(name, *(shown(name, model.metrics) for model in result.models))
     console.print(title(result, options), soft_wrap=True)
     console.print(table)
+    for model in result.models:
+        if reasons := Counter(in_a_line(sample.reason) for sample in model.samples if sample.score is None):
+            console.print(
+                f"{model.name}: {reasons.total()} samples failed, most of them: {reasons.most_common(1)[0][0]}"
+            )
     if (sentence := difference(result)) is not None:
         console.print(sentence, soft_wrap=True)
 
