@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-from tensordict import TensorDict
 
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.attempts import EpisodeFailed, Episodes
@@ -38,12 +35,17 @@ class EndedEpisode:
     """An episode that has ended."""
 
     place: Place
-    trajectory: TensorDict | None
-    """None: it has failed"""
-    reason: str
+    group: Group
+    """holds the episode alone"""
+    reason: str = ""
     """why it failed"""
-    ended: float = field(default_factory=time.time)
-    """Unix time"""
+    error: BaseException | None = None
+    """the exception behind the reason"""
+
+    @property
+    def has_succeeded(self) -> bool:
+        """True if there is a trajectory."""
+        return self.group.episodes[0].trajectory is not None
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,9 @@ class EpisodeRunner:
         try:
             found = await Episodes(group, self.engine, self.options, Counter()).run()
         except EpisodeFailed as failed:
-            return EndedEpisode(place, None, reason_of(failed.error))
+            return EndedEpisode(place, group, reason_of(failed.error), failed.error)
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            return EndedEpisode(place, None, CANCELLED)  # by the workflow
-        return EndedEpisode(place, found[0], "") if found else EndedEpisode(place, None, RETURNED_NONE)
+            return EndedEpisode(place, group, CANCELLED)  # by the workflow
+        return EndedEpisode(place, group, "" if found else RETURNED_NONE)

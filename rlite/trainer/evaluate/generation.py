@@ -13,6 +13,7 @@ from rlite.evaluation.episodes import EndedEpisode, EpisodeRunner, Place
 from rlite.evaluation.rows import Row, row_of
 from rlite.observability.console import ConsoleReporter
 from rlite.rollout.collector.options import CollectorOptions
+from rlite.rollout.record.texts import TokenTexts
 from rlite.rollout.workflow import RolloutError
 from rlite.sandbox.pool import close_shared_pool
 from rlite.trainer.evaluate.models import Candidate
@@ -45,10 +46,11 @@ class Generation:
         self._held: list[Row] = []
         self._has_succeeded = False
         if self.missing:
-            self._tokenizer = model_tokenizer(candidate.model, options)
+            tokenizer = model_tokenizer(candidate.model, options)
+            self._texts = TokenTexts(model_tokenizer(candidate.model, options))
             limit = context_limit(candidate.model, options)
             turns_limit = limit if options.max_model_len else min(limit, MAX_MODEL_LEN)
-            self._workflow = questions.make_workflow(options.sampling, self._tokenizer, turns_limit)
+            self._workflow = questions.make_workflow(options.sampling, tokenizer, turns_limit)
             where = f"data.path={options.data.path}"
             self._context = context_to_serve(self._workflow, questions.items, limit, where)
 
@@ -77,8 +79,8 @@ class Generation:
         """
         item = episode.place.item
         has_tokens = item < self._options.record_tokens
-        self._held.append(row_of(episode, self._questions.ids[item], self._tokenizer, has_tokens))
-        self._has_succeeded |= episode.trajectory is not None
+        self._held.append(row_of(episode, self._questions.ids[item], self._texts, has_tokens))
+        self._has_succeeded |= episode.has_succeeded
         if self._has_succeeded:
             self._write_held()
         elif len(self._held) == MAX_FAILURES:
