@@ -196,7 +196,7 @@ def test_failed_samples_are_wrong_and_told_of(
     assert metrics["accuracy"] == pytest.approx(metrics["accuracy_finished"] * 2 / 3)
     printed = capsys.readouterr().out
     assert "errors/RewardRaised" in printed
-    assert "fails: 1 samples failed, most of them: RewardRaised: ValueError: no such answer" in printed
+    assert "fails: 1 of 3 samples failed; most often: RewardRaised: ValueError: no such answer" in printed
     failed = table(folder / "failing", "eval.fails", "rows").to_pylist()[2]
     assert (failed["item"], failed["status"], failed["score"]) == ("bad", "failed", None)
     assert "no such answer" in failed["reason"]

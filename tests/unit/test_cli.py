@@ -85,7 +85,7 @@ def test_help_may_be_read_by_head():
         (["schema", "pop"], "expected one command; did you mean 'ppo'?"),
         (
             ["schema"],
-            "expected one command; known: cpo, doctor, dpo, eval, generate, grpo, kto, launch, logs, merge, orpo, plan, ppo",
+            "expected one command; known: cpo, doctor, dpo, eval, generate, grpo, kto, launch, logs, merge, orpo, plan",
         ),
         (["schema", "sft", "ppo"], "expected one command"),
     ],

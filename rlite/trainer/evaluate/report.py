@@ -32,9 +32,8 @@ def print_result(result: EvaluationResult, options: EvalConfig) -> None:
     console.print(table)
     for model in result.models:
         if reasons := Counter(in_a_line(sample.reason) for sample in model.samples if sample.score is None):
-            console.print(
-                f"{model.name}: {reasons.total()} samples failed, most of them: {reasons.most_common(1)[0][0]}"
-            )
+            failed, most = f"{reasons.total()} of {len(model.samples)} samples failed", reasons.most_common(1)[0][0]
+            console.print(f"{model.name}: {failed}; most often: {most}", soft_wrap=True)
     if (sentence := difference(result)) is not None:
         console.print(sentence, soft_wrap=True)
 
