@@ -70,9 +70,14 @@ def sources(folder: Path) -> list[str]:
 def samples(out: Path, name: str) -> dict[tuple[str, int], dict[str, Any]]:
     """The samples of a journal without their times."""
     _, *rows = map(json.loads, (out / "samples" / f"{name}.jsonl").read_text().splitlines())
-    found = {(row["item"], row["sample"]): {**row, "ended": None} for row in rows}
+    timed = [{key: value for key, value in row.items() if not is_time(key)} for row in rows]
+    found = {(row["item"], row["sample"]): row for row in timed}
     assert len(found) == len(rows), "a sample is there twice"
     return found
+
+
+def is_time(column: str) -> bool:
+    return column in ("ended", "events") or column.startswith("seconds_")
 
 
 def table(out: Path, source: str, kind: str) -> Any:
