@@ -63,7 +63,7 @@ def sample_of(row: Row) -> Sample:
     return Sample(
         item=row["item"],
         sample=row["sample"],
-        score=row.get("score"),
+        score=row.get("reward") if row.get("score") is None else row["score"],
         reason=row["reason"],
         truncated=bool(row.get("truncated")),
         answer=row.get("answer"),
@@ -97,8 +97,7 @@ def _with_pairs(row: Row) -> Row:
 
 def _outcome(trajectory: TensorDict) -> Row:
     """Return the columns that a trajectory's numbers give."""
-    key = "scores" if "scores" in trajectory else "rewards"
-    check_one_per_row(trajectory, key)
+    check_one_per_row(trajectory, "scores" if "scores" in trajectory else "rewards")
     mask = trajectory["loss_mask"]
     versions = trajectory["versions"][mask].tolist() if "versions" in trajectory else []
     parts = {
@@ -109,7 +108,7 @@ def _outcome(trajectory: TensorDict) -> Row:
     return {
         "reward": _first(trajectory, "rewards"),
         "reward_parts": {name: None if math.isnan(value) else value for name, value in parts.items()},
-        "score": _first(trajectory, key),
+        "score": _first(trajectory, "scores"),
         "turns": _count(trajectory, "num_turns", default=1),
         "tool_calls": _count(trajectory, "num_tool_calls"),
         "tool_errors": _count(trajectory, "num_tool_errors"),
