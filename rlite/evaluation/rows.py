@@ -49,7 +49,7 @@ def sample_of(row: Row) -> Sample:
     return Sample(
         item=row["item"],
         sample=row["sample"],
-        score=row["reward"] if row["score"] is None else row["score"],
+        score=row.get("reward") if row.get("score") is None else row["score"],
         reason=row["reason"],
         truncated=bool(row.get("truncated")),
         answer=row.get("answer"),

@@ -104,7 +104,7 @@ def test_two_models_are_compared_and_their_results_can_be_compared_again(
     assert [(row["item"], row["sample"]) for row in kept] == [(f"q{n}", s) for n in range(4) for s in range(3)]
     assert {row["status"] for row in kept} == {"evaluated"}
     assert [segment["role"] for segment in kept[0]["segments"]] == ["prompt", "model"]
-    assert sum(row["score"] for row in kept) / 12 == results["models"]["after"]["metrics"]["accuracy"]
+    assert sum(row["reward"] for row in kept) / 12 == results["models"]["after"]["metrics"]["accuracy"]
     tokens = table(out, "eval.after", "tokens")
     assert tokens.schema.equals(TOKENS)
     for row, told in zip(tokens.to_pylist(), kept[:3], strict=True):
@@ -127,7 +127,7 @@ def test_two_models_are_compared_and_their_results_can_be_compared_again(
 
 
 def of_rows(rows: list[dict[str, Any]]) -> list[Sample]:
-    return [Sample(row["item"], row["sample"], row["score"]) for row in rows]
+    return [Sample(row["item"], row["sample"], row["reward"]) for row in rows]
 
 
 def test_a_killed_evaluation_continues_with_the_missing_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_failed_samples_are_wrong_and_told_of(
     assert "errors/RewardRaised" in printed
     assert "fails: 1 of 3 samples failed; most often: RewardRaised: ValueError: no such answer" in printed
     failed = table(folder / "failing", "eval.fails", "rows").to_pylist()[2]
-    assert (failed["item"], failed["status"], failed["score"]) == ("bad", "failed", None)
+    assert (failed["item"], failed["status"], failed["reward"]) == ("bad", "failed", None)
     assert "no such answer" in failed["reason"]
 
 

@@ -133,7 +133,6 @@ def task_rows(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Ro
                     "item": f"{task}/{question['doc_id']}",
                     "status": "evaluated",
                     "reason": "",
-                    "reward": None,
                     "score": float(score),
                     "segments": list(_segments(question)),
                     "ended": time.time(),
