@@ -207,6 +207,16 @@ def test_failed_samples_are_wrong_and_told_of(
     assert "no such answer" in failed["reason"]
 
 
+def test_the_parts_of_several_rewards_are_recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards = [f"reward.{name}.path={folder}/my.py:correct" for name in ("odd", "same")]
+    arguments = ["--data", folder / "test.jsonl", *rewards, "reward.same.weight=0.5", *SHORT[:2]]
+    run(monkeypatch, folder / "before", *arguments, f"out={folder}/parts")
+    for row in table(folder / "parts", "eval.before", "rows").to_pylist():
+        parts = dict(row["reward_parts"])
+        assert parts.keys() == {"odd", "same"}
+        assert row["reward"] == parts["odd"] + 0.5 * parts["same"]
+
+
 def test_a_reward_that_always_fails_ends_the_command_and_no_sample_counts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
