@@ -19,7 +19,7 @@ from rlite.data.chat.raw import raw_prompts
 from rlite.data.chat.template import check_template_options
 from rlite.engine.elastic import ElasticReplicas
 from rlite.engine.replica import InFlightRequest
-from rlite.engine.workers import together
+from rlite.engine.scoring import score_prompts
 from rlite.errors import CallTimeout, ConfigError, DataError
 from rlite.futures import result_of
 from rlite.observability import trace
@@ -33,6 +33,7 @@ from rlite.types import (
     LLMRequest,
     LLMResponse,
     OnChunk,
+    PromptLogprobs,
     RequestOutput,
     SequenceRequest,
     TokenChunk,
@@ -239,13 +240,45 @@ class RliteInferenceEngine(ElasticReplicas):
         Raises:
             ConfigError: the executor cannot compute prompt log-probabilities.
         """
+        return [scored.logprobs for scored in self.score(prompts, num_top=0)]
+
+    def score(self, prompts: Sequence[str | Sequence[int]], num_top: int = 1) -> list[PromptLogprobs]:
+        """Return the log-probabilities of each prompt's tokens, and the most likely tokens at their places.
+
+        Args:
+            prompts: texts or token ids, at most `max_model_len - 1` tokens each.
+            num_top: number of most likely tokens, from 0 to `MAX_TOP_LOGPROBS`.
+
+        Returns:
+            One entry per prompt, in the order of the prompts.
+
+        Raises:
+            ConfigError: the executor cannot compute prompt log-probabilities, or `num_top` is out of range.
+            DataError: a prompt is empty, too long, or holds an unknown token.
+            ResidencyError: weights or KV cache are not on the device, or the engine is paused.
+            WorkerDied: a replica was lost meanwhile.
+        """
+        return self._score("score", prompts, num_top)
+
+    async def ascore(self, prompts: Sequence[str | Sequence[int]], num_top: int = 1) -> list[PromptLogprobs]:
+        """Do what `score` does, beside the event loop. While the engine is paused, the call waits.
+
+        Args:
+            prompts: as for `score`.
+            num_top: as for `score`.
+
+        Returns:
+            One entry per prompt, in the order of the prompts.
+        """
+        return await asyncio.to_thread(self._score, "ascore", prompts, num_top, may_wait=True)
+
+    def _score(
+        self, what: str, prompts: Sequence[str | Sequence[int]], num_top: int, may_wait: bool = False
+    ) -> list[PromptLogprobs]:
         self._need_prompt_logprobs()
-        self._check_ready("prompt_logprobs")
+        self._check_ready(what, may_wait)
         tokens = [self._tokens(prompt, index) for index, prompt in enumerate(prompts)]
-        serving = self._serving()
-        shares = {replica: tokens[index :: len(serving)] for index, replica in enumerate(serving)}
-        results = together(serving, lambda replica: replica.prompt_logprobs(shares[replica]))
-        return [results[index % len(serving)][index // len(serving)] for index in range(len(tokens))]
+        return score_prompts(self._serving(), tokens, num_top, self.context_length - 1)
 
     def _need_prompt_logprobs(self) -> None:
         self._need(self.capabilities.has_prompt_logprobs, "prompt_logprobs", "a train engine's `forward` computes them")
