@@ -15,7 +15,6 @@ from rlite.observability.console import ConsoleReporter
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.record.texts import TokenTexts
 from rlite.rollout.workflow import RolloutError
-from rlite.sandbox.pool import close_shared_pool
 from rlite.trainer.evaluate.models import Candidate
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.evaluate.questions import MAX_MODEL_LEN, Questions, context_limit, context_to_serve, model_tokenizer
@@ -69,7 +68,6 @@ class Generation:
         finally:
             console.close()
             engine.release()
-            close_shared_pool()
 
     def _keep(self, episode: EndedEpisode) -> None:
         """Write a sample. Failed ones are held back until one succeeds: a broken reward is no result.
