@@ -18,7 +18,7 @@ TASK_FILES = (".yaml", ".yml", ".py", ".json", ".jsonl")
 """files of a folder with tasks that decide its questions"""
 _SCORED_BY = ("env_path", "env_timeout", "env_memory_limit_gib", "max_turns", "workflow")
 _TASKS = ("tasks", "num_fewshot", "chat", "limit")
-_SAMPLED_BY = ("samples", "seed", "timeout", "retries", "executor", "dtype", "deterministic", "max_model_len")
+_SAMPLED_BY = ("samples", "seed", "executor", "dtype", "deterministic", "max_model_len")
 _REWARD = ("path", "weight", "timeout", "memory_limit_gib", "in_process")
 
 
