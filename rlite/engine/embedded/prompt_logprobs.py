@@ -93,6 +93,6 @@ def pieces(prompts: Sequence[list[int]], max_tokens: int, is_alone: bool) -> Ite
 def _columns(logits: Tensor, labels: Tensor, num_top: int) -> tuple[list[float], list[list[int]], list[list[float]]]:
     """Return the columns of `PromptLogprobs` for labels `[rows]` and logits `[rows, vocabulary]`."""
     logprobs = logits.float().log_softmax(-1)
-    top = logprobs.topk(num_top, dim=-1)
+    top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
     found = logprobs.gather(1, labels[:, None])[:, 0]
     return found.tolist(), top.indices.tolist(), top.values.tolist()
