@@ -216,7 +216,7 @@ class PpoTrainer:
         with stats_tracker.record_timing("evaluate"), self.run.generating():
             found = self.engines.rollout.collector.evaluate(self.test_rows, self.test_workflow)
         self.test_errors = found.lost
-        self.record.evaluation("test", found.ended)
+        self.record.evaluation("test", self.run.step, found.ended)
         return evaluation_metrics(found)
 
     def finish_step(self, batch: TensorDict) -> dict[str, float]:

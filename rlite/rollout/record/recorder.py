@@ -6,7 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from tensordict import TensorDict
 
@@ -26,50 +26,15 @@ WHOLE_EVERY = 10
 """steps between two steps of which a sample has the texts and tokens of all groups; step 1 is the first"""
 
 
-class Recorder(Protocol):
-    """Recorder of a run."""
-
-    def record(self, step: int, groups: Sequence[Ended], batch: TensorDict | None = None) -> None:
-        """Record what became of groups in a step of training.
-
-        Args:
-            step: of the run.
-            groups: none has the status None.
-            batch: the batch that was trained on.
-        """
-
-    def record_evaluation(self, name: str, step: int, episodes: Sequence[Ended]) -> None:
-        """Record an evaluation.
-
-        Args:
-            name: of the data set.
-            step: finished steps of the run.
-            episodes: `Collected.ended` of `RolloutCollector.evaluate`.
-        """
-
-    def compact(self, before: int) -> None:
-        """Merge the files of full hundreds of steps up to `before`."""
-
-    def flush(self) -> None:
-        """Wait until everything is on disk."""
-
-    def close(self) -> None:
-        """Wait until everything is on disk, and end the recorder's thread."""
-
-    @property
-    def has_removed(self) -> bool:
-        """True as soon as old texts and tokens were removed because of the limit."""
-
-
 class NoRecorder:
     """Recorder that records nothing."""
 
     has_removed = False
 
-    def record(self, step: int, groups: Sequence[Ended], batch: TensorDict | None = None) -> None:
+    def record(self, *of_step: object) -> None:
         """Do nothing."""
 
-    def record_evaluation(self, name: str, step: int, episodes: Sequence[Ended]) -> None:
+    def record_evaluation(self, *of_set: object) -> None:
         """Do nothing."""
 
     def compact(self, before: int) -> None:
@@ -105,14 +70,26 @@ class FileRecorder:
         return self._writer.has_removed
 
     def record(self, step: int, groups: Sequence[Ended], batch: TensorDict | None = None) -> None:
-        """Record what became of groups in a step of training; see `Recorder`."""
+        """Record what became of groups in a step of training.
+
+        Args:
+            step: of the run.
+            groups: none has the status None.
+            batch: the batch that was trained on.
+        """
         ordered = sorted(groups, key=lambda group: group.group)
         shown = range(len(ordered)) if self._is_whole else sampled(step, ordered)
         if ordered:
             self._writer.write(TRAIN, step, lambda: make_tables(step, ordered, self._texts, shown, batch))
 
     def record_evaluation(self, name: str, step: int, episodes: Sequence[Ended]) -> None:
-        """Record an evaluation; see `Recorder`."""
+        """Record an evaluation.
+
+        Args:
+            name: of the data set.
+            step: finished steps of the run.
+            episodes: `Collected.ended` of `RolloutCollector.evaluate`.
+        """
         is_shown = [self._is_whole or episode.group < NUM_PROMPTS for episode in episodes]
         shown = {place for place, is_one in enumerate(is_shown) if is_one}
         self._writer.write(f"eval.{name}", step, lambda: make_tables(step, episodes, self._texts, shown))
@@ -128,6 +105,9 @@ class FileRecorder:
     def close(self) -> None:
         """Wait until everything is on disk, and end the thread."""
         self._writer.close()
+
+
+Recorder = FileRecorder | NoRecorder
 
 
 def sampled(step: int, groups: Sequence[Ended]) -> set[int]:

@@ -67,17 +67,18 @@ class RunRecord:
             rows = {"limit": limit, "removed": "texts and tokens of the oldest steps first"}
             self._run.console.warn(f"step {self._run.step}: the record has reached its limit", rows)
 
-    def evaluation(self, name: str, episodes: Sequence[Ended]) -> None:
+    def evaluation(self, name: str, step: int, episodes: Sequence[Ended]) -> None:
         """Record an evaluation.
 
         Args:
             name: of the data set.
+            step: finished steps of training before the evaluation began.
             episodes: `Collected.ended`.
 
         Raises:
             StorageError: an earlier step could not be written.
         """
-        self._recorder.record_evaluation(name, self._run.step, episodes)
+        self._recorder.record_evaluation(name, step, episodes)
 
     def before_checkpoint(self) -> None:
         """Write everything to disk. A run that is resumed from the checkpoint does not record it again.

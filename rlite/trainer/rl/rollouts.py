@@ -126,7 +126,7 @@ class RolloutsAhead:
 
 
 def _prompts(state: Mapping[str, Any]) -> list[Prompt]:
-    return [Prompt(group["data"], group.get("item", "")) for group in state["groups"]]
+    return [Prompt(group["data"], group.get("item") or "") for group in state["groups"]]
 
 
 def make_rollouts(
