@@ -129,6 +129,7 @@ def test_metrics_of_tasks_keep_the_harness_names() -> None:
 
 
 def test_a_missing_harness_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for name in ("lm_eval", "lm_eval.tasks"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match="missing package lm_eval"):
         find_tasks(options("a", "tasks=x"))
