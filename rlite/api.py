@@ -1,9 +1,12 @@
-"""`rlite.train`: a run in one call.
+"""`rlite.train` and `rlite.evaluate`: a run, or an evaluation, in one call.
 
     import rlite
 
     run = rlite.train("grpo", model="Qwen/Qwen3-0.6B", data=rows, reward=correct)
     run.metrics["reward"], run.model, run.generate("What is 3 + 4?")
+
+    found = rlite.evaluate("Qwen/Qwen3-0.6B", run.model, data=test_rows, reward=correct, samples=8)
+    found.metrics["pass@8"], found.comparison.difference, found.comparison.p_value
 
 The trainers and their options are those of the commands: `rlite.train("sft", **{"actor.lr": 1e-5})` is
 `rlite sft actor.lr=1e-5`. Only data, rewards and callbacks may be objects of the program.
@@ -26,11 +29,14 @@ from rlite.cluster.session import has_session
 from rlite.data.tables import Row
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
+from rlite.evaluation.results import EvaluationResult
 from rlite.observability.columns import find, number
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import name_of
 from rlite.rollout.workflow import prompt_ids
 from rlite.trainer.callbacks import Callback
+from rlite.trainer.evaluate.command import evaluate as run_evaluation
+from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.generate import prompt_item
 from rlite.trainer.given import IN_MEMORY, Given
 from rlite.trainer.presets import TRAINERS
@@ -96,6 +102,48 @@ def train(
     objects = Given(rows, _rows(test_data, "test_data"), functions, callbacks)
     metrics = trainer.train(settings, objects)
     return TrainedRun(Path(settings.trainer.save_dir), metrics, trainer.key == "actor")
+
+
+def evaluate(
+    model: str | os.PathLike[str],
+    other: str | os.PathLike[str] | None = None,
+    *,
+    data: Data | None = None,
+    reward: Rewards | None = None,
+    **options: Any,
+) -> EvaluationResult:
+    """Evaluate a model, or compare two, as `rlite eval` does.
+
+    A session that the program has begun (`rlite.init`) is used, else the evaluation has one of its own.
+
+    Args:
+        model: folder of a model, of a run, or of an earlier evaluation; or hub name.
+        other: as `model`; answers the same prompts, and is compared with it.
+        data: rows to answer, or their path.
+        reward: as for `train`.
+        **options: options of the command by their keys, such as `samples=16` and `out="runs/eval"`.
+
+    Returns:
+        Metrics and samples; of two models also the comparison.
+
+    Raises:
+        ConfigError: an option or a model cannot be used, or `out` holds samples of other settings.
+        UnknownOptionError: an option is unknown.
+        DataError: some rows cannot be used, or the two models answered other items.
+    """
+    path = None if data is None else _path(data, "data")
+    rows = None if data is None else _rows(data, "data")
+    rewards = {} if reward is None else _rewards(reward)
+    given = {
+        "model": model,
+        **({} if other is None else {"other": other}),
+        **({} if path is None else {"data.path": path}),
+        **{f"reward.{name}": own.options for name, own in rewards.items()},
+        **options,
+    }
+    functions = {name: own.function for name, own in rewards.items() if own.function is not None}
+    settings = config.load(EvalConfig, [], given=given)
+    return run_evaluation(settings, Given(rows, rewards=functions))
 
 
 SHOWN = ("reward", "accuracy", "loss", "test_loss")

@@ -17,6 +17,7 @@ Train from rewards (train_data.path=prompts.jsonl)
 
 Use a model
   generate MODEL "PROMPT"       answers of a model, or of a run's newest model
+  eval MODEL [MODEL2]           metrics of a model on data with a reward, an environment or tasks; compares two
   merge ADAPTER OUT             an adapter (LoRA) and its base as one model
   plan                          memory of a model on each device; reads no weights
 
@@ -66,6 +67,7 @@ COMMANDS = {
     "doctor": Command("rlite.doctor.run", "rlite.doctor.options:DoctorConfig"),
     **{name: Command(trainer.module, trainer.options) for name, trainer in TRAINERS.items()},
     "generate": Command("rlite.trainer.generate", "rlite.trainer.model_options:GenerateConfig"),
+    "eval": Command("rlite.trainer.evaluate.command", "rlite.trainer.evaluate.options:EvalConfig"),
     "merge": Command("rlite.trainer.merge", "rlite.trainer.model_options:MergeConfig"),
     "plan": Command("rlite.trainer.plan", "rlite.trainer.options:PlanConfig"),
     "launch": Command("rlite.control.command", "rlite.control.command:LaunchConfig", "launch"),

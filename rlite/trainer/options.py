@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -337,6 +337,11 @@ class AnnouncedOptions(Options):
 
     aliases: ClassVar[Mapping[str, str]] = {}
     """other spellings of keys"""
+
+    @classmethod
+    def arguments(cls, argv: Sequence[str]) -> list[str]:
+        """Return the arguments of the command in the form `KEY=VALUE`."""
+        return list(argv)
 
     def headline(self) -> str:
         """Return in a few words what is trained, on which data, and where the result goes."""

@@ -57,7 +57,7 @@ def test_the_example_of_a_trainer_is_a_whole_config():
     trainers = [options for each in COMMANDS.values() if issubclass(options := each.find_options(), AnnouncedOptions)]
     assert len(trainers) >= 5
     for options in trainers:
-        assert ", into runs/" in load(options, options.help_example.split()).headline()
+        assert ", into runs/" in load(options, options.arguments(options.help_example.split())).headline()
 
 
 def test_help_on_one_group_of_a_command(monkeypatch, capsys):
@@ -86,7 +86,7 @@ def test_help_may_be_read_by_head():
         (["schema", "pop"], "expected one command; did you mean 'ppo'?"),
         (
             ["schema"],
-            "expected one command; known: cpo, doctor, dpo, generate, grpo, kto, launch, logs, merge, orpo, plan, ppo",
+            "expected one command; known: cpo, doctor, dpo, eval, generate, grpo, kto, launch, logs, merge, orpo, plan",
         ),
         (["schema", "sft", "ppo"], "expected one command"),
     ],

@@ -15,7 +15,7 @@ from rlite.errors import ConfigError, did_you_mean
 from rlite.nn.options import LoraOptions
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
 from rlite.rollout.registry import WORKFLOWS
-from rlite.rollout.rewards.options import RewardOptions, named_by_function, with_names
+from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
 from rlite.trainer.options import (
     FrozenModelOptions,
     LaunchOptions,
@@ -361,12 +361,6 @@ class TestOptions(TestDataOptions):
     """share of episodes that may fail in an evaluation; with more it is invalid, and chooses no best model"""
 
 
-def _single_or_named(schema: dict[str, Any]) -> None:
-    """Let the JSON schema of rewards by name also take the options of a single reward."""
-    named = next(form for form in schema["anyOf"] if "additionalProperties" in form)
-    schema["anyOf"].insert(0, named["additionalProperties"])
-
-
 class PpoConfig(LaunchOptions):
     """Options of `rlite ppo`."""
 
@@ -391,7 +385,7 @@ class PpoConfig(LaunchOptions):
     test_data: TestOptions = TestOptions()
     kl: KlOptions = KlOptions()
     adv: AdvantageOptions = AdvantageOptions()
-    reward: dict[str, RewardOptions] = Field(default={}, json_schema_extra=_single_or_named)
+    reward: dict[str, RewardOptions] = Field(default={}, json_schema_extra=single_or_named)
     """rewards of single-turn answers: reward.path=file.py:function, or reward.NAME.path=... for several, whose weighted
     sum counts; keys: path, weight, timeout, processes, memory_limit_gib, max_concurrent, in_process, env_vars"""
     rollout: RolloutOptions = RolloutOptions()
