@@ -38,6 +38,30 @@ def named(argv: Sequence[str], names: Sequence[str]) -> list[str]:
     return made
 
 
+def split_positional(argv: Sequence[str], flags: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments without a key, and the others.
+
+    With the flag `export`, `["runs/a", "--export", "a.html", "port=1"]` is `["runs/a"]` and
+    `["export=a.html", "port=1"]`.
+
+    Args:
+        argv: arguments of the command line.
+        flags: keys that may also be given as `--KEY VALUE`.
+    """
+    positional, others, rest = [], [], iter(argv)
+    for argument in rest:
+        flag, equals, text = argument.removeprefix("--").partition("=")
+        if argument in ("--config", "--import"):
+            others += [argument, *itertools.islice(rest, 1)]
+        elif argument.startswith("--") and flag in flags:
+            others += [f"{flag}={value}" for value in ([text] if equals else itertools.islice(rest, 1))]
+        elif argument.startswith("-") or _KEY.match(argument):
+            others.append(argument)
+        else:
+            positional.append(argument)
+    return positional, others
+
+
 def split_arguments(argv: Sequence[str], has_imports: bool) -> tuple[dict[str, list[str]], list[tuple[str, str]]]:
     """Return the arguments of `--config` and of `--import`, and the pairs of key and value.
 
