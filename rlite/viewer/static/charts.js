@@ -1,0 +1,125 @@
+// Charts over steps, drawn by uPlot: lines with error bars or bands, and stacks.
+
+import { css, SERIES } from "viewer/colors";
+import { card, h, number } from "viewer/dom";
+
+const HEIGHT = 190;
+const WHISKERS = 40; // points up to which errors are drawn as bars
+
+// lines: [{label, steps, values, errors, color, dash}]
+export function lineChart(title, lines, { note = "", unit = "" } = {}) {
+  const shown = lines.filter((line) => line.values.some((value) => value !== null));
+  if (!shown.length) return null;
+  const steps = joined(shown);
+  const data = [steps, ...shown.map((line) => spread(steps, line.steps, line.values))];
+  const errors = shown.map((line) => line.errors && spread(steps, line.steps, line.errors));
+  const series = shown.map((line, index) => ({
+    label: line.label,
+    stroke: line.color ?? SERIES[index % SERIES.length],
+    width: 1.75,
+    dash: line.dash,
+    spanGaps: true,
+    points: { show: line.steps.length <= WHISKERS, size: 5 },
+    value: (_, value, own, at) => told(value, at === null ? null : errors[own - 1]?.[at], unit),
+  }));
+  return chartCard(title, data, series, { note, hooks: { drawAxes: [(plot) => drawErrors(plot, data, errors, shown)] } });
+}
+
+// layers: [{label, values, color}], one value for each step
+export function stackChart(title, steps, layers, { note = "", unit = "" } = {}) {
+  if (!steps.length || !layers.length) return null;
+  const sums = [];
+  layers.forEach((layer, index) => sums.push(layer.values.map((value, at) => (value ?? 0) + (index ? sums[index - 1][at] : 0))));
+  const order = layers.map((_, index) => layers.length - 1 - index); // the highest sum first, the next is drawn over it
+  const series = order.map((index) => ({
+    label: layers[index].label,
+    stroke: layers[index].color,
+    fill: layers[index].color + "cc",
+    width: 1,
+    points: { show: false },
+    value: (_, value, own, at) => (at === null ? "–" : told(layers[index].values[at], null, unit)),
+  }));
+  const options = { note, scales: { x: { time: false }, y: { range: (_, low, high) => [0, high || 1] } } };
+  return chartCard(title, [steps, ...order.map((index) => sums[index])], series, options);
+}
+
+function chartCard(title, data, series, { note, hooks = {}, scales = { x: { time: false } } }) {
+  const box = h("div", { class: "chart" });
+  const axis = { stroke: css("--muted"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false }, font: css("--chart-font") };
+  const options = {
+    width: 400,
+    height: HEIGHT,
+    scales,
+    hooks,
+    series: [{ label: "step", value: (_, value) => (value === null ? "–" : number(value)) }, ...series],
+    axes: [
+      { ...axis, size: 28, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? tick.toLocaleString("en") : "")) },
+      { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick)) },
+    ],
+    cursor: { sync: { key: "steps" }, points: { size: 6 } },
+    legend: { live: true },
+  };
+  let plot = null;
+  // it needs its width, which is known once it is in the document
+  new ResizeObserver(([{ contentRect }]) => {
+    if (!contentRect.width) return;
+    if (plot) plot.setSize({ width: contentRect.width, height: HEIGHT });
+    else plot = new uPlot({ ...options, width: contentRect.width }, data, box);
+  }).observe(box);
+  return h("section", { class: "card", data: { chart: title } }, h("h2", {}, title), note && h("p", { class: "note" }, note), box);
+}
+
+function drawErrors(plot, data, errors, lines) {
+  const context = plot.ctx;
+  lines.forEach((line, index) => {
+    if (!errors[index] || !plot.series[index + 1].show) return;
+    const points = data[0]
+      .map((step, at) => [step, data[index + 1][at], errors[index][at]])
+      .filter(([, value, error]) => value !== null && error !== null)
+      .map(([step, value, error]) => ({
+        x: plot.valToPos(step, "x", true),
+        low: plot.valToPos(value - error, "y", true),
+        high: plot.valToPos(value + error, "y", true),
+      }));
+    context.save();
+    context.beginPath();
+    context.rect(plot.bbox.left, plot.bbox.top, plot.bbox.width, plot.bbox.height);
+    context.clip();
+    (line.bars ? drawBars : drawBand)(context, points, line.color ?? SERIES[index % SERIES.length]);
+    context.restore();
+  });
+}
+
+function drawBars(context, points, color) {
+  context.strokeStyle = color;
+  context.lineWidth = 1.5 * devicePixelRatio;
+  context.beginPath();
+  for (const { x, low, high } of points) {
+    context.moveTo(x, low);
+    context.lineTo(x, high);
+  }
+  context.stroke();
+}
+
+function drawBand(context, points, color) {
+  context.fillStyle = color;
+  context.globalAlpha = 0.16;
+  context.beginPath();
+  points.forEach(({ x, high }) => context.lineTo(x, high));
+  points.reverse().forEach(({ x, low }) => context.lineTo(x, low));
+  context.fill();
+}
+
+function joined(lines) {
+  return [...new Set(lines.flatMap((line) => line.steps))].sort((a, b) => a - b);
+}
+
+function spread(steps, own, values) {
+  const place = new Map(own.map((step, index) => [step, values[index]]));
+  return steps.map((step) => place.get(step) ?? null);
+}
+
+function told(value, error, unit) {
+  if (value === null || value === undefined) return "–";
+  return `${number(value)}${unit}${error ? ` ± ${number(error, 2)}` : ""}`;
+}
