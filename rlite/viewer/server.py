@@ -27,7 +27,7 @@ ADDRESS = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """names of this machine; another name in a request is of a page that rebound its own name to this address"""
 COOKIE = "rlite-view"
-LOOK_EVERY_S = 1.0
+LOOK_EVERY_S = 2.0
 KEEP_ALIVE_S = 15.0
 MAX_STREAMS = 32
 """pages that hear of changes"""

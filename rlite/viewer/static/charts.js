@@ -4,6 +4,7 @@ import { css, SERIES } from "viewer/colors";
 import { card, h, number } from "viewer/dom";
 
 const HEIGHT = 190;
+const MANY = 80; // steps beyond which a stack has no gaps between its bars
 const WHISKERS = 40; // points up to which errors are drawn as bars
 
 // lines: [{label, steps, values, errors, color, dash}]
@@ -20,7 +21,10 @@ export function lineChart(title, lines, { note = "", unit = "" } = {}) {
     dash: line.dash,
     spanGaps: true,
     points: { show: line.steps.length <= WHISKERS, size: 5 },
-    value: (_, value, own, at) => told(value, at === null ? null : errors[own - 1]?.[at], unit),
+    value: (plot, value, own, at) => {
+      const index = at ?? lastKnown(plot.data[own]);
+      return told(plot.data[own][index], errors[own - 1]?.[index], unit);
+    },
   }));
   return chartCard(title, data, series, { note, hooks: { drawAxes: [(plot) => drawErrors(plot, data, errors, shown)] } });
 }
@@ -34,12 +38,13 @@ export function stackChart(title, steps, layers, { note = "", unit = "" } = {}) 
   const series = order.map((index) => ({
     label: layers[index].label,
     stroke: layers[index].color,
-    fill: layers[index].color + "cc",
-    width: 1,
+    fill: layers[index].color,
+    width: 0,
+    paths: steps.length > MANY ? uPlot.paths.stepped({ align: 1 }) : uPlot.paths.bars({ size: [0.86, 60] }),
     points: { show: false },
-    value: (_, value, own, at) => (at === null ? "–" : told(layers[index].values[at], null, unit)),
+    value: (plot, value, own, at) => told(layers[index].values[at ?? steps.length - 1], null, unit),
   }));
-  const options = { note, scales: { x: { time: false }, y: { range: (_, low, high) => [0, high || 1] } } };
+  const options = { note, scales: { x: { time: false, range: (_, low, high) => [low - 0.5, high + 0.5] }, y: { range: (_, low, high) => [0, high || 1] } } };
   return chartCard(title, [steps, ...order.map((index) => sums[index])], series, options);
 }
 
@@ -51,7 +56,7 @@ function chartCard(title, data, series, { note, hooks = {}, scales = { x: { time
     height: HEIGHT,
     scales,
     hooks,
-    series: [{ label: "step", value: (_, value) => (value === null ? "–" : number(value)) }, ...series],
+    series: [{ label: "step", value: (plot, value) => number(value ?? plot.data[0].at(-1)) }, ...series],
     axes: [
       { ...axis, size: 28, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? tick.toLocaleString("en") : "")) },
       { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick)) },
@@ -117,6 +122,11 @@ function joined(lines) {
 function spread(steps, own, values) {
   const place = new Map(own.map((step, index) => [step, values[index]]));
   return steps.map((step) => place.get(step) ?? null);
+}
+
+// Without a cursor, the legend has the newest values.
+function lastKnown(values) {
+  return values.findLastIndex((value) => value !== null && value !== undefined);
 }
 
 function told(value, error, unit) {

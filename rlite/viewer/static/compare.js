@@ -3,7 +3,7 @@
 import { ask } from "viewer/api";
 import { range, scale, SERIES } from "viewer/colors";
 import { difference, side } from "viewer/diff";
-import { card, empty, fill, h, number, rowsOf } from "viewer/dom";
+import { card, empty, fill, groupedBy, h, number, rowsOf } from "viewer/dom";
 import { statusChip } from "viewer/rollouts";
 
 export async function render(parameters, app) {
@@ -67,7 +67,7 @@ function answersCard(item, attempts, parameters, app) {
   drawDifference(texts, [first, second], app);
   return card(`Answers to ${item}`,
     h("p", { class: "note" }, "A click chooses the left answer, Shift and click the right one. Each row is a step, with its mean reward."),
-    h("div", { class: "scroll" }, h("table", {}, h("tbody", {}, lines))), texts);
+    h("div", { class: "scroll" }, h("table", { class: "narrow" }, h("tbody", {}, lines))), texts);
 }
 
 function attemptCell(attempt, { first, second, limits, key, app, item }) {
@@ -118,12 +118,6 @@ async function configs(app) {
   const note = several ? (count ? `${count} options differ.` : "No option differs.") : "Open two runs to compare them: rlite view RUN RUN2";
   const head = h("thead", {}, h("tr", {}, h("th", {}, "option"), app.runs.map((run) => h("th", {}, run.name))));
   return card("Options", h("p", { class: "note" }, note), h("div", { class: "toolbar small" }, search, several && h("label", {}, only, "only those that differ")), h("div", { class: "scroll" }, h("table", { class: "options" }, head, rows)));
-}
-
-function groupedBy(rows, keyOf) {
-  const groups = new Map();
-  for (const row of rows) groups.set(keyOf(row), [...(groups.get(keyOf(row)) ?? []), row]);
-  return groups;
 }
 
 function mean(rows) {

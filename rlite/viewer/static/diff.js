@@ -21,7 +21,7 @@ export function side(parts, kind) {
 }
 
 function words(text) {
-  return text.match(/\s+|\w+|[^\s\w]/gu) ?? [];
+  return text.match(/\w+\s*|[^\s\w]\s*|\s+/gu) ?? [];
 }
 
 function edits(a, b) {

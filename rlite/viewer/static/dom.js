@@ -74,6 +74,16 @@ export function words(status) {
   return String(status).replaceAll("_", " ");
 }
 
+export function groupedBy(rows, keyOf) {
+  const groups = new Map();
+  for (const row of rows) {
+    const key = keyOf(row);
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(row);
+  }
+  return groups;
+}
+
 // Rows of an answer, whose columns are lists.
 export function rowsOf(columns) {
   const names = Object.keys(columns);

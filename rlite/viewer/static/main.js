@@ -153,9 +153,6 @@ async function hearNews() {
 async function begin() {
   const theme = remembered("theme");
   if (theme) document.documentElement.dataset.theme = theme;
-  addEventListener("hashchange", show);
-  addEventListener("keydown", onKey);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
   document.getElementById("theme").addEventListener("click", switchTheme);
   document.getElementById("help").addEventListener("click", showKeys);
   try {
@@ -165,6 +162,9 @@ async function begin() {
     fill(document.getElementById("main"), empty("The run cannot be read", error.message));
     return;
   }
+  addEventListener("hashchange", show);
+  addEventListener("keydown", onKey);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
   await show();
   api.follow(() => hearNews().catch(() => {}));
 }

@@ -27,7 +27,7 @@ export async function render(parameters, app) {
   const more = (parameters.more ?? "").split(",").filter(Boolean);
   const draw = async () => fill(body, await contents(app, more));
   await draw();
-  return { body, renew: () => draw().catch(() => {}) };
+  return { body, renew: () => (body.querySelector(".chart:hover, input:focus") ? null : draw().catch(() => {})) };
 }
 
 async function contents(app, more) {
@@ -50,7 +50,7 @@ async function contents(app, more) {
   ].filter(Boolean);
   return [
     found.map((each) => problems(each.run)),
-    advice(found, app),
+    h("div", { class: "advices" }, advice(found, app)),
     found.map((each) => tiles(each, several, app)),
     curves.length
       ? h("div", { class: "charts" }, curves)

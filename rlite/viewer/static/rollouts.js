@@ -2,7 +2,7 @@
 
 import { ask, isExport } from "viewer/api";
 import { css, range, scale, STATUS } from "viewer/colors";
-import { card, empty, fill, h, number, rowsOf, select, svg, words } from "viewer/dom";
+import { card, empty, fill, groupedBy, h, number, rowsOf, select, svg, words } from "viewer/dom";
 
 const BINS = 20;
 const SHOWN_ROWS = 100;
@@ -27,7 +27,8 @@ export async function render(parameters, app) {
     const next = steps[steps.indexOf(step) + by];
     return next === undefined ? false : void app.go("rollouts", { ...state.parameters, step: next }, { replace: true });
   };
-  return { body, keys: { "[": move(-1), "]": move(1) } };
+  const tellNews = () => view.tellNews(app.runs[run].sources[source].steps.at(-1));
+  return { body, keys: { "[": move(-1), "]": move(1) }, renew: tellNews };
 }
 
 export function noRecord(about) {
@@ -74,6 +75,11 @@ class View {
     this.drawTable([...chosen]);
   }
 
+  tellNews(newest) {
+    if (newest === this.steps.at(-1)) return;
+    fill(this.news, h("a", { href: this.app.link("rollouts", { ...this.parameters, step: newest }) }, `step ${newest} is there`));
+  }
+
   // a change of a filter keeps the step's rows, and is in the address
   set(changes) {
     Object.assign(this.given, changes);
@@ -98,6 +104,7 @@ class View {
     const distinct = (name) => [...new Set(this.rows.map((row) => row[name]).filter(Boolean))].sort();
     const choose = (name, text) => select(name, [["", "any"], ...distinct(name).map((value) => [value, text(value)])], this.given[name] ?? "", (value) => this.set({ [name]: value }));
     this.count = h("strong", { class: "count" });
+    this.news = h("span");
     const search = h("input", { type: "search", placeholder: "Search the texts", "aria-label": "Search the texts", value: this.given.text, on: { change: (event) => this.search(event.target.value) } });
     if (this.given.text) this.search(this.given.text);
     return h("div", { class: "toolbar" },
@@ -107,6 +114,7 @@ class View {
       select("colour", [...this.numeric, STATUS_COLOR].map((name) => [name, words(name)]), this.given.color, (value) => this.app.go("rollouts", { ...this.parameters, color: value, low: "", high: "" }, { replace: true })),
       select("sort", [["group", "group"], ["mean", "mean, highest first"], ["least", "mean, lowest first"], ["spread", "spread"]], this.given.sort, (value) => this.set({ sort: value })),
       search,
+      this.news,
       this.count);
   }
 
@@ -148,7 +156,7 @@ class View {
   }
 
   drawGrid(chosen) {
-    const groups = Map.groupBy ? Map.groupBy(this.rows, (row) => row.group) : new Map();
+    const groups = groupedBy(this.rows, (row) => row.group);
     const mean = (rows) => average(rows.map((row) => row[this.value]));
     const spread = (rows) => { const [low, high] = range(rows.map((row) => row[this.value])); return high - low; };
     const orders = { group: ([a], [b]) => a - b, mean: ([, a], [, b]) => mean(b) - mean(a), least: ([, a], [, b]) => mean(a) - mean(b), spread: ([, a], [, b]) => spread(b) - spread(a) };
@@ -171,7 +179,7 @@ class View {
       "aria-label": `group ${group} sample ${row.sample}, ${words(this.value)} ${number(row[this.value])}, ${words(row.status)}`,
       style: { "background-color": this.color(row) },
     }));
-    return h("div", { class: "line", role: "row" }, h("span", { class: "name", title: `item ${rows[0].item}` }, h("b", {}, group), ` ${rows[0].item}`), h("span", { class: "cells" }, cells), h("span", { class: "mean" }, number(mean, 3)));
+    return h("div", { class: "line", role: "row" }, h("span", { class: "name", title: `item ${rows[0].item}` }, h("b", {}, group), ` ${rows[0].item}`), h("span", { class: "mean", title: `mean of ${words(this.value)}` }, number(mean, 3)), h("span", { class: "cells" }, cells));
   }
 
   moveFocus(event) {

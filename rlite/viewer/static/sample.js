@@ -113,7 +113,7 @@ async function siblings({ app, place, rows }) {
   const own = rows.filter((row) => row.group === place.group);
   const all = await ask("group", { run: place.run, source: place.source, step: place.step, group: place.group }).catch(() => carried(own, place));
   const texts = new Map((await all).map((each) => [each.sample, each.segments]));
-  const limits = range(own.map((row) => row.reward));
+  const limits = range(rows.map((row) => row.reward));
   return h("div", { class: "beside" }, own.map((row) => {
     const segments = texts.get(row.sample);
     const answers = segments && turnsOf(segments.filter((segment) => segment.role !== "prompt"));

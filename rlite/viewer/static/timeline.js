@@ -191,7 +191,7 @@ class Timeline {
   }
 
   drawTimes() {
-    const rows = this.data.times.map(({ process, name, seconds: total, count, share }) => h("tr", {}, h("td", {}, process.split(" (")[0]), h("td", {}, name), h("td", { class: "number" }, seconds(total)), h("td", { class: "number" }, `${(100 * share).toFixed(1)} %`), h("td", { class: "number" }, number(count))));
+    const rows = this.data.times.map(({ process, name, seconds: total, count, share }) => h("tr", {}, h("td", {}, process.split(" (")[0]), h("td", {}, name), h("td", { class: "number" }, `${number(total, 3)} s`), h("td", { class: "number" }, `${(100 * share).toFixed(1)} %`), h("td", { class: "number" }, number(count))));
     const head = ["who", "what", "time", "of the window", "times"].map((title, index) => h("th", { class: index > 1 ? "number" : "" }, title));
     fill(this.times, h("table", {}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows)));
   }
