@@ -46,7 +46,8 @@ class Shape:
     samples: int = 8
     thoughts: int = 9
     """sentences of an answer"""
-    has_tokens: bool = True
+    share_of_tokens: float = 0.5
+    """groups whose tokens are recorded"""
     seed: int = 0
 
 
@@ -110,7 +111,14 @@ def metrics_of(step: int, shape: Shape) -> dict[str, float]:
 
 
 def write_step(folder: Path, step: int, shape: Shape) -> None:
-    """Write the rows of a step, and the tokens of its first half."""
+    rows, tokens = step_tables(step, shape)
+    write_table(folder, "train", step, "rows", rows)
+    if len(tokens):
+        write_table(folder, "train", step, "tokens", tokens)
+
+
+def step_tables(step: int, shape: Shape) -> tuple[pa.Table, pa.Table]:
+    """The rows of a step, and the tokens of its first groups."""
     rng = random.Random(7919 * shape.seed + step)
     progress = step / shape.steps
     rows, tokens = [], []
@@ -123,13 +131,11 @@ def write_step(folder: Path, step: int, shape: Shape) -> None:
             segments, pieces, mask = write_answer(item, rng, shape.thoughts)
             place = {"step": step, "group": group, "sample": sample}
             row = _row(rng, place, item, status, easy, (len(pieces), sum(mask)))
-            is_short = number >= shape.groups * 3 // 4
-            rows.append({**row, "segments": None if is_short else segments})
-            if shape.has_tokens and number < shape.groups // 2:
+            is_text_recorded = number < shape.groups * (shape.share_of_tokens + 0.25)
+            rows.append({**row, "segments": segments if is_text_recorded else None})
+            if number < shape.groups * shape.share_of_tokens:
                 tokens.append(_tokens(rng, place, pieces, mask, row, step))
-    write_table(folder, "train", step, "rows", pa.Table.from_pylist(rows, schema=ROWS))
-    if tokens:
-        write_table(folder, "train", step, "tokens", pa.Table.from_pylist(tokens, schema=TOKENS))
+    return pa.Table.from_pylist(rows, schema=ROWS), pa.Table.from_pylist(tokens, schema=TOKENS)
 
 
 def write_evaluation(folder: Path, step: int, shape: Shape) -> None:

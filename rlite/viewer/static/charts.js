@@ -20,7 +20,7 @@ export function lineChart(title, lines, { note = "", unit = "" } = {}) {
     width: 1.75,
     dash: line.dash,
     spanGaps: true,
-    points: { show: line.steps.length <= WHISKERS, size: 5 },
+    points: { show: line.steps.length <= WHISKERS, size: 5, fill: line.color ?? SERIES[index % SERIES.length] },
     value: (plot, value, own, at) => {
       const index = at ?? lastKnown(plot.data[own]);
       return told(plot.data[own][index], errors[own - 1]?.[index], unit);

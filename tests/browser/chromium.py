@@ -1,0 +1,90 @@
+"""Headless Chromium, and a server of pages in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from playwright.sync_api import Page, Request, sync_playwright
+
+from rlite.viewer.run import open_runs
+from rlite.viewer.server import PageServer
+
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+WAIT_MS = 20_000
+
+
+def executable() -> str:
+    """Path of Chromium; an error says how to install it."""
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    assert found, "these tests need Chromium: apt-get install chromium-headless-shell"
+    return found
+
+
+class Browser:
+    """A browser whose pages report what goes wrong in them, and what they ask for."""
+
+    def __init__(self, chromium: Any) -> None:
+        self._chromium = chromium
+        self.errors: list[str] = []
+        self.strangers: list[str] = []
+        """addresses of other machines that a page asked for"""
+
+    def page(self, **options: Any) -> Page:
+        """A new page in a context of its own."""
+        context = self._chromium.new_context(viewport={"width": 1400, "height": 900}, **options)
+        context.set_default_timeout(WAIT_MS)
+        page: Page = context.new_page()
+        page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("request", self._look_at)
+        return page
+
+    def wait_until_shown(self, page: Page, place: str) -> None:
+        """Wait until a place is drawn."""
+        page.wait_for_function("place => document.getElementById('main')?.dataset.shown === place", arg=place)
+        page.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+
+    def _look_at(self, request: Request) -> None:
+        address = urlsplit(request.url)
+        if address.hostname not in (None, "127.0.0.1") and address.scheme not in ("data", "blob", "file"):
+            self.strangers.append(request.url)
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        options = {"executable_path": executable(), "args": ["--no-sandbox"]}
+        chromium = playwright.chromium.launch(**options)  # type: ignore[arg-type]
+        try:
+            yield Browser(chromium)
+        finally:
+            chromium.close()
+
+
+@contextmanager
+def serving(folders: Sequence[str]) -> Iterator[str]:
+    """The address of a server in a thread of this process."""
+    server = PageServer(open_runs(list(folders)))
+    loop = asyncio.new_event_loop()
+    is_ready, is_over = threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        async with server:
+            is_ready.set()
+            await is_over.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert is_ready.wait(30), "the server did not start"
+        yield server.url
+    finally:
+        loop.call_soon_threadsafe(is_over.set)
+        thread.join(30)
+        loop.close()
