@@ -19,10 +19,11 @@ from statistics import median
 import pyarrow as pa
 
 from rlite.observability.record.files import write_table
-from tests.browser.chromium import Browser, browser, serving
+from tests.browser.chromium import Browser, browser
 from tests.recorded_run import Shape, metrics_of, step_tables, write_config, write_trace
+from tests.view_server import serving
 
-TOKENS_OF_A_THOUGHT = 14
+TOKENS_OF_A_THOUGHT = 12
 SAMPLES = 10
 REPEATS = 5
 MAX_PAGE_S, MAX_SAMPLE_S = 1.0, 0.3

@@ -40,6 +40,9 @@ class ViewedRun:
         if not self.config:
             self.config, self._config_problem = _read_config(self.folder / CONFIG)
         changed = [self.metrics.refresh(), self.record.refresh()]
+        if changed[1]:
+            for source in self.record.sources:
+                self.record.table(source)  # what is damaged is known from now on, and a page opens at once
         self.changed_at = max(map(_changed_at, (self.metrics.path, self.folder / "record")))
         return any(changed)
 

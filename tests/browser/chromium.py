@@ -1,19 +1,14 @@
-"""Headless Chromium, and a server of pages in this process."""
+"""Headless Chromium."""
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 from playwright.sync_api import Page, Request, sync_playwright
-
-from rlite.viewer.run import open_runs
-from rlite.viewer.server import PageServer
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 WAIT_MS = 20_000
@@ -65,26 +60,3 @@ def browser() -> Iterator[Browser]:
             yield Browser(chromium)
         finally:
             chromium.close()
-
-
-@contextmanager
-def serving(folders: Sequence[str]) -> Iterator[str]:
-    """The address of a server in a thread of this process."""
-    server = PageServer(open_runs(list(folders)))
-    loop = asyncio.new_event_loop()
-    is_ready, is_over = threading.Event(), asyncio.Event()
-
-    async def serve() -> None:
-        async with server:
-            is_ready.set()
-            await is_over.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    try:
-        assert is_ready.wait(30), "the server did not start"
-        yield server.url
-    finally:
-        loop.call_soon_threadsafe(is_over.set)
-        thread.join(30)
-        loop.close()
