@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rlite.observability.record.reader import Place
 from rlite.viewer.advisories import advisories
 from rlite.viewer.lanes import timeline
 from rlite.viewer.query import Query, UnknownPlace
 from rlite.viewer.run import ViewedRun, flat
-from rlite.viewer.tables import (
-    columns,
-    counts_by_step,
-    means_by_step,
-    plain_row,
-    rounded,
-    select,
-)
+from rlite.viewer.tables import columns, counts_by_step, means_by_step, plain_row, rounded, select
 
 TRAIN = "train"
 USED = ("trained", "evaluated")
@@ -107,12 +99,22 @@ def _rows(run: ViewedRun, query: Query) -> dict[str, Any]:
 
 
 def _sample(run: ViewedRun, query: Query) -> dict[str, Any]:
-    source, place = _source(run, query), _place(query)
-    row = run.record.row(source, place)
-    if row is None:
-        step, group, sample = place
-        raise UnknownPlace(f"{source}: no rollout {sample} in group {group} of step {step}")
-    return {"row": plain_row(row), "sequences": [_sequence(each) for each in run.record.tokens(source, place)]}
+    source, step = _source(run, query), query.whole("step")
+    place = query.whole("group"), query.whole("sample")
+    rows = run.record.rollouts(source, step, place)
+    if not rows:
+        raise UnknownPlace(f"{source}: no rollout {place[1]} in group {place[0]} of step {step}")
+    return sample_answer(rows[0], run.record.tokens(source, step, place))
+
+
+def sample_answer(row: Mapping[str, Any], sequences: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the answer to the question for one rollout.
+
+    Args:
+        row: the rollout's row.
+        sequences: its recorded sequences.
+    """
+    return {"row": plain_row(row), "sequences": [_sequence(each) for each in sequences]}
 
 
 def _group(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
@@ -228,7 +230,7 @@ def _value_counts(column: pa.ChunkedArray) -> Iterator[tuple[str, int]]:
         yield str(each["values"]), each["counts"]
 
 
-def _sequence(sequence: dict[str, Any]) -> dict[str, Any]:
+def _sequence(sequence: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tokens of one sequence, each with its piece of the text."""
     text, offsets = sequence["text"] or "", sequence["offsets"] or []
     ends = [*offsets[1:], len(text)]
@@ -243,10 +245,6 @@ def _source(run: ViewedRun, query: Query) -> str:
     if source not in run.record.sources:
         raise UnknownPlace(f"source={source[:80]}: the record of {run.name} has {run.record.sources or 'no rows'}")
     return source
-
-
-def _place(query: Query) -> Place:
-    return query.whole("step"), query.whole("group"), query.whole("sample")
 
 
 QUESTIONS: dict[str, Callable[[ViewedRun, Query], Any]] = {

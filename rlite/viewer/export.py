@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
+
 from rlite import files
 from rlite.errors import ConfigError, writing
 from rlite.observability.record.reader import Place
-from rlite.viewer.answers import MAX_ITEMS, answer
+from rlite.viewer.answers import MAX_ITEMS, answer, sample_answer
 from rlite.viewer.page import single_page
 from rlite.viewer.query import Query
 from rlite.viewer.run import ViewedRun
 
 MEGABYTE = 1_000_000
-LEDGER_PAGES = 1
-"""pages of each reason"""
 
 
 def export(runs: Sequence[ViewedRun], path: Path, steps: Sequence[int], limit_mb: int) -> dict[str, int]:
@@ -63,9 +63,8 @@ class Answers:
 
     def ask(self, name: str, **parameters: Any) -> Any:
         """Keep the answer to a question, and return it."""
-        texts = {key: str(value) for key, value in parameters.items()}
-        made = answer(self._runs, name, Query(texts))
-        self.found[json.dumps([name, sorted(texts.items())], ensure_ascii=False, separators=(",", ":"))] = made
+        made = answer(self._runs, name, Query({key: str(value) for key, value in parameters.items()}))
+        self.found[_question(name, **parameters)] = made
         return made
 
     def ask_overview(self) -> None:
@@ -91,20 +90,42 @@ class Answers:
         Raises:
             ConfigError: there are no such steps, or they do not fit.
         """
-        places = list(self._places(steps))
-        if steps and not places:
+        chosen = list(self._steps(steps))
+        if steps and not chosen:
             raise ConfigError(f"export_steps={list(steps)}: the record has none of these steps")
         size = number = 0
-        for run, source, place in places:
-            step, group, sample = place
-            made = self.ask("sample", run=run, source=source, step=step, group=group, sample=sample)
-            size += len(json.dumps(made))
-            if size > limit:
-                if steps:
+        for run, source, step in chosen:
+            for question, made in self._samples(run, source, step):
+                size += len(json.dumps(made))
+                if size > limit and steps:
                     raise ConfigError(f"export_steps={list(steps)}: more than {limit // MEGABYTE} MB; raise export_mb")
-                break
-            number += 1
+                if size > limit:
+                    return number
+                self.found[question] = made
+                number += 1
         return number
+
+    def _steps(self, steps: Sequence[int]) -> Iterator[tuple[int, str, int]]:
+        """Yield run, source and step of some steps, or of all steps, the newest first."""
+        found = [
+            (number, source, step)
+            for number, run in enumerate(self._runs)
+            for source in run.record.sources
+            for step in pc.unique(run.record.table(source)["step"]).to_pylist()
+            if not steps or step in steps
+        ]
+        yield from sorted(found, key=lambda place: -place[2])
+
+    def _samples(self, run: int, source: str, step: int) -> Iterator[tuple[str, Any]]:
+        """Yield question and answer for each rollout of a step."""
+        record = self._runs[run].record
+        sequences: dict[Place, list[Any]] = {}
+        for sequence in record.tokens(source, step):
+            sequences.setdefault((sequence["group"], sequence["sample"]), []).append(sequence)
+        for row in record.rollouts(source, step):
+            group, sample = row["group"], row["sample"]
+            question = _question("sample", run=run, source=source, step=step, group=group, sample=sample)
+            yield question, sample_answer(row, sequences.get((group, sample), []))
 
     def _ask_source(self, run: int, source: str, steps: Sequence[int]) -> None:
         for step in steps:
@@ -113,12 +134,8 @@ class Answers:
             reason = {"status": row["status"], "reason": row["reason"]}
             self.ask("ledger_rows", run=run, source=source, offset=0, **reason)
 
-    def _places(self, steps: Sequence[int]) -> Iterator[tuple[int, str, Place]]:
-        """Yield the rollouts of some steps, or of all steps, the newest first."""
-        for number, run in enumerate(self._runs):
-            for source in run.record.sources:
-                table = run.record.table(source).select(["step", "group", "sample"])
-                rows = list(zip(*(column.to_pylist() for column in table.columns), strict=True))
-                chosen = [row for row in rows if not steps or row[0] in steps]
-                for place in sorted(chosen, key=lambda row: (-row[0], row[1], row[2])):
-                    yield number, source, place
+
+def _question(name: str, **parameters: Any) -> str:
+    """Return a question in the form in which `static/api.js` looks up its answer."""
+    texts = sorted((key, str(value)) for key, value in parameters.items())
+    return json.dumps([name, texts], ensure_ascii=False, separators=(",", ":"))

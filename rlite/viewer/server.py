@@ -108,7 +108,7 @@ class PageServer:
         if request.host.rpartition(":")[0] not in HOSTS and request.host not in HOSTS:
             return web.json_response({"error": "this page is served to its own machine alone"}, status=403)
         given = request.query.get("token") or request.cookies.get(self._cookie) or request.headers.get("X-Token", "")
-        if not hmac.compare_digest(given.encode(), self.token.encode()):
+        if not hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
             hint = "wrong or missing token: open the address that `rlite view` has printed"
             return web.json_response({"error": hint}, status=401)
         return await handler(request)

@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rlite.observability.record.files import FOLDER, RecordFile, record_files
+from rlite.observability.record.files import FOLDER, Kind, RecordFile, record_files
 from rlite.observability.record.schema import ROWS, TOKENS, VERSION, VERSION_KEY
 
 LONG = ("segments", "events")
 """columns that are read for single rollouts only"""
 SCALARS = pa.schema([field for field in ROWS if field.name not in LONG])
-Place = tuple[int, int, int]
-"""step, group and sample"""
+Place = tuple[int, int]
+"""group and sample of a rollout in its step"""
 Stamp = tuple[int, int]
 """time of change and size of a file"""
 
@@ -81,14 +81,25 @@ class RecordReader:
             if table is not None:
                 yield table
 
-    def row(self, source: str, place: Place) -> dict[str, Any] | None:
-        """Return one rollout with all its columns; None if it is not recorded."""
-        found = self._of_place(source, "rows", place, ROWS)
-        return found[0] if found else None
+    def rollouts(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:
+        """Return rollouts of a step with all their columns.
 
-    def tokens(self, source: str, place: Place) -> list[dict[str, Any]]:
-        """Return the sequences of one rollout whose tokens are recorded."""
-        return sorted(self._of_place(source, "tokens", place, TOKENS), key=lambda sequence: sequence["sequence"])
+        Args:
+            source: `train`, or `eval.NAME`.
+            step: the step.
+            place: group and sample of the rollout to return; None for all.
+        """
+        return self._of_step(source, "rows", ROWS, step, place)
+
+    def tokens(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:
+        """Return the recorded sequences of a step, in the order of their numbers.
+
+        Args:
+            source: `train`, or `eval.NAME`.
+            step: the step.
+            place: group and sample of the rollout whose sequences to return; None for all.
+        """
+        return sorted(self._of_step(source, "tokens", TOKENS, step, place), key=lambda sequence: sequence["sequence"])
 
     def token_table(self, source: str, steps: Sequence[int] | None = None) -> pa.Table:
         """Return all recorded sequences of some steps; None for all steps."""
@@ -96,16 +107,19 @@ class RecordReader:
         found = [self._read(file, TOKENS, None, chosen) for file in self._holders(source, "tokens", steps)]
         return pa.concat_tables([TOKENS.empty_table(), *(table for table in found if table is not None)])
 
-    def _of_place(self, source: str, kind: str, place: Place, schema: pa.Schema) -> list[dict[str, Any]]:
-        step, group, sample = place
-        chosen = (pc.field("step") == step) & (pc.field("group") == group) & (pc.field("sample") == sample)
+    def _of_step(
+        self, source: str, kind: Kind, schema: pa.Schema, step: int, place: Place | None
+    ) -> list[dict[str, Any]]:
+        chosen = pc.field("step") == step
+        if place is not None:
+            chosen &= (pc.field("group") == place[0]) & (pc.field("sample") == place[1])
         for file in self._holders(source, kind, [step]):
             table = self._read(file, schema, None, chosen)
             if table is not None and table.num_rows:
                 return table.to_pylist()
         return []
 
-    def _holders(self, source: str, kind: str, steps: Sequence[int] | None = None) -> list[RecordFile]:
+    def _holders(self, source: str, kind: Kind, steps: Sequence[int] | None = None) -> list[RecordFile]:
         """Return the files that may have some steps, files of the fewest steps first."""
         own = [file for file, _ in self._files.values() if (file.source, file.kind) == (source, kind)]
         if steps is not None:

@@ -68,7 +68,7 @@ def test_damage_inside_a_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(whole)
     reader = RecordReader(tmp_path)
     reader.refresh()
-    assert reader.row("train", (1, 1, 0)) is None or reader.table("train").num_rows == 0
+    assert reader.rollouts("train", 1) == [] or reader.table("train").num_rows == 0
     assert path.name in reader.problems
 
 
@@ -118,15 +118,14 @@ def test_steps_of_compacted_files_count_once(tmp_path: Path, reader: RecordReade
     table = reader.table("train")
     assert table["step"].to_pylist() == [1, 1, 2, 2, 3]
     assert table["reward"].to_pylist() == [None, 0.5, None, 0.5, 9.0]
-    found = reader.row("train", (3, 3, 0))
-    assert found is not None
+    [found] = reader.rollouts("train", 3, (3, 0))
     assert found["reward"] == 9.0
 
 
 def test_a_file_that_is_compacted_while_it_is_read_is_no_problem(tmp_path: Path, reader: RecordReader) -> None:
     path_of(tmp_path, "train-00000002.rows.parquet").unlink()
     assert reader.table("train").num_rows == 2
-    assert reader.row("train", (2, 2, 0)) is None
+    assert reader.rollouts("train", 2) == []
     assert reader.problems == {}
 
 
@@ -136,8 +135,7 @@ def test_columns_of_an_older_writer_are_null(tmp_path: Path) -> None:
     reader = RecordReader(tmp_path)
     reader.refresh()
     assert reader.table("train")["answer"].to_pylist() == [None]
-    found = reader.row("train", (1, 1, 0))
-    assert found is not None
+    [found] = reader.rollouts("train", 1, (1, 0))
     assert found["events"] is None
 
 
@@ -150,8 +148,7 @@ def test_invalid_utf8_is_replaced(tmp_path: Path) -> None:
     write_table(tmp_path, "train", 1, "rows", table)
     reader = RecordReader(tmp_path)
     reader.refresh()
-    found = reader.row("train", (1, 1, 0))
-    assert found is not None
+    [found] = reader.rollouts("train", 1, (1, 0))
     for text in (found["reason"], found["segments"][0]["text"], reader.table("train")["reason"][0].as_py()):
         assert (text[0], text[-1], "\ufffd" in text) == ("a", "b", True)
 
@@ -165,9 +162,9 @@ def test_tokens_of_one_rollout_are_found(tmp_path: Path) -> None:
     write_table(tmp_path, "train", 1, "tokens", pa.Table.from_pylist(sequences, schema=TOKENS))
     reader = RecordReader(tmp_path)
     reader.refresh()
-    assert [found["text"] for found in reader.tokens("train", (1, 1, 17))] == ["170", "171"]
-    assert reader.tokens("train", (1, 1, 30)) == []
-    assert reader.tokens("train", (2, 1, 17)) == []
+    assert [found["text"] for found in reader.tokens("train", 1, (1, 17))] == ["170", "171"]
+    assert reader.tokens("train", 1, (1, 30)) == []
+    assert reader.tokens("train", 2, (1, 17)) == []
     assert reader.token_table("train", [1]).num_rows == 60
 
 
