@@ -26,7 +26,7 @@ help:  ## this list
 quickstart: $(VENV)/.installed  ## GRPO on a small reasoning task, on CPU, in a few minutes
 	$(BIN)/rlite quickstart
 
-test: $(VENV)/.peers-installed  ## all tests, in three processes; tests marked gpu skip themselves without a GPU
+test: $(VENV)/.peers-installed $(VENV)/.browser-installed  ## all tests, in three processes; without a GPU or Chromium, their tests are skipped
 	$(PYTEST) tests
 
 test-fast: JOBS = 2
@@ -89,6 +89,11 @@ $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 # transformers are the environment's
 $(VENV)/.peers-installed: $(VENV)/.installed tests/peers/requirements.txt
 	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/peers -r tests/peers/requirements.txt
+	touch $@
+
+# drives Chromium in tests/browser; the browser itself is the machine's
+$(VENV)/.browser-installed: $(VENV)/.installed tests/browser/requirements.txt
+	$(BIN)/pip install --quiet --no-compile -r tests/browser/requirements.txt
 	touch $@
 
 $(VLLM_VENV)/.installed: benchmarks/peers/requirements-vllm.txt constraints-cpu.txt pyproject.toml

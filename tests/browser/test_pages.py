@@ -114,13 +114,11 @@ def test_the_grid_has_a_cell_for_each_rollout(show: Any) -> None:
 def test_a_bar_of_the_histogram_chooses_its_rollouts(show: Any) -> None:
     page = show("rollouts?step=2")
     bar = page.locator(".histogram .bar[tabindex]").first
-    told = bar.get_attribute("aria-label").split(": ")[1]
+    number = int(bar.get_attribute("aria-label").rpartition(" ")[2])
     bar.focus()
     page.keyboard.press("Enter")
-    assert page.locator(".count").inner_text() == f"{told} rollouts".replace("of 24", "of 24").replace(
-        told.split(" of ")[1], "24"
-    )
-    assert page.locator("a.cell:not(.dim)").count() == int(told.split(" of ")[0])
+    assert page.locator(".count").inner_text() == f"{number} of 24 rollouts"
+    assert page.locator("a.cell:not(.dim)").count() == number
 
 
 def test_texts_are_searched(show: Any) -> None:
@@ -178,7 +176,6 @@ def test_tokens_are_coloured_by_any_column(show: Any) -> None:
     assert 1 <= colours["versions"] <= 2
     token = page.locator("div.tokens span:not(.masked)").nth(5)
     token.hover()
-    assert f"id {page.evaluate('1') and ''}".strip() in page.locator(".told").inner_text()
     assert "log-prob (engine)" in page.locator(".told").inner_text()
     dimmed = page.locator("div.tokens .masked").first.evaluate("each => getComputedStyle(each).opacity")
     assert float(dimmed) < 0.6
@@ -187,7 +184,7 @@ def test_tokens_are_coloured_by_any_column(show: Any) -> None:
 def test_siblings_stand_side_by_side(show: Any) -> None:
     page = show("sample?step=2&group=6&sample=1&tab=siblings")
     assert page.locator(".beside > section").count() == SHAPE.samples
-    assert page.locator(".beside > section.current h3").inner_text().startswith("sample 1")
+    assert page.locator(".beside > section.current > h3").inner_text().startswith("sample 1")
 
 
 def test_tokens_that_were_not_recorded_are_missed_in_words(show: Any) -> None:
@@ -282,7 +279,7 @@ def test_the_page_follows_a_run(chromium: Browser, tmp_path: Path) -> None:
         page.keyboard.press("1")
         at(page, "#/overview")
         legend = page.locator('[data-chart="Training reward"] .u-legend')
-        assert "step: 3" in " ".join(legend.inner_text().split())
+        assert legend.locator(".u-value").first.inner_text() == "3"
         page.context.close()
 
 

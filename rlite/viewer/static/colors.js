@@ -6,11 +6,11 @@ export const STATUS = {
   evaluated: "#2563eb",
   filtered: "#94a3b8",
   refused: "#8d6e1f",
-  too_old: "#a855f7",
-  failed: "#d6336c",
+  too_old: "#8b5cf6",
+  failed: "#dc2626",
   timed_out: "#e8710a",
-  reward_killed: "#7f1d1d",
-  aborted: "#475569",
+  reward_killed: "#c026d3",
+  aborted: "#0891b2",
 };
 const LOW = [200, 82, 28];
 const HIGH = [28, 100, 190];

@@ -46,7 +46,7 @@ export function empty(title, ...words) {
 
 export function select(label, choices, chosen, act) {
   const options = choices.map(([value, text]) => h("option", { value, selected: String(value) === String(chosen) }, text));
-  return h("label", {}, label, h("select", { on: { change: (event) => act(event.target.value) } }, options));
+  return h("label", {}, label, h("select", { "aria-label": label, on: { change: (event) => act(event.target.value) } }, options));
 }
 
 export function number(value, digits = 4) {

@@ -3,7 +3,7 @@
 import { ask, series } from "viewer/api";
 import { lineChart, stackChart } from "viewer/charts";
 import { SERIES, STATUS } from "viewer/colors";
-import { ago, card, empty, fill, h, number, seconds, words } from "viewer/dom";
+import { ago, card, empty, fill, groupedBy, h, number, seconds, words } from "viewer/dom";
 
 // title, metrics, note; the charts that have no data are left out
 const CHARTS = [
@@ -71,11 +71,11 @@ function problems(run) {
 
 function advice(found, app) {
   const all = found.flatMap((each, run) => each.advisories.map((advisory) => ({ ...advisory, name: each.run.name, run })));
-  return all.map(({ level, title, reason, metric, name, run }) =>
-    h("section", { class: `advice ${level}`, role: "status" },
-      h("strong", {}, found.length > 1 ? `${name}: ${title}` : title),
-      h("span", {}, reason),
-      metric ? null : h("a", { href: app.link("ledger", { run }) }, "Open the ledger")));
+  const titles = [...groupedBy(all, ({ title }) => title)].sort(([, [a]], [, [b]]) => (b.level === "alarm") - (a.level === "alarm"));
+  const told = ({ reason, metric, name, run }) => [
+    found.length > 1 && h("small", {}, `${name}: `), reason, metric ? null : [" ", h("a", { href: app.link("ledger", { run }) }, "Open the ledger")]];
+  return titles.map(([title, own]) =>
+    h("section", { class: `advice ${own[0].level}`, role: "status" }, h("strong", {}, title), own.map((advisory) => h(found.length > 1 ? "div" : "span", {}, told(advisory)))));
 }
 
 function tiles({ run, color, series: metrics, sources, statuses }, several, app) {

@@ -94,7 +94,7 @@ function turnsOf(segments) {
   let turn = 0;
   return segments.map(({ role, text }) => {
     const title = role === "model" ? `${ROLES.model} · turn ${(turn += 1)}` : ROLES[role] ?? role;
-    return h("section", { class: `turn ${role}`, dir: "auto" }, h("h3", {}, title, h("small", {}, `${number(text.length)} characters`)), h("div", { class: "text" }, pieces(text)));
+    return h("section", { class: `turn ${role}`, dir: "auto" }, h("h3", {}, title, h("small", {}, `${number(text.length)} characters`)), h("div", { class: "text" }, pieces(text.replace(/^\n/, ""))));
   });
 }
 
