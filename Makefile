@@ -8,7 +8,7 @@ RLITE_TORCH_INDEX ?=
 
 TORCH := $(shell sed -n 's/^torch==//p' constraints-cpu.txt)
 BIN := $(VENV)/bin
-SOURCES := rlite tests examples recipes benchmarks docs/generate_interfaces.py
+SOURCES := rlite tests examples recipes benchmarks docs/generate_interfaces.py docs/generate_screenshots.py
 # files of tests are dealt to this many processes: more than two cores, because tests also wait
 JOBS ?= 3
 # one thread each: idle OpenMP threads spin

@@ -71,7 +71,12 @@ def write_run(folder: Path, shape: Shape = Shape(), learning_rate: float = 1e-6)
 
 def write_config(folder: Path, shape: Shape, learning_rate: float) -> None:
     config = {
-        "actor": {"model_name": "Qwen/Qwen3-0.6B", "lr": learning_rate, "clip": 0.2, "policy_loss": {"name": "ppo_clip"}},
+        "actor": {
+            "model_name": "Qwen/Qwen3-0.6B",
+            "lr": learning_rate,
+            "clip": 0.2,
+            "policy_loss": {"name": "ppo_clip"},
+        },
         "train_data": {"path": "countdown.jsonl", "responses_per_prompt": shape.samples},
         "rollout": {"train_sampling_params": {"temperature": 1.0, "max_new_tokens": 256}, "max_head_offpolicyness": 1},
         "trainer": {"total_steps": shape.steps, "seed": shape.seed, "save_dir": folder.name},

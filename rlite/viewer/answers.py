@@ -40,7 +40,8 @@ def answer(runs: Sequence[ViewedRun], name: str, query: Query) -> Any:
         query: its parameters; `run` is the number of the run.
 
     Raises:
-        DataError: there is no such question or no such place, or a parameter has a wrong form.
+        UnknownPlace: there is no such question, run, source or rollout.
+        DataError: a parameter has a wrong form.
     """
     if name == "runs":
         return [_about(run) for run in runs]

@@ -62,7 +62,7 @@ class Answers:
         self._runs = runs
 
     def ask(self, name: str, **parameters: Any) -> Any:
-        """Keep the answer to a question, and return it."""
+        """Return the answer to a question, and keep it."""
         made = answer(self._runs, name, Query({key: str(value) for key, value in parameters.items()}))
         self.found[_question(name, **parameters)] = made
         return made
@@ -81,11 +81,14 @@ class Answers:
                 self._ask_source(number, source, about["steps"])
 
     def ask_samples(self, steps: Sequence[int], limit: int) -> int:
-        """Keep texts and tokens of some steps. Return the number of rollouts.
+        """Keep texts and tokens of some steps.
 
         Args:
             steps: the steps; empty: the newest.
             limit: limit in bytes.
+
+        Returns:
+            The number of rollouts.
 
         Raises:
             ConfigError: there are no such steps, or they do not fit.

@@ -36,7 +36,7 @@ class Window:
     end: float
 
     def cut(self, spans: Iterable[Span]) -> Iterator[Span]:
-        """Yield the spans that overlap the window."""
+        """Return the spans that overlap the window."""
         return (span for span in spans if span[1] >= self.start and span[0] <= self.end)
 
     def within(self, start: float, end: float) -> float:

@@ -31,7 +31,11 @@ class MetricsLog:
         self._inode = 0
 
     def refresh(self) -> bool:
-        """Read the lines that are new. A file that was replaced is read again. Return True if there are any."""
+        """Read the lines that are new. A file that was replaced is read again.
+
+        Returns:
+            True if there are new lines.
+        """
         try:
             with self.path.open("rb") as file:
                 state = os.fstat(file.fileno())

@@ -36,7 +36,11 @@ class ViewedRun:
         """Unix time of the newest change"""
 
     def refresh(self) -> bool:
-        """Read what is new. Return True if the record or the metrics have changed."""
+        """Read what is new.
+
+        Returns:
+            True if the record or the metrics have changed.
+        """
         if not self.config:
             self.config, self._config_problem = _read_config(self.folder / CONFIG)
         changed = [self.metrics.refresh(), self.record.refresh()]

@@ -95,7 +95,7 @@ class PageServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse requests of other machines' names and without the token; give every answer its headers."""
+        """Return the answer with its headers. Requests to another name, or without the token, are refused."""
         try:
             response = await self._admit(request, handler)
         except web.HTTPException as error:
@@ -107,7 +107,8 @@ class PageServer:
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.host.rpartition(":")[0] not in HOSTS and request.host not in HOSTS:
             return web.json_response({"error": "this page is served to its own machine alone"}, status=403)
-        given = request.query.get("token") or request.cookies.get(self._cookie) or request.headers.get("X-Token", "")
+        told = (request.query.get("token"), request.cookies.get(self._cookie), request.headers.get("X-Token"))
+        given = next(filter(None, told), "")
         if not hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
             hint = "wrong or missing token: open the address that `rlite view` has printed"
             return web.json_response({"error": hint}, status=401)
@@ -141,7 +142,11 @@ class PageServer:
         return web.Response(text=text, content_type="application/json")
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Tell a page of changes, as server-sent events."""
+        """Return a stream that tells a page of changes, as server-sent events.
+
+        Raises:
+            HTTPServiceUnavailable: too many pages are open.
+        """
         if self._num_streams >= MAX_STREAMS:
             raise web.HTTPServiceUnavailable(text=f"{MAX_STREAMS} pages are open; close some")
         stream = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})

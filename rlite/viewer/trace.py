@@ -10,6 +10,7 @@ TRACE = "trace.json"
 MAX_EVENTS = 300_000
 """events that are read; Perfetto opens the others"""
 
+
 class TraceLog:
     """Reader of a trace that may be under way.
 
@@ -35,7 +36,8 @@ class TraceLog:
         return self._events
 
     def _read(self) -> list[dict[str, Any]]:
-        events, num_torn = [], 0
+        events: list[dict[str, Any]] = []
+        num_torn = 0
         with self.path.open("rb") as file:
             for line in file:
                 text = line.strip().rstrip(b",")

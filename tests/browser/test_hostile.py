@@ -41,7 +41,11 @@ def row(sample: int, text: str, **changes: Any) -> dict[str, Any]:
         "reward_parts": {SCRIPT: 1.0},
         "answer": SCRIPT,
         "events": [{"name": SCRIPT, "start": 0.0, "end": 1.0}],
-        "segments": [{"role": "prompt", "text": RIGHT_TO_LEFT}, {"role": "model", "text": text}, {"role": SCRIPT, "text": ""}],
+        "segments": [
+            {"role": "prompt", "text": RIGHT_TO_LEFT},
+            {"role": "model", "text": text},
+            {"role": SCRIPT, "text": ""},
+        ],
         **changes,
     }
 
@@ -53,12 +57,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [row(0, SCRIPT), row(1, LINE), row(2, "plain", status=SCRIPT), row(3, "a\u0000b\u2028\ufffd\U0001f9ea")]
     table = pa.Table.from_pylist(rows, schema=ROWS)
     invalid = pa.array([b"\xff\xfe\xed\xa0\x80" + SCRIPT.encode()] * len(rows), pa.binary()).view(pa.string())
-    write_table(made, "train", 1, "rows", table.set_column(ROWS.get_field_index("answer"), ROWS.field("answer"), invalid))
+    write_table(
+        made, "train", 1, "rows", table.set_column(ROWS.get_field_index("answer"), ROWS.field("answer"), invalid)
+    )
     pieces = [SCRIPT, RIGHT_TO_LEFT, "", "\U0001f9ea"]
     tokens = {
-        **{"step": 1, "group": 0, "sample": 0, "sequence": 0, "text": "".join(pieces), "ids": [1, 2, 3, 4]},
+        "step": 1,
+        "group": 0,
+        "sample": 0,
+        "sequence": 0,
+        "text": "".join(pieces),
+        "ids": [1, 2, 3, 4],
         "offsets": [sum(map(len, pieces[:at])) for at in range(4)],
-        **{"mask": [True] * 4, "logprobs": [-1.0, float("nan"), float("-inf"), -2.0]},
+        "mask": [True] * 4,
+        "logprobs": [-1.0, float("nan"), float("-inf"), -2.0],
     }
     write_table(made, "train", 1, "tokens", pa.Table.from_pylist([tokens], schema=TOKENS))
     metrics = {"step": 1, f"reward/{SCRIPT}": 1.0, "lone \ud800 surrogate": 2.0, "reward": "nan"}

@@ -202,7 +202,9 @@ def test_two_answers_to_one_prompt_are_compared(show: Any) -> None:
     page.wait_for_selector(".diff ins")
     first, second = (page.locator(".diff .text").nth(side) for side in (0, 1))
     kept = [
-        side.evaluate("each => [...each.childNodes].filter(part => part.nodeType === 3).map(part => part.data).join('')")
+        side.evaluate(
+            "each => [...each.childNodes].filter(part => part.nodeType === 3).map(part => part.data).join('')"
+        )
         for side in (first, second)
     ]
     assert kept[0] == kept[1]

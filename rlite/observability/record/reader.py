@@ -41,7 +41,11 @@ class RecordReader:
         self._tables: dict[str, pa.Table] = {}
 
     def refresh(self) -> bool:
-        """Look for new, replaced and deleted files. Return True if there are any."""
+        """Look for new, replaced and deleted files.
+
+        Returns:
+            True if there are any.
+        """
         found = {file.path: (file, stamp) for file in record_files(self.folder) if (stamp := _stamp(file.path))}
         changed = {path for path in {*found, *self._files} if found.get(path) != self._files.get(path)}
         for path in changed:

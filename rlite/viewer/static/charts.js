@@ -26,7 +26,8 @@ export function lineChart(title, lines, { note = "", unit = "" } = {}) {
       return told(plot.data[own][index], errors[own - 1]?.[index], unit);
     },
   }));
-  return chartCard(title, data, series, { note, hooks: { drawAxes: [(plot) => drawErrors(plot, data, errors, shown)] } });
+  const scales = { x: { time: false }, y: { range: (plot) => reach(plot, data, errors) } };
+  return chartCard(title, data, series, { note, scales, hooks: { drawAxes: [(plot) => drawErrors(plot, data, errors, shown)] } });
 }
 
 // layers: [{label, values, color}], one value for each step
@@ -48,7 +49,7 @@ export function stackChart(title, steps, layers, { note = "", unit = "" } = {}) 
   return chartCard(title, [steps, ...order.map((index) => sums[index])], series, options);
 }
 
-function chartCard(title, data, series, { note, hooks = {}, scales = { x: { time: false } } }) {
+function chartCard(title, data, series, { note, scales, hooks = {} }) {
   const box = h("div", { class: "chart" });
   const axis = { stroke: css("--muted"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false }, font: css("--chart-font") };
   const options = {
@@ -72,6 +73,23 @@ function chartCard(title, data, series, { note, hooks = {}, scales = { x: { time
     else plot = new uPlot({ ...options, width: contentRect.width }, data, box);
   }).observe(box);
   return h("section", { class: "card", data: { chart: title } }, h("h2", {}, title), note && h("p", { class: "note" }, note), box);
+}
+
+// The range of the values that are in sight, with their errors.
+function reach(plot, data, errors) {
+  const [from, to] = plot.series[0].idxs ?? [0, data[0].length - 1];
+  let [low, high] = [Infinity, -Infinity];
+  for (let line = 1; line < data.length; line += 1) {
+    if (!plot.series[line].show) continue;
+    for (let at = from; at <= to; at += 1) {
+      const value = data[line][at];
+      if (value === null) continue;
+      const error = errors[line - 1]?.[at] ?? 0;
+      low = Math.min(low, value - error);
+      high = Math.max(high, value + error);
+    }
+  }
+  return low > high ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
 }
 
 function drawErrors(plot, data, errors, lines) {

@@ -86,7 +86,7 @@ function tiles({ run, color, series: metrics, sources, statuses }, several, app)
     tile(source.replace("eval.", "held out: "), `${number(means.values.at(-1), 3)}`, means.errors.at(-1) === null ? "" : `± ${number(means.errors.at(-1), 2)}`));
   const facts = [
     tile("step", number(run.last_step || null), run.changed_at ? `changed ${ago(run.changed_at)}` : ""),
-    tile("reward", number(last("reward") ?? sources.train?.values.at(-1), 3), "last step"),
+    tile("reward", number(sources.train?.values.at(-1) ?? last("reward"), 3), "last step"),
     ...(evaluated.length ? evaluated : [tile("held out", number(last("accuracy"), 3), "accuracy")]),
     tile("tokens/s", number(last("tokens_per_second"), 3), ""),
     tile("step takes", seconds(last("seconds")), ""),

@@ -141,7 +141,9 @@ def test_columns_of_an_older_writer_are_null(tmp_path: Path) -> None:
 
 def test_invalid_utf8_is_replaced(tmp_path: Path) -> None:
     bad = pa.array([b"a\xff\xed\xa0\x80b"], pa.binary()).view(pa.string())
-    segments = pa.ListArray.from_arrays([0, 1], pa.StructArray.from_arrays([pa.array(["model"]), bad], ["role", "text"]))
+    segments = pa.ListArray.from_arrays(
+        [0, 1], pa.StructArray.from_arrays([pa.array(["model"]), bad], ["role", "text"])
+    )
     table = rows(row(1))
     table = table.set_column(ROWS.get_field_index("reason"), ROWS.field("reason"), bad)
     table = table.set_column(ROWS.get_field_index("segments"), ROWS.field("segments"), segments)
