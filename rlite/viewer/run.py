@@ -52,7 +52,7 @@ class ViewedRun:
 
     @property
     def problems(self) -> list[str]:
-        """What cannot be shown, and why."""
+        """One message for each thing that cannot be shown."""
         found = [f"{name}: {reason}" for name, reason in sorted(self.record.problems.items())]
         if self.metrics.num_torn:
             found.append(f"{FILE}: {self.metrics.num_torn} lines are no metrics")
