@@ -69,8 +69,8 @@ def times(chromium: Browser, url: str, shape: Shape) -> dict[str, list[float]]:
     chromium.wait_until_shown(page, "")
     found = {"first page of a new server": [time.perf_counter() - began]}
     for repeat in range(REPEATS):
-        for name, address in (PAGES | SAMPLE_PAGES).items():
-            step = 1 + repeat * shape.steps // REPEATS
+        for number, (name, address) in enumerate((PAGES | SAMPLE_PAGES).items()):
+            step = 1 + (repeat * shape.steps // REPEATS + number) % shape.steps  # which no page has shown before
             place = address.format(step=step, group=(step - 1) * shape.groups + repeat)
             began = time.perf_counter()
             page.evaluate("address => { location.hash = address; }", place)

@@ -58,10 +58,8 @@ def _serve(runs: Sequence[ViewedRun], options: ViewConfig) -> None:
         if options.browser:
             webbrowser.open(url)
 
-    try:
-        asyncio.run(serve(runs, options.port, tell))
-    except KeyboardInterrupt:
-        print("closed")
+    asyncio.run(serve(runs, options.port, tell))
+    print("closed")
 
 
 def _tell_forwarding(url: str) -> None:

@@ -14,7 +14,7 @@ class ViewConfig(Options):
 
     help_example: ClassVar[str] = "runs/quickstart"
 
-    runs: list[str]
+    runs: list[str] = []
     """folders of runs; the arguments without a key"""
     port: Annotated[int, Ge(0), Le(65535)] = 0
     """port on this machine; 0 takes a free one"""

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 import secrets
+import signal
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -186,13 +187,16 @@ class PageServer:
 
 
 async def serve(runs: Sequence[ViewedRun], port: int, tell: Callable[[str], Any]) -> None:
-    """Serve the pages of runs until the task is cancelled.
+    """Serve the pages of runs until SIGINT or SIGTERM. For the main thread.
 
     Args:
         runs: the runs.
         port: port on this machine; 0 takes a free one.
         tell: called with the address when the page can be opened.
     """
+    is_over = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, is_over.set)
     async with PageServer(runs, port) as server:
         tell(server.url)
-        await asyncio.Event().wait()
+        await is_over.wait()

@@ -1,6 +1,8 @@
 // Questions to the server, or to the answers that an exported file carries.
 
 let carried = null;
+const RECENT = 64; // answers that are kept until a run changes
+const recent = new Map();
 
 export const isExport = () => document.getElementById("answers") !== null;
 
@@ -15,7 +17,19 @@ export async function start() {
 export async function ask(name, parameters = {}) {
   const texts = Object.entries(parameters).map(([key, value]) => [key, String(value)]);
   if (carried) return lookUp(name, texts);
-  const response = await fetch(`/api/${name}?${new URLSearchParams(texts)}`);
+  const address = `/api/${name}?${new URLSearchParams(texts)}`;
+  if (!recent.has(address)) {
+    if (recent.size >= RECENT) recent.delete(recent.keys().next().value);
+    recent.set(address, fetched(address).catch((error) => {
+      recent.delete(address);
+      throw error;
+    }));
+  }
+  return recent.get(address);
+}
+
+async function fetched(address) {
+  const response = await fetch(address);
   const body = await response.json().catch(() => ({ error: `the server answered ${response.status}` }));
   if (!response.ok) throw new Error(body.error);
   return body;
@@ -37,5 +51,8 @@ function lookUp(name, texts) {
 export function follow(act) {
   if (carried) return;
   const events = new EventSource("/events");
-  events.addEventListener("message", act);
+  events.addEventListener("message", () => {
+    recent.clear();
+    act();
+  });
 }

@@ -19,6 +19,8 @@ export async function render(parameters, app) {
   const source = about.sources[parameters.source] ? parameters.source : Object.keys(about.sources)[0];
   const steps = about.sources[source].steps;
   const step = parameters.step === undefined ? steps.at(-1) : Number(parameters.step);
+  const { group, sample } = parameters;
+  if (group !== undefined && sample !== undefined) ask("sample", { run, source, step, group, sample }).catch(() => {}); // at once with the rows
   const rows = rowsOf((await ask("rows", { run, source, step })).columns);
   if (!rows.length) return { body: empty(`Step ${step} has no rollouts`, `${source} has the steps ${steps[0]} to ${steps.at(-1)}.`) };
   const at = rows.findIndex((row) => row.group === Number(parameters.group) && row.sample === Number(parameters.sample));

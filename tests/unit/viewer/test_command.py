@@ -72,7 +72,7 @@ def test_steps_can_be_chosen_for_the_export(recorded: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "required and not set: runs"),
+        ([], "runs: expected the folder of a run, as in `rlite view runs/quickstart`"),
         (["gone"], "gone: no such folder"),
         (["{run}", "port=70000"], "expected a number between 0 and 65535"),
         (["{run}", "--export", "{run}"], "expected a file such as run.html, found a folder"),

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -9,7 +11,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from rlite.errors import ConfigError
-from rlite.viewer.server import MAX_STREAMS
+from rlite.viewer.run import open_runs
+from rlite.viewer.server import MAX_STREAMS, serve
 from tests.recorded_run import Shape, write_run, write_step
 from tests.view_server import serving
 
@@ -128,12 +131,24 @@ def test_open_pages_are_bounded_and_closed_ones_do_not_count(url: str) -> None:
 
 
 def test_a_port_that_is_taken_is_named(url: str, growing: Path) -> None:
-    import asyncio
-
-    from rlite.viewer.run import open_runs
-    from rlite.viewer.server import serve
-
     port = urlsplit(url).port
     assert port is not None
     with pytest.raises(ConfigError, match=f"port={port}: cannot be used"):
         asyncio.run(serve(open_runs([str(growing)]), port, print))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_closes_the_page_and_a_second_one_does_no_harm(growing: Path, number: signal.Signals) -> None:
+    told: list[str] = []
+
+    def tell(url: str) -> None:
+        told.append(url)
+        for _ in range(2):
+            signal.raise_signal(number)
+
+    before = signal.getsignal(number)
+    asyncio.run(serve(open_runs([str(growing)]), 0, tell))
+    signal.signal(number, before)
+    [url] = told
+    with pytest.raises(ConnectionRefusedError):
+        get(url, "/")
