@@ -78,18 +78,17 @@ def _series(run: ViewedRun, query: Query) -> dict[str, Any]:
 
 
 def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
-    sources, statuses = {}, Counter[str]()
-    for source in run.record.sources:
-        table = run.record.table(source)
-        values = table["reward"] if source == TRAIN else _scores(table)
-        sources[source] = means_by_step(table, values)
-        if source == TRAIN:
-            statuses.update(dict(_value_counts(table["status"])))
-    train = run.record.table(TRAIN)
+    tables = {source: run.record.table(source) for source in run.record.sources}
+    means = {
+        source: means_by_step(table, table["reward"] if source == TRAIN else _scores(table))
+        for source, table in tables.items()
+    }
+    first = next(iter(tables), TRAIN)  # the evaluation, if there was no training
+    statuses = dict(_value_counts(run.record.table(first)["status"]))
     return {
-        "sources": sources,
-        "statuses": dict(statuses),
-        "statuses_by_step": counts_by_step(train, "status"),
+        "sources": means,
+        "statuses": statuses,
+        "statuses_by_step": counts_by_step(run.record.table(first), "status"),
         "advisories": advisories(run.metrics, statuses),
     }
 

@@ -26,7 +26,7 @@ export function lineChart(title, lines, { note = "", unit = "" } = {}) {
       return told(plot.data[own][index], errors[own - 1]?.[index], unit);
     },
   }));
-  const scales = { x: { time: false }, y: { range: (plot) => reach(plot, data, errors) } };
+  const scales = { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: (plot) => reach(plot, data, errors) } };
   return chartCard(title, data, series, { note, scales, hooks: { drawAxes: [(plot) => drawErrors(plot, data, errors, shown)] } });
 }
 

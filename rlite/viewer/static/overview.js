@@ -81,7 +81,7 @@ function advice(found, app) {
 function tiles({ run, color, series: metrics, sources, statuses }, several, app) {
   const last = (name) => metrics[name]?.values.findLast((value) => value !== null);
   const total = Object.values(statuses).reduce((a, b) => a + b, 0);
-  const lost = total - (statuses.trained ?? 0);
+  const lost = total - (statuses.trained ?? 0) - (statuses.evaluated ?? 0);
   const evaluated = Object.entries(sources).filter(([source]) => source !== "train").map(([source, means]) =>
     tile(source.replace("eval.", "held out: "), `${number(means.values.at(-1), 3)}`, means.errors.at(-1) === null ? "" : `± ${number(means.errors.at(-1), 2)}`));
   const facts = [
@@ -91,13 +91,15 @@ function tiles({ run, color, series: metrics, sources, statuses }, several, app)
     tile("tokens/s", number(last("tokens_per_second"), 3), ""),
     tile("step takes", seconds(last("seconds")), ""),
     tile("rollouts", number(total || null), "recorded"),
-    tile("not trained on", total ? `${((100 * lost) / total).toFixed(1)} %` : "–", total ? `${number(lost)} rollouts` : "", app.link("ledger", { run: app.runs.indexOf(run) })),
+    tile(sources.train ? "not trained on" : "not finished", total ? `${((100 * lost) / total).toFixed(1)} %` : "–", total ? `${number(lost)} rollouts` : "", app.link("ledger", { run: app.runs.indexOf(run) })),
   ];
   const title = several && h("h2", {}, h("i", { class: "dot", style: { background: color } }), run.name);
-  return h("div", {}, title, h("div", { class: "tiles" }, facts));
+  return h("div", {}, title, h("div", { class: "tiles" }, facts.filter(Boolean)));
 }
 
+// A figure; none if it is not known.
 function tile(label, value, note, href) {
+  if (value === "–") return null;
   return h(href ? "a" : "div", { class: "tile", href }, h("span", {}, label), h("strong", {}, value), h("small", {}, note));
 }
 

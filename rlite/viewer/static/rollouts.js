@@ -6,6 +6,7 @@ import { card, empty, fill, groupedBy, h, number, rowsOf, select, svg, words } f
 
 const BINS = 20;
 const SHOWN_ROWS = 100;
+const SHOWN_CELLS = 2000;
 const HIDDEN = ["step", "ended"];
 const STATUS_COLOR = "status";
 
@@ -152,7 +153,7 @@ class View {
     }
     const [low, high] = this.limits;
     const stops = [0, 0.25, 0.5, 0.75, 1].map((share) => scale(low + share * (high - low), low, high));
-    return h("p", { class: "legend" }, number(low, 3), h("i", { class: "ramp", style: { background: `linear-gradient(90deg, ${stops.join(", ")})` } }), number(high, 3), ` ${words(this.given.color)}`, h("i", { class: "swatch none" }), "none", h("i", { class: "swatch lost" }), "not trained on");
+    return h("p", { class: "legend" }, number(low, 3), h("i", { class: "ramp", style: { background: `linear-gradient(90deg, ${stops.join(", ")})` } }), number(high, 3), ` ${words(this.given.color)}`, h("i", { class: "swatch none" }), "none", h("i", { class: "swatch lost" }), this.source === "train" ? "not trained on" : "not counted");
   }
 
   drawGrid(chosen) {
@@ -165,7 +166,10 @@ class View {
       fill(this.grid, empty("Nothing matches", "No rollout of this step passes the filters."));
       return;
     }
-    fill(this.grid, shown.map(([group, rows]) => this.line(group, rows, chosen, mean(rows))));
+    const lines = (from, to) => shown.slice(from, to).map(([group, rows]) => this.line(group, rows, chosen, mean(rows)));
+    const many = Math.ceil((SHOWN_CELLS * groups.size) / this.rows.length);
+    const more = shown.length > many && h("button", { type: "button", class: "more", on: { click: (event) => event.target.replaceWith(...lines(many)) } }, `Show all ${number(shown.length)} groups`);
+    fill(this.grid, lines(0, many), more);
     const first = this.grid.querySelector("a.cell");
     if (first) first.tabIndex = 0;
     this.grid.onkeydown = (event) => this.moveFocus(event);
@@ -189,7 +193,7 @@ class View {
     const row = [...line.querySelectorAll("a.cell")];
     const beside = { ArrowLeft: row[row.indexOf(cell) - 1], ArrowRight: row[row.indexOf(cell) + 1] };
     const other = { ArrowUp: line.previousElementSibling, ArrowDown: line.nextElementSibling }[event.key];
-    const next = beside[event.key] ?? other?.querySelectorAll("a.cell")[Math.min(row.indexOf(cell), other.querySelectorAll("a.cell").length - 1)];
+    const next = beside[event.key] ?? [...(other?.querySelectorAll("a.cell") ?? [])].slice(0, row.indexOf(cell) + 1).at(-1);
     if (!next) return;
     event.preventDefault();
     cell.tabIndex = -1;

@@ -135,7 +135,7 @@ function facts({ row, place }) {
   const versions = row.version_min === row.version_max ? number(row.version_min) : `${number(row.version_min)} – ${number(row.version_max)}`;
   const rows = FACTS.filter((name) => row[name] !== null && row[name] !== undefined).map((name) => [words(name), typeof row[name] === "boolean" ? (row[name] ? "yes" : "no") : number(row[name])]);
   rows.push(["policy version", versions]);
-  if (place.source === "train" && row.version_min !== null) rows.push(["ended", new Date(1000 * (row.ended ?? 0)).toLocaleString()]);
+  if (row.ended) rows.push(["ended", new Date(1000 * row.ended).toLocaleString()]);
   return card("Facts", h("dl", { class: "facts" }, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])));
 }
 
