@@ -44,7 +44,7 @@ def main() -> None:
                 chromium.wait_until_shown(page, f"#/{place}")
                 page.wait_for_timeout(500)
                 picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-                palette = picture.quantize(COLORS, method=Image.Quantize.FASTOCTREE)
+                palette = picture.quantize(COLORS, kmeans=8, dither=Image.Dither.NONE)
                 palette.save(FOLDER / f"{name}.png", optimize=True)
                 page.context.close()
         assert not chromium.errors, chromium.errors
