@@ -200,6 +200,7 @@ def test_two_answers_to_one_prompt_are_compared(show: Any) -> None:
     page.locator("tr .cell").nth(6).click(modifiers=["Shift"])
     at(page, "b=0%2Ftrain%2F2")
     page.wait_for_selector(".diff ins")
+    assert "Use each of the numbers" in page.locator(".prompt").inner_text()
     first, second = (page.locator(".diff .text").nth(side) for side in (0, 1))
     kept = [
         side.evaluate(

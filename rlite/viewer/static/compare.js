@@ -3,7 +3,7 @@
 import { ask } from "viewer/api";
 import { range, scale, SERIES } from "viewer/colors";
 import { difference, side } from "viewer/diff";
-import { card, empty, fill, groupedBy, h, number, rowsOf } from "viewer/dom";
+import { card, empty, fill, groupedBy, h, longText, number, rowsOf } from "viewer/dom";
 import { statusChip } from "viewer/rollouts";
 
 export async function render(parameters, app) {
@@ -39,7 +39,7 @@ async function itemsOf(app, text) {
 function drawItems(list, items, chosen, app) {
   fill(list, items.length ? items.slice(0, 300).map(({ item, steps, runs, number: count }) =>
     h("a", { href: app.link("compare", { item }), "aria-current": item === chosen ? "true" : null },
-      h("span", {}, item), h("small", {}, `${steps} steps, ${count} rollouts${runs > 1 ? `, ${runs} runs` : ""}`))) : empty("No such prompt", "No recorded rollout has such an id."));
+      h("span", {}, item), h("small", {}, `${counted(steps, "step")}, ${counted(count, "rollout")}${runs > 1 ? `, ${runs} runs` : ""}`))) : empty("No such prompt", "No recorded rollout has such an id."));
 }
 
 async function attemptsOf(app, item) {
@@ -63,11 +63,13 @@ function answersCard(item, attempts, parameters, app) {
     h("td", {}, own[0].source === "train" ? "" : own[0].source), h("td", { class: "number" }, `step ${own[0].step}`),
     h("td", {}, h("span", { class: "cells" }, own.map((attempt) => attemptCell(attempt, { first, second, limits, key, app, item })))),
     h("td", { class: "number" }, number(mean(own), 3))));
+  const prompt = h("div", { class: "prompt text", dir: "auto" });
   const texts = h("div", { class: "diff", "aria-busy": "true" });
+  drawPrompt(prompt, attempts);
   drawDifference(texts, [first, second], app);
   return card(`Answers to ${item}`,
     h("p", { class: "note" }, "A click chooses the left answer, Shift and click the right one. Each row is a step, with its mean reward."),
-    h("div", { class: "scroll" }, h("table", { class: "narrow" }, h("tbody", {}, lines))), texts);
+    h("div", { class: "scroll" }, h("table", { class: "narrow" }, h("tbody", {}, lines))), prompt, texts);
 }
 
 function attemptCell(attempt, { first, second, limits, key, app, item }) {
@@ -78,6 +80,19 @@ function attemptCell(attempt, { first, second, limits, key, app, item }) {
     "aria-label": `step ${attempt.step} sample ${attempt.sample}, reward ${number(attempt.reward)}${mark ? `, ${mark}` : ""}`,
     style: { "background-color": scale(attempt.reward, ...limits) }, on: { click: choose },
   }, mark);
+}
+
+// The prompt, from the first of a few rollouts whose text is recorded.
+async function drawPrompt(box, attempts) {
+  for (const { run, source, step, group, sample } of [attempts[0], ...attempts.slice(-3).reverse()]) {
+    const found = await ask("sample", { run, source, step, group, sample }).catch(() => null);
+    const text = (found?.row.segments ?? []).filter((segment) => segment.role === "prompt").map((segment) => segment.text).join("");
+    if (text) {
+      fill(box, longText(text, 4000));
+      return;
+    }
+  }
+  box.remove();
 }
 
 async function drawDifference(box, chosen, app) {
@@ -118,6 +133,10 @@ async function configs(app) {
   const note = several ? (count ? `${count} options differ.` : "No option differs.") : "Open two runs to compare them: rlite view RUN RUN2";
   const head = h("thead", {}, h("tr", {}, h("th", {}, "option"), app.runs.map((run) => h("th", {}, run.name))));
   return card("Options", h("p", { class: "note" }, note), h("div", { class: "toolbar small" }, search, several && h("label", {}, only, "only those that differ")), h("div", { class: "scroll" }, h("table", { class: "options" }, head, rows)));
+}
+
+function counted(number, noun) {
+  return `${number} ${noun}${number === 1 ? "" : "s"}`;
 }
 
 function mean(rows) {

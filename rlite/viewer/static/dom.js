@@ -74,6 +74,11 @@ export function words(status) {
   return String(status).replaceAll("_", " ");
 }
 
+// An entry of a legend.
+export function key(color, text) {
+  return h("span", { class: "key" }, h("i", { class: "swatch", style: { background: color } }), text);
+}
+
 export function groupedBy(rows, keyOf) {
   const groups = new Map();
   for (const row of rows) {

@@ -2,7 +2,7 @@
 
 import { ask, isExport } from "viewer/api";
 import { css, range, scale, STATUS } from "viewer/colors";
-import { card, empty, fill, groupedBy, h, number, rowsOf, select, svg, words } from "viewer/dom";
+import { card, empty, fill, groupedBy, h, key, number, rowsOf, select, svg, words } from "viewer/dom";
 
 const BINS = 20;
 const SHOWN_ROWS = 100;
@@ -149,7 +149,7 @@ class View {
     this.limits = range(this.rows.map((row) => row[this.value]));
     if (this.given.color === STATUS_COLOR) {
       const seen = new Set(this.rows.map((row) => row.status));
-      return h("p", { class: "legend" }, [...seen].map((status) => [h("i", { class: "swatch", style: { background: STATUS[status] ?? "#888" } }), words(status)]));
+      return h("p", { class: "legend" }, [...seen].map((status) => key(STATUS[status] ?? "#888", words(status))));
     }
     const [low, high] = this.limits;
     const stops = [0, 0.25, 0.5, 0.75, 1].map((share) => scale(low + share * (high - low), low, high));
@@ -266,10 +266,10 @@ class View {
   drawTable(rows, order = this.order ?? ["group", 1], shown = SHOWN_ROWS) {
     this.order = order;
     const names = Object.keys(this.rows[0] ?? {}).filter((name) => !HIDDEN.includes(name) && this.rows.some((row) => row[name] !== null && row[name] !== ""));
-    const [key, way] = order;
-    const sorted = rows.toSorted((a, b) => way * compared(a[key], b[key]));
-    const heads = names.map((name) => h("th", { "aria-sort": name === key ? (way > 0 ? "ascending" : "descending") : null },
-      h("button", { type: "button", on: { click: () => this.drawTable(rows, [name, name === key ? -way : 1]) } }, words(name))));
+    const [column, way] = order;
+    const sorted = rows.toSorted((a, b) => way * compared(a[column], b[column]));
+    const heads = names.map((name) => h("th", { "aria-sort": name === column ? (way > 0 ? "ascending" : "descending") : null },
+      h("button", { type: "button", on: { click: () => this.drawTable(rows, [name, name === column ? -way : 1]) } }, words(name))));
     const lines = sorted.slice(0, shown).map((row) => h("tr", {}, names.map((name) => h("td", { class: typeof row[name] === "number" ? "number" : "", title: typeof row[name] === "string" ? row[name] : null },
       name === "group" ? h("a", { href: this.sampleLink(row) }, row.group) : name === "status" ? statusChip(row.status) : typeof row[name] === "boolean" ? (row[name] ? "yes" : "no") : number(row[name])))));
     const more = sorted.length > shown && h("button", { type: "button", class: "more", on: { click: () => this.drawTable(rows, order, shown + 4 * SHOWN_ROWS) } }, `Show more of ${number(sorted.length)} rows`);

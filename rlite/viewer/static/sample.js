@@ -2,7 +2,7 @@
 
 import { ask } from "viewer/api";
 import { range, scale } from "viewer/colors";
-import { card, empty, fill, h, longText, number, rowsOf, seconds, svg, words } from "viewer/dom";
+import { card, empty, h, key, longText, number, rowsOf, seconds, svg, words } from "viewer/dom";
 import { noRecord, statusChip } from "viewer/rollouts";
 import { tokenView } from "viewer/tokens";
 
@@ -165,6 +165,6 @@ function episode({ row }) {
   const bars = events.map((event) => svg("rect", { x: (300 * event.start) / end, y: 4 + 20 * names.indexOf(event.name), width: Math.max(1, (300 * (event.end - event.start)) / end), height: 14, rx: 2, fill: STAGES[event.name] ?? "#64748b" },
     svg("title", {}, `${event.name}: ${seconds(event.end - event.start)}, from ${seconds(event.start)}`)));
   const total = (name) => events.filter((event) => event.name === name).reduce((sum, event) => sum + event.end - event.start, 0);
-  const legend = names.map((name) => [h("i", { class: "swatch", style: { background: STAGES[name] ?? "#64748b" } }), `${name} ${seconds(total(name))}`]);
-  return card("Episode", svg("svg", { viewBox: `0 0 300 ${4 + 20 * names.length}`, class: "episode", role: "img", "aria-label": "timeline of the episode" }, bars), h("p", { class: "legend" }, legend, `in all ${seconds(end)}`));
+  const legend = names.map((name) => key(STAGES[name] ?? "#64748b", `${name} ${seconds(total(name))}`));
+  return card("Episode", svg("svg", { viewBox: `0 0 300 ${4 + 20 * names.length}`, class: "episode", role: "img", "aria-label": "timeline of the episode" }, bars), h("p", { class: "legend" }, legend, h("span", {}, `in all ${seconds(end)}`)));
 }

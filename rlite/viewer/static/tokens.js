@@ -1,7 +1,7 @@
 // The tokens of a rollout, coloured by a column. Tokens that are not trained on are dim.
 
 import { category, css, diverging, intensity } from "viewer/colors";
-import { fill, h, longText, number, select } from "viewer/dom";
+import { fill, h, key, longText, number, select } from "viewer/dom";
 
 const AT_FIRST = 4000;
 
@@ -65,7 +65,7 @@ function describe(sequence, at, columns) {
 function legend(name, column, sequences) {
   if (name === "versions") {
     const seen = [...new Set(sequences.flatMap((sequence) => known(sequence.versions)))].filter((value) => value >= 0).sort((a, b) => a - b);
-    return h("p", { class: "legend" }, seen.map((value) => [h("i", { class: "swatch", style: { background: category(value) } }), `version ${value}`]), h("span", { class: "tokens" }, h("span", { class: "masked" }, "not trained on")));
+    return h("p", { class: "legend" }, seen.map((value) => key(category(value), `version ${value}`)), h("span", { class: "tokens" }, h("span", { class: "masked" }, "not trained on")));
   }
   const size = sizeOf(sequences.flatMap((sequence) => known(column.of(sequence))));
   const ends = column.color === diverging ? [-size, 0, size] : [0, size / 2, size];
