@@ -47,6 +47,9 @@ def split_positional(argv: Sequence[str], flags: Sequence[str]) -> tuple[list[st
     Args:
         argv: arguments of the command line.
         flags: keys that may also be given as `--KEY VALUE`.
+
+    Raises:
+        ConfigError: a flag has no value.
     """
     positional, others, rest = [], [], iter(argv)
     for argument in rest:
@@ -54,7 +57,9 @@ def split_positional(argv: Sequence[str], flags: Sequence[str]) -> tuple[list[st
         if argument in ("--config", "--import"):
             others += [argument, *itertools.islice(rest, 1)]
         elif argument.startswith("--") and flag in flags:
-            others += [f"{flag}={value}" for value in ([text] if equals else itertools.islice(rest, 1))]
+            if not equals and (text := next(rest, "")) == "":
+                raise ConfigError(f"--{flag}: expected a value after it")
+            others.append(f"{flag}={text}")
         elif argument.startswith("-") or _KEY.match(argument):
             others.append(argument)
         else:

@@ -7,6 +7,7 @@ import { card, empty, fill, groupedBy, h, key, number, rowsOf, select, svg, word
 const BINS = 20;
 const SHOWN_ROWS = 100;
 const SHOWN_CELLS = 2000;
+const LEFT = 110; // of the scatter, for the numbers of its axis
 const HIDDEN = ["step", "ended"];
 const STATUS_COLOR = "status";
 
@@ -245,7 +246,7 @@ class View {
     const canvas = h("canvas", { class: "scatter", width: 800, height: 440, role: "img", "aria-label": `${words(y)} over ${words(x)}` });
     const note = h("p", { class: "note" }, "Click a point to open its rollout.");
     const [xs, ys] = [range(points.map((row) => row[x])), range(points.map((row) => row[y]))];
-    const at = (row) => [70 + 710 * share(row[x], xs), 395 - 375 * share(row[y], ys)];
+    const at = (row) => [LEFT + (780 - LEFT) * share(row[x], xs), 395 - 375 * share(row[y], ys)];
     drawScatter(canvas, points, at, (row) => this.color(row), [xs, ys]);
     const nearest = (event) => {
       const box = canvas.getBoundingClientRect();
@@ -302,13 +303,13 @@ function drawScatter(canvas, points, at, color, [xs, ys]) {
   context.strokeStyle = css("--grid");
   context.lineWidth = 2;
   for (const part of [0, 0.5, 1]) {
-    const [left, top] = [70 + 710 * part, 395 - 375 * part];
+    const [left, top] = [LEFT + (780 - LEFT) * part, 395 - 375 * part];
     context.strokeRect(left, 20, 0, 375);
-    context.strokeRect(70, top, 710, 0);
+    context.strokeRect(LEFT, top, 780 - LEFT, 0);
     context.textAlign = part === 1 ? "right" : part ? "center" : "left";
     context.fillText(number(xs[0] + part * (xs[1] - xs[0]), 3), left, 430);
     context.textAlign = "right";
-    context.fillText(number(ys[0] + part * (ys[1] - ys[0]), 3), 62, top + 8);
+    context.fillText(number(ys[0] + part * (ys[1] - ys[0]), 3), LEFT - 10, top + 8);
   }
   context.globalAlpha = 0.75;
   for (const row of points) {

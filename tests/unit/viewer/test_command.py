@@ -76,6 +76,7 @@ def test_steps_can_be_chosen_for_the_export(recorded: Path, tmp_path: Path) -> N
         (["gone"], "gone: no such folder"),
         (["{run}", "port=70000"], "expected a number between 0 and 65535"),
         (["{run}", "--export", "{run}"], "expected a file such as run.html, found a folder"),
+        (["{run}", "--export"], "--export: expected a value after it"),
         (["{run}", "exprot=a"], "did you mean 'export'"),
     ],
 )
