@@ -8,7 +8,7 @@ RLITE_TORCH_INDEX ?=
 
 TORCH := $(shell sed -n 's/^torch==//p' constraints-cpu.txt)
 BIN := $(VENV)/bin
-SOURCES := rlite tests examples recipes benchmarks docs/generate_interfaces.py
+SOURCES := rlite tests examples recipes benchmarks docs/generate_interfaces.py docs/generate_screenshots.py
 # files of tests are dealt to this many processes: more than two cores, because tests also wait
 JOBS ?= 3
 # one thread each: idle OpenMP threads spin
@@ -26,7 +26,7 @@ help:  ## this list
 quickstart: $(VENV)/.installed  ## GRPO on a small reasoning task, on CPU, in a few minutes
 	$(BIN)/rlite quickstart
 
-test: $(VENV)/.peers-installed  ## all tests, in three processes; tests marked gpu skip themselves without a GPU
+test: $(VENV)/.peers-installed $(VENV)/.browser-installed  ## all tests, in three processes; without a GPU or Chromium, their tests are skipped
 	$(PYTEST) tests
 
 test-fast: JOBS = 2
@@ -97,6 +97,11 @@ $(VENV)/.peers-installed: $(VENV)/.installed tests/peers/requirements.txt
 # for tests/harness alone, whose process finds the folder by PYTHONPATH
 $(VENV)/.harness-installed: $(VENV)/.installed tests/harness/requirements.txt
 	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/harness -r tests/harness/requirements.txt
+	touch $@
+
+# drives Chromium in tests/browser; the browser itself is the machine's
+$(VENV)/.browser-installed: $(VENV)/.installed tests/browser/requirements.txt
+	$(BIN)/pip install --quiet --no-compile -r tests/browser/requirements.txt
 	touch $@
 
 $(VLLM_VENV)/.installed: benchmarks/peers/requirements-vllm.txt constraints-cpu.txt pyproject.toml

@@ -64,6 +64,23 @@ def spelled(argv: Sequence[str], spellings: Mapping[str, str]) -> list[str]:
     return made
 
 
+def split_positional(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments without a key, and the others.
+
+    Args:
+        argv: arguments of the command line.
+    """
+    positional, others, rest = [], [], iter(argv)
+    for argument in rest:
+        if argument in ("--config", "--import"):
+            others += [argument, *itertools.islice(rest, 1)]
+        elif argument.startswith("-") or _KEY.match(argument):
+            others.append(argument)
+        else:
+            positional.append(argument)
+    return positional, others
+
+
 def split_arguments(argv: Sequence[str], has_imports: bool) -> tuple[dict[str, list[str]], list[tuple[str, str]]]:
     """Return the arguments of `--config` and of `--import`, and the pairs of key and value.
 

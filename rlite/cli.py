@@ -15,6 +15,9 @@ Train from rewards (train_data.path=prompts.jsonl)
   ppo                           Dr. GRPO by default, PPO with a critic, and their relatives
   grpo                          GRPO: ppo with other defaults
 
+Look at runs
+  view RUN [RUN2 ...]           rollouts, curves and lost work in the browser; --export FILE.html writes one file
+
 Use a model
   generate MODEL "PROMPT"       answers of a model, or of a run's newest model
   eval MODEL [MODEL2]           metrics of a model on data with a reward, an environment or tasks; compares two
@@ -66,6 +69,7 @@ COMMANDS = {
     "quickstart": Command("rlite.quickstart.run", "rlite.quickstart.options:QuickstartConfig"),
     "doctor": Command("rlite.doctor.run", "rlite.doctor.options:DoctorConfig"),
     **{name: Command(trainer.module, trainer.options) for name, trainer in TRAINERS.items()},
+    "view": Command("rlite.viewer.command", "rlite.viewer.options:ViewConfig"),
     "generate": Command("rlite.trainer.generate", "rlite.trainer.model_options:GenerateConfig"),
     "eval": Command("rlite.trainer.evaluate.command", "rlite.trainer.evaluate.options:EvalConfig"),
     "merge": Command("rlite.trainer.merge", "rlite.trainer.model_options:MergeConfig"),

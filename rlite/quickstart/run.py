@@ -181,4 +181,5 @@ def report_rows(folder: Path, summary: dict[str, float]) -> dict[str, str]:
         "model": f"{folder}/latest, opens with transformers",
         "next": "examples/grpo.py configures this run for your own model and reward; "
         "examples/grpo_from_engines.py writes the loop itself",
+        "look": f"rlite view {folder} opens its rollouts, curves and lost work in the browser",
     }

@@ -13,6 +13,7 @@ import rlite.nn
 import rlite.rollout
 import rlite.rollout.openai
 import rlite.rollout.rewards
+import rlite.viewer
 
 
 def test_the_package_exports_these_names_and_no_others():
@@ -64,14 +65,22 @@ def test_the_control_plane_has_these_names_and_no_others():
 
 
 def test_every_exported_name_exists():
-    for package in (rlite, rlite.control, rlite.nn, rlite.rollout, rlite.rollout.openai, rlite.rollout.rewards):
+    for package in (
+        rlite,
+        rlite.control,
+        rlite.nn,
+        rlite.rollout,
+        rlite.rollout.openai,
+        rlite.rollout.rewards,
+        rlite.viewer,
+    ):
         for name in package.__all__:
             assert getattr(package, name) is not None, f"{package.__name__}.{name}"
 
 
 @pytest.mark.parametrize(
     "package",
-    [rlite, rlite.control, rlite.nn, rlite.rollout, rlite.rollout.openai, rlite.rollout.rewards],
+    [rlite, rlite.control, rlite.nn, rlite.rollout, rlite.rollout.openai, rlite.rollout.rewards, rlite.viewer],
     ids=lambda p: p.__name__,
 )
 def test_what_is_loaded_lazily_is_what_type_checkers_see(package: ModuleType):

@@ -21,7 +21,7 @@ HOMES = {
     "liger_kernel": "rlite/nn/liger.py",
     "lm_eval": "rlite/evaluation/lm_eval.py",
     "math_verify": "rlite/rollout/rewards/math.py",
-    "aiohttp": ("rlite/rollout/openai/endpoint.py", "rlite/engine/sglang/replica.py"),
+    "aiohttp": ("rlite/rollout/openai/endpoint.py", "rlite/engine/sglang/replica.py", "rlite/viewer/server.py"),
     "openai": "rlite/rollout/openai/client.py",
     "wandb": "rlite/observability/sinks/",
     "tensorboard": "rlite/observability/sinks/",
@@ -84,7 +84,7 @@ def test_options_load_nothing_heavy() -> None:
     [
         ["schema", "ppo"],
         ["--help"],
-        *([command, "--help"] for command in ("ppo", "dpo", "simpo", "kto", "generate", "merge", "doctor")),
+        *([command, "--help"] for command in ("ppo", "dpo", "simpo", "kto", "generate", "merge", "doctor", "view")),
     ],
 )
 def test_a_command_that_only_describes_loads_nothing_heavy(arguments: list[str]) -> None:

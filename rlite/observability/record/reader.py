@@ -1,0 +1,233 @@
+"""Tolerant reading of a record: what can be read is shown, and what cannot is named with its reason.
+
+A record may grow, be compacted, or be cut off by a crash while it is read. Files are immutable, so each is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rlite.observability.record.files import FOLDER, Kind, RecordFile, record_files
+from rlite.observability.record.schema import ROWS, TOKENS, VERSION, VERSION_KEY
+
+LONG = ("segments", "events")
+"""columns that are read for single rollouts only"""
+SCALARS = pa.schema([field for field in ROWS if field.name not in LONG])
+Place = tuple[int, int]
+"""group and sample of a rollout in its step"""
+Stamp = tuple[int, int]
+"""time of change and size of a file"""
+
+
+class RecordReader:
+    """Reader of the record in one run's folder. One thread at a time may use it.
+
+    Args:
+        folder: the run's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.problems: dict[str, str] = {}
+        """file name -> why the file, or a part of it, is not shown"""
+        self._files: dict[Path, tuple[RecordFile, Stamp]] = {}
+        self._scalars: dict[Path, pa.Table] = {}
+        self._tables: dict[str, pa.Table] = {}
+
+    def refresh(self) -> bool:
+        """Look for new, replaced and deleted files.
+
+        Returns:
+            True if there are any.
+        """
+        found = {file.path: (file, stamp) for file in record_files(self.folder) if (stamp := _stamp(file.path))}
+        changed = {path for path in {*found, *self._files} if found.get(path) != self._files.get(path)}
+        for path in changed:
+            self._scalars.pop(path, None)
+            self.problems.pop(path.name, None)
+        self._files = found
+        if changed:
+            self._tables.clear()
+        return bool(changed)
+
+    @property
+    def sources(self) -> list[str]:
+        """The sources that have rows: `train` first, then the sets of evaluations."""
+        return sorted({file.source for file, _ in self._files.values()}, key=lambda source: (source != "train", source))
+
+    def table(self, source: str) -> pa.Table:
+        """Return all rows of a source without texts and events, in the order of step, group and sample.
+
+        If a file of one step and a compacted file both hold a step, the file of the one step counts.
+        """
+        if source not in self._tables:
+            parts = list(self._parts(source))
+            joined = pa.concat_tables(parts) if parts else SCALARS.empty_table()
+            self._tables[source] = joined.sort_by([(key, "ascending") for key in ("step", "group", "sample")])
+        return self._tables[source]
+
+    def segments(self, source: str, steps: Sequence[int] | None = None) -> Iterable[pa.Table]:
+        """Yield tables of step, group, sample and segments, one for each file that has the steps.
+
+        Args:
+            source: `train`, or `eval.NAME`.
+            steps: steps to read; None for all.
+        """
+        chosen = None if steps is None else pc.field("step").isin(list(steps))
+        for file in self._holders(source, "rows", steps):
+            table = self._read(file, ROWS, ["step", "group", "sample", "segments"], chosen)
+            if table is not None:
+                yield table
+
+    def rollouts(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:
+        """Return rollouts of a step with all their columns.
+
+        Args:
+            source: `train`, or `eval.NAME`.
+            step: the step.
+            place: group and sample of the rollout to return; None for all.
+        """
+        return self._of_step(source, "rows", ROWS, step, place)
+
+    def tokens(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:
+        """Return the recorded sequences of a step, in the order of their numbers.
+
+        Args:
+            source: `train`, or `eval.NAME`.
+            step: the step.
+            place: group and sample of the rollout whose sequences to return; None for all.
+        """
+        return sorted(self._of_step(source, "tokens", TOKENS, step, place), key=lambda sequence: sequence["sequence"])
+
+    def token_table(self, source: str, steps: Sequence[int] | None = None) -> pa.Table:
+        """Return all recorded sequences of some steps; None for all steps."""
+        chosen = None if steps is None else pc.field("step").isin(list(steps))
+        found = [self._read(file, TOKENS, None, chosen) for file in self._holders(source, "tokens", steps)]
+        return pa.concat_tables([TOKENS.empty_table(), *(table for table in found if table is not None)])
+
+    def _of_step(
+        self, source: str, kind: Kind, schema: pa.Schema, step: int, place: Place | None
+    ) -> list[dict[str, Any]]:
+        chosen = pc.field("step") == step
+        if place is not None:
+            chosen &= (pc.field("group") == place[0]) & (pc.field("sample") == place[1])
+        for file in self._holders(source, kind, [step]):
+            table = self._read(file, schema, None, chosen)
+            if table is not None and table.num_rows:
+                return table.to_pylist()
+        return []
+
+    def _holders(self, source: str, kind: Kind, steps: Sequence[int] | None = None) -> list[RecordFile]:
+        """Return the files that may have some steps, files of the fewest steps first."""
+        own = [file for file, _ in self._files.values() if (file.source, file.kind) == (source, kind)]
+        if steps is not None:
+            own = [file for file in own if any(file.first <= step <= file.last for step in steps)]
+        return sorted(own, key=lambda file: (file.last - file.first, file.first))
+
+    def _parts(self, source: str) -> Iterable[pa.Table]:
+        taken: set[int] = set()
+        for file in self._holders(source, "rows"):
+            table = self._scalars.get(file.path)
+            if table is None and (table := self._read(file, SCALARS, SCALARS.names)) is not None:
+                self._scalars[file.path] = table
+            if table is None:
+                continue
+            steps = set(pc.unique(table["step"]).to_pylist())
+            if repeated := steps & taken:
+                table = table.filter(pc.invert(pc.is_in(table["step"], pa.array(repeated, pa.int32()))))
+            taken |= steps
+            yield table
+
+    def _read(
+        self, file: RecordFile, schema: pa.Schema, columns: list[str] | None, chosen: pc.Expression | None = None
+    ) -> pa.Table | None:
+        """Return columns of a file in the form of `schema`; None, and a problem, if that cannot be."""
+        try:
+            found = pq.read_schema(file.path)
+            if reason := _refusal(found):
+                self.problems[file.path.name] = reason
+                return None
+            wanted = [name for name in columns or schema.names if name in found.names]
+            table = pq.read_table(file.path, columns=wanted, filters=chosen, partitioning=None)
+            return _conformed(table, pa.schema([schema.field(name) for name in columns or schema.names]))
+        except FileNotFoundError:  # compacted in this moment
+            return None
+        except (OSError, pa.ArrowException, KeyError) as error:
+            self.problems[file.path.name] = f"cannot be read: {str(error).splitlines()[0]}"
+            return None
+
+
+def is_recorded(folder: Path) -> bool:
+    """Return True if a folder holds a record."""
+    return (folder / FOLDER).is_dir()
+
+
+def _stamp(path: Path) -> Stamp | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def _refusal(schema: pa.Schema) -> str:
+    """Return why a file cannot be read, by its version; an empty text if it can."""
+    version = (schema.metadata or {}).get(VERSION_KEY)
+    if version is None:
+        return "no table of a record: it has no version"
+    if version != str(VERSION).encode():
+        written = version.decode(errors="replace")
+        return f"written in version {written} of the format; this rlite reads version {VERSION}"
+    return ""
+
+
+def _conformed(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return a table with exactly the columns of a schema. Missing columns are null, invalid UTF-8 is replaced."""
+    columns = []
+    for field in schema:
+        column = table[field.name] if field.name in table.column_names else pa.nulls(len(table), field.type)
+        columns.append(_valid(column.cast(field.type)))
+    return pa.table(columns, schema=schema)
+
+
+def _valid(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
+    """Return a column whose texts are valid UTF-8."""
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        return pa.array([_decoded(value) for value in _bytes_of(column)], column.type)
+    return column
+
+
+def _bytes_of(column: pa.ChunkedArray | pa.Array) -> list[Any]:
+    return column.cast(_as_bytes(column.type)).to_pylist()
+
+
+def _as_bytes(kind: pa.DataType) -> pa.DataType:
+    """Return a type with bytes in place of texts."""
+    if pa.types.is_string(kind):
+        return pa.binary()
+    if pa.types.is_list(kind):
+        return pa.list_(_as_bytes(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(field.name, _as_bytes(field.type)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(_as_bytes(kind.key_type), kind.item_type)
+    return kind
+
+
+def _decoded(value: Any) -> Any:
+    """Return a value with texts in place of its bytes."""
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, dict):
+        return {key: _decoded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_decoded(item) for item in value)
+    return value

@@ -1,0 +1,264 @@
+"""Answers to the questions of the pages: plain values, from the runs that are shown and from no other file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rlite.viewer.advisories import advisories
+from rlite.viewer.lanes import timeline
+from rlite.viewer.query import Query, UnknownPlace
+from rlite.viewer.run import ViewedRun, flat
+from rlite.viewer.tables import columns, counts_by_step, means_by_step, plain_row, rounded, select
+
+TRAIN = "train"
+USED = ("trained", "evaluated")
+"""statuses of rollouts that are not in the ledger"""
+MAX_HITS = 200
+"""of a search"""
+MAX_ITEMS = 500
+MAX_REASONS = 300
+PAGE = 200
+"""rows of the ledger that are sent together"""
+CONTEXT = 60
+"""characters on each side of a hit"""
+TOKEN_VALUES = ("logprobs", "trainer_logprobs", "advantages", "entropy")
+LIVE_S = 60.0
+"""seconds without a change after which a run no longer counts as live"""
+
+
+def answer(runs: Sequence[ViewedRun], name: str, query: Query) -> Any:
+    """Return the answer to a question.
+
+    Args:
+        runs: the runs that are shown.
+        name: the question.
+        query: its parameters; `run` is the number of the run.
+
+    Raises:
+        UnknownPlace: there is no such question, run, source or rollout.
+        DataError: a parameter has a wrong form.
+    """
+    if name == "runs":
+        return [_about(run) for run in runs]
+    if name not in QUESTIONS:
+        raise UnknownPlace(f"no question {name[:40]!r}")
+    number = query.whole("run")
+    if not 0 <= number < len(runs):
+        raise UnknownPlace(f"run={number}: there are {len(runs)} runs")
+    return QUESTIONS[name](runs[number], query)
+
+
+def _about(run: ViewedRun) -> dict[str, Any]:
+    sources = {}
+    for source in run.record.sources:
+        table = run.record.table(source)
+        steps = pc.unique(table["step"]).to_pylist()
+        sources[source] = {"steps": steps, "rollouts": table.num_rows}
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "last_step": run.metrics.last_step,
+        "sources": sources,
+        "problems": run.problems,
+        "is_live": run.seconds_since_change < LIVE_S,
+        "changed_at": run.changed_at,
+        "has_trace": run.trace.path.exists(),
+        "metrics": sorted(run.metrics.series),
+    }
+
+
+def _series(run: ViewedRun, query: Query) -> dict[str, Any]:
+    names = [name for name in query.text("names").split(",") if name]
+    return {name: run.metrics.points(name) for name in names if name in run.metrics.series}
+
+
+def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
+    tables = {source: run.record.table(source) for source in run.record.sources}
+    means = {
+        source: means_by_step(table, table["reward"] if source == TRAIN else _scores(table))
+        for source, table in tables.items()
+    }
+    first = next(iter(tables), TRAIN)  # the evaluation, if there was no training
+    statuses = dict(_value_counts(run.record.table(first)["status"]))
+    return {
+        "sources": means,
+        "statuses": statuses,
+        "statuses_by_step": counts_by_step(run.record.table(first), "status"),
+        "advisories": advisories(run.metrics, statuses),
+    }
+
+
+def _rows(run: ViewedRun, query: Query) -> dict[str, Any]:
+    source, step = _source(run, query), query.whole("step")
+    return {"columns": columns(select(run.record.table(source), step=step))}
+
+
+def _sample(run: ViewedRun, query: Query) -> dict[str, Any]:
+    source, step = _source(run, query), query.whole("step")
+    place = query.whole("group"), query.whole("sample")
+    rows = run.record.rollouts(source, step, place)
+    if not rows:
+        raise UnknownPlace(f"{source}: no rollout {place[1]} in group {place[0]} of step {step}")
+    return sample_answer(rows[0], run.record.tokens(source, step, place))
+
+
+def sample_answer(row: Mapping[str, Any], sequences: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the answer to the question for one rollout.
+
+    Args:
+        row: the rollout's row.
+        sequences: its recorded sequences.
+    """
+    return {"row": plain_row(row), "sequences": [_sequence(each) for each in sequences]}
+
+
+def _group(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
+    source, step, group = _source(run, query), query.whole("step"), query.whole("group")
+    found = [
+        row
+        for table in run.record.segments(source, [step])
+        for row in table.filter(pc.equal(table["group"], group)).to_pylist()
+    ]
+    return sorted(found, key=lambda row: row["sample"])
+
+
+def _search(run: ViewedRun, query: Query) -> dict[str, Any]:
+    source, step, text = _source(run, query), query.number("step"), query.text("text")
+    hits: list[dict[str, Any]] = []
+    for table in run.record.segments(source, None if step is None else [int(step)]):
+        for hit in _hits(table, text):
+            if len(hits) == MAX_HITS:
+                return {"hits": hits, "is_cut": True}
+            hits.append(hit)
+    return {"hits": hits, "is_cut": False}
+
+
+def _hits(table: pa.Table, text: str) -> Iterator[dict[str, Any]]:
+    segments = table["segments"].combine_chunks()
+    if not text or not len(segments):
+        return
+    texts, parents = segments.flatten().field("text"), pc.list_parent_indices(segments)
+    matching = pc.fill_null(pc.match_substring(texts, text, ignore_case=True), False)
+    told: set[int] = set()
+    for parent, found in zip(parents.filter(matching).to_pylist(), texts.filter(matching), strict=True):
+        if parent not in told:
+            told.add(parent)
+            place = {name: table[name][parent].as_py() for name in ("step", "group", "sample")}
+            yield {**place, "snippet": _snippet(found.as_py(), text)}
+
+
+def _snippet(found: str, text: str) -> list[str]:
+    """Return the text before a hit, the hit, and the text after it."""
+    at = max(0, found.lower().find(text.lower()))
+    end = at + len(text)
+    return [found[max(0, at - CONTEXT) : at], found[at:end], found[end : end + CONTEXT]]
+
+
+def _items(run: ViewedRun, query: Query) -> dict[str, Any]:
+    text = query.text("text")
+    tables = [run.record.table(source).select(["item", "step", "reward"]) for source in run.record.sources]
+    if not tables:
+        return {"items": [], "number": 0}
+    table = pa.concat_tables(tables)
+    if text:
+        table = table.filter(pc.match_substring(table["item"], text, ignore_case=True))
+    wanted = [("step", "count_distinct"), ("step", "count"), ("step", "max"), ("reward", "mean")]
+    found = table.group_by("item").aggregate(wanted)
+    order = [("step_count_distinct", "descending"), ("step_count", "descending"), ("item", "ascending")]
+    return {"items": columns(found.sort_by(order).slice(0, MAX_ITEMS)), "number": found.num_rows}
+
+
+def _item(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
+    return [
+        {"source": source, "columns": columns(table)}
+        for source in run.record.sources
+        if (table := select(run.record.table(source), item=query.text("item"))).num_rows
+    ]
+
+
+def _config(run: ViewedRun, query: Query) -> dict[str, Any]:
+    return dict(flat(run.config))
+
+
+def _timeline(run: ViewedRun, query: Query) -> dict[str, Any] | None:
+    events = run.trace.events()
+    return timeline(events, query.number("start"), query.number("end")) if events else None
+
+
+def _ledger(run: ViewedRun, query: Query) -> dict[str, Any]:
+    source = _source(run, query)
+    table = run.record.table(source)
+    lost = _lost(table)
+    wanted = [([], "count_all"), ("step", "min"), ("step", "max"), ("step", "list"), ("reward", "mean")]
+    reasons = lost.group_by(["status", "reason"]).aggregate(wanted).sort_by([("count_all", "descending")])
+    found = reasons.drop_columns(["step_list"]).slice(0, MAX_REASONS).to_pylist()
+    for row, steps in zip(found, reasons["step_list"], strict=False):
+        row["steps"] = dict(sorted(Counter(steps.as_py()).items()))
+    return {
+        "rollouts": table.num_rows,
+        "lost": lost.num_rows,
+        "statuses": dict(_value_counts(table["status"])),
+        "by_step": counts_by_step(table, "status"),
+        "reasons": found,
+        "num_reasons": reasons.num_rows,
+    }
+
+
+def _ledger_rows(run: ViewedRun, query: Query) -> dict[str, Any]:
+    table = _lost(run.record.table(_source(run, query)))
+    own = select(table, status=query.text("status"), reason=query.text("reason"))
+    offset = query.whole("offset")
+    return {"columns": columns(own.slice(offset, PAGE)), "number": own.num_rows}
+
+
+def _lost(table: pa.Table) -> pa.Table:
+    return table.filter(pc.invert(pc.is_in(table["status"], pa.array(USED))))
+
+
+def _scores(table: pa.Table) -> pa.ChunkedArray:
+    """Return what an evaluation counts: scores, else rewards, and 0 for failed episodes."""
+    return pc.coalesce(table["score"], table["reward"], 0.0)
+
+
+def _value_counts(column: pa.ChunkedArray) -> Iterator[tuple[str, int]]:
+    for each in pc.value_counts(column).to_pylist():
+        yield str(each["values"]), each["counts"]
+
+
+def _sequence(sequence: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tokens of one sequence, each with its piece of the text."""
+    text, offsets = sequence["text"] or "", sequence["offsets"] or []
+    ends = [*offsets[1:], len(text)]
+    made = {name: sequence[name] for name in ("sequence", "ids", "mask", "versions")}
+    made["pieces"] = [text[start:end] for start, end in zip(offsets, ends, strict=False)]
+    made["before"] = text[: offsets[0]] if offsets else text
+    return made | {name: rounded(sequence[name]) for name in TOKEN_VALUES}
+
+
+def _source(run: ViewedRun, query: Query) -> str:
+    source = query.text("source") or TRAIN
+    if source not in run.record.sources:
+        raise UnknownPlace(f"source={source[:80]}: the record of {run.name} has {run.record.sources or 'no rows'}")
+    return source
+
+
+QUESTIONS: dict[str, Callable[[ViewedRun, Query], Any]] = {
+    "overview": _overview,
+    "series": _series,
+    "rows": _rows,
+    "sample": _sample,
+    "group": _group,
+    "search": _search,
+    "items": _items,
+    "item": _item,
+    "config": _config,
+    "timeline": _timeline,
+    "ledger": _ledger,
+    "ledger_rows": _ledger_rows,
+}
+"""questions about one run"""

@@ -1,0 +1,85 @@
+"""A run as DataFrames."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import pyarrow as pa
+
+from rlite.errors import ConfigError
+from rlite.observability.record.reader import RecordReader
+from rlite.viewer.run import open_runs
+from rlite.viewer.tables import PARTS, reward_parts
+
+try:
+    import pandas as pd
+except ModuleNotFoundError as error:
+    raise ConfigError("DataFrames need the package pandas: pip install 'rlite[view]'") from error
+
+
+@dataclass(frozen=True)
+class RunFrames:
+    """The metrics and the record of a run."""
+
+    metrics: pd.DataFrame
+    """one row for each step, the index; one column for each metric"""
+    rows: pd.DataFrame
+    """one row for each rollout, without its texts; `source` is `train` or `eval.NAME`, parts of rewards are columns
+    `reward/NAME`"""
+    config: dict[str, Any]
+    """options of the run; empty if its folder has none"""
+    problems: list[str]
+    """what could not be read, and why"""
+    _record: RecordReader
+
+    def texts(self, steps: Sequence[int] | None = None, source: str = "train") -> pd.DataFrame:
+        """Return step, group, sample and segments of the rollouts whose texts are recorded.
+
+        Args:
+            steps: steps to read; None for all.
+            source: `train`, or `eval.NAME`.
+        """
+        frames = [table.to_pandas() for table in self._record.segments(source, steps)]
+        columns = ["step", "group", "sample", "segments"]
+        return (pd.concat(frames) if frames else pd.DataFrame(columns=columns)).dropna().reset_index(drop=True)
+
+    def tokens(self, steps: Sequence[int] | None = None, source: str = "train") -> pd.DataFrame:
+        """Return one row for each sequence whose tokens are recorded; its lists have one entry for each token.
+
+        Args:
+            steps: steps to read; None for all.
+            source: `train`, or `eval.NAME`.
+        """
+        return self._record.token_table(source, steps).to_pandas()
+
+
+def load(run: str | PathLike[str]) -> RunFrames:
+    """Return the metrics and the record of a run as DataFrames. What cannot be read is left out, see `problems`.
+
+    Args:
+        run: the run's folder.
+
+    Raises:
+        ConfigError: the folder holds no run.
+    """
+    [viewed] = open_runs([str(run)])
+    rows = [_frame(viewed.record.table(source), source) for source in viewed.record.sources]
+    metrics = pd.DataFrame({name: pd.Series(values) for name, values in viewed.metrics.series.items()})
+    return RunFrames(
+        metrics.astype(float).sort_index().rename_axis("step"),
+        pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(),
+        viewed.config,
+        viewed.problems,
+        viewed.record,
+    )
+
+
+def _frame(table: pa.Table, source: str) -> pd.DataFrame:
+    frame = table.drop_columns([PARTS]).to_pandas()
+    frame.insert(0, "source", source)
+    for name, values in reward_parts(table).items():
+        frame[f"reward/{name}"] = values.to_pandas().to_numpy()
+    return frame

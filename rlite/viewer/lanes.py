@@ -1,0 +1,187 @@
+"""Lanes of a trace: who was busy, who waited, and how much was in flight. No files here."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Event = Mapping[str, Any]
+Span = tuple[float, float, str, int]
+"""start and end in seconds, name, and depth: the number of spans around it"""
+PIXELS = 1500
+"""spans of a window that are narrower than this share of it are drawn together"""
+BINS = 300
+"""of a lane of concurrent work"""
+TOP = 12
+"""names in the table of times"""
+
+
+@dataclass
+class Lane:
+    """A row of the trace, whose spans nest."""
+
+    process: str
+    name: str
+    spans: list[Span] = field(default_factory=list)
+    """in the order of their starts"""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of a trace, in seconds."""
+
+    start: float
+    end: float
+
+    def cut(self, spans: Iterable[Span]) -> Iterator[Span]:
+        """Return the spans that overlap the window."""
+        return (span for span in spans if span[1] >= self.start and span[0] <= self.end)
+
+    def within(self, start: float, end: float) -> float:
+        """Return the seconds of a span that lie in the window."""
+        return max(0.0, min(end, self.end) - max(start, self.start))
+
+    @property
+    def length(self) -> float:
+        """Seconds of the window, at least a microsecond."""
+        return max(self.end - self.start, 1e-6)
+
+
+def timeline(
+    events: Sequence[Event], start: float | None = None, end: float | None = None, pixels: int = PIXELS
+) -> dict[str, Any]:
+    """Return what a window of a trace shows.
+
+    Args:
+        events: events of the trace.
+        start: begin of the window in seconds; None is the trace's.
+        end: end of the window in seconds; None is the trace's.
+        pixels: spans shorter than this share of the window are drawn together.
+
+    Returns:
+        The window, lanes of spans, lanes of concurrent work, and the names that took the most time.
+    """
+    lanes, flights = lanes_of(events), flights_of(events)
+    ends = [span[1] for lane in lanes for span in lane.spans] + [span[1] for own in flights.values() for span in own]
+    last = max(ends, default=0.0)
+    window = Window(0.0 if start is None else start, last if end is None else end)
+    return {
+        "start": window.start,
+        "end": window.end,
+        "last": last,
+        "lanes": [_drawn(lane, window, pixels) for lane in lanes],
+        "flights": [_concurrency(name, spans, window) for name, spans in sorted(flights.items())],
+        "times": _times(lanes, window),
+    }
+
+
+def lanes_of(events: Iterable[Event]) -> list[Lane]:
+    """Return the rows of a trace that have spans, by process and row."""
+    names: dict[tuple[Any, ...], str] = {}
+    rows: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "M":
+            names[event["name"], event["pid"], event["tid"]] = str(event["args"]["name"])
+        elif event["ph"] == "X":
+            rows[event["pid"], event["tid"]].append(event)
+    return [
+        Lane(
+            names.get(("process_name", pid, 0), f"process {pid}"),
+            names.get(("thread_name", pid, tid), f"row {tid}"),
+            list(_nested(rows[pid, tid])),
+        )
+        for pid, tid in sorted(rows)
+    ]
+
+
+def flights_of(events: Iterable[Event]) -> dict[str, list[tuple[float, float]]]:
+    """Return the spans of work in flight by kind and stage, such as "group: running"."""
+    begun: dict[Any, list[tuple[str, float]]] = defaultdict(list)
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    last = 0.0
+    for event in events:
+        if event["ph"] == "M":
+            continue
+        last = max(last, event.get("ts", 0.0) / 1e6)
+        if event["ph"] == "b":
+            begun[event["id"]].append((_stage(event), event["ts"] / 1e6))
+        elif event["ph"] == "e" and begun[event["id"]]:
+            stage, start = begun[event["id"]].pop()
+            found[stage].append((start, event["ts"] / 1e6))
+    for spans in begun.values():  # the trace goes on, or was cut off
+        for stage, start in spans:
+            found[stage].append((start, last))
+    return dict(found)
+
+
+def _stage(event: Event) -> str:
+    kind, name = str(event.get("cat", "")), str(event["name"])
+    return kind if not kind or name == kind or name.startswith(f"{kind} ") else f"{kind}: {name}"
+
+
+def _nested(events: Iterable[Event]) -> Iterator[Span]:
+    ends: list[float] = []
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        start = event["ts"] / 1e6
+        end = start + event["dur"] / 1e6
+        while ends and ends[-1] <= start + 1e-9:
+            ends.pop()
+        yield start, end, str(event["name"]), len(ends)
+        ends.append(end)
+
+
+def _drawn(lane: Lane, window: Window, pixels: int) -> dict[str, Any]:
+    """Return a lane with its spans in a window; narrow neighbours of one depth become one span without a name."""
+    narrow = window.length / pixels
+    spans: list[list[Any]] = []
+    newest: dict[int, list[Any]] = {}
+    for start, end, name, depth in window.cut(lane.spans):
+        before = newest.get(depth)
+        if before and end - start < narrow and before[2] is None and start - before[1] < narrow:
+            before[1], before[4] = max(before[1], end), before[4] + 1
+            continue
+        drawn = [start, end, name if end - start >= narrow else None, depth, 1, name]
+        newest[depth] = drawn
+        spans.append(drawn)
+    for span in spans:
+        span[2] = span[2] or (span[5] if span[4] == 1 else f"{span[4]} short spans")
+    busy = sum(window.within(start, end) for start, end, _, depth in window.cut(lane.spans) if depth == 0)
+    kept = [[round(span[0], 6), round(span[1], 6), span[2], span[3]] for span in spans]
+    return {"process": lane.process, "name": lane.name, "busy": busy / window.length, "spans": kept}
+
+
+def _concurrency(name: str, spans: Sequence[tuple[float, float]], window: Window) -> dict[str, Any]:
+    """Return how many spans are open in each bin of a window, on average."""
+    width = window.length / BINS
+    changes = [0.0] * (BINS + 2)  # second differences would be exact; the share in the first and last bin is enough
+    counts = [0.0] * BINS
+    for start, end in spans:
+        if end < window.start or start > window.end:
+            continue
+        first = min(BINS - 1, max(0, int((start - window.start) / width)))
+        final = min(BINS - 1, max(0, int((end - window.start) / width)))
+        for bin_ in {first, final}:
+            begin = window.start + bin_ * width
+            counts[bin_] += max(0.0, min(end, begin + width) - max(start, begin)) / width
+        changes[first + 1] += 1
+        changes[max(final, first + 1)] -= 1
+    inside = 0.0
+    for bin_ in range(BINS):
+        inside += changes[bin_]
+        counts[bin_] = round(counts[bin_] + inside, 3)
+    return {"name": name, "counts": counts, "most": max(counts, default=0.0), "number": len(spans)}
+
+
+def _times(lanes: Iterable[Lane], window: Window) -> list[dict[str, Any]]:
+    """Return the names that took the most time of each process, the time of spans inside of them included."""
+    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for lane in lanes:
+        for start, end, name, _ in window.cut(lane.spans):
+            seconds[lane.process, name].append(window.within(start, end))
+    totals = sorted(((sum(own), len(own), *key) for key, own in seconds.items()), reverse=True)
+    return [
+        {"process": process, "name": name, "seconds": total, "count": count, "share": total / window.length}
+        for total, count, process, name in totals[:TOP]
+    ]

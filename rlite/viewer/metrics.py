@@ -1,0 +1,82 @@
+"""The metrics of a run, read from `metrics.jsonl` while it grows."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = "metrics.jsonl"
+MAX_POINTS = 2000
+"""of one series on a page"""
+
+
+class MetricsLog:
+    """Series of metrics: name -> step -> value. Values that are not finite are None.
+
+    Args:
+        path: the file; it need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.series: dict[str, dict[int, float | None]] = {}
+        self.num_torn = 0
+        """lines that are no metrics"""
+        self.last_step = 0
+        self._offset = 0
+        self._inode = 0
+
+    def refresh(self) -> bool:
+        """Read the lines that are new. A file that was replaced is read again.
+
+        Returns:
+            True if there are new lines.
+        """
+        try:
+            with self.path.open("rb") as file:
+                state = os.fstat(file.fileno())
+                if state.st_ino != self._inode or state.st_size < self._offset:
+                    self.series, self.num_torn, self.last_step = {}, 0, 0
+                    self._inode, self._offset = state.st_ino, 0
+                file.seek(self._offset)
+                new = file.read()
+        except OSError:
+            return False
+        whole = new[: new.rfind(b"\n") + 1]  # the rest is being written
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            self._add(line)
+        return bool(whole)
+
+    def points(self, name: str) -> dict[str, list[Any]]:
+        """Return the steps and values of one metric, evenly thinned out to `MAX_POINTS`."""
+        values = sorted(self.series.get(name, {}).items())
+        stride = math.ceil(len(values) / MAX_POINTS) or 1
+        kept = values[::-1][::stride][::-1]
+        return {"steps": [step for step, _ in kept], "values": [value for _, value in kept]}
+
+    def recent(self, name: str, number: int) -> list[float]:
+        """Return the finite values of the last steps that have a metric."""
+        values = [value for _, value in sorted(self.series.get(name, {}).items())[-number:]]
+        return [value for value in values if value is not None]
+
+    def _add(self, line: bytes) -> None:
+        try:
+            row: Mapping[str, Any] = json.loads(line)
+            step = int(row["step"])
+            values = {name: _finite(value) for name, value in row.items() if name != "step"}
+        except (ValueError, LookupError, TypeError, AttributeError):
+            self.num_torn += 1
+            return
+        self.last_step = max(self.last_step, step)
+        for name, value in values.items():
+            self.series.setdefault(name, {})[step] = value
+
+
+def _finite(value: Any) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None

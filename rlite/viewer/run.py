@@ -1,0 +1,123 @@
+"""One run on the pages: its config, metrics, record and trace, as far as they can be read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlite.errors import ConfigError
+from rlite.observability.record.reader import RecordReader, is_recorded
+from rlite.viewer.metrics import FILE, MetricsLog
+from rlite.viewer.trace import TRACE, TraceLog
+
+CONFIG = "config.yaml"
+
+
+class ViewedRun:
+    """A run's folder.
+
+    Args:
+        folder: the folder.
+        name: name of the run on the pages.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.metrics = MetricsLog(folder / FILE)
+        self.record = RecordReader(folder)
+        self.trace = TraceLog(folder / TRACE)
+        self.config: dict[str, Any] = {}
+        self._config_problem = ""
+        self.changed_at = 0.0
+        """Unix time of the newest change"""
+
+    def refresh(self) -> bool:
+        """Read what is new.
+
+        Returns:
+            True if the record or the metrics have changed.
+        """
+        if not self.config:
+            self.config, self._config_problem = _read_config(self.folder / CONFIG)
+        changed = [self.metrics.refresh(), self.record.refresh()]
+        if changed[1]:
+            for source in self.record.sources:
+                self.record.table(source)  # what is damaged is known from now on, and a page opens at once
+        self.changed_at = max(map(_changed_at, (self.metrics.path, self.folder / "record")))
+        return any(changed)
+
+    @property
+    def problems(self) -> list[str]:
+        """One message for each thing that cannot be shown."""
+        found = [f"{name}: {reason}" for name, reason in sorted(self.record.problems.items())]
+        if self.metrics.num_torn:
+            found.append(f"{FILE}: {self.metrics.num_torn} lines are no metrics")
+        return [text for text in (self._config_problem, *found, *self.trace.problems) if text]
+
+    @property
+    def seconds_since_change(self) -> float:
+        """Seconds since the newest change of the record or the metrics."""
+        return max(0.0, time.time() - self.changed_at)
+
+
+def open_runs(folders: list[str]) -> list[ViewedRun]:
+    """Return the runs in some folders.
+
+    Raises:
+        ConfigError: a folder holds no run.
+    """
+    paths = [Path(folder).expanduser() for folder in folders]
+    if problems := [problem for path in paths if (problem := _no_run(path))]:
+        raise ConfigError("\n".join(problems))
+    runs = [ViewedRun(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+    for run in runs:
+        run.refresh()
+    return runs
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a config by their whole keys."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _no_run(path: Path) -> str:
+    if not path.exists():
+        return f"{path}: no such folder; expected the folder of a run (trainer.save_dir)"
+    if not path.is_dir():
+        return f"{path}: expected the folder of a run, found a file; give its folder: {path.parent}"
+    if is_recorded(path) or any((path / name).exists() for name in (CONFIG, FILE)):
+        return ""
+    below = sorted(child.name for child in path.iterdir() if (child / CONFIG).exists() or is_recorded(child))
+    hint = f"runs below it: {', '.join(below[:5])}" if below else "give the folder that trainer.save_dir names"
+    return f"{path}: not the folder of a run, it has none of {CONFIG}, {FILE} and record/; {hint}"
+
+
+def _names(paths: list[Path]) -> list[str]:
+    """Return the last part of each path, or the whole path if two would have one name."""
+    last = [path.resolve().name for path in paths]
+    return last if len(set(last)) == len(last) else [str(path) for path in paths]
+
+
+def _read_config(path: Path) -> tuple[dict[str, Any], str]:
+    try:
+        found = yaml.safe_load(path.read_bytes())
+    except FileNotFoundError:
+        return {}, ""
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        return {}, f"{CONFIG}: cannot be read: {str(error).splitlines()[0]}"
+    return (found, "") if isinstance(found, dict) else ({}, f"{CONFIG}: not the config of a run")
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

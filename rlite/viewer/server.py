@@ -1,0 +1,202 @@
+"""The server of the pages: this machine alone, with a secret token, and for the given runs alone."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from rlite.errors import ConfigError, DataError
+from rlite.viewer.answers import answer
+from rlite.viewer.page import TYPES, assets, served_page
+from rlite.viewer.query import Query, UnknownPlace
+from rlite.viewer.run import ViewedRun
+
+try:
+    from aiohttp import web
+except ModuleNotFoundError as error:
+    raise ConfigError(
+        "the page needs the package aiohttp: pip install 'rlite[view]'; or write it to a file: --export FILE.html"
+    ) from error
+
+ADDRESS = "127.0.0.1"
+HOSTS = ("127.0.0.1", "localhost", "[::1]")
+"""names of this machine; another name in a request is of a page that rebound its own name to this address"""
+COOKIE = "rlite-view"
+LOOK_EVERY_S = 2.0
+KEEP_ALIVE_S = 15.0
+MAX_STREAMS = 32
+"""pages that hear of changes"""
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+T = TypeVar("T")
+
+
+class PageServer:
+    """Serves the pages of some runs until it is left. An asynchronous context manager.
+
+    Args:
+        runs: the runs.
+        port: port on this machine; 0 takes a free one.
+    """
+
+    def __init__(self, runs: Sequence[ViewedRun], port: int = 0) -> None:
+        self.token = secrets.token_urlsafe(24)
+        self._runs, self._port = runs, port
+        self._page, self._policy = served_page()
+        self._assets = assets()
+        self._reader = ThreadPoolExecutor(1, "reader")  # one thread, so runs need no locks
+        self._num_changes = 0
+        self._num_streams = 0
+        self._changed = asyncio.Condition()
+
+    async def __aenter__(self) -> PageServer:
+        app = web.Application(client_max_size=1024, middlewares=[self._guard])
+        app.add_routes(
+            [
+                web.get("/", self._index),
+                web.get("/static/{name:.+}", self._asset),
+                web.get("/api/{name}", self._answer),
+                web.get("/events", self._events),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, ADDRESS, self._port)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigError(f"port={self._port}: cannot be used: {error.strerror or error}") from error
+        self._port = self._runner.addresses[0][1]
+        self._watch = asyncio.create_task(self._look())
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        await self._runner.cleanup()
+        self._reader.shutdown(cancel_futures=True)
+
+    @property
+    def url(self) -> str:
+        """Address of the page, with the token."""
+        return f"http://{ADDRESS}:{self._port}/?token={self.token}"
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Return the answer with its headers. Requests to another name, or without the token, are refused."""
+        try:
+            response = await self._admit(request, handler)
+        except web.HTTPException as error:
+            response = web.json_response({"error": error.text or error.reason}, status=error.status)
+        if not response.prepared:
+            response.headers.update({**HEADERS, "Content-Security-Policy": self._policy})
+        return response
+
+    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.host.rpartition(":")[0] not in HOSTS and request.host not in HOSTS:
+            return web.json_response({"error": "this page is served to its own machine alone"}, status=403)
+        told = (request.query.get("token"), request.cookies.get(self._cookie), request.headers.get("X-Token"))
+        given = next(filter(None, told), "")
+        if not hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
+            hint = "wrong or missing token: open the address that `rlite view` has printed"
+            return web.json_response({"error": hint}, status=401)
+        return await handler(request)
+
+    @property
+    def _cookie(self) -> str:
+        return f"{COOKIE}-{self._port}"  # cookies do not tell ports apart
+
+    async def _index(self, request: web.Request) -> web.Response:
+        """Return the page. A token in the address becomes a cookie, so that it is in no history."""
+        if "token" in request.query:
+            moved = web.Response(status=302, headers={"Location": "/"})
+            moved.set_cookie(self._cookie, self.token, httponly=True, samesite="Lax", path="/")
+            return moved
+        return web.Response(text=self._page, content_type="text/html")
+
+    async def _asset(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name not in self._assets:
+            raise web.HTTPNotFound(text=f"no file {name[:80]}")
+        kind = TYPES[name[name.rindex(".") :]]
+        return web.Response(body=self._assets[name], content_type=kind, charset="utf-8")
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        name, query = request.match_info["name"], Query(request.query)
+        try:
+            text = await self._read(lambda: json.dumps(answer(self._runs, name, query), allow_nan=False))
+        except DataError as error:
+            return web.json_response({"error": str(error)}, status=404 if isinstance(error, UnknownPlace) else 400)
+        return web.Response(text=text, content_type="application/json")
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """Return a stream that tells a page of changes, as server-sent events.
+
+        Raises:
+            HTTPServiceUnavailable: too many pages are open.
+        """
+        if self._num_streams >= MAX_STREAMS:
+            raise web.HTTPServiceUnavailable(text=f"{MAX_STREAMS} pages are open; close some")
+        stream = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
+        self._num_streams += 1
+        try:
+            await stream.prepare(request)
+            seen = self._num_changes
+            while True:
+                await self._wait_for_change(seen)
+                is_new, seen = self._num_changes != seen, self._num_changes
+                await stream.write(f"data: {seen}\n\n".encode() if is_new else b": nothing new\n\n")
+        except ConnectionResetError:
+            return stream
+        finally:
+            self._num_streams -= 1
+
+    async def _wait_for_change(self, seen: int) -> None:
+        async with self._changed:
+            change = self._changed.wait_for(lambda: self._num_changes != seen)
+            try:
+                await asyncio.wait_for(change, KEEP_ALIVE_S)
+            except TimeoutError:
+                return
+
+    async def _look(self) -> None:
+        """Look for what other processes have written to the runs' folders."""
+        while True:
+            changed = [await self._read(run.refresh) for run in self._runs]
+            if any(changed):
+                async with self._changed:
+                    self._num_changes += 1
+                    self._changed.notify_all()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _read(self, act: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._reader, act)
+
+
+async def serve(runs: Sequence[ViewedRun], port: int, tell: Callable[[str], Any]) -> None:
+    """Serve the pages of runs until SIGINT or SIGTERM. For the main thread.
+
+    Args:
+        runs: the runs.
+        port: port on this machine; 0 takes a free one.
+        tell: called with the address when the page can be opened.
+    """
+    is_over = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, is_over.set)
+    async with PageServer(runs, port) as server:
+        tell(server.url)
+        await is_over.wait()

@@ -1,0 +1,58 @@
+// Questions to the server, or to the answers that an exported file carries.
+
+let carried = null;
+const RECENT = 64; // answers that are kept until a run changes
+const recent = new Map();
+
+export const isExport = () => document.getElementById("answers") !== null;
+
+export async function start() {
+  const packed = document.getElementById("answers");
+  if (!packed) return;
+  const bytes = Uint8Array.from(atob(packed.textContent), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  carried = await new Response(stream).json();
+}
+
+export async function ask(name, parameters = {}) {
+  const texts = Object.entries(parameters).map(([key, value]) => [key, String(value)]);
+  if (carried) return lookUp(name, texts);
+  const address = `/api/${name}?${new URLSearchParams(texts)}`;
+  if (!recent.has(address)) {
+    if (recent.size >= RECENT) recent.delete(recent.keys().next().value);
+    recent.set(address, fetched(address).catch((error) => {
+      recent.delete(address);
+      throw error;
+    }));
+  }
+  return recent.get(address);
+}
+
+async function fetched(address) {
+  const response = await fetch(address);
+  const body = await response.json().catch(() => ({ error: `the server answered ${response.status}` }));
+  if (!response.ok) throw new Error(body.error);
+  return body;
+}
+
+// Each metric is a question of its own, so that an exported file needs to carry each only once.
+export async function series(run, names) {
+  if (!carried) return ask("series", { run, names: names.join(",") });
+  return Object.assign({}, ...(await Promise.all(names.map((name) => ask("series", { run, names: name }).catch(() => ({}))))));
+}
+
+function lookUp(name, texts) {
+  const key = JSON.stringify([name, texts.sort(([a], [b]) => (a < b ? -1 : 1))]);
+  if (!(key in carried)) throw new Error("This file does not carry it. Open the run with: rlite view RUN");
+  return carried[key];
+}
+
+// Calls `act` when the files of a run have changed.
+export function follow(act) {
+  if (carried) return;
+  const events = new EventSource("/events");
+  events.addEventListener("message", () => {
+    recent.clear();
+    act();
+  });
+}

@@ -1,0 +1,97 @@
+// Elements from plain values. Text only ever becomes a text node, so nothing that a model wrote is markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+const LONG = 20000; // characters of a text that are shown at first
+
+export function h(tag, options = {}, ...children) {
+  return filled(document.createElement(tag), options, children);
+}
+
+export function svg(tag, options = {}, ...children) {
+  return filled(document.createElementNS(SVG, tag), options, children);
+}
+
+function filled(element, options, children) {
+  for (const [name, value] of Object.entries(options)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name === "on") for (const [event, act] of Object.entries(value)) element.addEventListener(event, act);
+    else if (name === "style") for (const [key, set] of Object.entries(value)) element.style.setProperty(key, set);
+    else if (name === "data") Object.assign(element.dataset, value);
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+export function fill(element, ...children) {
+  element.replaceChildren(...children.flat(Infinity).filter(Boolean));
+  return element;
+}
+
+// A text of the model. A long one is cut, with a button for the rest.
+export function longText(text, limit = LONG) {
+  if (text.length <= limit) return [text];
+  const rest = h("button", { type: "button", class: "more" }, `Show all ${text.length.toLocaleString("en")} characters`);
+  rest.addEventListener("click", () => rest.replaceWith(text.slice(limit)));
+  return [text.slice(0, limit), rest];
+}
+
+export function card(title, ...children) {
+  return h("section", { class: "card" }, title && h("h2", {}, title), ...children);
+}
+
+export function empty(title, ...words) {
+  return h("div", { class: "empty" }, h("strong", {}, title), h("p", {}, ...words));
+}
+
+export function select(label, choices, chosen, act) {
+  const options = choices.map(([value, text]) => h("option", { value, selected: String(value) === String(chosen) }, text));
+  return h("label", {}, label, h("select", { "aria-label": label, on: { change: (event) => act(event.target.value) } }, options));
+}
+
+export function number(value, digits = 4) {
+  if (value === null || value === undefined) return "–";
+  if (typeof value !== "number") return String(value);
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  if (size >= 10000) return Math.round(value).toLocaleString("en");
+  return size < 0.001 && size > 0 ? value.toExponential(1) : String(Number(value.toPrecision(digits)));
+}
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 1) return `${(1000 * value).toPrecision(3)} ms`;
+  return value < 120 ? `${value.toPrecision(3)} s` : `${(value / 60).toFixed(1)} min`;
+}
+
+export function ago(unix) {
+  const passed = Math.max(0, Date.now() / 1000 - unix);
+  const [size, unit] = passed < 90 ? [1, "s"] : passed < 5400 ? [60, "min"] : passed < 129600 ? [3600, "h"] : [86400, "days"];
+  return `${Math.round(passed / size)} ${unit} ago`;
+}
+
+export function words(status) {
+  return String(status).replaceAll("_", " ");
+}
+
+// An entry of a legend.
+export function key(color, text) {
+  return h("span", { class: "key" }, h("i", { class: "swatch", style: { background: color } }), text);
+}
+
+export function groupedBy(rows, keyOf) {
+  const groups = new Map();
+  for (const row of rows) {
+    const key = keyOf(row);
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(row);
+  }
+  return groups;
+}
+
+// Rows of an answer, whose columns are lists.
+export function rowsOf(columns) {
+  const names = Object.keys(columns);
+  const length = names.length ? columns[names[0]].length : 0;
+  return Array.from({ length }, (_, index) => Object.fromEntries(names.map((name) => [name, columns[name][index]])));
+}

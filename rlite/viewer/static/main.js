@@ -1,0 +1,172 @@
+// The frame of the pages: navigation, keys, light and dark, and news of a run that goes on.
+
+import * as api from "viewer/api";
+import { SERIES } from "viewer/colors";
+import { ago, empty, fill, h } from "viewer/dom";
+import * as compare from "viewer/compare";
+import * as ledger from "viewer/ledger";
+import * as overview from "viewer/overview";
+import * as rollouts from "viewer/rollouts";
+import * as sample from "viewer/sample";
+import * as timeline from "viewer/timeline";
+
+const PAGES = { overview, rollouts, sample, compare, timeline, ledger };
+const TITLES = { overview: "Overview", rollouts: "Rollouts", sample: "Sample", compare: "Compare", timeline: "Timeline", ledger: "Ledger" };
+const KEYS = [
+  ["1 – 6", "pages"],
+  ["← →", "sample: previous, next of the group; timeline: move"],
+  ["↑ ↓", "sample: previous, next group"],
+  ["[ ]", "previous, next step"],
+  ["arrows, Enter", "rollouts: move in the grid, open"],
+  ["c t s", "sample: conversation, tokens, side by side"],
+  ["+ − 0", "timeline: zoom in, out, all"],
+  ["/", "search"],
+  ["d", "light or dark"],
+  ["?", "these keys"],
+];
+
+// what pages may use of the frame
+const app = {
+  runs: [],
+  // goes to a page; parameters that are empty are left out
+  go(page, parameters = {}, { replace = false } = {}) {
+    const address = app.link(page, parameters);
+    if (replace) {
+      history.replaceState(null, "", address);
+      show();
+    } else location.hash = address;
+  },
+  link(page, parameters = {}) {
+    const given = Object.entries(parameters).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+    return `#/${page}${given.length ? `?${new URLSearchParams(given)}` : ""}`;
+  },
+};
+let current = { page: "", keys: {}, renew: null };
+let turn = 0;
+
+function place() {
+  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+  const page = path in PAGES ? path : "overview";
+  return { page, parameters: Object.fromEntries(new URLSearchParams(query ?? "")) };
+}
+
+async function show() {
+  const mine = ++turn;
+  const { page, parameters } = place();
+  const main = document.getElementById("main");
+  const isNew = page !== current.page;
+  if (isNew) main.dataset.page = page;
+  main.setAttribute("aria-busy", "true");
+  document.title = `${TITLES[page]} · rlite view`;
+  showFrame(page);
+  try {
+    const made = await PAGES[page].render(parameters, app);
+    if (mine !== turn) return; // the reader has moved on
+    fill(main, made.body);
+    current = { page, keys: made.keys ?? {}, renew: made.renew ?? null };
+    made.shown?.();
+  } catch (error) {
+    if (mine !== turn) return;
+    fill(main, empty("This cannot be shown", error.message));
+    current = { page, keys: {}, renew: null };
+  }
+  main.removeAttribute("aria-busy");
+  main.dataset.shown = location.hash;
+  if (isNew) scrollTo(0, 0);
+}
+
+function showFrame(page) {
+  const links = Object.entries(TITLES).map(([name, title], index) =>
+    h("a", { href: linkTo(name), title: `key ${index + 1}`, "aria-current": name === page ? "page" : null }, title));
+  fill(document.getElementById("nav"), links);
+  const chips = app.runs.map((run, index) =>
+    h("span", { class: "run", title: run.folder },
+      h("i", { class: "dot", style: { background: SERIES[index % SERIES.length] } }),
+      h("span", {}, run.name),
+      h("small", { class: run.is_live ? "live" : "" }, run.is_live ? "live" : run.changed_at ? ago(run.changed_at) : "")));
+  fill(document.getElementById("runs"), chips);
+}
+
+// pages that show one step keep it when the reader goes from one to another
+function linkTo(page) {
+  const { run, source, step } = place().parameters;
+  return page === "overview" ? app.link(page) : app.link(page, { run, source, step });
+}
+
+function onKey(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const isTyping = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
+  if (isTyping) {
+    if (event.key === "Escape") event.target.blur();
+    return;
+  }
+  const number = Number(event.key);
+  const act = current.keys[event.key] ?? frameKeys[event.key];
+  if (number >= 1 && number <= 6) location.hash = linkTo(Object.keys(PAGES)[number - 1]);
+  else if (!act || act(event) === false) return;
+  event.preventDefault();
+}
+
+const frameKeys = {
+  d: switchTheme,
+  "?": showKeys,
+  "/": () => document.querySelector("main input[type=search]")?.focus(),
+};
+
+function showKeys() {
+  const dialog = document.getElementById("keys");
+  const rows = KEYS.map(([key, what]) => [h("dt", {}, key), h("dd", {}, what)]);
+  fill(dialog, h("h2", {}, "Keys"), h("dl", {}, rows), h("form", { method: "dialog" }, h("button", {}, "Close")));
+  dialog.showModal();
+}
+
+function switchTheme() {
+  const isDark = getComputedStyle(document.documentElement).colorScheme === "dark";
+  document.documentElement.dataset.theme = isDark ? "light" : "dark";
+  remember("theme", document.documentElement.dataset.theme);
+  show();
+}
+
+// a file from disk may have no storage
+function remember(name, value) {
+  try {
+    localStorage.setItem(`rlite-${name}`, value);
+  } catch {
+    return;
+  }
+}
+
+function remembered(name) {
+  try {
+    return localStorage.getItem(`rlite-${name}`);
+  } catch {
+    return null;
+  }
+}
+
+async function hearNews() {
+  app.runs = await api.ask("runs");
+  showFrame(place().page);
+  current.renew?.();
+}
+
+async function begin() {
+  const theme = remembered("theme");
+  if (theme) document.documentElement.dataset.theme = theme;
+  document.getElementById("theme").addEventListener("click", switchTheme);
+  document.getElementById("help").addEventListener("click", showKeys);
+  try {
+    await api.start();
+    app.runs = await api.ask("runs");
+  } catch (error) {
+    fill(document.getElementById("main"), empty("The run cannot be read", error.message));
+    return;
+  }
+  addEventListener("hashchange", show);
+  addEventListener("keydown", onKey);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
+  await show();
+  api.follow(() => hearNews().catch(() => {}));
+}
+
+begin();

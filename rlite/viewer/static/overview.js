@@ -1,0 +1,196 @@
+// Overview: advice first, then the curves of every run.
+
+import { ask, series } from "viewer/api";
+import { lineChart, stackChart } from "viewer/charts";
+import { SERIES, STATUS } from "viewer/colors";
+import { ago, card, empty, fill, groupedBy, h, number, seconds, words } from "viewer/dom";
+
+// title, metrics, note; the charts that have no data are left out
+const CHARTS = [
+  ["Response length", ["response_length", "response_length_p95"], "tokens: mean, and 95th percentile"],
+  ["Truncated answers", ["truncated"], "share that reached a limit"],
+  ["Groups without signal", ["uniform_groups"], "share of groups whose rewards are all equal"],
+  ["Drift", ["logprob_drift"], "mean |log p(trainer) − log p(engine)| per token"],
+  ["Staleness", ["rollout/staleness"], "updates between a token and its use"],
+  ["Tokens per second", ["tokens_per_second"], ""],
+  ["Loss", ["loss"], ""],
+  ["KL", ["kl"], "to the reference model"],
+  ["Entropy", ["entropy"], "nats per token"],
+  ["Gradient norm", ["grad_norm"], ""],
+];
+const EVALUATED = /(^|\/)accuracy$/;
+const PHASE = /^seconds_/;
+const PHASE_COLORS = ["#2563eb", "#e8710a", "#0f9d76", "#a855f7", "#64748b", "#0891b2", "#8d6e1f", "#d6336c"];
+
+export async function render(parameters, app) {
+  const body = h("div", { class: "page" });
+  const more = (parameters.more ?? "").split(",").filter(Boolean);
+  const draw = async () => fill(body, await contents(app, more));
+  await draw();
+  return { body, renew: () => (body.querySelector(".chart:hover, input:focus") ? null : draw().catch(() => {})) };
+}
+
+async function contents(app, more) {
+  const names = (run) => [...new Set([...CHARTS.flatMap(([, metrics]) => metrics), ...more, "reward", "seconds", ...picked(run)])];
+  const found = await Promise.all(app.runs.map(async (run, index) => ({
+    run,
+    color: SERIES[index % SERIES.length],
+    series: await series(index, names(run).filter((name) => run.metrics.includes(name))),
+    ...(await ask("overview", { run: index })),
+  })));
+  const several = found.length > 1;
+  const curves = [
+    rewardChart(found),
+    partsChart(found),
+    heldOutChart(found),
+    ...CHARTS.map(([title, metrics, note]) => metricChart(title, metrics, note, found)),
+    ...found.map((each) => phaseChart(each, several)),
+    ...found.map((each) => statusChart(each, several)),
+    ...more.map((name) => metricChart(name, [name], "", found)),
+  ].filter(Boolean);
+  return [
+    found.map((each) => problems(each.run)),
+    h("div", { class: "advices" }, advice(found, app)),
+    found.map((each) => tiles(each, several, app)),
+    curves.length
+      ? h("div", { class: "charts" }, curves)
+      : empty("No metrics yet", "The first step of a run writes metrics.jsonl. This page follows the run."),
+    otherMetrics(app, more),
+  ];
+}
+
+function picked(run) {
+  return run.metrics.filter((name) => PHASE.test(name) || EVALUATED.test(name) || name.endsWith("standard_error") || name.startsWith("reward/"));
+}
+
+function problems(run) {
+  if (!run.problems.length) return null;
+  const list = run.problems.map((problem) => h("li", {}, problem));
+  return h("section", { class: "advice alarm" }, h("strong", {}, `${run.name}: not everything can be read`), h("ul", {}, list));
+}
+
+function advice(found, app) {
+  const all = found.flatMap((each, run) => each.advisories.map((advisory) => ({ ...advisory, name: each.run.name, run })));
+  const titles = [...groupedBy(all, ({ title }) => title)].sort(([, [a]], [, [b]]) => (b.level === "alarm") - (a.level === "alarm"));
+  const told = ({ reason, metric, name, run }) => [
+    found.length > 1 && h("small", {}, `${name}: `), reason, metric ? null : [" ", h("a", { href: app.link("ledger", { run }) }, "Open the ledger")]];
+  return titles.map(([title, own]) =>
+    h("section", { class: `advice ${own[0].level}`, role: "status" }, h("strong", {}, title), own.map((advisory) => h(found.length > 1 ? "div" : "span", {}, told(advisory)))));
+}
+
+function tiles({ run, color, series: metrics, sources, statuses }, several, app) {
+  const last = (name) => metrics[name]?.values.findLast((value) => value !== null);
+  const total = Object.values(statuses).reduce((a, b) => a + b, 0);
+  const lost = total - (statuses.trained ?? 0) - (statuses.evaluated ?? 0);
+  const evaluated = Object.entries(sources).filter(([source]) => source !== "train").map(([source, means]) =>
+    tile(source.replace("eval.", "held out: "), `${number(means.values.at(-1), 3)}`, means.errors.at(-1) === null ? "" : `± ${number(means.errors.at(-1), 2)}`));
+  const facts = [
+    tile("step", number(run.last_step || null), run.changed_at ? `changed ${ago(run.changed_at)}` : ""),
+    tile("reward", number(sources.train?.values.at(-1) ?? last("reward"), 3), "last step"),
+    ...(evaluated.length ? evaluated : [tile("held out", number(last("accuracy"), 3), "accuracy")]),
+    tile("tokens/s", number(last("tokens_per_second"), 3), ""),
+    tile("step takes", seconds(last("seconds")), ""),
+    tile("rollouts", number(total || null), "recorded"),
+    tile(sources.train ? "not trained on" : "not finished", total ? `${((100 * lost) / total).toFixed(1)} %` : "–", total ? `${number(lost)} rollouts` : "", app.link("ledger", { run: app.runs.indexOf(run) })),
+  ];
+  const title = several && h("h2", {}, h("i", { class: "dot", style: { background: color } }), run.name);
+  return h("div", {}, title, h("div", { class: "tiles" }, facts.filter(Boolean)));
+}
+
+// A figure; none if it is not known.
+function tile(label, value, note, href) {
+  if (value === "–") return null;
+  return h(href ? "a" : "div", { class: "tile", href }, h("span", {}, label), h("strong", {}, value), h("small", {}, note));
+}
+
+function label(each, name, found) {
+  return found.length > 1 ? `${each.run.name}${name ? ` ${name}` : ""}` : name || each.run.name;
+}
+
+// means of the record have errors; without a record the metrics of the steps are there
+function rewardChart(found) {
+  const lines = found.map((each) => {
+    const recorded = each.sources.train;
+    const points = recorded?.steps.length ? recorded : each.series.reward;
+    return points && { label: label(each, "reward", found), color: each.color, ...points };
+  });
+  return lineChart("Training reward", lines.filter(Boolean), { note: "mean of each step; the band is its standard error, clustered by prompt" });
+}
+
+function partsChart(found) {
+  const lines = found.flatMap((each) => Object.entries(each.series).filter(([name]) => name.startsWith("reward/")).map(([name, points], part) => ({
+    label: label(each, name.slice(7), found),
+    color: found.length > 1 ? each.color : SERIES[part % SERIES.length],
+    dash: found.length > 1 && part ? [6, 3 * part] : undefined,
+    ...points,
+  })));
+  return lineChart("Parts of the reward", lines, { note: "mean of each part, before its weight" });
+}
+
+function heldOutChart(found) {
+  const lines = found.flatMap((each) => {
+    const recorded = Object.entries(each.sources).filter(([source]) => source !== "train").map(([source, points]) => [source.slice(5), points]);
+    const logged = Object.entries(each.series).filter(([name]) => EVALUATED.test(name)).map(([name, points]) => [name, { ...points, errors: errorsOf(each.series, name, points) }]);
+    const chosen = recorded.length ? recorded : logged;
+    return chosen.map(([name, points], set) => ({
+      label: label(each, name, found),
+      color: found.length > 1 ? each.color : SERIES[set % SERIES.length],
+      dash: found.length > 1 && set ? [6, 3 * set] : undefined,
+      bars: true,
+      ...points,
+    }));
+  });
+  return lineChart("Held out", lines, { note: "evaluations; the bars are standard errors, clustered by prompt" });
+}
+
+function errorsOf(metrics, name, { steps }) {
+  const errors = metrics[name.replace(/accuracy$/, "standard_error")];
+  const place = new Map((errors?.steps ?? []).map((step, index) => [step, errors.values[index]]));
+  return steps.map((step) => place.get(step) ?? null);
+}
+
+function metricChart(title, metrics, note, found) {
+  const lines = found.flatMap((each) => metrics.filter((name) => each.series[name]).map((name, index) => ({
+    label: label(each, metrics.length > 1 ? name : found.length > 1 ? "" : name, found),
+    color: found.length > 1 ? each.color : SERIES[index],
+    dash: index ? [5, 4] : undefined,
+    ...each.series[name],
+  })));
+  return lineChart(title, lines, { note });
+}
+
+function phaseChart(each, several) {
+  const phases = Object.entries(each.series).filter(([name]) => PHASE.test(name));
+  if (!phases.length) return null;
+  const steps = [...new Set(phases.flatMap(([, points]) => points.steps))].sort((a, b) => a - b);
+  const layers = phases
+    .map(([name, points]) => {
+      const place = new Map(points.steps.map((step, index) => [step, points.values[index]]));
+      const values = steps.map((step) => place.get(step) ?? 0);
+      return { label: name.slice(8), values, total: values.reduce((a, b) => a + b, 0) };
+    })
+    .sort((a, b) => b.total - a.total)
+    .map((layer, index) => ({ ...layer, color: PHASE_COLORS[index % PHASE_COLORS.length] }));
+  return stackChart(several ? `Seconds per phase: ${each.run.name}` : "Seconds per phase", steps, layers, { unit: " s" });
+}
+
+function statusChart(each, several) {
+  const { steps, counts } = each.statuses_by_step;
+  const layers = Object.entries(STATUS).filter(([status]) => counts[status]).map(([status, color]) => ({ label: words(status), color, values: counts[status] }));
+  const note = "every rollout of a step, by what became of it";
+  return stackChart(several ? `Rollouts: ${each.run.name}` : "Rollouts by status", steps, layers, { note });
+}
+
+function otherMetrics(app, more) {
+  const known = [...new Set(app.runs.flatMap((run) => run.metrics))].sort();
+  if (!known.length) return null;
+  const list = h("div", { class: "chips" });
+  const draw = (text) => fill(list, known.filter((name) => name.includes(text)).map((name) => {
+    const isOn = more.includes(name);
+    const next = isOn ? more.filter((other) => other !== name) : [...more, name];
+    return h("button", { type: "button", class: "chip", "aria-pressed": String(isOn), on: { click: () => app.go("overview", { more: next.join(",") }, { replace: true }) } }, name);
+  }));
+  draw("");
+  const search = h("input", { type: "search", placeholder: "Find a metric", "aria-label": "Find a metric", on: { input: (event) => draw(event.target.value) } });
+  return card("All metrics", h("p", { class: "note" }, "Choose metrics to draw them above."), search, list);
+}

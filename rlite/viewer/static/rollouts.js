@@ -1,0 +1,339 @@
+// Rollouts of one step: a grid of groups, a histogram, a scatter, filters and a table.
+
+import { ask, isExport } from "viewer/api";
+import { css, range, scale, STATUS } from "viewer/colors";
+import { card, empty, fill, groupedBy, h, key, number, rowsOf, select, svg, words } from "viewer/dom";
+
+const BINS = 20;
+const SHOWN_ROWS = 100;
+const SHOWN_CELLS = 2000;
+const LEFT = 110; // of the scatter, for the numbers of its axis
+const HIDDEN = ["step", "ended"];
+const STATUS_COLOR = "status";
+
+export async function render(parameters, app) {
+  const run = Number(parameters.run ?? 0);
+  const about = app.runs[run];
+  if (!about) return { body: empty("No such run", `There are ${app.runs.length} runs.`) };
+  const sources = Object.keys(about.sources);
+  if (!sources.length) return { body: noRecord(about) };
+  const source = about.sources[parameters.source] ? parameters.source : sources[0];
+  const steps = about.sources[source].steps;
+  const step = steps.includes(Number(parameters.step)) ? Number(parameters.step) : steps.at(-1);
+  const rows = rowsOf((await ask("rows", { run, source, step })).columns);
+  const state = { app, run, source, step, steps, rows, parameters: { ...parameters, run, source, step } };
+  const body = h("div", { class: "page" });
+  const view = new View(state, body);
+  view.draw();
+  const move = (by) => () => {
+    const next = steps[steps.indexOf(step) + by];
+    return next === undefined ? false : void app.go("rollouts", { ...state.parameters, step: next }, { replace: true });
+  };
+  const tellNews = () => view.tellNews(app.runs[run].sources[source].steps.at(-1));
+  return { body, keys: { "[": move(-1), "]": move(1) }, renew: tellNews };
+}
+
+export function noRecord(about) {
+  return empty("No rollouts are recorded", `${about.name} has no files in record/. A run records them with trainer.record=sample (texts of some groups) or all. The first step writes the first file.`);
+}
+
+// Choices of step, source and run, which several pages have.
+export function placeBar(page, { app, run, source, step, steps, parameters }) {
+  const go = (changes) => app.go(page, { ...parameters, ...changes }, { replace: true });
+  const at = steps.indexOf(step);
+  const arrow = (by, text, title) => h("button", { type: "button", title, "aria-label": title, disabled: steps[at + by] === undefined, on: { click: () => go({ step: steps[at + by] }) } }, text);
+  const sources = Object.keys(app.runs[run].sources);
+  return [
+    app.runs.length > 1 && select("run", app.runs.map((each, index) => [index, each.name]), run, (value) => go({ run: value, source: "", step: "" })),
+    sources.length > 1 && select("source", sources.map((name) => [name, name]), source, (value) => go({ source: value, step: "" })),
+    h("span", { class: "stepper" }, arrow(-1, "‹", "previous step ([)"), select("step", steps.map((each) => [each, each]), step, (value) => go({ step: value })), arrow(1, "›", "next step (])"), h("small", {}, `of ${steps.at(-1)}`)),
+  ];
+}
+
+class View {
+  constructor(state, body) {
+    Object.assign(this, state);
+    this.body = body;
+    this.numeric = Object.keys(this.rows[0] ?? {}).filter((name) => !HIDDEN.includes(name) && this.rows.some((row) => typeof row[name] === "number"));
+    this.given = { color: this.source === "train" ? "reward" : "score", x: "response_tokens", y: "reward", sort: "group", ...this.parameters };
+    if (!this.numeric.includes(this.given.color) && this.given.color !== STATUS_COLOR) this.given.color = "reward";
+    this.hits = null;
+  }
+
+  draw() {
+    this.grid = h("div", { class: "grid", role: "grid", "aria-label": "groups and samples" });
+    this.side = h("div", { class: "side" });
+    this.table = h("div", { class: "scroll" });
+    this.found = h("div");
+    fill(this.body, this.toolbar(), this.found, h("div", { class: "columns" }, card("Groups", this.legend(), this.grid), this.side), card("Table", this.table));
+    this.drawChosen();
+  }
+
+  drawChosen() {
+    const chosen = new Set(this.rows.filter((row) => this.matches(row)));
+    this.count.textContent = chosen.size === this.rows.length ? `${number(this.rows.length)} rollouts` : `${number(chosen.size)} of ${number(this.rows.length)} rollouts`;
+    this.drawGrid(chosen);
+    fill(this.side, this.histogram(chosen), this.scatter(chosen));
+    this.drawTable([...chosen]);
+  }
+
+  tellNews(newest) {
+    if (newest === this.steps.at(-1)) return;
+    fill(this.news, h("a", { href: this.app.link("rollouts", { ...this.parameters, step: newest }) }, `step ${newest} is there`));
+  }
+
+  // a change of a filter keeps the step's rows, and is in the address
+  set(changes) {
+    Object.assign(this.given, changes);
+    Object.assign(this.parameters, changes);
+    history.replaceState(null, "", this.app.link("rollouts", this.parameters));
+    this.drawChosen();
+  }
+
+  matches(row) {
+    const { status, reason, low, high } = this.given;
+    const value = row[this.value];
+    return (!status || row.status === status) && (!reason || row.reason === reason)
+      && (low === undefined || low === "" || (value !== null && value >= Number(low) && value <= Number(high)))
+      && (!this.hits || this.hits.has(`${row.group}/${row.sample}`));
+  }
+
+  get value() {
+    return this.given.color === STATUS_COLOR ? "reward" : this.given.color;
+  }
+
+  toolbar() {
+    const distinct = (name) => [...new Set(this.rows.map((row) => row[name]).filter(Boolean))].sort();
+    const choose = (name, text) => select(name, [["", "any"], ...distinct(name).map((value) => [value, text(value)])], this.given[name] ?? "", (value) => this.set({ [name]: value }));
+    this.count = h("strong", { class: "count" });
+    this.news = h("span");
+    const search = h("input", { type: "search", placeholder: "Search the texts", "aria-label": "Search the texts", value: this.given.text, on: { change: (event) => this.search(event.target.value) } });
+    if (this.given.text) this.search(this.given.text);
+    return h("div", { class: "toolbar" },
+      placeBar("rollouts", this),
+      choose("status", words),
+      distinct("reason").length > 0 && choose("reason", (value) => value.slice(0, 60)),
+      select("colour", [...this.numeric, STATUS_COLOR].map((name) => [name, words(name)]), this.given.color, (value) => this.app.go("rollouts", { ...this.parameters, color: value, low: "", high: "" }, { replace: true })),
+      select("sort", [["group", "group"], ["mean", "mean, highest first"], ["least", "mean, lowest first"], ["spread", "spread"]], this.given.sort, (value) => this.set({ sort: value })),
+      search,
+      this.news,
+      this.count);
+  }
+
+  async search(text) {
+    this.parameters.text = text;
+    if (!text) {
+      this.hits = null;
+      fill(this.found);
+      this.set({ text });
+      return;
+    }
+    const answer = await searched(this.run, this.source, this.step, text, this.rows).catch((error) => ({ hits: [], error }));
+    const here = answer.hits.filter((hit) => hit.step === this.step);
+    this.hits = new Set(here.map((hit) => `${hit.group}/${hit.sample}`));
+    const lines = answer.hits.slice(0, 20).map((hit) => h("li", {},
+      h("a", { href: this.sampleLink(hit) }, `group ${hit.group}, sample ${hit.sample}`), " ", hit.snippet[0], h("mark", {}, hit.snippet[1]), hit.snippet[2]));
+    const title = answer.error ? answer.error.message : answer.hits.length ? `${answer.is_cut ? "At least " : ""}${answer.hits.length} recorded texts of this step have “${text}”` : `No recorded text of this step has “${text}”`;
+    fill(this.found, card(title, lines.length > 0 && h("ul", { class: "hits" }, lines)));
+    this.set({ text });
+  }
+
+  sampleLink({ group, sample }) {
+    return this.app.link("sample", { run: this.run, source: this.source, step: this.step, group, sample });
+  }
+
+  color(row) {
+    return this.given.color === STATUS_COLOR ? STATUS[row.status] ?? "#888" : scale(row[this.given.color], ...this.limits);
+  }
+
+  legend() {
+    this.limits = range(this.rows.map((row) => row[this.value]));
+    if (this.given.color === STATUS_COLOR) {
+      const seen = new Set(this.rows.map((row) => row.status));
+      return h("p", { class: "legend" }, [...seen].map((status) => key(STATUS[status] ?? "#888", words(status))));
+    }
+    const [low, high] = this.limits;
+    const stops = [0, 0.25, 0.5, 0.75, 1].map((share) => scale(low + share * (high - low), low, high));
+    return h("p", { class: "legend" }, number(low, 3), h("i", { class: "ramp", style: { background: `linear-gradient(90deg, ${stops.join(", ")})` } }), number(high, 3), ` ${words(this.given.color)}`, h("i", { class: "swatch none" }), "none", h("i", { class: "swatch lost" }), this.source === "train" ? "not trained on" : "not counted");
+  }
+
+  drawGrid(chosen) {
+    const groups = groupedBy(this.rows, (row) => row.group);
+    const mean = (rows) => average(rows.map((row) => row[this.value]));
+    const spread = (rows) => { const [low, high] = range(rows.map((row) => row[this.value])); return high - low; };
+    const orders = { group: ([a], [b]) => a - b, mean: ([, a], [, b]) => mean(b) - mean(a), least: ([, a], [, b]) => mean(a) - mean(b), spread: ([, a], [, b]) => spread(b) - spread(a) };
+    const shown = [...groups].filter(([, rows]) => rows.some((row) => chosen.has(row))).sort(orders[this.given.sort] ?? orders.group);
+    if (!shown.length) {
+      fill(this.grid, empty("Nothing matches", "No rollout of this step passes the filters."));
+      return;
+    }
+    const lines = (from, to) => shown.slice(from, to).map(([group, rows]) => this.line(group, rows, chosen, mean(rows)));
+    const many = Math.ceil((SHOWN_CELLS * groups.size) / this.rows.length);
+    const more = shown.length > many && h("button", { type: "button", class: "more", on: { click: (event) => event.target.replaceWith(...lines(many)) } }, `Show all ${number(shown.length)} groups`);
+    fill(this.grid, lines(0, many), more);
+    const first = this.grid.querySelector("a.cell");
+    if (first) first.tabIndex = 0;
+    this.grid.onkeydown = (event) => this.moveFocus(event);
+  }
+
+  line(group, rows, chosen, mean) {
+    const cells = rows.map((row) => h("a", {
+      class: `cell${row.status === "trained" || row.status === "evaluated" ? "" : " lost"}${chosen.has(row) ? "" : " dim"}`,
+      role: "gridcell", tabindex: "-1", href: this.sampleLink(row),
+      title: `sample ${row.sample}: ${words(this.value)} ${number(row[this.value])}\n${words(row.status)}${row.reason ? `: ${row.reason}` : ""}\n${number(row.response_tokens)} tokens`,
+      "aria-label": `group ${group} sample ${row.sample}, ${words(this.value)} ${number(row[this.value])}, ${words(row.status)}`,
+      style: { "background-color": this.color(row) },
+    }));
+    return h("div", { class: "line", role: "row" }, h("span", { class: "name", title: `item ${rows[0].item}` }, h("b", {}, group), ` ${rows[0].item}`), h("span", { class: "mean", title: `mean of ${words(this.value)}` }, number(mean, 3)), h("span", { class: "cells" }, cells));
+  }
+
+  moveFocus(event) {
+    const cell = event.target.closest("a.cell");
+    const line = cell?.closest(".line");
+    if (!line) return;
+    const row = [...line.querySelectorAll("a.cell")];
+    const beside = { ArrowLeft: row[row.indexOf(cell) - 1], ArrowRight: row[row.indexOf(cell) + 1] };
+    const other = { ArrowUp: line.previousElementSibling, ArrowDown: line.nextElementSibling }[event.key];
+    const next = beside[event.key] ?? [...(other?.querySelectorAll("a.cell") ?? [])].slice(0, row.indexOf(cell) + 1).at(-1);
+    if (!next) return;
+    event.preventDefault();
+    cell.tabIndex = -1;
+    next.tabIndex = 0;
+    next.focus();
+  }
+
+  histogram(chosen) {
+    const values = this.rows.map((row) => row[this.value]).filter((value) => typeof value === "number");
+    if (!values.length) return card(`Histogram of ${words(this.value)}`, empty("No values", "No rollout of this step has one."));
+    const [low, high] = range(values);
+    const bins = low === high ? 1 : BINS;
+    const width = (high - low) / bins || 1;
+    const place = (value) => Math.min(bins - 1, Math.floor((value - low) / width));
+    const all = Array(bins).fill(0);
+    const own = Array(bins).fill(0);
+    for (const row of this.rows) {
+      const value = row[this.value];
+      if (typeof value !== "number") continue;
+      all[place(value)] += 1;
+      if (chosen.has(row)) own[place(value)] += 1;
+    }
+    const most = Math.max(...all);
+    const bars = all.map((count, bin) => this.bar(bin, count, own[bin], most, low + bin * width, low + (bin + 1) * width, bins));
+    const isFiltered = this.given.low !== undefined && this.given.low !== "";
+    return card(`Histogram of ${words(this.value)}`,
+      h("p", { class: "note" }, isFiltered ? h("button", { type: "button", class: "more", on: { click: () => this.set({ low: "", high: "" }) } }, `Show all values, not only ${number(Number(this.given.low), 3)} to ${number(Number(this.given.high), 3)}`) : "Click a bar to see only its rollouts."),
+      svg("svg", { viewBox: "0 0 400 120", class: "histogram", role: "group" }, bars,
+        svg("text", { x: 0, y: 118 }, number(low, 3)), svg("text", { x: 400, y: 118, "text-anchor": "end" }, number(high, 3)), svg("text", { x: 200, y: 118, "text-anchor": "middle" }, `at most ${most} in a bar`)));
+  }
+
+  bar(bin, count, own, most, low, high, bins) {
+    const size = 400 / bins;
+    const height = (number) => (100 * number) / most;
+    const act = () => this.set({ low: String(low), high: String(bin === bins - 1 ? high + 1e-9 : high - 1e-12) });
+    const told = `${number(low, 3)} to ${number(high, 3)}: ${own} of ${count}`;
+    return svg("g", { role: "button", tabindex: count ? "0" : null, "aria-label": told, class: "bar", on: { click: act, keydown: (event) => event.key === "Enter" && act() } },
+      svg("title", {}, told), svg("rect", { x: bin * size, y: 0, width: size, height: 100, class: "hit" }),
+      svg("rect", { x: bin * size + 1, y: 100 - height(count), width: size - 2, height: height(count), class: "all" }),
+      svg("rect", { x: bin * size + 1, y: 100 - height(own), width: size - 2, height: height(own), class: "own" }));
+  }
+
+  scatter(chosen) {
+    const { x, y } = this.given;
+    const points = [...chosen].filter((row) => typeof row[x] === "number" && typeof row[y] === "number");
+    const choices = this.numeric.map((name) => [name, words(name)]);
+    const head = h("div", { class: "toolbar small" }, select("x", choices, x, (value) => this.set({ x: value })), select("y", choices, y, (value) => this.set({ y: value })));
+    if (!points.length) return card("Scatter", head, empty("No points", "No chosen rollout has both values."));
+    const canvas = h("canvas", { class: "scatter", width: 800, height: 440, role: "img", "aria-label": `${words(y)} over ${words(x)}` });
+    const note = h("p", { class: "note" }, "Click a point to open its rollout.");
+    const [xs, ys] = [range(points.map((row) => row[x])), range(points.map((row) => row[y]))];
+    const at = (row) => [LEFT + (780 - LEFT) * share(row[x], xs), 395 - 375 * share(row[y], ys)];
+    drawScatter(canvas, points, at, (row) => this.color(row), [xs, ys]);
+    const nearest = (event) => {
+      const box = canvas.getBoundingClientRect();
+      const [left, top] = [((event.clientX - box.left) * 800) / box.width, ((event.clientY - box.top) * 440) / box.height];
+      const distance = (row) => { const [px, py] = at(row); return (px - left) ** 2 + (py - top) ** 2; };
+      const best = points.reduce((a, b) => (distance(b) < distance(a) ? b : a));
+      return distance(best) < 400 ? best : null;
+    };
+    canvas.addEventListener("mousemove", (event) => {
+      const row = nearest(event);
+      canvas.classList.toggle("over", Boolean(row));
+      note.textContent = row ? `group ${row.group}, sample ${row.sample}: ${words(x)} ${number(row[x])}, ${words(y)} ${number(row[y])}` : "Click a point to open its rollout.";
+    });
+    canvas.addEventListener("click", (event) => { const row = nearest(event); if (row) location.hash = this.sampleLink(row); });
+    return card("Scatter", head, canvas, note);
+  }
+
+  drawTable(rows, order = this.order ?? ["group", 1], shown = SHOWN_ROWS) {
+    this.order = order;
+    const names = Object.keys(this.rows[0] ?? {}).filter((name) => !HIDDEN.includes(name) && this.rows.some((row) => row[name] !== null && row[name] !== ""));
+    const [column, way] = order;
+    const sorted = rows.toSorted((a, b) => way * compared(a[column], b[column]));
+    const heads = names.map((name) => h("th", { "aria-sort": name === column ? (way > 0 ? "ascending" : "descending") : null },
+      h("button", { type: "button", on: { click: () => this.drawTable(rows, [name, name === column ? -way : 1]) } }, words(name))));
+    const lines = sorted.slice(0, shown).map((row) => h("tr", {}, names.map((name) => h("td", { class: typeof row[name] === "number" ? "number" : "", title: typeof row[name] === "string" ? row[name] : null },
+      name === "group" ? h("a", { href: this.sampleLink(row) }, row.group) : name === "status" ? statusChip(row.status) : typeof row[name] === "boolean" ? (row[name] ? "yes" : "no") : number(row[name])))));
+    const more = sorted.length > shown && h("button", { type: "button", class: "more", on: { click: () => this.drawTable(rows, order, shown + 4 * SHOWN_ROWS) } }, `Show more of ${number(sorted.length)} rows`);
+    fill(this.table, h("table", {}, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, lines)), more);
+  }
+}
+
+export function statusChip(status) {
+  return h("span", { class: "status" }, h("i", { class: "dot", style: { background: STATUS[status] ?? "#888" } }), words(status));
+}
+
+// An exported file has no server that searches; it looks through the texts that it carries.
+async function searched(run, source, step, text, rows) {
+  if (!isExport()) return ask("search", { run, source, step, text });
+  const hits = [];
+  for (const { group, sample } of rows) {
+    const found = await ask("sample", { run, source, step, group, sample }).catch(() => null);
+    const segment = found?.row.segments?.find((each) => each.text.toLowerCase().includes(text.toLowerCase()));
+    if (!segment) continue;
+    const at = segment.text.toLowerCase().indexOf(text.toLowerCase());
+    hits.push({ step, group, sample, snippet: [segment.text.slice(Math.max(0, at - 60), at), segment.text.slice(at, at + text.length), segment.text.slice(at + text.length, at + text.length + 60)] });
+  }
+  return { hits, is_cut: false };
+}
+
+function drawScatter(canvas, points, at, color, [xs, ys]) {
+  const context = canvas.getContext("2d");
+  context.font = "22px system-ui, sans-serif";
+  context.fillStyle = css("--muted");
+  context.strokeStyle = css("--grid");
+  context.lineWidth = 2;
+  for (const part of [0, 0.5, 1]) {
+    const [left, top] = [LEFT + (780 - LEFT) * part, 395 - 375 * part];
+    context.strokeRect(left, 20, 0, 375);
+    context.strokeRect(LEFT, top, 780 - LEFT, 0);
+    context.textAlign = part === 1 ? "right" : part ? "center" : "left";
+    context.fillText(number(xs[0] + part * (xs[1] - xs[0]), 3), left, 430);
+    context.textAlign = "right";
+    context.fillText(number(ys[0] + part * (ys[1] - ys[0]), 3), LEFT - 10, top + 8);
+  }
+  context.globalAlpha = 0.75;
+  for (const row of points) {
+    const [left, top] = at(row);
+    context.fillStyle = color(row);
+    context.strokeStyle = css("--muted");
+    context.lineWidth = 1;
+    context.beginPath();
+    context.arc(left, top, 8, 0, 2 * Math.PI);
+    context.fill();
+    context.stroke();
+  }
+}
+
+function share(value, [low, high]) {
+  return high > low ? (value - low) / (high - low) : 0.5;
+}
+
+function average(values) {
+  const known = values.filter((value) => typeof value === "number");
+  return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
+}
+
+function compared(a, b) {
+  if (a === null || b === null) return (a === null) - (b === null);
+  return a < b ? -1 : a > b ? 1 : 0;
+}

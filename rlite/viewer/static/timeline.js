@@ -1,0 +1,227 @@
+// Timeline: who was busy and who waited, from the trace of the run.
+
+import { ask, isExport } from "viewer/api";
+import { css, SERIES } from "viewer/colors";
+import { card, empty, fill, h, number, seconds, select } from "viewer/dom";
+
+const NAMES = 190; // width of the column of names
+const ROW = 18;
+const FLIGHT = 34;
+const GAP = 8;
+const WAITS = /wait|held|idle/;
+
+export async function render(parameters, app) {
+  const run = Number(parameters.run ?? 0);
+  const about = app.runs[run];
+  if (!about) return { body: empty("No such run") };
+  const choose = app.runs.length > 1 && h("div", { class: "toolbar" }, select("run", app.runs.map((each, index) => [index, each.name]), run, (value) => app.go("timeline", { run: value }, { replace: true })));
+  const data = await ask("timeline", { run });
+  if (!data || !data.last) {
+    return { body: h("div", { class: "page" }, choose, empty("This run has no trace", "Start it with trainer.trace=true, or trainer.trace_steps=[10,12] for some steps. The overview shows the seconds of each phase without a trace.")) };
+  }
+  const view = new Timeline(run, data);
+  const keys = {
+    ArrowLeft: () => view.pan(-0.25), ArrowRight: () => view.pan(0.25),
+    "+": () => view.zoom(0.5), "=": () => view.zoom(0.5), "-": () => view.zoom(2), 0: () => view.show(0, view.last),
+  };
+  return { body: h("div", { class: "page" }, choose, view.body), keys, shown: () => view.observe() };
+}
+
+class Timeline {
+  constructor(run, data) {
+    this.run = run;
+    this.data = data;
+    this.last = data.last;
+    this.canvas = h("canvas", { class: "timeline", tabindex: "0", role: "img", "aria-label": "timeline of the run" });
+    this.told = h("p", { class: "told", role: "status" }, "Point at a span. Drag moves, the wheel with Ctrl zooms, + − 0 and the arrows do the same.");
+    this.times = h("div", { class: "scroll" });
+    const button = (text, title, act) => h("button", { type: "button", title, "aria-label": title, on: { click: act } }, text);
+    this.body = h("div", { class: "stack" },
+      card("Who was busy, who waited", h("div", { class: "toolbar small" }, button("+", "zoom in (+)", () => this.zoom(0.5)), button("−", "zoom out (−)", () => this.zoom(2)), button("all", "whole trace (0)", () => this.show(0, this.last)),
+        h("p", { class: "legend" }, h("i", { class: "swatch hatched" }), "waiting", h("small", {}, "The percentage is the busy share of the window. All of trace.json opens in Perfetto."))), this.canvas, this.told),
+      card("Where the time of this window went", this.times));
+    this.listen();
+    this.drawTimes();
+  }
+
+  observe() {
+    new ResizeObserver(() => this.draw()).observe(this.canvas.parentElement);
+  }
+
+  async show(start, end) {
+    const length = Math.min(this.last, Math.max(0.001, end - start));
+    const from = Math.max(0, Math.min(start, this.last - length));
+    const turn = (this.turn = (this.turn ?? 0) + 1);
+    this.window = [from, from + length];
+    if (isExport()) Object.assign(this.data, { start: from, end: from + length });
+    else {
+      const data = await ask("timeline", { run: this.run, start: from, end: from + length });
+      if (turn !== this.turn) return;
+      this.data = data;
+    }
+    this.draw();
+    this.drawTimes();
+  }
+
+  pan(share) {
+    const [start, end] = this.window ?? [this.data.start, this.data.end];
+    this.show(start + share * (end - start), end + share * (end - start));
+  }
+
+  zoom(factor, at = 0.5) {
+    const [start, end] = this.window ?? [this.data.start, this.data.end];
+    const center = start + at * (end - start);
+    this.show(center - at * factor * (end - start), center + (1 - at) * factor * (end - start));
+  }
+
+  draw() {
+    const width = this.canvas.parentElement.clientWidth - 32;
+    if (width < 1) return;
+    this.boxes = [];
+    this.rows = this.layout();
+    const height = this.rows.at(-1).bottom + 26;
+    const ratio = devicePixelRatio || 1;
+    Object.assign(this.canvas, { width: width * ratio, height: height * ratio });
+    this.canvas.style.height = `${height}px`;
+    const context = this.canvas.getContext("2d");
+    context.scale(ratio, ratio);
+    context.font = "12px system-ui, sans-serif";
+    context.textBaseline = "middle";
+    const x = (time) => NAMES + ((width - NAMES) * (time - this.data.start)) / (this.data.end - this.data.start);
+    this.drawAxis(context, x, height);
+    for (const row of this.rows) (row.lane ? this.drawLane : this.drawFlight).call(this, context, row, x, width);
+  }
+
+  layout() {
+    let top = 4;
+    const rows = this.data.lanes.map((lane) => {
+      const depth = Math.min(4, 1 + lane.spans.reduce((most, span) => Math.max(most, span[3]), 0));
+      const row = { lane, top, bottom: top + depth * ROW };
+      top = row.bottom + GAP;
+      return row;
+    });
+    for (const flight of this.data.flights) {
+      rows.push({ flight, top, bottom: top + FLIGHT });
+      top += FLIGHT + GAP;
+    }
+    return rows;
+  }
+
+  drawAxis(context, x, height) {
+    const length = this.data.end - this.data.start;
+    const rough = length / 8;
+    const power = 10 ** Math.floor(Math.log10(rough));
+    const tick = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough);
+    context.fillStyle = css("--muted");
+    context.strokeStyle = css("--grid");
+    context.textAlign = "center";
+    for (let time = Math.ceil(this.data.start / tick) * tick; time <= this.data.end; time += tick) {
+      context.beginPath();
+      context.moveTo(x(time), 0);
+      context.lineTo(x(time), height - 20);
+      context.stroke();
+      context.fillText(`${number(time, 6)} s`, Math.min(x(time), x(this.data.end) - 22), height - 9);
+    }
+  }
+
+  drawName(context, row, title, share) {
+    context.textAlign = "left";
+    context.fillStyle = css("--text");
+    const middle = row.lane ? row.top + ROW / 2 : (row.top + row.bottom) / 2;
+    context.fillText(clipped(context, title, NAMES - 58), 0, middle);
+    context.fillStyle = css("--muted");
+    context.textAlign = "right";
+    context.fillText(share, NAMES - 8, middle);
+  }
+
+  drawLane(context, row, x, width) {
+    const { lane, top } = row;
+    this.drawName(context, row, lane.process.split(" (")[0] + (lane.name && lane.name !== "the program" ? `, ${lane.name}` : ""), `${Math.round(100 * lane.busy)} %`);
+    for (const [start, end, name, depth] of lane.spans) {
+      if (depth > 3 || end < this.data.start || start > this.data.end) continue;
+      const left = Math.max(NAMES, x(start));
+      const size = Math.max(0.7, Math.min(width, x(end)) - left);
+      const box = { left, top: top + depth * ROW, width: size, height: ROW - 2 };
+      context.fillStyle = WAITS.test(name) ? css("--wait") : colorOf(name);
+      context.fillRect(box.left, box.top, box.width, box.height);
+      if (WAITS.test(name)) hatch(context, box);
+      if (size > 34) {
+        context.fillStyle = WAITS.test(name) ? css("--text") : "#fff";
+        context.textAlign = "left";
+        context.fillText(clipped(context, name, size - 8), left + 4, box.top + box.height / 2);
+      }
+      this.boxes.push({ ...box, text: `${lane.process}: ${name}, ${seconds(end - start)}, from ${number(start, 6)} s to ${number(end, 6)} s` });
+    }
+  }
+
+  drawFlight(context, row, x, width) {
+    const { flight, top, bottom } = row;
+    this.drawName(context, row, flight.name, `≤ ${number(flight.most, 3)}`);
+    const size = (width - NAMES) / flight.counts.length;
+    context.fillStyle = colorOf(flight.name);
+    flight.counts.forEach((count, bin) => {
+      const height = flight.most ? ((bottom - top) * count) / flight.most : 0;
+      context.fillRect(NAMES + bin * size, bottom - height, size + 0.5, height);
+      this.boxes.push({ left: NAMES + bin * size, top, width: size, height: bottom - top, text: `${flight.name}: ${number(count, 3)} at once` });
+    });
+  }
+
+  listen() {
+    let from = null;
+    const share = (event) => {
+      const box = this.canvas.getBoundingClientRect();
+      return (event.clientX - box.left - NAMES) / (box.width - NAMES);
+    };
+    this.canvas.addEventListener("wheel", (event) => {
+      if (!event.ctrlKey && !event.metaKey) return;
+      event.preventDefault();
+      this.zoom(event.deltaY > 0 ? 1.5 : 1 / 1.5, share(event));
+    }, { passive: false });
+    this.canvas.addEventListener("pointerdown", (event) => (from = share(event)));
+    this.canvas.addEventListener("pointerup", (event) => {
+      if (from !== null && Math.abs(share(event) - from) > 0.01) this.pan(from - share(event));
+      from = null;
+    });
+    this.canvas.addEventListener("pointermove", (event) => {
+      const { left, top } = this.canvas.getBoundingClientRect();
+      const [x, y] = [event.clientX - left, event.clientY - top];
+      const hit = this.boxes?.findLast((box) => x >= box.left && x <= box.left + box.width && y >= box.top && y <= box.top + box.height);
+      if (hit) this.told.textContent = hit.text;
+    });
+  }
+
+  drawTimes() {
+    const rows = this.data.times.map(({ process, name, seconds: total, count, share }) => h("tr", {}, h("td", {}, process.split(" (")[0]), h("td", {}, name), h("td", { class: "number" }, `${number(total, 3)} s`), h("td", { class: "number" }, `${(100 * share).toFixed(1)} %`), h("td", { class: "number" }, number(count))));
+    const head = ["who", "what", "time", "of the window", "times"].map((title, index) => h("th", { class: index > 1 ? "number" : "" }, title));
+    fill(this.times, h("table", {}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows)));
+  }
+}
+
+function colorOf(name) {
+  let sum = 0;
+  for (const letter of name) sum = (31 * sum + letter.codePointAt(0)) % 9973;
+  return SERIES[sum % SERIES.length];
+}
+
+function hatch(context, { left, top, width, height }) {
+  context.save();
+  context.beginPath();
+  context.rect(left, top, width, height);
+  context.clip();
+  context.strokeStyle = css("--muted");
+  context.globalAlpha = 0.5;
+  context.beginPath();
+  for (let at = left - height; at < left + width; at += 7) {
+    context.moveTo(at, top + height);
+    context.lineTo(at + height, top);
+  }
+  context.stroke();
+  context.restore();
+}
+
+function clipped(context, text, width) {
+  if (context.measureText(text).width <= width) return text;
+  let length = text.length;
+  while (length > 1 && context.measureText(`${text.slice(0, length)}…`).width > width) length -= 1;
+  return `${text.slice(0, length)}…`;
+}

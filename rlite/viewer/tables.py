@@ -1,0 +1,107 @@
+"""Tables of a record in the form that pages read: columns of plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+PARTS = "reward_parts"
+DIGITS = 5
+
+
+def columns(table: pa.Table) -> dict[str, list[Any]]:
+    """Return the columns of a table of rows. Parts of the reward become columns `reward/NAME`."""
+    found = {name: plain(table[name]) for name in table.column_names if name != PARTS}
+    if PARTS in table.column_names:
+        found |= {f"reward/{name}": plain(values) for name, values in reward_parts(table).items()}
+    return found
+
+
+def reward_parts(table: pa.Table) -> dict[str, pa.ChunkedArray]:
+    """Return the parts of the reward by name."""
+    parts = table[PARTS].combine_chunks()
+    if isinstance(parts, pa.ChunkedArray):  # a table without rows
+        return {}
+    names = sorted(name for name in pc.unique(parts.keys).to_pylist() if name is not None)
+    return {name: pc.map_lookup(parts, query_key=name, occurrence="first") for name in names}
+
+
+def plain(column: pa.ChunkedArray | pa.Array) -> list[Any]:
+    """Return the values of a column; numbers that are not finite become None."""
+    if pa.types.is_floating(column.type):
+        column = pc.if_else(pc.is_finite(column), column, None)
+    return column.to_pylist()
+
+
+def select(table: pa.Table, **values: Any) -> pa.Table:
+    """Return the rows whose columns have these values."""
+    for name, value in values.items():
+        table = table.filter(pc.equal(table[name], value))
+    return table
+
+
+def rounded(values: Sequence[Any] | None) -> list[float | None] | None:
+    """Return numbers with five digits; None in place of numbers that are not finite."""
+    if values is None:
+        return None
+    return [None if v is None or not math.isfinite(v) else float(f"{v:.{DIGITS}g}") for v in values]
+
+
+def means_by_step(table: pa.Table, values: pa.ChunkedArray) -> dict[str, list[Any]]:
+    """Return mean and standard error of values for each step.
+
+    The standard error is clustered by group, because the rollouts of a group answer one prompt.
+
+    Args:
+        table: rows.
+        values: one number for each row; null does not count.
+    """
+    known = pc.is_valid(values)
+    data = pa.table({"step": table["step"], "group": table["group"], "value": values}).filter(known)
+    sums = data.group_by(["step", "group"]).aggregate([("value", "sum"), ("value", "count")])
+    steps, totals, counts = (sums[name].to_numpy() for name in ("step", "value_sum", "value_count"))
+    found: dict[str, list[Any]] = {"steps": [], "values": [], "errors": [], "counts": []}
+    for step in np.unique(steps):
+        own = steps == step
+        number = counts[own].sum()
+        mean = totals[own].sum() / number
+        found["steps"].append(int(step))
+        found["values"].append(_finite(mean))
+        found["errors"].append(_finite(_clustered_error(totals[own] - mean * counts[own], number)))
+        found["counts"].append(int(number))
+    return found
+
+
+def counts_by_step(table: pa.Table, column: str) -> dict[str, Any]:
+    """Return how often each value of a column is there in each step."""
+    counts = table.group_by(["step", column]).aggregate([([], "count_all")]).to_pylist()
+    steps = sorted({row["step"] for row in counts})
+    place = {step: index for index, step in enumerate(steps)}
+    found: dict[str, list[int]] = {}
+    for row in counts:
+        found.setdefault(str(row[column]), [0] * len(steps))[place[row["step"]]] = row["count_all"]
+    return {"steps": steps, "counts": found}
+
+
+def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one row as JSON can hold it."""
+    made = {name: _finite(value) if isinstance(value, float) else value for name, value in row.items()}
+    made[PARTS] = {name: _finite(value) for name, value in row.get(PARTS) or ()}
+    return made
+
+
+def _clustered_error(residuals: np.ndarray, number: int) -> float:
+    """Return the standard error of a mean from the summed residuals of each cluster (Liang and Zeger, 1986)."""
+    clusters = len(residuals)
+    if clusters < 2:
+        return math.nan
+    return math.sqrt(clusters / (clusters - 1) * float((residuals**2).sum())) / number
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)

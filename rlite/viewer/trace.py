@@ -1,0 +1,62 @@
+"""The trace of a run, read while it grows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+TRACE = "trace.json"
+MAX_EVENTS = 300_000
+"""events that are read; Perfetto opens the others"""
+
+
+class TraceLog:
+    """Reader of a trace that may be under way.
+
+    Args:
+        path: the file; it need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problems: list[str] = []
+        self._events: list[dict[str, Any]] = []
+        self._stamp: tuple[int, int] | None = None
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events, which are read again if the file has changed."""
+        try:
+            state = self.path.stat()
+        except OSError:
+            return []
+        stamp = (state.st_mtime_ns, state.st_size)
+        if stamp != self._stamp:
+            self._events, self._stamp = self._read(), stamp
+        return self._events
+
+    def _read(self) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        num_torn = 0
+        with self.path.open("rb") as file:
+            for line in file:
+                text = line.strip().rstrip(b",")
+                if text in (b"[", b"]", b""):
+                    continue
+                if len(events) >= MAX_EVENTS:
+                    self.problems = [f"{TRACE}: the page shows its first {MAX_EVENTS:,} events"]
+                    return events
+                try:
+                    events.append(_checked(json.loads(text)))
+                except (ValueError, LookupError, TypeError):
+                    num_torn += 1
+        self.problems = [f"{TRACE}: {num_torn} lines cannot be read"] if num_torn else []
+        return events
+
+
+def _checked(event: Any) -> dict[str, Any]:
+    """Return an event whose times are numbers."""
+    if event["ph"] in ("X", "b", "e"):
+        event["ts"] = float(event["ts"])
+        event["dur"] = float(event.get("dur", 0.0))
+    return event

@@ -1,0 +1,307 @@
+"""The pages of `rlite view` in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from rlite.viewer.export import export
+from rlite.viewer.run import open_runs
+from tests.recorded_run import Shape, write_run, write_step
+from tests.view_server import serving
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+    from tests.browser.chromium import Browser
+
+SHAPE = Shape(steps=6, groups=6, samples=4, thoughts=5)
+PAGES = ["overview", "rollouts", "sample", "sample?tab=tokens", "sample?tab=siblings", "compare", "timeline", "ledger"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    runs = tmp_path_factory.mktemp("runs")
+    second = Shape(steps=5, groups=4, samples=4, thoughts=5, seed=1)
+    return [write_run(runs / "first", SHAPE), write_run(runs / "second", second, 3e-6)]
+
+
+@pytest.fixture(scope="module")
+def url(folders: list[Path]) -> Iterator[str]:
+    with serving([str(folder) for folder in folders]) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def window(chromium: Browser, url: str) -> Page:
+    page = chromium.page()
+    page.goto(url)
+    chromium.wait_until_shown(page, "")
+    return page
+
+
+@pytest.fixture(scope="module")
+def show(chromium: Browser, window: Page) -> Any:
+    """show(place): the page after it was drawn."""
+
+    def go(place: str) -> Page:
+        window.evaluate("place => { location.hash = place; }", f"#/{place}")
+        chromium.wait_until_shown(window, f"#/{place}")
+        return window
+
+    return go
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_wrong(chromium: Browser) -> Iterator[None]:
+    """No test leaves an error on the console or asks another machine for anything."""
+    yield
+    errors, strangers = list(chromium.errors), list(chromium.strangers)
+    chromium.errors.clear()
+    chromium.strangers.clear()
+    assert errors == []
+    assert strangers == []
+
+
+def at(page: Page, part: str) -> None:
+    """Wait until the address has a part and is drawn."""
+    script = "part => location.hash.includes(part) && document.getElementById('main').dataset.shown === location.hash"
+    page.wait_for_function(script, arg=part)
+
+
+@pytest.mark.parametrize("place", PAGES)
+def test_every_page_has_content(show: Any, place: str) -> None:
+    page = show(place)
+    assert page.locator("main .card, main .turn, main .tokens").count() > 0
+    assert page.locator("main .empty").count() == 0
+    assert page.locator("nav [aria-current]").inner_text().lower() == place.split("?")[0]
+
+
+def test_the_overview_begins_with_advice_and_draws_both_runs(show: Any) -> None:
+    page = show("overview")
+    assert "A phase stalled: sync" in page.locator(".advices").inner_text()
+    titles = page.locator(".charts h2").all_inner_texts()
+    assert titles[:3] == ["Training reward", "Parts of the reward", "Held out"]
+    assert {"Truncated answers", "Groups without signal", "Drift", "Staleness", "Tokens per second"} <= set(titles)
+    assert page.locator(".charts canvas").count() == len(titles)
+    legend = page.locator('[data-chart="Training reward"] .u-legend').inner_text()
+    assert "first" in legend
+    assert "±" in legend
+
+
+def test_any_metric_can_be_drawn(show: Any) -> None:
+    page = show("overview")
+    page.get_by_label("Find a metric").fill("grad_n")
+    page.locator(".chip", has_text="grad_norm").click()
+    at(page, "more=grad_norm")
+    assert page.locator('[data-chart="grad_norm"] canvas').count() == 1
+
+
+def test_the_grid_has_a_cell_for_each_rollout(show: Any) -> None:
+    page = show("rollouts?step=3")
+    assert page.locator(".line").count() == SHAPE.groups
+    assert page.locator("a.cell").count() == SHAPE.groups * SHAPE.samples
+    page.get_by_label("status", exact=True).select_option("filtered")
+    assert page.locator(".line").count() == 1
+    assert page.locator(".count").inner_text() == "4 of 24 rollouts"
+    assert page.locator("tbody tr").count() == 4
+
+
+def test_a_bar_of_the_histogram_chooses_its_rollouts(show: Any) -> None:
+    page = show("rollouts?step=2")
+    bar = page.locator(".histogram .bar[tabindex]").first
+    number = int(bar.get_attribute("aria-label").rpartition(" ")[2])
+    bar.focus()
+    page.keyboard.press("Enter")
+    assert page.locator(".count").inner_text() == f"{number} of 24 rollouts"
+    assert page.locator("a.cell:not(.dim)").count() == number
+
+
+def test_texts_are_searched(show: Any) -> None:
+    page = show("rollouts?step=4")
+    page.get_by_label("Search the texts").fill("the tool SAYS")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".hits mark")
+    assert page.locator(".hits mark").first.inner_text() == "The tool says"
+    page.locator(".hits a").first.click()
+    at(page, "#/sample")
+
+
+def test_columns_sort_the_table(show: Any) -> None:
+    page = show("rollouts?step=5")
+    column = page.locator("thead th").all_inner_texts().index("response tokens")
+    page.locator("thead button", has_text="response tokens").click()
+    values = [int(text) for text in page.locator(f"tbody td:nth-child({column + 1})").all_inner_texts()]
+    assert values == sorted(values)
+
+
+def test_a_step_is_walked_by_keys_alone(show: Any) -> None:
+    page = show("rollouts?step=3")
+    page.keyboard.press("]")
+    at(page, "step=4")
+    page.locator("a.cell").first.focus()
+    for key in ("ArrowDown", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    at(page, "#/sample")
+    assert page.locator(".crumbs").inner_text().endswith("sample 1")
+    page.keyboard.press("ArrowRight")
+    at(page, "sample=2")
+    page.keyboard.press("ArrowUp")
+    at(page, "group=18")
+    page.keyboard.press("t")
+    at(page, "tab=tokens")
+    page.keyboard.press("6")
+    at(page, "#/ledger")
+    page.keyboard.press("?")
+    assert page.locator("dialog").is_visible()
+    page.keyboard.press("Escape")
+
+
+def test_tokens_are_coloured_by_any_column(show: Any) -> None:
+    page = show("sample?step=2&group=6&sample=0&tab=tokens")
+    colours = {}
+    choices = page.get_by_label("colour by").locator("option").evaluate_all("all => all.map(each => each.value)")
+    for name in choices:
+        page.get_by_label("colour by").select_option(name)
+        at(page, f"by={name}") if name != "logprobs" else None
+        colours[name] = page.locator("div.tokens span:not(.masked)").evaluate_all(
+            "all => new Set(all.map(each => each.style.backgroundColor)).size"
+        )
+    assert set(choices) >= {"logprobs", "trainer_logprobs", "difference", "entropy", "versions"}
+    assert colours["logprobs"] > 20
+    assert 1 <= colours["versions"] <= 2
+    token = page.locator("div.tokens span:not(.masked)").nth(5)
+    token.hover()
+    assert "log-prob (engine)" in page.locator(".told").inner_text()
+    dimmed = page.locator("div.tokens .masked").first.evaluate("each => getComputedStyle(each).opacity")
+    assert float(dimmed) < 0.6
+
+
+def test_siblings_stand_side_by_side(show: Any) -> None:
+    page = show("sample?step=2&group=6&sample=1&tab=siblings")
+    assert page.locator(".beside > section").count() == SHAPE.samples
+    assert page.locator(".beside > section.current > h3").inner_text().startswith("sample 1")
+
+
+def test_tokens_that_were_not_recorded_are_missed_in_words(show: Any) -> None:
+    page = show("sample?step=2&group=11&sample=0&tab=tokens")
+    assert "is not recorded" in page.locator(".empty").inner_text()
+
+
+def test_two_answers_to_one_prompt_are_compared(show: Any) -> None:
+    page = show("compare?item=countdown-0")
+    assert page.locator("tr .cell").count() > 2 * SHAPE.samples
+    page.locator("tr .cell").nth(1).click()
+    at(page, "a=0%2Ftrain%2F1%2F0%2F1")
+    page.locator("tr .cell").nth(6).click(modifiers=["Shift"])
+    at(page, "b=0%2Ftrain%2F2")
+    page.wait_for_selector(".diff ins")
+    assert "Use each of the numbers" in page.locator(".prompt").inner_text()
+    first, second = (page.locator(".diff .text").nth(side) for side in (0, 1))
+    kept = [
+        side.evaluate(
+            "each => [...each.childNodes].filter(part => part.nodeType === 3).map(part => part.data).join('')"
+        )
+        for side in (first, second)
+    ]
+    assert kept[0] == kept[1]
+    texts = [side.inner_text() for side in (first, second)]
+    assert all(text.startswith("<think>") and text.endswith("</answer>") for text in texts)
+
+
+def test_options_that_differ_are_listed(show: Any) -> None:
+    page = show("compare")
+    rows = page.locator("table.options tbody th").all_inner_texts()
+    assert "actor.lr" in rows
+    assert "actor.clip" not in rows
+
+
+def test_the_timeline_zooms_by_keys(show: Any) -> None:
+    page = show("timeline")
+    before = page.locator("tbody tr").first.inner_text()
+    page.keyboard.press("+")
+    page.wait_for_function("before => document.querySelector('tbody tr').innerText !== before", arg=before)
+    page.keyboard.press("0")
+    page.wait_for_function("before => document.querySelector('tbody tr').innerText === before", arg=before)
+    box = page.locator("canvas.timeline").bounding_box()
+    page.mouse.move(box["x"] + 230, box["y"] + 10)
+    assert "driver" in page.locator(".told").inner_text()
+
+
+def test_the_ledger_leads_to_each_lost_rollout(show: Any) -> None:
+    page = show("ledger")
+    page.locator("summary", has_text="filtered").click()
+    page.wait_for_selector("details .chip")
+    assert page.locator("details[open] .chip").count() == SHAPE.steps * SHAPE.samples
+    page.locator("details[open] .chip").first.click()
+    at(page, "#/sample")
+    assert "filtered" in page.locator(".headline").inner_text()
+
+
+def test_pages_are_light_or_dark(chromium: Browser, url: str) -> None:
+    def is_dark() -> bool:
+        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return sum(map(int, colour[4:-1].split(", "))) < 200
+
+    page = chromium.page(color_scheme="dark")
+    page.goto(url)
+    chromium.wait_until_shown(page, "")
+    assert is_dark()
+    page.keyboard.press("d")
+    assert not is_dark()
+    page.reload()
+    chromium.wait_until_shown(page, "")
+    assert not is_dark(), "the choice is remembered"
+    page.context.close()
+
+
+def test_a_page_without_the_token_gets_401(chromium: Browser, url: str) -> None:
+    page = chromium.page()
+    for address in (url.split("?")[0], f"{url}x"):
+        response = page.goto(address)
+        assert response is not None
+        assert response.status == 401
+    page.context.close()
+    chromium.errors.clear()  # the browser reports the 401
+
+
+def test_the_page_follows_a_run(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "live", Shape(steps=2, groups=2, samples=2))
+    with serving([str(folder)]) as url:
+        page = chromium.page()
+        page.goto(f"{url}#/rollouts")
+        chromium.wait_until_shown(page, "#/rollouts")
+        assert page.locator("#runs .live").inner_text() == "live"
+        write_step(folder, 3, Shape(steps=3, groups=2, samples=2))
+        page.locator("main a", has_text="step 3 is there").click()
+        at(page, "step=3")
+        page.keyboard.press("1")
+        at(page, "#/overview")
+        legend = page.locator('[data-chart="Training reward"] .u-legend')
+        assert legend.locator(".u-value").first.inner_text() == "3"
+        page.context.close()
+
+
+def test_the_export_opens_from_a_file(chromium: Browser, folders: list[Path], tmp_path: Path) -> None:
+    path = tmp_path / "out.html"
+    export(open_runs([str(folder) for folder in folders]), path, [], 30)
+    page = chromium.page()
+    page.goto(path.as_uri())
+    chromium.wait_until_shown(page, "")
+    for place in PAGES:
+        page.evaluate("place => { location.hash = place; }", f"#/{place}")
+        chromium.wait_until_shown(page, f"#/{place}")
+        assert page.locator("main .empty").count() == 0, place
+    page.evaluate("location.hash = '#/rollouts?step=4&text=the tool says'")
+    page.wait_for_selector(".hits mark")
+    page.evaluate("location.hash = '#/timeline'")
+    at(page, "#/timeline")
+    page.keyboard.press("+")
+    assert {urlsplit(address).scheme for address in page.evaluate("performance.getEntries().map(e => e.name)")} <= {
+        *("file", "data", "", "blob"),
+    }
+    page.context.close()

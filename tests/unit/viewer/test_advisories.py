@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlite.trainer.rl.alarms import DRIFT_LIMIT
+from rlite.viewer.advisories import MAX_DRIFT, advisories
+from rlite.viewer.metrics import MetricsLog
+
+CALM = {"uniform_groups": 0.5, "truncated": 0.25, "logprob_drift": 0.1, "seconds": 10.0, "seconds_sync": 1.0}
+
+
+def log(folder: Path, **changes: float) -> MetricsLog:
+    """Nine calm steps and one with changes."""
+    rows = [{"step": step, **CALM} for step in range(1, 10)] + [{"step": 10, **CALM, **changes}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = MetricsLog(folder / "metrics.jsonl")
+    made.refresh()
+    return made
+
+
+def test_a_calm_run_has_no_advice(tmp_path: Path) -> None:
+    assert advisories(log(tmp_path), {"trained": 95, "failed": 5}) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "title", "reason"),
+    [
+        ({"uniform_groups": 0.6}, "Most groups teach nothing", "51% of the groups of the last 10 steps"),
+        ({"truncated": 0.9}, "Many answers are cut off", "32% of the answers"),
+        ({"logprob_drift": 0.2}, "Trainer and engine disagree", "0.200 nats per token"),
+        ({"seconds_sync": 6.5}, "A phase stalled: sync", "6 times its median of 1 s once, in step 10: 6.5 s"),
+    ],
+)
+def test_each_threshold_has_an_advice_with_its_reason(
+    tmp_path: Path, change: dict[str, float], title: str, reason: str
+) -> None:
+    [advice] = advisories(log(tmp_path, **change), {})
+    assert advice["title"] == title
+    assert reason in advice["reason"]
+    assert advice["metric"] == next(iter(change))
+
+
+def test_a_phase_that_is_short_beside_its_step_does_not_stall(tmp_path: Path) -> None:
+    assert advisories(log(tmp_path, seconds_sync=6.5, seconds=200.0), {}) == []
+
+
+def test_lost_rollouts_lead_to_the_ledger(tmp_path: Path) -> None:
+    [advice] = advisories(log(tmp_path), {"trained": 90, "failed": 6, "timed_out": 4})
+    assert advice["reason"].startswith("6 failed, 4 timed out of 100 rollouts")
+
+
+def test_alarms_come_first(tmp_path: Path) -> None:
+    found = advisories(log(tmp_path, truncated=0.9, logprob_drift=0.2), {})
+    assert [advice["level"] for advice in found] == ["alarm", "warning"]
+
+
+def test_the_limit_of_drift_is_that_of_the_alarm() -> None:
+    assert MAX_DRIFT == DRIFT_LIMIT

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from rlite.errors import DataError
+from rlite.observability.record.files import write_table
+from rlite.observability.record.schema import ROWS
+from rlite.viewer.answers import MAX_HITS, QUESTIONS, answer
+from rlite.viewer.query import Query, UnknownPlace
+from rlite.viewer.run import ViewedRun, open_runs
+from rlite.viewer.tables import means_by_step
+
+
+@pytest.fixture(scope="module")
+def runs(recorded: Path) -> list[ViewedRun]:
+    return open_runs([str(recorded)])
+
+
+def ask(runs: list[ViewedRun], name: str, **parameters: Any) -> Any:
+    made = answer(runs, name, Query({"run": "0", **{key: str(value) for key, value in parameters.items()}}))
+    return json.loads(json.dumps(made, allow_nan=False))
+
+
+def test_a_run_tells_its_sources_and_steps(runs: list[ViewedRun]) -> None:
+    [about] = ask(runs, "runs")
+    assert about["sources"]["train"] == {"steps": list(range(1, 9)), "rollouts": 256}
+    assert about["sources"]["eval.countdown"]["steps"] == [4, 8]
+    assert about["has_trace"]
+
+
+def test_rows_have_a_column_for_each_part_of_the_reward(runs: list[ViewedRun]) -> None:
+    columns = ask(runs, "rows", source="train", step=3)["columns"]
+    assert {"reward/correct", "reward/format", "status", "response_tokens"} <= columns.keys()
+    assert "reward_parts" not in columns
+    assert {len(values) for values in columns.values()} == {32}
+    assert set(columns["step"]) == {3}
+
+
+def test_pieces_of_tokens_are_the_text(runs: list[ViewedRun]) -> None:
+    found = ask(runs, "sample", source="train", step=2, group=8, sample=1)
+    [sequence] = found["sequences"]
+    text = "".join(segment["text"] for segment in found["row"]["segments"])
+    assert sequence["before"] + "".join(sequence["pieces"]) == text
+    assert len(sequence["pieces"]) == len(sequence["ids"]) == len(sequence["logprobs"])
+
+
+def test_a_search_finds_texts_in_any_case_and_shows_where(runs: list[ViewedRun]) -> None:
+    found = ask(runs, "search", source="train", step=1, text="THE TOOL SAYS")
+    assert not found["is_cut"]
+    assert {hit["step"] for hit in found["hits"]} == {1}
+    assert all(hit["snippet"][1] == "The tool says" for hit in found["hits"])
+    everywhere = ask(runs, "search", source="train", text="the tool says")
+    assert len(everywhere["hits"]) == min(MAX_HITS, 24 * 8)
+    assert ask(runs, "search", source="train", text="no such words")["hits"] == []
+
+
+def test_the_ledger_accounts_for_every_rollout(runs: list[ViewedRun]) -> None:
+    ledger = ask(runs, "ledger", source="train")
+    assert ledger["rollouts"] == sum(ledger["statuses"].values()) == 256
+    assert ledger["lost"] == sum(row["count_all"] for row in ledger["reasons"]) == 256 - ledger["statuses"]["trained"]
+    for row in ledger["reasons"]:
+        assert sum(row["steps"].values()) == row["count_all"]
+        places = ask(runs, "ledger_rows", source="train", status=row["status"], reason=row["reason"], offset=0)
+        assert places["number"] == row["count_all"]
+        assert set(places["columns"]["status"]) == {row["status"]}
+
+
+def test_a_prompt_is_followed_over_steps(runs: list[ViewedRun]) -> None:
+    items = ask(runs, "items", text="countdown-0")["items"]
+    assert items["item"][0] == "countdown-0"
+    [found] = ask(runs, "item", item="countdown-0")
+    assert len(set(found["columns"]["step"])) == items["step_count_distinct"][0]
+
+
+def test_held_out_means_count_failed_episodes_as_wrong(tmp_path: Path) -> None:
+    base = {"step": 5, "sample": 0, "item": "", "status": "evaluated", "reason": ""}
+    given = [{**base, "group": 0, "score": 1.0}, {**base, "group": 1, "status": "failed", "score": None}]
+    write_table(tmp_path, "eval.math", 5, "rows", pa.Table.from_pylist(given, schema=ROWS))
+    means = ask(open_runs([str(tmp_path)]), "overview")["sources"]["eval.math"]
+    assert means == {"steps": [5], "values": [0.5], "errors": [0.5], "counts": [2]}
+
+
+def test_standard_errors_are_clustered_by_group() -> None:
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(20), 8)
+    values = rng.normal(size=20)[groups] + 0.1 * rng.normal(size=160)
+    table = pa.table({"step": pa.array([1] * 160), "group": groups})
+    [error] = means_by_step(table, pa.chunked_array([values]))["errors"]
+    of_means = values.reshape(20, 8).mean(1).std(ddof=1) / math.sqrt(20)
+    assert error == pytest.approx(of_means, rel=1e-9)
+
+
+def test_values_that_are_not_finite_become_null(tmp_path: Path) -> None:
+    row = {"step": 1, "group": 0, "sample": 0, "item": "", "status": "trained", "reason": "", "reward": math.nan}
+    row |= {"advantage": math.inf, "reward_parts": {"a": math.nan}, "ended": -math.inf}
+    write_table(tmp_path, "train", 1, "rows", pa.Table.from_pylist([row], schema=ROWS))
+    runs = open_runs([str(tmp_path)])
+    columns = ask(runs, "rows", source="train", step=1)["columns"]
+    assert columns["reward"] == columns["advantage"] == columns["reward/a"] == [None]
+    assert ask(runs, "sample", source="train", step=1, group=0, sample=0)["row"]["reward_parts"] == {"a": None}
+    ask(runs, "overview")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("nothing", {}, "no question 'nothing'"),
+        ("rows", {"run": 3}, "run=3: there are 1 runs"),
+        ("rows", {"step": "x"}, "step: expected a whole number, found 'x'"),
+        ("rows", {"source": "eval.math", "step": 1}, "source=eval.math: the record of first has"),
+        ("sample", {"step": 1, "group": 0, "sample": 99}, "no rollout 99 in group 0 of step 1"),
+        ("timeline", {"start": "x"}, "start: expected a number"),
+    ],
+)
+def test_a_wrong_question_is_refused(runs: list[ViewedRun], name: str, parameters: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message) as raised:
+        ask(runs, name, **parameters)
+    assert isinstance(raised.value, UnknownPlace) != ("expected" in message)
+
+
+def test_a_folder_without_a_record_answers_every_question_or_says_why(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    runs = open_runs([str(tmp_path)])
+    assert ask(runs, "runs")[0]["sources"] == {}
+    assert ask(runs, "overview")["sources"] == {}
+    assert ask(runs, "items")["number"] == 0
+    assert ask(runs, "timeline") is None
+    for name in QUESTIONS.keys() - {"overview", "items", "item", "config", "timeline", "series"}:
+        with pytest.raises(UnknownPlace, match="no rows"):
+            ask(runs, name, step=1, group=0, sample=0, offset=0)

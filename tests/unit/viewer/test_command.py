@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlite.arguments import split_positional
+from rlite.cli import main
+from rlite.errors import ConfigError
+from rlite.viewer.export import export
+from rlite.viewer.run import open_runs
+
+
+def view(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["rlite", "view", *arguments])
+    main()
+
+
+def answers_in(path: Path) -> dict[str, Any]:
+    packed = re.search(r'id="answers">([^<]*)<', path.read_text())
+    assert packed is not None
+    return json.loads(gzip.decompress(base64.b64decode(packed[1])))
+
+
+def test_arguments_without_a_key_are_runs() -> None:
+    given = ["runs/a", "export=a.html", "/tmp/x=1", "--config", "c.yaml", "--help"]
+    assert split_positional(given) == (["runs/a", "/tmp/x=1"], ["export=a.html", "--config", "c.yaml", "--help"])
+
+
+def test_the_export_has_everything_but_old_texts(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.html"
+    view(monkeypatch, str(recorded), "--export", str(path))
+    assert f"{path}: " in capsys.readouterr().out
+    keys = [json.loads(key) for key in answers_in(path)]
+    assert {name for name, _ in keys} >= {"runs", "overview", "rows", "sample", "item", "ledger", "timeline", "config"}
+    assert len([key for key in keys if key[0] == "sample"]) == 256 + 2 * 16
+    assert "http://" not in re.sub(r"data:[^\"' ]+|http://www.w3.org/\S+", "", path.read_text())
+
+
+def test_the_newest_texts_are_exported_as_far_as_they_fit(recorded: Path, tmp_path: Path) -> None:
+    runs = open_runs([str(recorded)])
+    told = export(runs, tmp_path / "out.html", [], 1)
+    keys = [json.loads(key) for key in answers_in(tmp_path / "out.html")]
+    steps = [dict(parameters)["step"] for name, parameters in keys if name == "sample"]
+    assert 0 < told["texts"] < told["rollouts"]
+    assert "8" in steps
+    assert "1" not in steps
+
+
+def test_steps_can_be_chosen_for_the_export(recorded: Path, tmp_path: Path) -> None:
+    runs = open_runs([str(recorded)])
+    export(runs, tmp_path / "out.html", [2], 30)
+    steps = {dict(p)["step"] for name, p in map(json.loads, answers_in(tmp_path / "out.html")) if name == "sample"}
+    assert steps == {"2"}
+    with pytest.raises(ConfigError, match=r"export_steps=\[99\]: the record has none"):
+        export(runs, tmp_path / "out.html", [99], 30)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "runs: expected the folder of a run, as in `rlite view runs/quickstart`"),
+        (["gone"], "gone: no such folder"),
+        (["{run}", "port=70000"], "expected a number between 0 and 65535"),
+        (["{run}", "--export", "{run}"], "expected a file such as run.html, found a folder"),
+        (["{run}", "--export"], "--export: expected a value after it"),
+        (["{run}", "exprot=a"], "did you mean 'export'"),
+    ],
+)
+def test_wrong_arguments_end_with_one_message(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        view(monkeypatch, *(argument.format(run=recorded) for argument in arguments))
+    assert message in str(ended.value)

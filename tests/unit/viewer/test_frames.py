@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlite.errors import ConfigError
+from rlite.viewer import load
+
+
+def test_a_run_becomes_data_frames(recorded: Path) -> None:
+    run = load(recorded)
+    assert len(run.rows) == 256 + 32
+    train = run.rows[run.rows["source"] == "train"]
+    assert train.groupby("step")["reward/correct"].mean().index.tolist() == list(range(1, 9))
+    assert run.metrics.loc[8, "accuracy"] == pytest.approx(0.7)
+    assert run.config["actor"]["clip"] == 0.2
+    assert run.problems == []
+
+
+def test_texts_and_tokens_are_read_by_step(recorded: Path) -> None:
+    run = load(recorded)
+    assert set(run.tokens([3])["step"]) == {3}
+    assert len(run.texts([3])) == 24
+    assert run.texts([3])["segments"][0][0]["role"] == "prompt"
+    assert len(run.texts()) == 8 * 24
+    assert len(run.texts(source="eval.countdown")) == 32
+
+
+def test_a_folder_without_a_record_has_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": "inf"}\n')
+    run = load(tmp_path)
+    assert run.rows.empty
+    assert run.metrics["loss"].isna().all()
+    assert run.texts().empty
+    with pytest.raises(ConfigError, match="no such folder"):
+        load(tmp_path / "gone")

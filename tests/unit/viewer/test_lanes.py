@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlite.observability import trace
+from rlite.viewer.lanes import BINS, flights_of, lanes_of, timeline
+from rlite.viewer.trace import TRACE, TraceLog
+
+
+def span(name: str, start: float, end: float, pid: int = 1) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "ts": start * 1e6, "dur": (end - start) * 1e6, "pid": pid, "tid": 1}
+
+
+def flight(name: str, start: float, end: float, number: int = 0) -> list[dict[str, Any]]:
+    key = {"cat": "group", "id": f"group-{number}", "name": name}
+    return [{"ph": "b", "ts": start * 1e6, **key}, {"ph": "e", "ts": end * 1e6, **key}]
+
+
+def test_spans_nest_in_lanes() -> None:
+    [lane] = lanes_of([span("step", 0, 10), span("wait", 1, 4), span("sync", 4, 5), span("step", 10, 12)])
+    assert [(name, depth) for _, _, name, depth in lane.spans] == [("step", 0), ("wait", 1), ("sync", 1), ("step", 0)]
+
+
+def test_the_busy_share_is_that_of_the_window() -> None:
+    events = [span("step", 0, 4), span("step", 8, 10)]
+    assert timeline(events)["lanes"][0]["busy"] == pytest.approx(0.6)
+    assert timeline(events, 2, 6)["lanes"][0]["busy"] == pytest.approx(0.5)
+
+
+def test_narrow_neighbours_are_drawn_as_one() -> None:
+    events = [span("advance", 0.001 * index, 0.001 * index + 0.0009) for index in range(1000)] + [span("rest", 90, 100)]
+    [lane] = timeline(events)["lanes"]
+    assert len(lane["spans"]) < 40
+    assert lane["spans"][-1][2] == "rest"
+    assert "short spans" in lane["spans"][0][2]
+    assert len(timeline(events, 0, 0.1)["lanes"][0]["spans"]) > 90
+
+
+def test_concurrent_work_is_counted_by_stage() -> None:
+    events = [*flight("waiting", 0, 5, 1), *flight("running", 5, 10, 1), *flight("running", 0, 10, 2)]
+    lanes = {lane["name"]: lane["counts"] for lane in timeline(events)["flights"]}
+    assert lanes["group: running"][0] == pytest.approx(1)
+    assert lanes["group: running"][-1] == pytest.approx(2)
+    assert sum(lanes["group: waiting"]) / BINS == pytest.approx(0.5, abs=0.01)
+
+
+def test_work_that_a_cut_trace_left_open_lasts_to_its_end() -> None:
+    assert flights_of([*flight("running", 1, 2)[:1], span("x", 0, 1), *flight("running", 3, 9, 2)]) == {
+        "group: running": [(3.0, 9.0), (1.0, 9.0)]
+    }
+
+
+def test_times_are_those_of_the_window() -> None:
+    [first, second] = timeline([span("a", 0, 4), span("b", 4, 10)], 0, 5)["times"]
+    assert (first["name"], first["seconds"], first["share"]) == ("a", 4.0, pytest.approx(0.8))
+    assert (second["name"], second["seconds"]) == ("b", 1.0)
+
+
+def test_a_real_trace_is_read_while_it_is_written_and_after(tmp_path: Path) -> None:
+    tracer = trace.Tracer(tmp_path / TRACE)
+    log = TraceLog(tracer.path)
+    tracer.stage("group", 1, "waiting")
+    tracer.complete("update", tracer._began, tracer._began + 0.5)
+    tracer.flush()
+    assert [lane.spans[0][2] for lane in lanes_of(log.events())] == ["update"]
+    tracer.finish("group", 1, "consumed")
+    tracer.close()
+    assert set(flights_of(log.events())) == {"group", "group: waiting"}
+    assert log.problems == []
+
+
+def test_a_torn_trace_shows_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / TRACE
+    path.write_text("[\n" + json.dumps(span("a", 0, 1)) + ',\n{"ph": "X", "na')
+    log = TraceLog(path)
+    assert len(log.events()) == 1
+    assert log.problems == ["trace.json: 1 lines cannot be read"]
+
+
+def test_an_empty_trace_has_no_lanes() -> None:
+    assert timeline([])["lanes"] == []

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rlite.viewer.metrics import MAX_POINTS, MetricsLog
+
+
+def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    assert not log.refresh()
+    path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
+    assert log.refresh()
+    assert log.points("loss") == {"steps": [1], "values": [0.5]}
+    with path.open("a") as file:
+        file.write('ss": 0.25, "kl": "nan"}\n')
+    assert log.refresh()
+    assert log.points("loss") == {"steps": [1, 2], "values": [0.5, 0.25]}
+    assert log.points("kl") == {"steps": [2], "values": [None]}
+    assert log.last_step == 2
+    assert log.num_torn == 0
+
+
+def test_a_file_that_a_resumed_run_has_cut_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "loss": 1}}\n' for step in range(1, 9)))
+    log = MetricsLog(path)
+    log.refresh()
+    shorter = tmp_path / "new"
+    shorter.write_text('{"step": 1, "loss": 2}\n')
+    shorter.replace(path)
+    log.refresh()
+    assert log.points("loss") == {"steps": [1], "values": [2.0]}
+    assert log.last_step == 1
+
+
+def test_lines_that_are_no_metrics_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'[1]\n{"loss": 1}\n\xff\n{"step": 1, "loss": "x"}\n{"step": 2, "loss": 3}\n')
+    log = MetricsLog(path)
+    log.refresh()
+    assert log.num_torn == 4
+    assert log.points("loss")["values"] == [3.0]
+
+
+def test_a_long_series_is_thinned_and_keeps_its_last_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "loss": step}) + "\n" for step in range(5 * MAX_POINTS)))
+    log = MetricsLog(path)
+    log.refresh()
+    steps = log.points("loss")["steps"]
+    assert len(steps) <= MAX_POINTS
+    assert steps[-1] == 5 * MAX_POINTS - 1
