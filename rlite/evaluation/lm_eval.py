@@ -19,11 +19,14 @@ from rlite.errors import ConfigError, DataError
 from rlite.types import GenerationHyperparameters
 
 try:
-    from lm_eval import utils
+    from lm_eval import simple_evaluate, utils
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.tasks import TaskManager
 except ModuleNotFoundError as error:
-    raise ConfigError("RliteLM needs the package lm-eval: pip install 'rlite[lm-eval]'") from error
+    raise ConfigError(f"missing package {error.name}: pip install 'rlite[lm-eval]'") from error
+
+__all__ = ["RliteLM", "TaskManager", "simple_evaluate"]
 
 T = TypeVar("T")
 Encoded = tuple[tuple[str, str] | None, list[int], list[int]]

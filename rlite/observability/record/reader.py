@@ -62,10 +62,7 @@ class RecordReader:
         return sorted({file.source for file, _ in self._files.values()}, key=lambda source: (source != "train", source))
 
     def table(self, source: str) -> pa.Table:
-        """Return all rows of a source without texts and events, in the order of step, group and sample.
-
-        If a file of one step and a compacted file both hold a step, the file of the one step counts.
-        """
+        """Return all rows of a source without texts and events, in the order of step, group and sample."""
         if source not in self._tables:
             parts = list(self._parts(source))
             joined = pa.concat_tables(parts) if parts else SCALARS.empty_table()
@@ -124,25 +121,19 @@ class RecordReader:
         return []
 
     def _holders(self, source: str, kind: Kind, steps: Sequence[int] | None = None) -> list[RecordFile]:
-        """Return the files that may have some steps, files of the fewest steps first."""
+        """Return the files that may have some steps."""
         own = [file for file, _ in self._files.values() if (file.source, file.kind) == (source, kind)]
         if steps is not None:
             own = [file for file in own if any(file.first <= step <= file.last for step in steps)]
-        return sorted(own, key=lambda file: (file.last - file.first, file.first))
+        return sorted(own, key=lambda file: file.first)
 
     def _parts(self, source: str) -> Iterable[pa.Table]:
-        taken: set[int] = set()
         for file in self._holders(source, "rows"):
             table = self._scalars.get(file.path)
             if table is None and (table := self._read(file, SCALARS, SCALARS.names)) is not None:
                 self._scalars[file.path] = table
-            if table is None:
-                continue
-            steps = set(pc.unique(table["step"]).to_pylist())
-            if repeated := steps & taken:
-                table = table.filter(pc.invert(pc.is_in(table["step"], pa.array(repeated, pa.int32()))))
-            taken |= steps
-            yield table
+            if table is not None:
+                yield table
 
     def _read(
         self, file: RecordFile, schema: pa.Schema, columns: list[str] | None, chosen: pc.Expression | None = None

@@ -18,6 +18,8 @@ from rlite.trainer.evaluate.questions import MAX_MODEL_LEN, context_limit, model
 
 CACHE = "cache"
 """folder of answers to tasks that have not ended"""
+HARNESS = "rlite.evaluation.lm_eval"
+"""module that imports the harness"""
 
 
 def find_tasks(options: EvalConfig) -> Any:
@@ -29,16 +31,13 @@ def find_tasks(options: EvalConfig) -> Any:
     Raises:
         ConfigError: the package is missing, or a task is unknown.
     """
-    try:
-        tasks = import_module("lm_eval.tasks")
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"tasks={options.tasks}: missing package {error.name}; pip install lm-eval") from error
+    harness = import_module(HARNESS)
     if options.task_path is not None and not Path(options.task_path).is_dir():
         raise ConfigError(f"task_path={options.task_path}: no such folder")
-    own = tasks.TaskManager(include_path=options.task_path, include_defaults=False) if options.task_path else None
+    own = harness.TaskManager(include_path=options.task_path, include_defaults=False) if options.task_path else None
     if own is not None and not _unknown(own, options.tasks):
         return own  # the harness takes seconds to find its thousands of tasks
-    manager = tasks.TaskManager(include_path=options.task_path)
+    manager = harness.TaskManager(include_path=options.task_path)
     for name in _unknown(manager, options.tasks):
         raise ConfigError(f"tasks: no task {name!r}; {_hint(name, manager.all_tasks)}")
     return manager
@@ -75,7 +74,7 @@ class TaskAnswers:
         engine = build_engine(self._candidate.model, self._options, min(limit, MAX_MODEL_LEN))
         self._cache.mkdir(parents=True, exist_ok=True)
         try:
-            model = import_module("rlite.evaluation.lm_eval").RliteLM(engine)
+            model = import_module(HARNESS).RliteLM(engine)
             for name in self.missing:
                 self._candidate.journal.append(self._line(name, model))
         finally:
@@ -83,7 +82,7 @@ class TaskAnswers:
 
     def _line(self, name: str, model: Any) -> dict[str, Any]:
         options = self._options
-        found = import_module("lm_eval").simple_evaluate(
+        found = import_module(HARNESS).simple_evaluate(
             model=model,
             tasks=[name],
             num_fewshot=options.num_fewshot,
