@@ -1,0 +1,1 @@
+"""Evaluation: samples of a model, and the metrics computed from them."""

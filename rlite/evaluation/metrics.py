@@ -1,0 +1,135 @@
+"""Metrics of an evaluation. Every episode counts, also a failed one."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+from rlite.errors import DataError
+from rlite.evaluation.samples import Sample
+from rlite.rollout.collector.lost import kind_of
+
+SOLVED_AT = 1.0
+"""score from which a sample counts as solved, for pass@k and majority@k"""
+
+
+def summary(samples: Sequence[Sample], ks: int = 1, solved_at: float = SOLVED_AT) -> dict[str, float]:
+    """Return the metrics of an evaluation.
+
+        accuracy            mean score; a failed sample counts 0, or the lowest score if that is below 0
+        accuracy_finished   mean score without failed samples; missing if all failed
+        standard_error      of the accuracy, clustered by item; missing with one item
+        pass@1..ks          probability that one of k samples is solved, averaged over items
+        majority@ks         share of items whose most frequent answer is solved; missing if no sample has an answer
+        truncated           share of finished samples that a limit cut off; missing if all failed
+        num_errors          failed samples, and errors/KIND by kind
+
+    Args:
+        samples: at least one; `ks` or more of each item.
+        ks: largest k.
+        solved_at: score from which a sample is solved.
+
+    Raises:
+        DataError: there are no samples, or an item has fewer than `ks`.
+    """
+    items = _by_item(samples, ks)
+    finished = [sample.score for sample in samples if sample.score is not None]
+    scores = {item: counted_scores(own, wrong=min([0.0, *finished])) for item, own in items.items()}
+    metrics = {"accuracy": _mean([score for own in scores.values() for score in own])}
+    if finished:
+        metrics["accuracy_finished"] = _mean(finished)
+        metrics["truncated"] = _mean([float(sample.truncated) for sample in samples if sample.score is not None])
+    if len(items) > 1:
+        metrics["standard_error"] = clustered_standard_error(scores.values())
+    num_solved = [(len(own), sum(is_solved(sample, solved_at) for sample in own)) for own in items.values()]
+    for k in range(1, ks + 1):
+        metrics[f"pass@{k}"] = _mean([pass_at_k(n, solved, k) for n, solved in num_solved])
+    if any(sample.answer is not None for sample in samples):
+        metrics[f"majority@{ks}"] = _mean([majority(own[:ks], solved_at) for own in items.values()])
+    return metrics | error_counts(samples)
+
+
+def is_solved(sample: Sample, solved_at: float = SOLVED_AT) -> bool:
+    """Return whether a sample is finished and its score reaches `solved_at`."""
+    return sample.score is not None and sample.score >= solved_at
+
+
+def counted_scores(samples: Iterable[Sample], wrong: float = 0.0) -> list[float]:
+    """Return the scores of samples; a failed sample has the score `wrong`."""
+    return [wrong if sample.score is None else sample.score for sample in samples]
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Return an unbiased estimate of the probability that one of k samples is solved.
+
+    1 - C(n - c, k) / C(n, k), equation 1 of "Evaluating Large Language Models Trained on Code", arXiv 2107.03374.
+
+    Args:
+        n: samples of an item.
+        c: solved samples among them.
+        k: samples that are drawn, at most n.
+    """
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def majority(samples: Iterable[Sample], solved_at: float = SOLVED_AT) -> float:
+    """Return whether the most frequent answer of an item is solved, as 0 or 1.
+
+    Samples without an answer, and failed ones, do not vote; without votes the item is not solved. Between equally
+    frequent answers a random choice is made, and its expectation is returned. The same holds if samples with the same
+    answer are solved and not solved: the mean over these samples counts.
+
+    Args:
+        samples: samples of one item.
+        solved_at: score from which a sample is solved.
+    """
+    votes: dict[str, list[bool]] = {}
+    for sample in samples:
+        if sample.answer is not None and sample.score is not None:
+            votes.setdefault(sample.answer, []).append(is_solved(sample, solved_at))
+    most = max(map(len, votes.values()), default=0)
+    return _mean([_mean(own) for own in votes.values() if len(own) == most]) if votes else 0.0
+
+
+def clustered_standard_error(clusters: Iterable[Sequence[float]]) -> float:
+    """Return the standard error of the mean of all scores, if the scores of a cluster are correlated.
+
+    sqrt(G / (G - 1) sum_g (sum_i (s_gi - mean))^2) / n, with n scores in G clusters: the cluster-robust error of a
+    regression on a constant, with the correction for few clusters. See section 2.2 of "Adding Error Bars to Evals",
+    arXiv 2411.00640. With one score in each cluster it is the usual s / sqrt(n).
+
+    Args:
+        clusters: scores of each cluster; at least two clusters.
+    """
+    groups = list(clusters)
+    n, mean = sum(map(len, groups)), _mean([score for group in groups for score in group])
+    squares = math.fsum(math.fsum(score - mean for score in group) ** 2 for group in groups)
+    return math.sqrt(squares * len(groups) / (len(groups) - 1)) / n
+
+
+def error_counts(samples: Iterable[Sample]) -> dict[str, float]:
+    """Return the number of failed samples, and the number of each kind of reason."""
+    kinds = Counter(kind_of(sample.reason) for sample in samples if sample.score is None)
+    return {"num_errors": float(kinds.total()), **{f"errors/{kind}": float(count) for kind, count in kinds.items()}}
+
+
+def _by_item(samples: Sequence[Sample], ks: int) -> Mapping[str, list[Sample]]:
+    """Return the samples of each item, in the order of their numbers.
+
+    Raises:
+        DataError: there are no samples, or an item has fewer than `ks`.
+    """
+    if not samples:
+        raise DataError("an evaluation without samples has no metrics; expected at least one")
+    ordered = sorted(samples, key=lambda sample: (sample.item, sample.sample))
+    items = {item: list(own) for item, own in groupby(ordered, key=lambda sample: sample.item)}
+    item, fewest = min(items.items(), key=lambda entry: len(entry[1]))
+    if len(fewest) < ks:
+        raise DataError(f"pass@{ks}: item {item} has {len(fewest)} sample(s); expected at least {ks} of each item")
+    return items
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

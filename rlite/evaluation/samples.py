@@ -1,0 +1,25 @@
+"""One sample of an evaluation. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer of the model to one item, with its score."""
+
+    item: str
+    """id of the data item"""
+    sample: int
+    """number among the samples of the item, from 0"""
+    score: float | None
+    """None: the episode failed"""
+    reason: str = ""
+    """why the episode failed"""
+    truncated: bool = False
+    """a limit cut the model off"""
+    answer: str | None = None
+    """answer that the reward has named; None if it names none"""
+    length: int = 0
+    """tokens that the model wrote"""
