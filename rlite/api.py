@@ -31,6 +31,7 @@ from rlite.rollout.rewards.options import name_of
 from rlite.rollout.workflow import prompt_ids
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.given import IN_MEMORY, Given
+from rlite.trainer.held_out import UNNAMED, key_of
 from rlite.trainer.presets import TRAINERS
 
 Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
@@ -47,7 +48,7 @@ def train(
     *,
     model: str | os.PathLike[str] | None = None,
     data: Data | None = None,
-    test_data: Data | None = None,
+    test_data: Data | Mapping[str, Data] | None = None,
     reward: Rewards | None = None,
     callbacks: Sequence[Callback] = (),
     **options: Any,
@@ -61,7 +62,7 @@ def train(
         algorithm: name of the command: "sft", "rm", "dpo", "orpo", "simpo", "cpo", "kto", "grpo" or "ppo".
         model: folder or hub name of a Hugging Face checkpoint.
         data: rows to train on, or their path.
-        test_data: rows to evaluate on, or their path.
+        test_data: rows to evaluate on, or their path; or several of these by the names of their sets.
         reward: of "grpo" and "ppo": one reward, a list of rewards, or rewards by name, as a function, a path, a pair
             with a weight, or a mapping of options, whose `path` may be a function. Functions have the signature of
             rlite, TRL or verl.
@@ -78,7 +79,8 @@ def train(
         DataError: some rows cannot be used.
     """
     trainer = _trainer(algorithm)
-    tables = {trainer.data_key: data, "test_data": test_data}
+    sets = test_data if isinstance(test_data, Mapping) else {UNNAMED: test_data}
+    tables = {trainer.data_key: data, **{key_of(name): rows for name, rows in sets.items()}}
     rows = {key: _rows(value, key) for key, value in tables.items() if value is not None}
     rewards = {} if reward is None else _rewards(reward)
     given = {
@@ -89,7 +91,8 @@ def train(
     }
     settings = config.load(trainer.config_class, [], aliases=trainer.config_class.aliases, given=given)
     functions = {name: own.function for name, own in rewards.items() if own.function is not None}
-    objects = Given(rows.get(trainer.data_key), rows.get("test_data"), functions, callbacks)
+    test_rows = {key: value for key, value in rows.items() if key != trainer.data_key and value is not None}
+    objects = Given(rows.get(trainer.data_key), test_rows, functions, callbacks)
     metrics = trainer.train(settings, objects)
     return TrainedRun(Path(settings.trainer.save_dir), metrics, trainer.key == "actor")
 

@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import AllowInfNan, Field, field_validator
 
 import rlite
-from rlite.config import Count, Natural, Options, Positive, Rate, Share
+from rlite.config import Count, Natural, Options, Positive, Rate, Share, single_or_named
 from rlite.data.source import Source
 from rlite.engine.fsdp2.options import BalanceBy, Dtype
 from rlite.errors import ConfigError
@@ -19,6 +19,7 @@ from rlite.imports import import_own_code
 from rlite.nn.options import LoraOptions, check_liger_installed
 from rlite.parallel.dims import ParallelDims
 from rlite.trainer.callbacks import CALLBACKS
+from rlite.trainer.held_out import HeldOutOptions, named_sets
 from rlite.types import Aggregation, KLEstimator, PreferenceDivergence, Schedule
 
 Power = Annotated[float, Gt(0), AllowInfNan(False)]
@@ -310,22 +311,6 @@ class DataOptions(TableOptions):
     """special tokens in messages, but for the assistant's, are plain text"""
 
 
-class TestDataOptions(Options):
-    """Rows to evaluate on."""
-
-    path: str | None = None
-    """as the path of the training data; null evaluates nothing"""
-    columns: Columns | None = None
-    """as the columns of the training data; default: the same"""
-
-    def source(self, training: TableOptions) -> Source | None:
-        """Return the table to evaluate on, completed by the options of the training data; None if there is none."""
-        if self.path is None:
-            return None
-        columns = training.columns if self.columns is None else self.columns
-        return Source(self.path, "test_data", columns, training.system_prompt)
-
-
 class AnnouncedOptions(Options):
     """Options of a command that says what begins before it loads torch."""
 
@@ -373,11 +358,15 @@ class RunOptions(Options):
     supervised training if its loss explodes or its gradient vanishes. If half of the last 4 times as many steps were
     bad, the run stops, too"""
     best_metric: str | None = None
-    """metric of the evaluation (test_loss; ppo: accuracy) whose best model so far is kept in best/ (Hugging Face)"""
+    """metric of the evaluation (test_loss; ppo: accuracy; of a named set NAME/test_loss, NAME/accuracy) whose best
+    model so far is kept in best/ (Hugging Face)"""
     best_is_highest: bool | None = None
     """whether the best value of best_metric is the highest or the lowest; null: the lowest if it is a loss"""
     test_freq: Count = 20
     """steps between two evaluations on test_data, if there is some"""
+    stop_at: dict[str, float] = {}
+    """metrics of evaluations and their thresholds, such as {NAME/accuracy: 0.9}: the run stops when all are reached. A
+    loss is reached from above"""
     load_ckpt_from: str | None = None
     """a folder under some run's state/, or "latest" for the newest of this run ("latest_good": the newest that is not
     damaged; "latest" refuses a damaged one); null goes on with the run in save_dir if its options are the same, and
@@ -423,6 +412,11 @@ class TrainerOptions(RunOptions):
     """folder of the run: metrics.jsonl, rollouts.jsonl, latest/ (Hugging Face), state/ (to resume from), config.yaml"""
     total_steps: Count = 100
     """rollout batches to train on"""
+    evaluate: Literal["in_turns", "beside"] = "in_turns"
+    """in_turns: training waits for an evaluation. beside: an evaluation has an inference engine and devices of its own,
+    with the weights of its step, while training goes on; lag_steps says how many steps later its metrics are logged"""
+    evaluation_devices: Count | None = None
+    """devices that only evaluate, with trainer.evaluate=beside; default: rollout.tp_size"""
     max_recoveries: Natural = 0
     """times in an hour that lost train workers are started again and their step is repeated, under Ray; then each step
     ends with a copy of the training state in host memory outside of the workers"""
@@ -450,8 +444,15 @@ class SupervisedConfig(LaunchOptions):
     )
 
     data: DataOptions = DataOptions()
-    test_data: TestDataOptions = TestDataOptions()
+    test_data: dict[str, HeldOutOptions] = Field(default={}, json_schema_extra=single_or_named)
+    """rows to evaluate on: test_data.path=... of one set, or test_data.NAME.path=... of several, whose metrics are
+    NAME/test_loss, ..."""
     trainer: EpochOptions = EpochOptions()
+
+    @field_validator("test_data", mode="before")
+    @classmethod
+    def _name_sets(cls, value: Any) -> Any:
+        return named_sets(value, HeldOutOptions)
 
     def problems(self) -> Iterator[str]:
         """Yield a message for missing data."""

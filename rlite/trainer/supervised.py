@@ -23,10 +23,12 @@ from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.given import NOTHING, Given
+from rlite.trainer.held_out import UNNAMED, HeldOutOptions, held_out_sources, key_of, metrics_of, prefixed
 from rlite.trainer.launch import serve_if_worker, session_of
 from rlite.trainer.modules import load_tokenizer, policy_module, trained_engine
 from rlite.trainer.options import ModelOptions, SupervisedConfig
-from rlite.trainer.run.training_run import TrainingRun, check_best_metric, step_metrics
+from rlite.trainer.run.best import check_evaluated
+from rlite.trainer.run.training_run import TrainingRun, step_metrics
 
 C = TypeVar("C", bound=SupervisedConfig)
 SHOWN_OF_PAIRS = (
@@ -77,17 +79,23 @@ class SupervisedTrainer(ABC, Generic[C]):
     """metrics for the console"""
 
     def __init__(
-        self, options: C, rows: TokenRows, test_rows: TokenRows | None = None, callbacks: Sequence[Callback] = ()
+        self,
+        options: C,
+        rows: TokenRows,
+        test_rows: TokenRows | Mapping[str, TokenRows] | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
-        self.options, self.rows, self.test_rows = options, rows, test_rows
+        self.options, self.rows = options, rows
+        self.test_sets = test_rows if isinstance(test_rows, Mapping) else {UNNAMED: test_rows} if test_rows else {}
         self.model: ModelOptions = getattr(options, self.key)
         self.loss = self.make_loss()
         trainer, batch_size = options.trainer, options.data.batch_size
         self.loader = BatchLoader(rows, batch_size, trainer.seed, trainer.n_epochs)
         self.engine = trained_engine(type(self).module, self.model, self.loader.num_batches)
-        evaluated = [f"test_{name}" for name in ("loss", *self.loss.reported)]
-        check_best_metric(trainer, test_rows is not None, evaluated)
-        self.run = TrainingRun(options, self.shown, self.loader.num_batches, True, callbacks, evaluated)
+        evaluated = metrics_of(self.test_sets, [f"test_{name}" for name in ("loss", *self.loss.reported)])
+        check_evaluated(trainer, evaluated)
+        shown = tuple(dict.fromkeys((*self.shown, *metrics_of(self.test_sets, ["test_loss"]))))
+        self.run = TrainingRun(options, shown, self.loader.num_batches, True, callbacks, evaluated)
         self.build_options = self._build_options()
 
     @abstractmethod
@@ -107,10 +115,10 @@ class SupervisedTrainer(ABC, Generic[C]):
             given = ", ".join(f"{self.key}.{name}={getattr(model, name)}" for name in sizes)
             raise ConfigError(f"{given}: {error}") from error
         factors = [f" x {name}" for name in ("sp_size", "tp_size") if getattr(model, name) > 1]
-        for table, rows in (("data", self.rows), ("test_data", self.test_rows)):
-            if rows is not None:
-                capacity = model.max_length_per_device * model.tp_size * model.sp_size
-                rows.check_capacity(capacity, f"{self.key}.max_length_per_device{''.join(factors)}", table)
+        tests = {key_of(name): rows for name, rows in self.test_sets.items()}
+        for table, rows in {"data": self.rows, **tests}.items():
+            capacity = model.max_length_per_device * model.tp_size * model.sp_size
+            rows.check_capacity(capacity, f"{self.key}.max_length_per_device{''.join(factors)}", table)
         return options
 
     def fit(self) -> dict[str, float]:
@@ -185,13 +193,22 @@ class SupervisedTrainer(ABC, Generic[C]):
         """
         self.run.step += 1
         metrics = {**stats, **step_metrics(self.engine, sequence_lengths(batch))}
-        if self.test_rows is not None and self.run.is_due(self.options.trainer.test_freq):
-            metrics |= (evaluation := self.evaluate(self.test_rows))
+        if evaluation := self._evaluate_due():
+            metrics |= evaluation
             self.run.save_best(evaluation)
             self.run.evaluated(evaluation)
         self.run.log(metrics)
         if self.run.is_save_due():
             self.run.save(loader=self.loader.state_dict())
+        return metrics
+
+    def _evaluate_due(self) -> dict[str, float]:
+        """Return the metrics of the sets that are due after this step."""
+        metrics: dict[str, float] = {}
+        for name, rows in self.test_sets.items():
+            own = self.options.test_data.get(name, HeldOutOptions())
+            if self.run.is_due(own.every or self.options.trainer.test_freq):
+                metrics |= prefixed(name, self.evaluate(rows))
         return metrics
 
     def evaluate(self, rows: TokenRows) -> dict[str, float]:
@@ -240,8 +257,8 @@ def read_tokens(
     tokenise: Callable[..., TokenRows],
     kind: RowKind,
     given: Given = NOTHING,
-) -> tuple[TokenRows, TokenRows | None]:
-    """Return the token rows of options.data and, if given, of options.test_data.
+) -> tuple[TokenRows, dict[str, TokenRows]]:
+    """Return the token rows of options.data, and of each set of options.test_data.
 
     Args:
         options: the trainer's config.
@@ -254,12 +271,12 @@ def read_tokens(
     check_template_options(tokenizer, data.chat_template_options, "data.chat_template_options")
     template_options = {**data.chat_template_options, "escape_special_tokens": data.escape_special_tokens}
 
-    def tokens(source: Source) -> TokenRows:
+    def tokens(source: Source, limit: int | None = None) -> TokenRows:
         table = read_source(given.source(source), kind)
-        made = tokenise(table.rows, tokenizer, data.max_length, source.where, **template_options)
+        made = tokenise(table.rows[:limit], tokenizer, data.max_length, source.where, **template_options)
         return replace(made, form=table.form)
 
     parts = {name: tokens(source) for name, source in data.sources("data").items()}
     rows = mixed(parts, data.weights) if data.mixture else parts[""]
-    test_source = options.test_data.source(data)
-    return rows, None if test_source is None else tokens(test_source)
+    tests = held_out_sources(options.test_data, data.columns, data.system_prompt)
+    return rows, {name: tokens(source, options.test_data[name].limit) for name, source in tests.items()}

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tensordict import TensorDict
@@ -47,6 +47,8 @@ class Collected:
     """groups that were lost, by reason"""
     error: BaseException | None = None
     """the exception behind one of the losses"""
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    """reason of each lost group, by its number in the call; of an evaluation, of each lost episode"""
 
     @property
     def reason(self) -> str:
@@ -384,9 +386,9 @@ class RolloutCollector:
 
 
 def _collected(groups: Sequence[Group], batch: TensorDict | None) -> Collected:
-    lost = [group for group in groups if group.reason is not None]
-    error = next((group.error for group in lost if group.error is not None), None)
-    return Collected(batch, len(groups), Counter(group.reason or "" for group in lost), error)
+    reasons = {number: group.reason for number, group in enumerate(groups) if group.reason is not None}
+    error = next((group.error for group in groups if group.reason is not None and group.error is not None), None)
+    return Collected(batch, len(groups), Counter(reasons.values()), error, reasons)
 
 
 def _check_items(items: Sequence[Any], workflow: Any, group_size: int) -> None:

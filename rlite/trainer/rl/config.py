@@ -16,6 +16,7 @@ from rlite.nn.options import LoraOptions
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.options import RewardOptions, named_by_function, with_names
+from rlite.trainer.held_out import named_sets
 from rlite.trainer.options import (
     FrozenModelOptions,
     LaunchOptions,
@@ -24,11 +25,11 @@ from rlite.trainer.options import (
     ParameterGroupOptions,
     Power,
     TableOptions,
-    TestDataOptions,
     TrainerOptions,
     check_kl_loss,
     schedule_problems,
 )
+from rlite.trainer.rl.held_out import HeldOutPromptOptions, SetSamplingOptions, with_single
 from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, Schedule
 
 SamplingOf = GenerationHyperparameters | Mapping[str, Any]
@@ -342,6 +343,10 @@ class RolloutOptions(CollectorLimits):
         """Sampling for evaluation, completed by the sampling for training."""
         return SamplingOptions(**dict(config.inherit(self.test_sampling_params, self.train_sampling_params)))
 
+    def sampling_of(self, own: SetSamplingOptions) -> SamplingOptions:
+        """Return the sampling of a set to evaluate on, completed by the sampling for evaluation."""
+        return SamplingOptions(**dict(config.inherit(own, self.evaluation_sampling)))
+
 
 class PromptOptions(TableOptions):
     """Prompts to train on."""
@@ -350,19 +355,6 @@ class PromptOptions(TableOptions):
     """prompts in one rollout batch"""
     responses_per_prompt: Count | None = None
     """responses to each prompt, a group; with 1 the batch's mean reward is the baseline; default: 8, with gae 1"""
-
-
-class TestOptions(TestDataOptions):
-    """Prompts to evaluate on."""
-
-    max_error_share: Share = 0.1
-    """share of episodes that may fail in an evaluation; with more it is invalid, and chooses no best model"""
-
-
-def _single_or_named(schema: dict[str, Any]) -> None:
-    """Let the JSON schema of rewards by name also take the options of a single reward."""
-    named = next(form for form in schema["anyOf"] if "additionalProperties" in form)
-    schema["anyOf"].insert(0, named["additionalProperties"])
 
 
 class PpoConfig(LaunchOptions):
@@ -386,10 +378,12 @@ class PpoConfig(LaunchOptions):
     critic: CriticOptions = CriticOptions()
     ref_actor: ReferenceOptions = ReferenceOptions()
     train_data: PromptOptions = PromptOptions()
-    test_data: TestOptions = TestOptions()
+    test_data: dict[str, HeldOutPromptOptions] = Field(default={}, json_schema_extra=config.single_or_named)
+    """prompts to evaluate on: test_data.path=... of one set, or test_data.NAME.path=... of several, whose metrics are
+    NAME/accuracy, ..."""
     kl: KlOptions = KlOptions()
     adv: AdvantageOptions = AdvantageOptions()
-    reward: dict[str, RewardOptions] = Field(default={}, json_schema_extra=_single_or_named)
+    reward: dict[str, RewardOptions] = Field(default={}, json_schema_extra=with_single)
     """rewards of single-turn answers: reward.path=file.py:function, or reward.NAME.path=... for several, whose weighted
     sum counts; keys: path, weight, timeout, processes, memory_limit_gib, max_concurrent, in_process, env_vars"""
     rollout: RolloutOptions = RolloutOptions()
@@ -399,6 +393,11 @@ class PpoConfig(LaunchOptions):
     @classmethod
     def _name_rewards(cls, value: Any, validate: Callable[[Any], Any]) -> dict[str, RewardOptions]:
         return named_by_function(validate(with_names(value)))
+
+    @field_validator("test_data", mode="before")
+    @classmethod
+    def _name_sets(cls, value: Any) -> Any:
+        return named_sets(value, HeldOutPromptOptions)
 
     def headline(self) -> str:
         """Return in a few words what is trained, on which data, and where the result goes."""
@@ -412,6 +411,11 @@ class PpoConfig(LaunchOptions):
             yield (
                 f"rollout.max_turns={self.rollout.max_turns}: reward.* is of single answers; for several turns use "
                 "rollout.env_path"
+            )
+        if self.trainer.evaluation_devices is not None and self.trainer.evaluate != "beside":
+            yield (
+                f"trainer.evaluation_devices={self.trainer.evaluation_devices}: evaluations have devices of their own "
+                "with trainer.evaluate=beside; set both or neither"
             )
         if self.actor.freeze_steps and not self.has_critic:
             yield (

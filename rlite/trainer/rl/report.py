@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from tensordict import TensorDict
@@ -11,15 +12,19 @@ from transformers import PreTrainedTokenizerBase
 import rlite
 from rlite.data.rows import Rows
 from rlite.errors import writing
+from rlite.evaluation.sets import EvaluationSet
 from rlite.trainer.rl.config import PpoConfig, SamplingOptions
 from rlite.trainer.rl.engines import Engines
+from rlite.trainer.rl.held_out import HeldOutPromptOptions
 from rlite.trainer.rl.lengths import Context
 
 NUM_SAMPLES = 4
 """rollouts of a step that are written down"""
 
 
-def batch_plan(options: PpoConfig, engines: Engines, context: Context, rows: Rows) -> dict[str, str]:
+def batch_plan(
+    options: PpoConfig, engines: Engines, context: Context, rows: Rows, sets: Mapping[str, EvaluationSet]
+) -> dict[str, str]:
     """Return how a step's work is divided, in words and numbers by topic.
 
     Args:
@@ -27,6 +32,7 @@ def batch_plan(options: PpoConfig, engines: Engines, context: Context, rows: Row
         engines: built.
         context: context length that the run serves.
         rows: the prompts to train on.
+        sets: the sets to evaluate on.
     """
     data, actor, rollout, trainer = options.train_data, options.actor, options.rollout, options.trainer
     session, dims = rlite.current_session(), engines.actor.dims
@@ -49,6 +55,7 @@ def batch_plan(options: PpoConfig, engines: Engines, context: Context, rows: Row
         "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, {advantage_plan(options)}",
         "run": f"{trainer.total_steps} steps, checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
     }
+    plan |= {f"evaluation {name}".strip(): _set_plan(each, options) for name, each in sets.items()}
     if unread := options.without_effect():
         plan["without effect"] = unread
     if options.is_greedy:
@@ -62,6 +69,14 @@ def _sampling(sampling: SamplingOptions) -> str:
     cut = [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
     cut += [f"top_k {sampling.top_k}"] if sampling.top_k > 0 else []
     return ", ".join([f"at temperature {sampling.temperature:g}", *cut])
+
+
+def _set_plan(chosen: EvaluationSet, options: PpoConfig) -> str:
+    """Return what an evaluation of a set does, and when."""
+    own = options.test_data.get(chosen.name, HeldOutPromptOptions())
+    where = "beside training" if options.trainer.evaluate == "beside" else "in turns with training"
+    every = own.every or options.trainer.test_freq
+    return f"{len(chosen.rows)} prompts x {chosen.samples} response(s), every {every} steps, {where}"
 
 
 def _pace(options: PpoConfig) -> str:
