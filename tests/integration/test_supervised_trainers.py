@@ -374,6 +374,32 @@ def test_a_checkpoint_of_other_data_is_refused(model: str, tmp_path: Path, sessi
         other.fit()
 
 
+@pytest.mark.parametrize("kind", ["sft", "rm", "dpo"])
+def test_named_sets_are_evaluated_apart_when_each_is_due(
+    kind: str, model: str, tmp_path: Path, session: Session
+) -> None:
+    tables = {}
+    for number, name in enumerate(("data", "near", "far")):
+        rows = (demonstrations if kind == "sft" else preferences)(16, seed=number)
+        tables[name] = tmp_path / f"{name}.json"
+        tables[name].write_text(json.dumps(rows))
+    key = MODEL_KEY[kind]
+    TRAINERS[kind][1].main(
+        [
+            *(f"{key}.model_name={model}", f"{key}.lr=1e-3", "data.batch_size=4", f"data.path={tables['data']}"),
+            *(f"test_data.near.path={tables['near']}", "test_data.near.every=2", f"test_data.far.path={tables['far']}"),
+            *("test_data.far.limit=4", "test_data.far.every=3", "trainer.best_metric=far/test_loss"),
+            f"trainer.save_dir={tmp_path / 'run'}",
+        ]
+    )
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = {name: [row["step"] for row in rows if f"{name}/test_loss" in row] for name in ("near", "far")}
+    assert steps == {"near": [2, 4], "far": [3, 4]}
+    assert "test_loss" not in rows[-1]
+    assert rows[-1]["near/test_loss"] != rows[-1]["far/test_loss"]
+    assert (tmp_path / "run/best").is_dir()
+
+
 @pytest.mark.parametrize(
     ("kind", "argument", "expected"),
     [
@@ -414,6 +440,8 @@ def test_a_checkpoint_of_other_data_is_refused(model: str, tmp_path: Path, sessi
         ),
         ("dpo", "test_data.path={preferences}; trainer.best_metric=accuracy", "test_accuracy"),
         ("rm", "test_data.path={preferences}; trainer.best_metric=margin", "test_margin"),
+        ("dpo", "test_data.a.path={preferences}; trainer.best_metric=b/test_loss", "a/test_loss"),
+        ("sft", "test_data.a.limit=3", "required and not set: test_data.a.path"),
     ],
 )
 def test_the_command_line_names_what_is_wrong_before_an_engine_is_built(
