@@ -37,10 +37,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 from transformers import AutoModelForCausalLM
 
 from rlite.data.reasoning import held_out_split
 from rlite.observability.plots import plot_learning_curve
+from rlite.observability.record.files import FOLDER, TRAIN, record_files
 from rlite.quickstart.teacher import impatient_demonstrations
 from rlite.quickstart.tiny import build_tiny_qwen3, byte_tokenizer
 
@@ -332,9 +334,11 @@ def heeded(rollouts: Sequence[Mapping[str, Any]]) -> float:
 
 def on_hints(path: Path) -> list[str]:
     """Whether a run of games learnt to heed hints, in words; nothing if it was not made."""
-    if not path.exists():
+    if not (path / FOLDER).exists():
         return []
-    rollouts = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    tables = [pq.read_table(file.path) for file in record_files(path) if file.source == TRAIN and file.kind == "rows"]
+    rows = [row for table in tables for row in table.to_pylist() if row["segments"]]
+    rollouts = [{**row, "response": "".join(part["text"] for part in row["segments"][1:])} for row in rows]
     steps = rollouts[-1]["step"]
     first = heeded([rollout for rollout in rollouts if rollout["step"] <= steps / 4])
     last = heeded([rollout for rollout in rollouts if rollout["step"] > steps * 3 / 4])
@@ -385,7 +389,7 @@ def report(folder: Path, out: Path) -> bool:
             "A puzzle is worth 1 if `score_answer` is full, else 0. A game is worth 1 for the number, and if the last",
             "turn misses it, the less the farther it is off. It has 50 numbers: other seeds are other draws of them.",
             "",
-            *on_hints(folder / "guess" / "ppo" / "rollouts.jsonl"),
+            *on_hints(folder / "guess" / "ppo"),
             *lines,
             "",
             *pictures,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow.parquet as pq
 import ray
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayActorError
@@ -28,6 +29,8 @@ from rlite.control import JobHandle, JobResult, RLJobBuilder
 from rlite.control.job import job_of
 from rlite.control.spec import HealthOptions, JobSpec
 from rlite.errors import CallTimeout
+from rlite.observability.record.files import record_files
+from rlite.observability.record.schema import ROWS
 from rlite.recovery.faultpoints import FaultBoard
 from rlite.recovery.faults import KINDS, PHASES, Kind, Phase, PhaseFault
 from tests.tiny import build_model_dir
@@ -332,8 +335,7 @@ class PpoJob(FaultJob):
         weights = (out / "run" / "latest" / "model.safetensors").read_bytes()
         curve = [(row["step"], row["reward"], row["loss"]) for row in _rows(out / "run" / "metrics.jsonl")]
         samples = [
-            {key: value for key, value in row.items() if "out" not in str(key)}
-            for row in _rows(out / "run" / "rollouts.jsonl")
+            {key: value for key, value in row.items() if "out" not in str(key)} for row in _recorded(out / "run")
         ]
         return hashlib.sha256(weights).hexdigest(), curve, str(samples).replace(str(out), "")
 
@@ -346,6 +348,13 @@ JOBS: dict[str, type[FaultJob]] = {"roles": RolesJob, "ppo": PpoJob}
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _recorded(run: Path) -> list[dict[str, Any]]:
+    """Return the rows of the rollouts, but for their times."""
+    tables = [pq.read_table(file.path) for file in record_files(run) if file.kind == "rows"]
+    timed = [name for name in ROWS.names if name.startswith("seconds_")] + ["ended", "events"]
+    return [row for table in tables for row in table.drop_columns(timed).to_pylist()]
 
 
 def _state(out: Path) -> dict[str, Any]:

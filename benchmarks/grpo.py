@@ -26,6 +26,7 @@ import transformers
 import rlite
 from benchmarks.model import build_model
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
+from rlite.rollout.record.recorder import Amount
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
@@ -39,22 +40,29 @@ def share_of_even_tokens(prompt: str, completions: str, prompt_ids: list, comple
     return sum(token % 2 == 0 for token in completion_ids) / max(len(completion_ids), 1)
 
 
-def ours(model: Path, scratch: Path, steps: int, threads: int) -> dict[str, Any]:
-    rlite.init(num_devices=1, num_threads=threads)
+def grpo_trainer(model: Path, scratch: Path, total_steps: int, record: Amount) -> PpoTrainer:
+    """Return the trainer of this benchmark, for the current session."""
     prompts = json.loads((model / "prompts.json").read_text())
     options = PpoConfig(
         actor=ActorOptions(model_name=str(model), lr=1e-6),
         train_data=PromptOptions(prompts_per_rollout=NUM_PROMPTS, responses_per_prompt=NUM_GENERATIONS),
         rollout=RolloutOptions(max_model_len=256),
-        trainer=TrainerOptions(save_dir=str(scratch), total_steps=steps + 1, save_freq=10**6, test_freq=10**6),
+        trainer=TrainerOptions(
+            save_dir=str(scratch), total_steps=total_steps, save_freq=10**6, test_freq=10**6, record=record
+        ),
     )
     gconfig = GenerationHyperparameters(max_new_tokens=MAX_NEW_TOKENS)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     workflow = SingleTurnWorkflow(RewardFunction(share_of_even_tokens), gconfig, tokenizer)
-    trainer = PpoTrainer(options, workflow, [{"input_ids": prompt} for prompt in prompts])
+    return PpoTrainer(options, workflow, [{"input_ids": prompt} for prompt in prompts])
+
+
+def ours(model: Path, scratch: Path, steps: int, threads: int) -> dict[str, Any]:
+    rlite.init(num_devices=1, num_threads=threads)
+    trainer = grpo_trainer(model, scratch, steps + 1, record="none")
     trainer.start()
     wall, cpu, lengths = [], [], []
-    while trainer.run.step < options.trainer.total_steps:
+    while not trainer.run.is_over:
         started, cpu_started = time.perf_counter(), time.process_time()
         batch = trainer.with_advantages(trainer.rollouts.next_batch())
         trainer.update(batch)

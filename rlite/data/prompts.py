@@ -15,6 +15,8 @@ from rlite.data.tables import check_text
 from rlite.errors import ConfigError, DataError
 
 PROMPT_KEYS = ("messages", "prompt", "input_ids")
+MAX_ITEM = 200
+"""characters of a row's name"""
 
 
 def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
@@ -41,6 +43,25 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], where: str) -> None:
                 raise DataError(f"{at}: {keys[0]!r} ends with the assistant; expected the prompt alone, to be answered")
         elif isinstance(prompt, str):
             check_text(prompt, f"{at}: {keys[0]!r}")
+
+
+class Prompt(dict[str, Any]):
+    """A row of the data, with its name in the record of a run.
+
+    Args:
+        row: the row.
+        item: name of the row.
+    """
+
+    def __init__(self, row: Mapping[str, Any], item: str) -> None:
+        super().__init__(row)
+        self.item = item
+
+
+def item_name(row: Mapping[str, Any], number: int) -> str:
+    """Return the name of a row in records: its `id`, else its index in the data."""
+    name = row.get("id")
+    return str(number if name is None else name)[:MAX_ITEM]
 
 
 class PromptStream:
@@ -70,16 +91,17 @@ class PromptStream:
         self._batch_size = batch_size
         self.order = shuffled(len(rows), mixture, seed, partial(rows_digest, rows))
         """order of the rows; its `position` counts those dealt so far"""
-        self.returned: list[Mapping[str, Any]] = []
+        self.returned: list[Prompt] = []
         """rows that come before all others: they were dealt, and not used"""
 
-    def next(self, count: int | None = None) -> list[Mapping[str, Any]]:
+    def next(self, count: int | None = None) -> list[Prompt]:
         """Return the next `batch_size` rows, or `count` of them; a batch may span two epochs."""
         count = self._batch_size if count is None else count
         first, self.returned = self.returned[:count], self.returned[count:]
-        return first + [self._rows[number] for number in self.order.take(count - len(first))]
+        numbers = self.order.take(count - len(first))
+        return first + [Prompt(row, item_name(row, n)) for n in numbers for row in [self._rows[n]]]
 
-    def __iter__(self) -> Iterator[list[Mapping[str, Any]]]:
+    def __iter__(self) -> Iterator[list[Prompt]]:
         """Yield batches for ever; the first has all `returned` rows, if there are some."""
         while True:
             yield self.next(len(self.returned) or None)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 
 from rlite.batch import check_one_per_row
@@ -16,7 +15,7 @@ from rlite.errors import DataError
 from rlite.evaluation.metrics import summary
 from rlite.evaluation.samples import SOLVED_AT, Sample
 from rlite.rollout.collector.collector import Collected, RolloutCollector
-from rlite.rollout.trajectories import first_rows, trajectory_index
+from rlite.rollout.collector.ended import Ended
 from rlite.rollout.workflow import RolloutWorkflow
 
 
@@ -54,7 +53,7 @@ class Evaluation:
     @cached_property
     def samples(self) -> list[Sample]:
         """One sample for each episode, in the order of the rows."""
-        return samples_of(self.found, self.set.rows, self.set.samples)
+        return samples_of(self.found.ended)
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -83,61 +82,45 @@ def evaluate(collector: RolloutCollector, chosen: EvaluationSet) -> Evaluation:
     return Evaluation(chosen, found)
 
 
-def samples_of(found: Collected, rows: Sequence[Mapping[str, Any]], num_samples: int) -> list[Sample]:
+def samples_of(episodes: Sequence[Ended]) -> list[Sample]:
     """Return one sample for each episode of an evaluation.
 
     Its score is `scores` of the trajectory, or `rewards` if the workflow gives no scores.
 
     Args:
-        found: result of `RolloutCollector.evaluate`.
-        rows: the data items.
-        num_samples: episodes of each item.
+        episodes: `Collected.ended` of `RolloutCollector.evaluate`.
 
     Raises:
         DataError: `scores` or `rewards` is missing, or not [N].
     """
-    finished = iter(() if found.batch is None else _outcomes(found.batch))
-    samples = []
-    for number in range(len(rows) * num_samples):
-        item, sample = divmod(number, num_samples)
-        reason = found.reasons.get(number)
-        outcome = {"score": None, "reason": reason} if reason is not None else next(finished)
-        samples.append(Sample(item=id_of(rows[item], item), sample=sample, **outcome))
-    return samples
+    return [_sample(ended) for ended in episodes]
 
 
-def id_of(row: Mapping[str, Any], number: int) -> str:
-    """Return the id of a data item: its `id`, else its number in the data."""
-    own = row.get("id")
-    return str(number if own is None else own)
+def _sample(ended: Ended) -> Sample:
+    [episode] = ended.episodes
+    own: dict[str, Any] = {"item": ended.item, "sample": ended.first_sample}
+    if ended.reason or (trajectory := episode.trajectory) is None:
+        return Sample(**own, score=None, reason=ended.reason)
+    return Sample(
+        **own,
+        score=_score(trajectory),
+        truncated="truncated" in trajectory and bool(trajectory["truncated"].any()),
+        answer=episode.answer,
+        length=int(trajectory["loss_mask"].sum()) if "loss_mask" in trajectory else 0,
+    )
 
 
-def _outcomes(batch: TensorDict) -> list[dict[str, Any]]:
-    """Return score, truncation and length of each trajectory.
+def _score(trajectory: TensorDict) -> float:
+    """Return the score of an episode.
 
     Raises:
         DataError: `scores` or `rewards` is missing, or not [N].
     """
-    key = "scores" if "scores" in batch else "rewards"
-    if key not in batch:
+    key = "scores" if "scores" in trajectory else "rewards"
+    if key not in trajectory:
         raise DataError("an evaluated trajectory has neither scores nor rewards; expected one of them")
-    check_one_per_row(batch, key)
-    index, first = trajectory_index(batch), first_rows(batch)
-    scores = batch[key][first].double().tolist()
-    truncated = _per_trajectory(batch, "truncated", index).bool().tolist()
-    lengths = _per_trajectory(batch, "loss_mask", index).tolist()
-    return [
-        {"score": score, "truncated": cut, "length": length}
-        for score, cut, length in zip(scores, truncated, lengths, strict=True)
-    ]
-
-
-def _per_trajectory(batch: TensorDict, key: str, index: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a key over the rows, and tokens, of each trajectory; 0 if the batch lacks it."""
-    sums = torch.zeros(int(index[-1]) + 1, dtype=torch.int64)
-    if key in batch:
-        sums.index_add_(0, index, batch[key].long().reshape(len(batch), -1).sum(1))
-    return sums
+    check_one_per_row(trajectory, key)
+    return float(trajectory[key][0])
 
 
 def _check_one_version(batch: TensorDict, name: str) -> None:

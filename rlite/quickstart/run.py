@@ -176,7 +176,7 @@ def report_rows(folder: Path, summary: dict[str, float]) -> dict[str, str]:
         "held-out accuracy": f"{summary['accuracy_before']:.2f} after the warm start, "
         f"{summary['accuracy_after']:.2f} after {summary['steps']:.0f} GRPO steps",
         "curve": f"{folder}/learning_curve.png",
-        "rollouts": f"{folder}/rollouts.jsonl: what the model tried, and what it got for it",
+        "rollouts": f"{folder}/record: what the model tried, and what it got for it",
         "metrics": f"{folder}/metrics.jsonl, or: tensorboard --logdir {folder}",
         "model": f"{folder}/latest, opens with transformers",
         "next": "examples/grpo.py configures this run for your own model and reward; "

@@ -24,6 +24,10 @@ class RolloutError(RliteError, RuntimeError):
     """Rollouts cannot continue, or one of them cannot be finished; the message has the reason."""
 
 
+class EngineAborted(RolloutError):
+    """The engine ended a completion before its end."""
+
+
 class RolloutWorkflow(ABC):
     """Generates one trajectory from one data item. The collector adds concurrency, retries, time-outs and staleness."""
 
@@ -140,14 +144,14 @@ class SingleTurnWorkflow(PromptWorkflow):
             The trajectory, with its reward.
 
         Raises:
-            RolloutError: the engine aborts the completion.
+            EngineAborted: the engine aborts the completion.
         """
         prompt = prompt_text(data, self.tokenizer, self.chat_template_options)
         limit = context_length(engine)
         input_ids = await beside_loop(len(prompt), prompt_ids, data, self.tokenizer, self.chat_template_options, limit)
         response = await engine.agenerate(LLMRequest(input_ids=input_ids, gconfig=self.gconfig))
         if response.stop_reason == "abort":
-            raise RolloutError(f"the engine aborted the completion after {response.output_len} tokens")
+            raise EngineAborted(f"the engine aborted the completion after {response.output_len} tokens")
         completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
         arguments = reward_arguments(data, prompt, completion, response.input_tokens, response.output_tokens)
         return trajectory(response, reward=await self.reward_fn(**arguments))

@@ -346,7 +346,7 @@ class RunOptions(Options):
     """The folder of a run, and the files that the run writes there."""
 
     save_dir: str
-    """holds config.yaml, metrics.jsonl, latest/ (Hugging Face) and state/ (to resume from); ppo: rollouts.jsonl, too"""
+    """holds config.yaml, metrics.jsonl, latest/ (Hugging Face) and state/ (to resume from); ppo: record/, too"""
     save_freq: Count = 20
     """steps between two checkpoints"""
     save_async: bool = True
@@ -409,7 +409,8 @@ class TrainerOptions(RunOptions):
     """A run of a number of steps."""
 
     save_dir: str = "runs/ppo"
-    """folder of the run: metrics.jsonl, rollouts.jsonl, latest/ (Hugging Face), state/ (to resume from), config.yaml"""
+    """folder of the run: metrics.jsonl, record/ (rollouts), latest/ (Hugging Face), state/ (to resume from),
+    config.yaml"""
     total_steps: Count = 100
     """rollout batches to train on"""
     evaluate: Literal["in_turns", "beside"] = "in_turns"
@@ -420,6 +421,11 @@ class TrainerOptions(RunOptions):
     max_recoveries: Natural = 0
     """times in an hour that lost train workers are started again and their step is repeated, under Ray; then each step
     ends with a copy of the training state in host memory outside of the workers"""
+    record: Literal["all", "sample", "none"] = "sample"
+    """what record/ keeps of the rollouts: all; sample, a row of every rollout, and texts and tokens of 2 groups of each
+    status in each step, and of all groups of steps 1, 11, 21, ...; or none"""
+    record_limit: Positive = 4.0
+    """GiB that record/ may take; beyond it the texts and tokens of the oldest steps are deleted, then their rows"""
 
 
 class EpochOptions(RunOptions):

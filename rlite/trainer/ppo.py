@@ -49,8 +49,9 @@ from rlite.trainer.rl.kl_coefficient import KlCoefficient
 from rlite.trainer.rl.lengths import check_lengths
 from rlite.trainer.rl.logprob_passes import LogprobPasses
 from rlite.trainer.rl.prompts import read_prompts
+from rlite.trainer.rl.record import RunRecord
 from rlite.trainer.rl.recovery import TrainRecovery, fit_again
-from rlite.trainer.rl.report import append_samples, batch_plan
+from rlite.trainer.rl.report import batch_plan
 from rlite.trainer.rl.rollout_metrics import mean_reward
 from rlite.trainer.rl.rollouts import make_rollouts
 from rlite.trainer.rl.selection import with_selected
@@ -132,6 +133,7 @@ class PpoTrainer:
         self.evaluations = make_evaluations(options, self.run, self.engines, sets)
         self.ended = Ended(0, ())
         """result of the last call of `evaluations.next`"""
+        self.record = RunRecord(options, self.run, self.engines)
 
     def fit(self) -> dict[str, float]:
         """Train to the last step.
@@ -141,11 +143,12 @@ class PpoTrainer:
         """
         self.start()
         metrics: dict[str, float] = {}
-        while not self.run.is_over:
-            with stats_tracker.record_timing("step"), self.run.generating():
-                generated = self.rollouts.next_batch()
-                batch = self.recovery.run(lambda: self.learn(generated), self.run.step)  # noqa: B023 - called at once
-            metrics = self.finish_step(batch)
+        with self.record:
+            while not self.run.is_over:
+                with stats_tracker.record_timing("step"), self.run.generating():
+                    generated = self.rollouts.next_batch()
+                    batch = self.recovery.run(lambda: self.learn(generated), self.run.step)  # noqa: B023 - called now
+                metrics = self.finish_step(batch)
         self.evaluations.close()
         self.run.close()
         return metrics
@@ -182,6 +185,7 @@ class PpoTrainer:
             self.evaluations.load_state_dict(facts.get("evaluations", {}))
         self.recovery.keep()
         self.run.open()
+        self.record.open()
         self.run.console.report(f"rlite {self.name}", self.plan())
         self.run.console.follow(self.engines.rollout.rollout_progress)
         if metrics := self._evaluate_due():
@@ -230,6 +234,7 @@ class PpoTrainer:
         metrics: dict[str, float] = {}
         for each in self.ended.evaluations:
             metrics |= prefixed(each.set.name, each.metrics | lag)
+            self.record.evaluation(each.set.name, self.ended.step, each.found.ended)
         return metrics
 
     def _evaluate_due(self) -> dict[str, float]:
@@ -276,7 +281,7 @@ class PpoTrainer:
         metrics = self._on_result(lambda: step_metrics(self.engines.actor, lengths, is_trained))
         metrics["reward_trained"] = mean_reward(batch)
         metrics |= self.kl.adapt(metrics.get("kl"), len(batch))
-        append_samples(self.run.folder / "rollouts.jsonl", batch, self.run.step, self.engines.rollout.tokenizer)
+        self.record.step(batch)
         metrics |= self._evaluate_due()
         self.run.log(metrics)
         self.alarms.look(metrics, self.engines.rollout.collector.first_losses)
@@ -289,10 +294,12 @@ class PpoTrainer:
         return self.recovery.run(act, self.run.step - 1, restore=self.engines.sync)
 
     def _save(self) -> None:
+        self.record.before_checkpoint()
         with self.engines.trained_on_device():
             kept = {"rollouts": self.rollouts.state_dict()}
             facts = {"prompts": self.prompts.state_dict(), "kl": self.kl.state_dict()}
             self.run.save(kept, **facts, evaluations=self.evaluations.state_dict())
+        self.record.after_checkpoint()
 
     # -- the command ---------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from rlite.trainer.rl.config import ActorOptions, PolicyLossOptions, PpoConfig, 
 from rlite.trainer.rl.config import SamplingOptions as Sampling
 from rlite.trainer.rl.engines import divide_devices
 from tests.integration.rewards import digits
+from tests.recorded import recorded
 from tests.tiny import build_model_dir
 
 ROWS = [{"prompt": f"{number}:", "number": number} for number in range(10, 90)]
@@ -90,6 +91,12 @@ def test_a_restart_loses_and_repeats_no_prompt(model, tmp_path, session):
     assert counters.waiting + counters.running + counters.ready >= 4, "what ran ahead goes on"
     after = steps(second, 16)
     assert sorted(number for numbers in before + after for number in numbers) == [row["number"] for row in ROWS]
+    second.record.before_checkpoint()
+    rows = recorded(tmp_path)
+    places = [(row["group"], row["sample"]) for row in rows]
+    assert len(set(places)) == len(places) == 20 * 4 * 8, "each rollout once"
+    for step, numbers in enumerate(before + after, start=1):
+        assert sorted({10 + int(row["item"]) for row in rows if row["step"] == step}) == numbers
 
 
 def test_devices_are_divided_where_rollouts_run_ahead():

@@ -14,6 +14,7 @@ from rlite.errors import DataError
 from rlite.quickstart.tiny import CHATML
 from rlite.trainer import ppo
 from tests.agents import tokenizer_with
+from tests.recorded import recorded
 from tests.tiny import build_model_dir
 
 QUIET = "{% if enable_thinking is false and add_generation_prompt %}<think></think>{% endif %}"
@@ -63,7 +64,7 @@ def test_a_mixture_is_trained_on_resumed_and_evaluated(tmp_path: Path, capsys: p
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["accuracy"] for row in rows if "accuracy" in row][-1] == 1
     assert [row["score"] for row in rows if row["step"]] == [1, 1]
-    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    prompts = [row["segments"][0]["text"] for row in recorded(tmp_path / "run") if row["segments"]]
     assert all(prompt.startswith("<|im_start|>system\ns") and prompt.endswith("<think></think>") for prompt in prompts)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 import sys
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from rlite.trainer.rl.config import (
     SamplingOptions,
 )
 from tests.integration.rewards import digits
+from tests.recorded import recorded
 from tests.tiny import build_model_dir
 from tests.trace_format import read_trace, rows_of
 
@@ -73,8 +75,11 @@ def test_a_run_learns_and_leaves_metrics_rollouts_config_and_a_model(model, tmp_
     assert "accuracy" in rows[-1]
     assert all(row["logprob_drift"] < 1e-4 for row in rows[1:])
     assert {"loss", "entropy", "grad_norm", "response_length", "truncated", "sync_bytes", "memory_gib"} <= set(rows[-1])
-    samples = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
-    assert {"step", "reward", "prompt", "response"} == set(samples[0])
+    rollouts = recorded(out)
+    assert [row["step"] for row in rollouts] == [step for step in range(1, 13) for _ in range(64)]
+    means = [statistics.mean(row["reward"] for row in rollouts if row["step"] == step) for step in range(1, 13)]
+    assert means == pytest.approx([row["reward"] for row in rows[1:]])
+    assert [row["status"] for row in recorded(out, "eval.test")] == ["evaluated"] * 4 * 8
     assert (out / "config.yaml").exists()
     served, info = AutoModelForCausalLM.from_pretrained(out / "latest", output_loading_info=True)
     assert not info["missing_keys"]
@@ -166,9 +171,7 @@ def test_a_stopped_run_goes_on_from_its_newest_checkpoint(model, tmp_path, sessi
     rlite.init(num_devices=1)
     trainer(model, out, total_steps=8, load_ckpt_from="latest").fit()
     assert [row["step"] for row in logged(out)] == list(range(1, 9))
-    sampled = [json.loads(line)["step"] for line in (out / "rollouts.jsonl").read_text().splitlines()]
-    assert sampled == sorted(sampled)
-    assert set(sampled) == set(range(1, 9))
+    assert [row["step"] for row in recorded(out)] == [step for step in range(1, 9) for _ in range(64)]
     assert sorted(path.name for path in (out / "state").iterdir()) == ["step-4", "step-8"]
 
 

@@ -12,6 +12,7 @@ from rlite.trainer import ppo
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions, SamplingOptions
+from tests.recorded import recorded, said
 from tests.tiny import build_model_dir
 
 GUESSING = """
@@ -55,8 +56,10 @@ def test_a_gym_file_is_trained_on_from_the_command_line(model, tmp_path, monkeyp
     assert [row["turns"] for row in steps] == [3.0, 3.0]
     assert all(6 < row["response_length"] <= 18 for row in steps), "only what the model has written"
     assert all(row["logprob_drift"] < 1e-4 for row in steps), "the trainer finds the probabilities of each turn"
-    sample = json.loads((tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()[0])
-    assert "No, " in sample["response"]
+    sample = recorded(tmp_path / "run")[0]
+    assert "No, " in said(sample)
+    assert [segment["role"] for segment in sample["segments"]] == ["prompt", *["model", "environment"] * 2, "model"]
+    assert sample["seconds_environment"] > 0
 
 
 def guess(completions, **row):

@@ -42,13 +42,41 @@ class RecordFile:
     kind: str
     """rows or tokens"""
 
+    def covers(self, other: RecordFile) -> bool:
+        """Return whether this file holds what another file holds, and further steps."""
+        is_alike = (self.source, self.kind) == (other.source, other.kind)
+        return is_alike and self != other and self.first <= other.first and other.last <= self.last
 
-def record_files(folder: Path) -> Iterator[RecordFile]:
-    """Yield the files of the record in a run's folder, by name."""
+
+def all_files(folder: Path) -> list[RecordFile]:
+    """Return the files of the record in a run's folder, by name, also those that a compacted file covers."""
+    found = []
     for path in sorted((folder / FOLDER).glob("*.parquet")):
         if match := _NAME.fullmatch(path.name):
             source, first, last, kind = match.groups()
-            yield RecordFile(path, source, int(first), int(last or first), kind)
+            found.append(RecordFile(path, source, int(first), int(last or first), kind))
+    return found
+
+
+def record_files(folder: Path) -> Iterator[RecordFile]:
+    """Yield the files of the record in a run's folder, by name; each step is in one file of its source and kind."""
+    found = all_files(folder)
+    compacted = [file for file in found if file.first < file.last]
+    yield from (file for file in found if not any(wide.covers(file) for wide in compacted))
+
+
+def path_of(folder: Path, source: str, kind: str, first: int, last: int) -> Path:
+    """Return the path of the file of some steps.
+
+    Args:
+        folder: the run's folder.
+        source: `train`, or `eval.NAME`.
+        kind: rows or tokens.
+        first: first step.
+        last: last step.
+    """
+    steps = f"{first:08d}" if first == last else f"{first:08d}-{last:08d}"
+    return folder / FOLDER / f"{source}-{steps}.{kind}.parquet"
 
 
 def write_table(folder: Path, source: str, step: int, kind: Kind, table: pa.Table) -> Path:
@@ -67,7 +95,7 @@ def write_table(folder: Path, source: str, step: int, kind: Kind, table: pa.Tabl
     Raises:
         StorageError: the file cannot be written.
     """
-    path = folder / FOLDER / f"{source}-{step:08d}.{kind}.parquet"
+    path = path_of(folder, source, kind, step, step)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         stream = io.BytesIO()

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from rlite.data.chat.raw import bounded_tokens
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.trajectories import TokenHistory, join_histories, of_trajectory
-from rlite.rollout.workflow import RolloutError, Tokenizer
+from rlite.rollout.workflow import EngineAborted, RolloutError, Tokenizer
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, LLMResponse
 
 
@@ -83,8 +83,9 @@ class Transcript:
         # one rid for the episode: its turns find their cache
         response = await engine.agenerate(LLMRequest(input_ids=self.tokens, gconfig=gconfig, rid=self._rid))
         if response.stop_reason == "abort" or not response.output_len:
-            what = "aborted the completion" if response.stop_reason == "abort" else "ended the completion"
-            raise RolloutError(f"the engine {what} after {response.output_len} tokens")
+            is_aborted = response.stop_reason == "abort"
+            what, kind = ("aborted", EngineAborted) if is_aborted else ("ended", RolloutError)
+            raise kind(f"the engine {what} the completion after {response.output_len} tokens")
         self.write(response)
         return response
 

@@ -13,8 +13,10 @@ from tensordict import TensorDict
 
 from rlite.errors import CallTimeout, ConfigError, DataError, DivergedError, ResidencyError, WorkerError
 from rlite.rollout.collector.group import Group
+from rlite.rollout.collector.lost import reason_of
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.seeds import SampleInference
+from rlite.rollout.episode import running
 from rlite.rollout.trajectories import check_alike, check_trajectory
 from rlite.sandbox.child import text_of
 from rlite.sandbox.errors import SandboxError
@@ -83,8 +85,17 @@ class Episodes:
         return trajectories
 
     async def _attempt_until_success(self, number: int, affinity: str | None) -> TensorDict | None:
+        episode = self.group.episodes[number]
+        episode.begin()
+        try:
+            with running(episode):
+                return await self._attempts(number, affinity)
+        finally:
+            episode.end()
+
+    async def _attempts(self, number: int, affinity: str | None) -> TensorDict | None:
         group, num_attempts = self.group, 0
-        name = type(group.workflow).__name__
+        recorded, name = group.episodes[number], type(group.workflow).__name__
         while True:
             num_attempts += 1
             limit = asyncio.timeout(self.options.request_timeout)
@@ -93,7 +104,7 @@ class Episodes:
                     # with a seed, another attempt draws the same numbers: what failed was not the model's doing
                     is_trained_on = group.start_order is not None
                     inference: Any = SampleInference(
-                        self.engine, number, group.seed, group.tokens, affinity, is_trained_on
+                        self.engine, number, group.seed, group.tokens, affinity, is_trained_on, recorded
                     )
                     episode = group.workflow.arun_episode(inference, dict(group.data))
                     if not inspect.isawaitable(episode):
@@ -104,6 +115,7 @@ class Episodes:
                 if result is not None:
                     check_trajectory(result, f"the trajectory of {name}")
                 group.num_finished += 1
+                recorded.trajectory = result
                 return result
             except ENGINE_FAILURES:
                 raise
@@ -115,4 +127,5 @@ class Episodes:
                     cause = CallTimeout(f"an episode of {name} did not end in {self.options.request_timeout:g} s")
                 self.failed_attempts[cause.outcome if isinstance(cause, SandboxError) else type(cause).__name__] += 1
                 if num_attempts > self.options.request_retries or isinstance(cause, FINAL):
+                    recorded.failure = reason_of(cause)
                     raise EpisodeFailed(cause) from cause

@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tensordict import TensorDict
 
+from rlite.data.prompts import Prompt, item_name
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.collector.consumer import GroupConsumer, join
+from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.group import Group, Item, Queue, ShouldAccept
 from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger
 from rlite.rollout.collector.lost import LostGroups
@@ -28,6 +30,7 @@ from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.collector.progress import RolloutProgress
 from rlite.rollout.collector.runner import GroupRunner
 from rlite.rollout.collector.seeds import group_seed
+from rlite.rollout.collector.status import status_of
 from rlite.rollout.workflow import RolloutError, RolloutWorkflow
 from rlite.sandbox.pool import close_shared_pool
 from rlite.types import AsyncInference
@@ -47,8 +50,8 @@ class Collected:
     """groups that were lost, by reason"""
     error: BaseException | None = None
     """the exception behind one of the losses"""
-    reasons: Mapping[int, str] = field(default_factory=dict)
-    """reason of each lost group, by its number in the call; of an evaluation, of each lost episode"""
+    ended: Sequence[Ended] = ()
+    """of an evaluation: every episode, finished or lost, in the order of the data; `group` is the item's index"""
 
     @property
     def reason(self) -> str:
@@ -223,11 +226,13 @@ class RolloutCollector:
             CallTimeout: Some episodes are late.
         """
         _check_items(data, workflow, group_size)
-        groups = self._submit(self._tests, [item for item in data for _ in range(group_size)], workflow)
+        named = [Prompt(item, item_name(item, number)) for number, item in enumerate(data)]
+        groups = self._submit(self._tests, [item for item in named for _ in range(group_size)], workflow)
         with self._reporting("evaluation", groups):
             finished = self._consumer.finish(self._tests, groups, timeout)
         items = {group.id: number // group_size for number, group in enumerate(groups)}
-        return _collected(groups, join(finished, items) if finished else None)
+        found = _collected(groups, join(finished, items) if finished else None)
+        return replace(found, ended=[_evaluated(group, number, group_size) for number, group in enumerate(groups)])
 
     # -- running ahead -------------------------------------------------------------------------------------------
 
@@ -324,7 +329,8 @@ class RolloutCollector:
         """
         with self._changed:
             failed_attempts = dict(self.failed_attempts)
-            return {**self._ahead.state_dict(), "failed_attempts": failed_attempts, "num_ids": self._num_submitted}
+            counts = {"failed_attempts": failed_attempts, "num_ids": self._num_submitted}
+            return {**self._ahead.state_dict(), **counts, "ended": [group.state_dict() for group in self._runner.ended]}
 
     def load_state_dict(
         self, state: Mapping[str, Any], workflow: RolloutWorkflow, should_accept: ShouldAccept | None = None
@@ -343,7 +349,37 @@ class RolloutCollector:
             self._ahead.load_state_dict(state, workflow, should_accept, self.engine.get_version())
             self._runner.lost_groups = LostGroups(self.failed_attempts.total())
             self._num_submitted = state["num_ids"]
+            if self.options.keep_ended:
+                self._runner.ended = [Ended.from_state(kept) for kept in state.get("ended", ())]
         self.version_changed()
+
+    # -- for the record ------------------------------------------------------------------------------------------
+
+    def take_ended(self) -> list[Ended]:
+        """Return the groups to train on that were lost or consumed since the last call, if the options keep them."""
+        with self._changed:
+            found, self._runner.ended = self._runner.ended, []
+        return found
+
+    def under_way(self, reason: str) -> list[Ended]:
+        """Return the groups to train on that have not ended, as aborted. They go on.
+
+        Args:
+            reason: why they will not be trained on.
+        """
+        with self._changed:
+            groups = [group for queue in (self._now, self._ahead) for group in queue.groups.values()]
+            return [group.ended("aborted", reason) for group in groups]
+
+    @property
+    def num_submitted(self) -> int:
+        """Number of groups submitted so far, from which the next group has its number."""
+        return self._num_submitted
+
+    def number_from(self, num_submitted: int) -> None:
+        """Number further groups as after so many submitted ones."""
+        with self._changed:
+            self._num_submitted = num_submitted
 
     def close(self) -> None:
         """Cancel running groups and end the thread; the last collector ends the reward processes, too. Idempotent."""
@@ -371,6 +407,9 @@ class RolloutCollector:
                 Group(id + index, item, workflow, group_size, accept, group_seed(seed, version, position + index))
                 for index, item in enumerate(items)
             ]
+            for group in groups:
+                named = group.data
+                group.item = named.item if isinstance(named, Prompt) else item_name(named, group.id)
             self._num_submitted += len(items)
             self._runner.submit(queue, groups)
         return groups
@@ -386,9 +425,16 @@ class RolloutCollector:
 
 
 def _collected(groups: Sequence[Group], batch: TensorDict | None) -> Collected:
-    reasons = {number: group.reason for number, group in enumerate(groups) if group.reason is not None}
-    error = next((group.error for group in groups if group.reason is not None and group.error is not None), None)
-    return Collected(batch, len(groups), Counter(reasons.values()), error, reasons)
+    lost = [group for group in groups if group.reason is not None]
+    error = next((group.error for group in lost if group.error is not None), None)
+    return Collected(batch, len(groups), Counter(group.reason or "" for group in lost), error)
+
+
+def _evaluated(group: Group, number: int, group_size: int) -> Ended:
+    """Return an episode of an evaluation; `number` is its place among all episodes."""
+    status = "evaluated" if group.reason is None else status_of(group.reason, group.error)
+    prompt, sample = divmod(number, group_size)
+    return replace(group.ended(status, group.reason or ""), group=prompt, first_sample=sample)
 
 
 def _check_items(items: Sequence[Any], workflow: Any, group_size: int) -> None:

@@ -73,7 +73,7 @@ class GroupConsumer:
         with self._runner.changed:
             self._drop_misfits(queue, [group for group in groups if group.trajectories is not None])
             finished = [group for group in groups if group.trajectories is not None]
-            queue.consume(finished, self._engine.get_version())
+            self._consume(queue, finished)
         return finished
 
     def next_batch(
@@ -134,8 +134,13 @@ class GroupConsumer:
             groups = [queue.groups[id] for id in queue.ledger.oldest(count)]
             if self._drop_misfits(queue, groups):
                 return None
-            queue.consume(groups, self._engine.get_version())
+            self._consume(queue, groups)
         return self.batch(groups)
+
+    def _consume(self, queue: Queue, groups: Sequence[Group]) -> None:
+        queue.consume(groups, self._engine.get_version())
+        for group in groups:
+            self._runner.keep(queue, group, status=None)
 
     def _is_ready(self, queue: Queue, count: int) -> bool:
         return queue.ledger.is_ready(count, self._engine.get_version())

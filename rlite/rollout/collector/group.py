@@ -14,7 +14,10 @@ from tensordict import TensorDict
 
 from rlite.errors import CheckpointError, DataError
 from rlite.observability import trace
+from rlite.observability.record.schema import Status
+from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.ledger import RolloutLedger
+from rlite.rollout.episode import Episode
 from rlite.rollout.workflow import RolloutWorkflow
 
 Item = Mapping[str, Any]
@@ -54,6 +57,13 @@ class Group:
     """tokens generated so far, by episode"""
     num_finished: int = 0
     """episodes that have ended"""
+    item: str = ""
+    """name of the item in records"""
+    episodes: list[Episode] = field(init=False)
+
+    def __post_init__(self) -> None:
+        submitted = time.monotonic()
+        self.episodes = [Episode(submitted) for _ in range(self.size)]
 
     @property
     def age(self) -> int | None:
@@ -65,6 +75,15 @@ class Group:
     def has_ended(self) -> bool:
         """True as soon as the group is ready or lost."""
         return self.trajectories is not None or self.reason is not None
+
+    def ended(self, status: Status | None, reason: str = "") -> Ended:
+        """Return what a record needs.
+
+        Args:
+            status: what became of the group; None if it was consumed.
+            reason: why it is lost.
+        """
+        return Ended(self.id, self.item, status, reason, self.episodes, self.tokens)
 
     def __str__(self) -> str:
         state = "waiting" if self.started is None else f"running for {time.monotonic() - self.started:.1f} s"
@@ -83,6 +102,8 @@ class Group:
             "size": self.size,
             "seed": self.seed,
             "version": self.version,
+            "item": self.item,
+            "episodes": [episode.state_dict() for episode in self.episodes],
             "trajectories": None if rows is None else [dict(row.items()) for row in rows],
         }
 
@@ -96,9 +117,13 @@ class Group:
             accept: decides whether the group is kept.
         """
         group = cls(state["id"], state["data"], workflow, state["size"], accept, state["seed"], state.get("version"))
+        group.item = state.get("item", "")
         if (rows := state["trajectories"]) is not None:
             group.trajectories = [TensorDict(row, batch_size=[len(row["input_ids"])]) for row in rows]
             group.tokens.update(dict(enumerate(response_lengths(group.trajectories))))
+            if kept := state.get("episodes"):
+                pairs = zip(kept, group.trajectories, strict=True)
+                group.episodes = [Episode.from_state(episode, row) for episode, row in pairs]
         return group
 
 

@@ -35,6 +35,8 @@ class CollectorOptions(CollectorLimits):
     """groups that one weight update consumes; None: as many as `prepare_batch` reads, or `wait` asks for, first"""
     max_consecutive_rejections: Count = 1024
     """groups dropped by the workflow or by should_accept, with none accepted between them, that stop the run"""
+    keep_ended: bool = False
+    """keep what became of each group to train on until `RolloutCollector.take_ended` returns it"""
     seed: int | None = None
     """draw a request's random numbers from this, the policy version, and the item's, sample's and turn's numbers;
     None: from the order in which requests arrive"""

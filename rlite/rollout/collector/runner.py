@@ -12,12 +12,15 @@ from functools import partial
 from tensordict import TensorDict
 
 from rlite.observability import trace
+from rlite.observability.record.schema import Status
 from rlite.rollout.collector import lost
 from rlite.rollout.collector.attempts import ENGINE_FAILURES, EpisodeFailed, Episodes
+from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.group import Group, Queue
 from rlite.rollout.collector.ledger import FailureStreaks
 from rlite.rollout.collector.lost import LostGroups, in_full, reason_of
 from rlite.rollout.collector.options import CollectorOptions
+from rlite.rollout.collector.status import status_of
 from rlite.rollout.loop import LoopThread
 from rlite.rollout.trajectories import pad_trajectories
 from rlite.rollout.workflow import RolloutError
@@ -47,6 +50,8 @@ class GroupRunner:
         self.is_paused = False
         self.is_closed = False
         self.lost_groups = LostGroups()
+        self.ended: list[Ended] = []
+        """groups for the record, if the options keep them"""
         self._stopped: BaseException | None = None
         self._death: BaseException | None = None
         self._wake_conditions: list[Callable[[], bool]] = []
@@ -129,11 +134,24 @@ class GroupRunner:
             error: the exception behind the reason.
         """
         self.lost_groups.explain(group, reason, error)
+        self.keep(queue, group, status_of(reason, error), reason)
         if queue.is_training:
             self.lost_groups.add(group, reason)
         queue.drop(group, reason, error)
         if group.task is not None:
             self._loop.call(group.task.cancel)
+
+    def keep(self, queue: Queue, group: Group, status: Status | None, reason: str = "") -> None:
+        """Keep a group for the record, if the options say so. Needs the lock.
+
+        Args:
+            queue: has held the group.
+            group: was lost or consumed.
+            status: what became of it; None if it was consumed.
+            reason: why it is lost.
+        """
+        if self._options.keep_ended and queue.is_training:
+            self.ended.append(group.ended(status, reason))
 
     def drop_too_old(self) -> None:
         """Drop the groups that may not be consumed any more. Needs the lock."""

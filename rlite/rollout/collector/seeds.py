@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 
+from rlite.rollout.episode import Episode
 from rlite.types import AsyncInference, LLMRequest, LLMResponse, OnChunk, TokenChunk
 
 
@@ -46,6 +48,7 @@ class SampleInference:
         tokens: counts the generated tokens, by episode.
         affinity: replaces the `rid` of all requests: siblings share a replica, which prefills their prompt once.
         is_trained_on: whether the episode is trained on.
+        episode: records the waits for the engine.
     """
 
     def __init__(
@@ -56,10 +59,12 @@ class SampleInference:
         tokens: Counter[int] | None = None,
         affinity: str | None = None,
         is_trained_on: bool = True,
+        episode: Episode | None = None,
     ) -> None:
         self._engine = engine
         self._has_kept_ids = is_trained_on and "kept_ids" in getattr(engine, "extras", ())
         self._affinity = affinity
+        self._episode = episode or Episode(time.monotonic())
         self._tokens = Counter() if tokens is None else tokens
         self._tokens[sample] = 0
         self._sample = sample
@@ -77,14 +82,16 @@ class SampleInference:
             if on_chunk is not None:
                 on_chunk(chunk)
 
-        return await self._engine.agenerate(self._own(request), count)
+        with self._episode.span("generate"):
+            return await self._engine.agenerate(self._own(request), count)
 
     async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
         """Yield the engine's answer to a request with this episode's seed."""
-        async with aclosing(self._engine.stream(self._own(request))) as chunks:  # type: ignore[type-var]
-            async for chunk in chunks:
-                self._tokens[self._sample] += len(chunk.token_ids)
-                yield chunk
+        with self._episode.span("generate"):
+            async with aclosing(self._engine.stream(self._own(request))) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    self._tokens[self._sample] += len(chunk.token_ids)
+                    yield chunk
 
     def _own(self, request: LLMRequest) -> LLMRequest:
         turn, seed = next(self._turns), request.gconfig.seed

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from rlite.errors import ConfigError, DataError, shortened
 from rlite.observability import trace
+from rlite.rollout.episode import in_reward
 from rlite.rollout.rewards.adapters import TrlReward
 from rlite.rollout.rewards.errors import REWARD_ERRORS, RewardError, RewardInvalid
 from rlite.rollout.rewards.judges import JudgeLoop, Slots
@@ -144,7 +145,7 @@ class RewardFunction:
         Raises:
             RewardError: there is no reward. The class depends on the outcome.
         """
-        with trace.task(self.what.removeprefix("the ")):
+        with trace.task(self.what.removeprefix("the ")), in_reward():
             try:
                 return await self._attempt(self._compute, keywords, count=1)
             except RewardError as error:
@@ -164,7 +165,8 @@ class RewardFunction:
         Raises:
             RewardError: there are no rewards. The class depends on the outcome.
         """
-        return await self._attempt(self._compute_batch, rows, count=len(rows))
+        with in_reward():
+            return await self._attempt(self._compute_batch, rows, count=len(rows))
 
     async def _attempt(self, compute: Callable[[Any], Awaitable[Any]], argument: Any, count: int) -> Any:
         if not isinstance(self.retries, int):

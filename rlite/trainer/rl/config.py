@@ -546,6 +546,7 @@ class PpoConfig(LaunchOptions):
         return CollectorOptions(
             **limits,
             consumer_batch_size=self.train_data.prompts_per_rollout,
+            keep_ended=self.trainer.record != "none",
             seed=self.trainer.seed if self.rollout.deterministic else None,
         )
 

@@ -1,25 +1,16 @@
-"""Prose of a reinforcement-learning run: the plan of a step for the console, and samples of its rollouts."""
+"""Prose of a reinforcement-learning run: the plan of a step for the console."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
-
-from tensordict import TensorDict
-from transformers import PreTrainedTokenizerBase
 
 import rlite
 from rlite.data.rows import Rows
-from rlite.errors import writing
 from rlite.evaluation.sets import EvaluationSet
 from rlite.trainer.rl.config import PpoConfig, SamplingOptions
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.held_out import HeldOutPromptOptions
 from rlite.trainer.rl.lengths import Context
-
-NUM_SAMPLES = 4
-"""rollouts of a step that are written down"""
 
 
 def batch_plan(
@@ -97,21 +88,3 @@ def advantage_plan(options: PpoConfig) -> str:
     }
     penalty = "" if kl.type is None else f", {kl.coef} x KL in the {kl.type}"
     return plans.get(adv.estimator, f"advantages by {adv.estimator}") + penalty
-
-
-def append_samples(path: Path, batch: TensorDict, step: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Append the first rollouts of a step to a file of JSON lines.
-
-    Args:
-        path: the file.
-        batch: has `rewards`.
-        step: the finished step.
-        tokenizer: turns tokens into text.
-    """
-    with writing(path), path.open("a", encoding="utf-8") as file:
-        for row in batch[:NUM_SAMPLES]:
-            ids = row["input_ids"][row["attention_mask"].bool()]
-            first = int(row["loss_mask"].int().argmax())  # generated token; an environment may answer after it
-            prompt, response = tokenizer.decode(ids[:first]), tokenizer.decode(ids[first:])
-            record = {"step": step, "reward": row["rewards"].item(), "prompt": prompt, "response": response}
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -8,7 +8,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from rlite.batch import check_has, check_one_per_row
-from rlite.data.prompts import PromptStream
+from rlite.data.prompts import Prompt, PromptStream
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.group import plain
@@ -73,11 +73,13 @@ class SynchronousRollouts:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the prompts that an earlier run, whose rollouts ran ahead, has left."""
-        return {"groups": [{"data": plain(item, "a prompt")} for item in self._prompts.returned]}
+        groups = [{"data": plain(prompt, "a prompt"), "item": prompt.item} for prompt in self._prompts.returned]
+        return {"groups": groups, "num_ids": self._engines.rollout.collector.num_submitted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin with the prompts that were under way."""
-        self._prompts.returned = [group["data"] for group in state["groups"]]
+        self._prompts.returned = _prompts(state)
+        self._engines.rollout.collector.number_from(state.get("num_ids", 0))
 
 
 class RolloutsAhead:
@@ -119,7 +121,12 @@ class RolloutsAhead:
         if "ledger" in state:
             self._engines.rollout.collector.load_state_dict(state, self._workflow, self._filter)
         else:
-            self._prompts.returned = [group["data"] for group in state["groups"]]
+            self._prompts.returned = _prompts(state)
+            self._engines.rollout.collector.number_from(state.get("num_ids", 0))
+
+
+def _prompts(state: Mapping[str, Any]) -> list[Prompt]:
+    return [Prompt(group["data"], group.get("item") or "") for group in state["groups"]]
 
 
 def make_rollouts(

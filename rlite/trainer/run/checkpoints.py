@@ -139,6 +139,11 @@ class Checkpoints:
         if not self._is_asynchronous:
             self.finish()
 
+    @property
+    def oldest(self) -> int | None:
+        """Step of the oldest checkpoint that is written; None if there is none."""
+        return min(_steps(self._folder), default=None)
+
     def look(self) -> None:
         """Notice writes that have ended, without waiting. A failed write raises CheckpointError."""
         if self._under_way and all(writing.done() for writing in self._under_way):

@@ -10,9 +10,10 @@ import yaml
 
 from rlite.checkpoint.atomic import discard
 from rlite.errors import ConfigError
+from rlite.observability.record.files import FOLDER as RECORD
 
 CONFIG = "config.yaml"
-TRACES = (CONFIG, "metrics.jsonl", "rollouts.jsonl", "state")
+TRACES = (CONFIG, "metrics.jsonl", RECORD, "state")
 """what a run leaves in its folder"""
 NEWEST = ("latest", "latest_good")
 MAY_DIFFER = {
@@ -24,6 +25,7 @@ MAY_DIFFER = {
             *("total_steps", "n_epochs", "max_skipped_steps", "max_recoveries", "callbacks", "console"),
             *("save_freq", "save_async", "keep", "test_freq", "best_metric", "best_is_highest"),
             *("stop_at", "evaluate", "evaluation_devices"),
+            *("record", "record_limit"),
             *("sinks", "use_wandb", "project", "experiment_name", "trace", "trace_steps"),
         )
     ),

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlite.observability.console import ConsoleReporter
+from rlite.observability.record.files import FOLDER as RECORD
 from rlite.observability.summary import History
 from rlite.trainer.options import RunOptions
 from rlite.trainer.run.command import at_end
 
-FILES = {"model": "latest", "best model": "best", "rollouts": "rollouts.jsonl"}
+FILES = {"model": "latest", "best model": "best", "rollouts": RECORD}
 
 
 class RunReport:

@@ -14,8 +14,8 @@ from rlite import config
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import CheckpointError, ConfigError, DivergedError, FolderInUse, NonFiniteError, why_not_written
 from rlite.observability import stats_tracker, trace
+from rlite.observability.record.rewrite import drop_later
 from rlite.observability.sinks.base import Run, open_sinks
-from rlite.observability.sinks.jsonl import drop_later_lines
 from rlite.recovery import reporting
 from rlite.rollout.workflow import RolloutError
 from rlite.trainer.callbacks import Callback, Callbacks
@@ -141,8 +141,7 @@ class TrainingRun:
                 resume_after=self.step or -1,  # what stands at step 0 is of another run
             ),
         )
-        if (samples := self.folder / "rollouts.jsonl").exists():  # of steps that are repeated, or of an earlier run
-            drop_later_lines(samples, self.step)
+        drop_later(self.folder, self.step or -1)
         self.console = self._report.open(self.total_steps, self.step)
         self._follow_trace()
         self._report_resume()
@@ -153,6 +152,11 @@ class TrainingRun:
         self._callbacks.call("on_start", self, {})
         if self._callbacks.failure is not None:
             self.close()
+
+    @property
+    def oldest_checkpoint(self) -> int | None:
+        """Step of the oldest checkpoint from which the run can be resumed; None if there is none."""
+        return self._checkpoints.oldest
 
     @property
     def is_over(self) -> bool:

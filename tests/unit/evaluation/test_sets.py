@@ -113,7 +113,8 @@ def test_tokens_of_several_policy_versions_are_no_evaluation(collector: RolloutC
 
 def test_a_reward_for_each_token_is_no_score(graded: Graders) -> None:
     found = graded([1.0])
-    assert found.found.batch is not None
-    found.found.batch["rewards"] = found.found.batch["logprobs"]
+    [episode] = found.found.ended[0].episodes
+    assert episode.trajectory is not None
+    episode.trajectory["rewards"] = episode.trajectory["logprobs"]
     with pytest.raises(DataError, match=r"rewards has shape \[1, 2\]; expected \[1\]"):
         _ = found.samples

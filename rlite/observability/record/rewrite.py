@@ -1,0 +1,153 @@
+"""Changes to the files of a record: full hundreds of steps are merged, and later steps and old texts are removed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rlite import files
+from rlite.errors import writing
+from rlite.observability.record.files import FOLDER, RecordFile, all_files, path_of, record_files
+from rlite.observability.record.schema import ROWS
+
+logger = logging.getLogger(__name__)
+HUNDRED = 100
+"""steps that a compacted file holds"""
+
+
+def compact(folder: Path, before: int) -> None:
+    """Merge the files of each full hundred of steps, from step 1 on, into one file for each source and kind.
+
+    Args:
+        folder: the run's folder.
+        before: last step that may be merged: no run will be resumed before it.
+
+    Raises:
+        StorageError: a file cannot be written.
+    """
+
+    def hundred_of(file: RecordFile) -> tuple[str, str, int]:
+        return file.source, file.kind, (file.first - 1) // HUNDRED
+
+    due = [file for file in record_files(folder) if file.first > 0 and (hundred_of(file)[2] + 1) * HUNDRED <= before]
+    for (source, kind, number), parts in groupby(sorted(due, key=hundred_of), key=hundred_of):
+        if len(own := sorted(parts, key=lambda file: file.first)) > 1:
+            target = path_of(folder, source, kind, number * HUNDRED + 1, (number + 1) * HUNDRED)
+            if _rewrite([file.path for file in own], target):
+                _delete(file.path for file in own)
+
+
+def drop_later(folder: Path, step: int) -> None:
+    """Remove the rows of later steps, and what a killed run has left behind.
+
+    Args:
+        folder: the run's folder.
+        step: last step that stays; -1 removes all steps.
+
+    Raises:
+        StorageError: a file cannot be written or deleted.
+    """
+    _delete((folder / FOLDER).glob(".*.partial"))
+    whole = {file.path for file in record_files(folder)}
+    for file in all_files(folder):
+        if file.path not in whole or file.first > step:
+            _delete([file.path])
+        elif file.last > step:
+            target = path_of(folder, file.source, file.kind, file.first, step)
+            if _rewrite([file.path], target, lambda table: table.filter(pc.field("step") <= step)):
+                _delete([file.path])
+            else:  # its name would hide the files of the steps that are made again
+                file.path.rename(file.path.with_suffix(".damaged"))
+
+
+def strip(file: RecordFile) -> bool:
+    """Remove the texts and tokens of a file.
+
+    Args:
+        file: a file of tokens is deleted, and a file of rows loses its texts.
+
+    Returns:
+        False if the file has no texts.
+
+    Raises:
+        StorageError: a file cannot be written or deleted.
+    """
+    if file.kind == "tokens":
+        _delete([file.path])
+        return True
+    if not _has_texts(file.path):
+        return False
+    return _rewrite([file.path], file.path, _without_texts)
+
+
+def delete(file: RecordFile) -> bool:
+    """Delete a file.
+
+    Returns:
+        True.
+
+    Raises:
+        StorageError: the file cannot be deleted.
+    """
+    _delete([file.path])
+    return True
+
+
+def _has_texts(path: Path) -> bool:
+    try:
+        column = pq.read_table(path, columns=["segments"])["segments"]
+    except (pa.ArrowException, OSError):
+        return False
+    return column.null_count < len(column)
+
+
+def _without_texts(table: pa.Table) -> pa.Table:
+    field = ROWS.field("segments")
+    return table.set_column(table.schema.get_field_index(field.name), field, pa.nulls(len(table), field.type))
+
+
+def _rewrite(
+    sources: Sequence[Path], target: Path, change: Callable[[pa.Table], pa.Table] = lambda table: table
+) -> bool:
+    """Write the changed rows of files into one file, one row group at a time.
+
+    Returns:
+        False if a source cannot be read. It stays as it is, and a warning names it.
+    """
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    with writing(target):
+        try:
+            _copy(sources, partial, change)
+            files.sync(partial)
+            os.replace(partial, target)
+        except pa.ArrowException as error:
+            logger.warning("%s cannot be read and is left as it is: %s", ", ".join(map(str, sources)), error)
+            return False
+        finally:
+            partial.unlink(missing_ok=True)
+        files.sync(target.parent)
+    return True
+
+
+def _copy(sources: Sequence[Path], partial: Path, change: Callable[[pa.Table], pa.Table]) -> None:
+    schema = pq.read_schema(sources[0])
+    with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+        for source in sources:
+            with pq.ParquetFile(source) as file:
+                for number in range(file.num_row_groups):
+                    table = change(file.read_row_group(number))
+                    if len(table):
+                        writer.write_table(table.cast(schema))
+
+
+def _delete(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with writing(path):
+            path.unlink(missing_ok=True)

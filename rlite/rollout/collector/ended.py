@@ -1,0 +1,57 @@
+"""Groups that have ended, as a record shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import TensorDict
+
+from rlite.observability.record.schema import Status
+from rlite.rollout.episode import Episode
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ended:
+    """A group that was lost or consumed, or that is under way at the end of a run. Its episodes may still run."""
+
+    group: int
+    item: str
+    """name of the data item"""
+    status: Status | None
+    """None: consumed, and whoever has consumed it knows what became of it"""
+    reason: str
+    """why the group is lost"""
+    episodes: list[Episode]
+    num_tokens: dict[int, int]
+    """tokens that each episode has generated, by its number"""
+    first_sample: int = 0
+    """number of the first episode among those of the item"""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values and tensors."""
+        return {
+            "group": self.group,
+            "item": self.item,
+            "status": self.status,
+            "reason": self.reason,
+            "num_tokens": dict(self.num_tokens),
+            "episodes": [
+                {
+                    **episode.state_dict(),
+                    "trajectory": None if episode.trajectory is None else dict(episode.trajectory.items()),
+                }
+                for episode in self.episodes
+            ],
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Ended:
+        """Return the group that was saved."""
+        episodes = []
+        for kept in state["episodes"]:
+            columns = kept["trajectory"]
+            row = None if columns is None else TensorDict(columns, batch_size=[len(columns["input_ids"])])
+            episodes.append(Episode.from_state(kept, row))
+        return cls(state["group"], state["item"], state["status"], state["reason"], episodes, dict(state["num_tokens"]))

@@ -1,0 +1,135 @@
+"""One episode as a record shows it: how far it came, and where its time went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from tensordict import TensorDict
+
+Span = tuple[str, float, float]
+"""name, start and end, in seconds after the group's submission"""
+
+
+class Episode:
+    """One episode of a group, over all of its attempts.
+
+    Times are seconds by `time.monotonic` after the submission of the group. Spans may overlap.
+
+    Args:
+        submitted: `time.monotonic()` at the submission.
+    """
+
+    def __init__(self, submitted: float) -> None:
+        self._submitted = submitted
+        self.started: float | None = None
+        self.ended: float | None = None
+        self.ended_at: float | None = None
+        """Unix time of the end"""
+        self.spans: list[Span] = []
+        """waits for the engine (`generate`) and for rewards (`reward`)"""
+        self.trajectory: TensorDict | None = None
+        """checked, as soon as the episode has succeeded"""
+        self.failure = ""
+        """error of the last attempt, if no attempt was left"""
+        self.answer: str | None = None
+        """answer that the reward has named"""
+
+    def begin(self) -> None:
+        """Begin the first attempt."""
+        self.started = self._now()
+
+    def end(self) -> None:
+        """End the last attempt."""
+        self.ended, self.ended_at = self._now(), time.time()
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Record the time of the block.
+
+        Args:
+            name: generate or reward.
+
+        Yields:
+            None.
+        """
+        began = self._now()
+        try:
+            yield
+        finally:
+            self.spans.append((name, began, self._now()))
+
+    def seconds(self, *names: str) -> float:
+        """Return the time in which spans of these names were open; overlapping spans count once."""
+        total = end = 0.0
+        for _, began, ended in sorted(
+            (span for span in list(self.spans) if span[0] in names), key=lambda span: span[1]
+        ):
+            total += max(0.0, ended - max(began, end))
+            end = max(end, ended)
+        return total
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but the trajectory, as plain values."""
+        return {
+            "started": self.started,
+            "ended": self.ended,
+            "ended_at": self.ended_at,
+            "spans": [list(span) for span in list(self.spans)],
+            "failure": self.failure,
+            "answer": self.answer,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], trajectory: TensorDict | None) -> Episode:
+        """Return the episode that was saved, with its trajectory."""
+        episode = cls(time.monotonic())
+        episode.started, episode.ended, episode.ended_at = state["started"], state["ended"], state["ended_at"]
+        episode.spans = [(name, began, ended) for name, began, ended in state["spans"]]
+        episode.failure, episode.answer, episode.trajectory = state["failure"], state["answer"], trajectory
+        return episode
+
+    def _now(self) -> float:
+        return time.monotonic() - self._submitted
+
+
+_current: ContextVar[Episode | None] = ContextVar("episode", default=None)
+
+
+def current_episode() -> Episode | None:
+    """Return the episode that this task runs; None outside of episodes."""
+    return _current.get()
+
+
+@contextmanager
+def running(episode: Episode) -> Iterator[None]:
+    """Make an episode the current one inside of the block.
+
+    Args:
+        episode: runs in this task.
+
+    Yields:
+        None.
+    """
+    token = _current.set(episode)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def in_reward() -> Iterator[None]:
+    """Count the time of the block as the current episode's wait for rewards.
+
+    Yields:
+        None.
+    """
+    if (episode := _current.get()) is None:
+        yield
+        return
+    with episode.span("reward"):
+        yield

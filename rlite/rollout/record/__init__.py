@@ -1,0 +1,1 @@
+"""Make the record of a run from its rollouts."""

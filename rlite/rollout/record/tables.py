@@ -1,0 +1,255 @@
+"""The tables of a step's record, made from groups that have ended."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from tensordict import TensorDict
+
+from rlite.batch import NAMED_REWARD
+from rlite.observability.record.schema import ROWS, TOKENS
+from rlite.observability.record.writer import Tables
+from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.lost import in_a_line
+from rlite.rollout.episode import Episode
+from rlite.rollout.record.texts import TokenTexts
+
+MAX_EVENTS = 256
+"""events of an episode that are recorded, the first"""
+SHORTEST = 1e-3
+"""seconds of the environment that make an event"""
+MAX_REASON = 500
+"""characters of a reason"""
+TRAINED = {"trainer_logprobs": "old_logprobs", "advantages": "advantages", "entropy": "entropy"}
+"""columns of tokens that the trainer makes, by their keys in the batch"""
+
+
+class TrainedBatch:
+    """A batch as it was trained on, by group and sample.
+
+    Args:
+        batch: the rows of a trajectory, and the trajectories of a group, are adjacent.
+    """
+
+    def __init__(self, batch: TensorDict) -> None:
+        self._rows: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self._columns = {name: batch[key].float().numpy() for name, key in TRAINED.items() if key in batch}
+        self._columns["loss_mask"] = batch["loss_mask"].bool().numpy()
+        groups = batch["group_ids"].tolist()
+        sequences = batch["sequence_index"].tolist() if "sequence_index" in batch else [0] * len(groups)
+        samples: dict[int, int] = defaultdict(lambda: -1)
+        for row, (group, sequence) in enumerate(zip(groups, sequences, strict=True)):
+            samples[group] += sequence == 0
+            self._rows[group, samples[group]].append(row)
+        self.groups = frozenset(samples)
+        """numbers of the groups that the batch holds"""
+
+    def columns(self, group: int, sample: int, sequence: int, length: int) -> dict[str, np.ndarray]:
+        """Return what the trainer made of a sequence, one value for each token; {} if it was not trained on.
+
+        Args:
+            group: number of the group.
+            sample: number in the group.
+            sequence: number in the trajectory.
+            length: tokens of the sequence.
+        """
+        if (rows := self._rows.get((group, sample))) is None:
+            return {}
+        return {name: column[rows[sequence], :length] for name, column in self._columns.items()}
+
+    def advantage(self, group: int, sample: int) -> float | None:
+        """Return the mean advantage of a trajectory's trained tokens; None if there are none."""
+        rows = self._rows.get((group, sample))
+        if rows is None or "advantages" not in self._columns:
+            return None
+        values = self._columns["advantages"][rows][self._columns["loss_mask"][rows]]
+        return float(values.mean()) if len(values) else None
+
+
+class Arrays:
+    """A trajectory as arrays.
+
+    Args:
+        trajectory: the trajectory.
+    """
+
+    def __init__(self, trajectory: TensorDict) -> None:
+        self.columns: dict[str, np.ndarray] = {str(key): value.numpy() for key, value in trajectory.items()}
+        self.sequences = list(self._sequences())
+        """columns of each sequence without padding: ids, mask, versions, and logprobs if there are some"""
+
+    def _sequences(self) -> Iterator[dict[str, np.ndarray]]:
+        names = {"ids": "input_ids", "mask": "loss_mask", "versions": "versions", "logprobs": "logprobs"}
+        columns = {name: self.columns[key] for name, key in names.items() if key in self.columns}
+        columns.setdefault("mask", np.zeros_like(columns["ids"]))
+        columns["mask"] = columns["mask"].astype(bool)
+        columns.setdefault("versions", np.where(columns["mask"], 0, -1))
+        for row, length in enumerate(self.columns["attention_mask"].astype(bool).sum(-1).tolist()):
+            yield {name: column[row, :length] for name, column in columns.items()}
+
+    def total(self, key: str) -> float | None:
+        """Return a value of the whole trajectory, also if it is given token by token; None if it is not given."""
+        return float(self.columns[key][0].sum(dtype=np.float64)) if key in self.columns else None
+
+    def count(self, key: str) -> int | None:
+        """Return a number of the whole trajectory; None if it is not given."""
+        return int(self.columns[key][0]) if key in self.columns else None
+
+    def parts(self) -> list[tuple[str, float]]:
+        """Return the parts of the reward that count, by name."""
+        names = sorted(key for key in self.columns if key.startswith(NAMED_REWARD))
+        values = [(name.removeprefix(NAMED_REWARD), float(self.columns[name][0])) for name in names]
+        return [(_clean(name), value) for name, value in values if not math.isnan(value)]
+
+
+def make_tables(
+    step: int, groups: Sequence[Ended], texts: TokenTexts, shown: Collection[int], batch: TensorDict | None = None
+) -> Tables:
+    """Return the tables of a step.
+
+    Args:
+        step: of the run.
+        groups: what became of each; none has the status None.
+        texts: decodes the sequences.
+        shown: places in `groups` of the groups whose texts and tokens are recorded.
+        batch: the batch that was trained on.
+    """
+    trained = None if batch is None else TrainedBatch(batch)
+    rows: list[dict[str, Any]] = []
+    tokens: list[dict[str, Any]] = []
+    for place, group in enumerate(groups):
+        for number, episode in enumerate(group.episodes):
+            key = {"step": step, "group": group.group, "sample": group.first_sample + number}
+            made = None if episode.trajectory is None else Arrays(episode.trajectory)
+            own = _tokens(key, made, texts, trained) if made is not None and place in shown else []
+            advantage = None if trained is None else trained.advantage(key["group"], key["sample"])
+            segments = _segments(own) if place in shown else None
+            rows.append({**key, **_row(group, number, made), "advantage": advantage, "segments": segments})
+            tokens += own
+    return {
+        "rows": pa.Table.from_pylist(rows, schema=ROWS),
+        "tokens": pa.Table.from_pylist(tokens, schema=TOKENS),
+    }
+
+
+def _row(group: Ended, number: int, made: Arrays | None) -> dict[str, Any]:
+    episode = group.episodes[number]
+    return {
+        "item": _clean(group.item),
+        "status": group.status,
+        "reason": _clean(_reason(group, number))[:MAX_REASON],
+        "response_tokens": group.num_tokens.get(number, 0),
+        "answer": None if episode.answer is None else _clean(episode.answer),
+        **_times(episode),
+        **({} if made is None else _of_trajectory(made)),
+    }
+
+
+def _reason(group: Ended, number: int) -> str:
+    """Return why a sample was not trained on: its own failure, or which other sample of the group has failed."""
+    if own := group.episodes[number].failure:
+        return in_a_line(own)
+    failed = next((other for other, episode in enumerate(group.episodes) if episode.failure), None)
+    reason = in_a_line(group.reason)
+    return reason if failed is None else f"sample {group.first_sample + failed} of the group: {reason}"
+
+
+def _of_trajectory(made: Arrays) -> dict[str, Any]:
+    masks = [sequence["mask"] for sequence in made.sequences]
+    versions = np.concatenate([sequence["versions"] for sequence in made.sequences])
+    versions = versions[versions >= 0]
+    first, turns = masks[0], made.count("num_turns")
+    return {
+        "reward": made.total("rewards"),
+        "reward_parts": made.parts(),
+        "score": made.total("scores"),
+        "turns": sum(map(_num_runs, masks)) if turns is None else turns,
+        "tool_calls": made.count("num_tool_calls"),
+        "tool_errors": made.count("num_tool_errors"),
+        "prompt_tokens": int(first.argmax()) if first.any() else len(first),
+        "response_tokens": sum(int(mask.sum()) for mask in masks),
+        "truncated": bool(made.columns["truncated"].any()) if "truncated" in made.columns else None,
+        "version_min": int(versions.min()) if len(versions) else None,
+        "version_max": int(versions.max()) if len(versions) else None,
+    }
+
+
+def _num_runs(mask: np.ndarray) -> int:
+    """Return the number of runs of ones."""
+    return int(mask[0]) + int((mask[1:] & ~mask[:-1]).sum())
+
+
+def _times(episode: Episode) -> dict[str, Any]:
+    started, ended = episode.started, episode.ended
+    if started is None:
+        return {}
+    environment = None
+    if ended is not None:
+        environment = max(0.0, ended - started - episode.seconds("generate", "reward"))
+    return {
+        "seconds_queue": started,
+        "seconds_generate": episode.seconds("generate"),
+        "seconds_environment": environment,
+        "seconds_reward": episode.seconds("reward"),
+        "ended": episode.ended_at,
+        "events": [{"name": name, "start": start, "end": end} for name, start, end in _events(episode)[:MAX_EVENTS]],
+    }
+
+
+def _events(episode: Episode) -> list[tuple[str, float, float]]:
+    """Return the spans of an episode in order, with the gaps between them as the environment's."""
+    assert episode.started is not None
+    events, at = [("queue", 0.0, episode.started)], episode.started
+    for span in sorted(episode.spans, key=lambda span: span[1]):
+        if span[1] - at > SHORTEST:
+            events.append(("environment", at, span[1]))
+        events.append(span)
+        at = max(at, span[2])
+    if episode.ended is not None and episode.ended - at > SHORTEST:
+        events.append(("environment", at, episode.ended))
+    return events
+
+
+def _tokens(
+    key: Mapping[str, int], trajectory: Arrays, texts: TokenTexts, trained: TrainedBatch | None
+) -> list[dict[str, Any]]:
+    """Return a row of TOKENS for each sequence of a trajectory."""
+    rows: list[dict[str, Any]] = []
+    for number, sequence in enumerate(trajectory.sequences):
+        text, offsets = texts.decode(sequence["ids"].tolist())
+        place = key["group"], key["sample"], number, len(offsets)
+        made = {} if trained is None else trained.columns(*place)
+        made.pop("loss_mask", None)
+        rows.append({**key, "sequence": number, "text": text, "offsets": offsets, **_typed(sequence | made)})
+    return rows
+
+
+def _typed(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {
+        name: column.astype(TOKENS.field(name).type.value_type.to_pandas_dtype()) for name, column in columns.items()
+    }
+
+
+def _segments(sequences: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return the texts of sequences by role."""
+    segments = []
+    for row in sequences:
+        is_model = row["versions"] >= 0
+        offsets, at = [*row["offsets"], len(row["text"])], 0
+        for written, run in groupby(is_model.tolist()):
+            end = at + len(list(run))
+            role = "model" if written else "environment" if at else "prompt"
+            segments.append({"role": role, "text": row["text"][offsets[at] : offsets[end]]})
+            at = end
+    return segments
+
+
+def _clean(text: str) -> str:
+    """Return a text without halves of surrogate pairs, which no file can hold."""
+    return text.encode("utf-8", "replace").decode()

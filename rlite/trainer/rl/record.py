@@ -1,0 +1,148 @@
+"""The record of a reinforcement-learning run: what became of every rollout, step by step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from tensordict import TensorDict
+
+from rlite.errors import StorageError
+from rlite.observability.record.schema import Status
+from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.lost import NOT_ACCEPTED
+from rlite.rollout.record.recorder import NoRecorder, Recorder, make_recorder
+from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.rl.engines import Engines
+from rlite.trainer.run.training_run import TrainingRun
+
+logger = logging.getLogger(__name__)
+EQUAL_REWARDS = "all rewards of the group are equal"
+SINGLE = "test"
+"""name under which a single set is recorded"""
+UNLIKE = "its keys or types are unlike those of the batch"
+
+
+class RunRecord:
+    """Joins the groups that the collector has kept with the batch that was trained on.
+
+    A run that is resumed at step S deletes what was recorded of later steps. What is under way when a run ends is
+    recorded as aborted, under the step that follows the last one.
+
+    Args:
+        options: the run's config.
+        run: counts the steps, and has the folder and the console.
+        engines: their rollout engine has the collector and the tokenizer.
+    """
+
+    def __init__(self, options: PpoConfig, run: TrainingRun, engines: Engines) -> None:
+        self._options, self._run, self._engines = options, run, engines
+        self._has_told = False
+        self._recorder: Recorder = NoRecorder()
+
+    def open(self) -> None:
+        """Begin, after the run has opened its folder."""
+        options = self._options.trainer
+        tokenizer, limit = self._engines.rollout.tokenizer, int(options.record_limit * 2**30)
+        self._recorder = make_recorder(self._run.folder, tokenizer, options.record, limit)
+        self._collector = self._engines.rollout.collector
+
+    def step(self, batch: TensorDict) -> None:
+        """Record the finished step.
+
+        Args:
+            batch: the batch as it was trained on.
+
+        Raises:
+            StorageError: an earlier step could not be written.
+        """
+        trained = set(batch["group_ids"].tolist())
+        self._recorder.record(
+            self._run.step, [decided(group, trained) for group in self._collector.take_ended()], batch
+        )
+        if self._recorder.has_removed and not self._has_told:
+            self._has_told = True
+            limit = f"trainer.record_limit={self._options.trainer.record_limit:g} GiB"
+            rows = {"limit": limit, "removed": "texts and tokens of the oldest steps first"}
+            self._run.console.warn(f"step {self._run.step}: the record has reached its limit", rows)
+
+    def evaluation(self, name: str, step: int, episodes: Sequence[Ended]) -> None:
+        """Record an evaluation.
+
+        Args:
+            name: of the set; a single set without a name is recorded as `test`.
+            step: finished steps before the evaluation.
+            episodes: `Collected.ended`.
+
+        Raises:
+            StorageError: an earlier step could not be written.
+        """
+        self._recorder.record_evaluation(name or SINGLE, step, episodes)
+
+    def before_checkpoint(self) -> None:
+        """Write everything to disk. A run that is resumed from the checkpoint does not record it again.
+
+        Raises:
+            StorageError: a step could not be written.
+        """
+        self._recorder.flush()
+
+    def after_checkpoint(self) -> None:
+        """Merge the files of steps to which no checkpoint goes back.
+
+        Raises:
+            StorageError: an earlier step could not be written.
+        """
+        if (oldest := self._run.oldest_checkpoint) is not None:
+            self._recorder.compact(oldest)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Record what is under way, and close.
+
+        Raises:
+            StorageError: the record could not be written, and the block has raised nothing.
+        """
+        reason = "the run ended" if kind is None else f"the run ended with {kind.__name__}"
+        ended = [decided(group, frozenset(), reason) for group in self._collector.take_ended()]
+        try:
+            self._recorder.record(self._run.step + 1, [*ended, *self._collector.under_way(reason)])
+            self._recorder.close()
+            self._recorder = NoRecorder()  # the trainer may still be asked to evaluate
+        except StorageError:
+            if error is None:
+                raise
+            logger.exception("the end of the record could not be written")
+
+
+def decided(group: Ended, trained: set[int] | frozenset[int], aborted: str = "") -> Ended:
+    """Return a group with what the trainer has made of it.
+
+    Args:
+        group: was lost or consumed.
+        trained: numbers of the groups in the batch that was trained on.
+        aborted: why nothing was trained on; "" if a batch was.
+    """
+    status, reason = _decide(group, trained, aborted)
+    return replace(group, status=status, reason=reason)
+
+
+def _decide(group: Ended, trained: set[int] | frozenset[int], aborted: str) -> tuple[Status, str]:
+    if group.reason == NOT_ACCEPTED:  # by the filter of equal rewards
+        return "filtered", EQUAL_REWARDS
+    if group.status is not None:
+        return group.status, group.reason
+    if aborted:
+        return "aborted", aborted
+    if group.group in trained:
+        return "trained", ""
+    rewards = [episode.trajectory["rewards"][0] for episode in group.episodes if episode.trajectory is not None]
+    is_uniform = all(reward.equal(rewards[0]) for reward in rewards)
+    return ("filtered", EQUAL_REWARDS) if is_uniform else ("refused", UNLIKE)

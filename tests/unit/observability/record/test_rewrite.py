@@ -1,0 +1,120 @@
+"""Files of a record are merged, cut and stripped, and a reader sees each row once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlite.observability.record.files import path_of, record_files, write_table
+from rlite.observability.record.rewrite import compact, drop_later, strip
+from rlite.observability.record.schema import ROWS, TOKENS, VERSION_KEY
+from tests.recorded import recorded
+
+
+def write(folder: Path, step: int, source: str = "train", **values: Any) -> None:
+    key = {"step": step, "group": step, "sample": 0}
+    row = {**key, "item": "0", "status": "trained", "reason": "", **values}
+    write_table(folder, source, step, "rows", pa.Table.from_pylist([row], schema=ROWS))
+    write_table(folder, source, step, "tokens", pa.Table.from_pylist([{**key, "text": "a"}], schema=TOKENS))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "record").iterdir())
+
+
+def steps(folder: Path, source: str = "train", kind: str = "rows") -> list[int]:
+    return [row["step"] for row in recorded(folder, source, kind)]
+
+
+def test_full_hundreds_before_the_oldest_checkpoint_become_one_file(tmp_path: Path) -> None:
+    for step in range(95, 206):
+        write(tmp_path, step)
+    for step in (0, 50, 100, 150):
+        write(tmp_path, step, "eval.test")
+    compact(tmp_path, before=199)
+    assert len(names(tmp_path)) == 2 * (1 + 105 + 1 + 2), "steps 101 to 200 are not full before step 200"
+    compact(tmp_path, before=200)
+    assert [name for name in names(tmp_path) if name.endswith("rows.parquet")] == [
+        *("eval.test-00000000.rows.parquet", "eval.test-00000001-00000100.rows.parquet"),
+        *("eval.test-00000150.rows.parquet",),
+        *("train-00000001-00000100.rows.parquet", "train-00000101-00000200.rows.parquet"),
+        *(f"train-{step:08d}.rows.parquet" for step in range(201, 206)),
+    ]
+    for kind in ("rows", "tokens"):
+        assert steps(tmp_path, kind=kind) == list(range(95, 206))
+        assert steps(tmp_path, "eval.test", kind) == [0, 50, 100, 150]
+    merged = next(file.path for file in record_files(tmp_path) if file.first < file.last)
+    assert VERSION_KEY in pq.read_schema(merged).metadata
+
+
+def test_a_reader_sees_each_step_once_while_files_are_merged(tmp_path: Path) -> None:
+    for step in range(1, 101):
+        write(tmp_path, step)
+    single = path_of(tmp_path, "train", "rows", 7, 7)
+    content = single.read_bytes()
+    compact(tmp_path, before=100)
+    single.write_bytes(content)  # as if it had been killed before it deleted the merged files
+    assert steps(tmp_path) == list(range(1, 101))
+    drop_later(tmp_path, 100)
+    assert not single.exists()
+
+
+def test_a_resumed_run_drops_later_steps_and_cuts_merged_files(tmp_path: Path) -> None:
+    for step in range(1, 106):
+        write(tmp_path, step)
+    compact(tmp_path, before=100)
+    (tmp_path / "record" / ".train-00000106.rows.parquet.1.partial").touch()
+    drop_later(tmp_path, 60)
+    assert names(tmp_path) == [f"train-00000001-00000060.{kind}.parquet" for kind in ("rows", "tokens")]
+    for step in range(61, 121):
+        write(tmp_path, step)
+    compact(tmp_path, before=120)
+    for kind in ("rows", "tokens"):
+        assert steps(tmp_path, kind=kind) == list(range(1, 121))
+    assert len(names(tmp_path)) == 2 * (1 + 20)
+
+
+def test_a_new_run_drops_everything(tmp_path: Path) -> None:
+    write(tmp_path, 0, "eval.test")
+    write(tmp_path, 1)
+    drop_later(tmp_path, -1)
+    assert names(tmp_path) == []
+
+
+def test_a_folder_without_a_record_is_left_alone(tmp_path: Path) -> None:
+    drop_later(tmp_path, 3)
+    compact(tmp_path, 300)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_file_is_named_and_disturbs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in range(1, 101):
+        write(tmp_path, step)
+    path_of(tmp_path, "train", "rows", 3, 3).write_bytes(b"cut off")
+    compact(tmp_path, before=100)
+    assert "train-00000003.rows.parquet" in caplog.text
+    assert len([name for name in names(tmp_path) if "rows" in name]) == 100
+    assert steps(tmp_path, kind="tokens") == list(range(1, 101))
+
+
+def test_a_damaged_file_of_later_steps_is_set_aside(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    path_of(tmp_path, "train", "rows", 1, 100).write_bytes(b"cut off")
+    drop_later(tmp_path, 60)
+    assert "train-00000001-00000100.rows.damaged" in names(tmp_path)
+    write(tmp_path, 61)
+    assert steps(tmp_path)[-1] == 61
+
+
+def test_texts_are_removed_and_rows_stay(tmp_path: Path) -> None:
+    write(tmp_path, 1, segments=[{"role": "model", "text": "4"}], reward=1.0)
+    write(tmp_path, 2)
+    has_changed = {(file.first, file.kind): strip(file) for file in list(record_files(tmp_path))}
+    assert has_changed == {(1, "rows"): True, (1, "tokens"): True, (2, "rows"): False, (2, "tokens"): True}
+    rows = recorded(tmp_path)
+    assert [(row["step"], row["reward"], row["segments"]) for row in rows] == [(1, 1.0, None), (2, None, None)]
+    assert steps(tmp_path, kind="tokens") == []

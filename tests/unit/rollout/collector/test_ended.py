@@ -1,0 +1,158 @@
+"""What the collector keeps of groups that have ended: each once, also over a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tensordict import TensorDict
+
+from rlite.errors import CallTimeout, WorkerDied
+from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
+from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.lost import CANCELLED, NOT_ACCEPTED, RETURNED_NONE, STOPPED, TOO_OLD
+from rlite.rollout.collector.status import status_of
+from rlite.rollout.rewards.errors import RewardCrash, RewardMemory, RewardRaised, RewardTimeout
+from rlite.rollout.workflow import EngineAborted, RolloutError
+
+
+class Ask(RolloutWorkflow):
+    """One answer, whose reward is the item's; an item may ask for a failure."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict | None:
+        if data.get("does") == "raise":
+            raise ValueError("wrong\nitem")
+        if data.get("does") == "refuse":
+            return None
+        response = await engine.agenerate(LLMRequest(input_ids=[1, 2]))
+        if data.get("does") == "hang":
+            await asyncio.sleep(600)
+        return trajectory(response, reward=float(data.get("reward", 0)))
+
+
+Make = Callable[..., RolloutCollector]
+
+
+@pytest.fixture
+def collector() -> Iterator[Make]:
+    made = []
+
+    def make(version: int = 0, **options: Any) -> RolloutCollector:
+        options = {"keep_ended": True, "request_retries": 0, **options}
+        made.append(RolloutCollector(ScriptedEngine([[7, 8]], version=version), CollectorOptions(**options)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def outcome(groups: list[Ended]) -> list[tuple[str, str | None, str]]:
+    return [(group.item, group.status, group.reason.partition(":")[0]) for group in groups]
+
+
+def test_each_group_is_kept_once_with_its_item_and_reason(collector: Make) -> None:
+    rollouts = collector(request_timeout=0.2)
+    items = [{"id": "a"}, {"does": "raise"}, {"id": 7, "does": "refuse"}, {"id": "d", "does": "hang"}]
+    rollouts.collect(items, Ask(), group_size=2)
+    found = sorted(rollouts.take_ended(), key=lambda group: group.group)
+    assert outcome(found) == [
+        ("a", None, ""),
+        ("1", "failed", "ValueError"),
+        ("7", "refused", "the workflow returned None"),
+        ("d", "timed_out", "CallTimeout"),
+    ]
+    finished = found[0].episodes
+    assert all(len(episode.spans) == 1 and episode.ended is not None for episode in finished)
+    assert [episode.trajectory is not None for episode in finished] == [True, True]
+    assert rollouts.take_ended() == []
+
+
+def test_nothing_is_kept_unless_asked(collector: Make) -> None:
+    rollouts = collector(keep_ended=False)
+    rollouts.collect([{}, {"does": "refuse"}], Ask())
+    assert rollouts.take_ended() == []
+
+
+def test_refused_and_too_old_groups_keep_their_trajectories(collector: Make) -> None:
+    rollouts = collector(max_head_offpolicyness=1, consumer_batch_size=1)
+    rollouts.submit({"id": "good", "reward": 1}, Ask(), should_accept=lambda group: False)
+    for _ in range(2):
+        rollouts.submit({"id": "old"}, Ask())
+    rollouts.wait(1, timeout=30)
+    rollouts._runner.wait_until(lambda: rollouts.counters.ready == 1, None)
+    rollouts.engine.set_version(3)  # type: ignore[attr-defined]
+    rollouts.version_changed()
+    rollouts.submit({"id": "new"}, Ask())
+    rollouts.wait(1, timeout=30)
+    found = rollouts.take_ended()
+    assert outcome(found) == [
+        ("good", "refused", NOT_ACCEPTED),
+        ("old", None, ""),
+        ("old", "too_old", TOO_OLD),
+        ("new", None, ""),
+    ]
+    assert all(episode.trajectory is not None for group in found for episode in group.episodes)
+
+
+def test_a_restart_keeps_what_was_not_taken_and_repeats_nothing(collector: Make) -> None:
+    rollouts = collector(max_head_offpolicyness=1, consumer_batch_size=1)
+    rollouts.submit({"id": "taken"}, Ask())
+    rollouts.wait(1, timeout=30)
+    assert [group.item for group in rollouts.take_ended()] == ["taken"]
+    rollouts.submit({"id": "lost", "does": "refuse"}, Ask())
+    rollouts.submit({"id": "ready", "reward": 3}, Ask())
+    rollouts._runner.wait_until(lambda: rollouts.counters.ready == 1, None)
+    state = rollouts.state_dict()
+    again = collector(max_head_offpolicyness=1, consumer_batch_size=1)
+    again.load_state_dict(state, Ask())
+    again.wait(1, timeout=30)
+    lost, ready = again.take_ended()
+    assert outcome([lost, ready]) == [("lost", "refused", "the workflow returned None"), ("ready", None, "")]
+    assert ready.episodes[0].trajectory is not None
+    assert ready.episodes[0].trajectory["rewards"].tolist() == [3.0]
+    assert ready.episodes[0].seconds("generate") > 0
+    assert (lost.group, ready.group) == (1, 2)
+
+
+def test_groups_under_way_are_aborted_in_the_record_alone(collector: Make) -> None:
+    rollouts = collector(max_head_offpolicyness=1, consumer_batch_size=2)
+    rollouts.submit({"id": "ready"}, Ask())
+    rollouts._runner.wait_until(lambda: rollouts.counters.ready == 1, None)
+    assert outcome(rollouts.under_way("the run ended")) == [("ready", "aborted", "the run ended")]
+    assert rollouts.counters.ready == 1
+
+
+def test_every_episode_of_an_evaluation_is_there_in_the_order_of_the_data(collector: Make) -> None:
+    rollouts = collector()
+    found = rollouts.evaluate([{"id": "x"}, {"does": "raise"}], Ask(), group_size=2)
+    assert [(one.group, one.first_sample, one.item, one.status) for one in found.ended] == [
+        *((0, 0, "x", "evaluated"), (0, 1, "x", "evaluated")),
+        *((1, 0, "1", "failed"), (1, 1, "1", "failed")),
+    ]
+    assert rollouts.take_ended() == [], "nothing of it is trained on"
+
+
+@pytest.mark.parametrize(
+    ("reason", "error", "status"),
+    [
+        (TOO_OLD, None, "too_old"),
+        (f"{TOO_OLD}: it held up a batch for 5 s", None, "too_old"),
+        (CANCELLED, None, "aborted"),
+        (STOPPED, None, "aborted"),
+        (NOT_ACCEPTED, None, "refused"),
+        (RETURNED_NONE, None, "refused"),
+        ("x", CallTimeout("late"), "timed_out"),
+        ("x", RewardTimeout("hung"), "reward_killed"),
+        ("x", RewardCrash("died"), "reward_killed"),
+        ("x", RewardMemory("big"), "reward_killed"),
+        ("x", RewardRaised("bug"), "failed"),
+        ("x", EngineAborted("ended"), "aborted"),
+        ("x", WorkerDied("gone"), "aborted"),
+        ("x", RolloutError("empty"), "failed"),
+    ],
+)
+def test_the_status_says_what_became_of_a_group(reason: str, error: BaseException | None, status: str) -> None:
+    assert status_of(reason, error) == status

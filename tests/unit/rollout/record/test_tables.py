@@ -1,0 +1,201 @@
+"""Tables of groups: what a row and its tokens say."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlite.observability.record.schema import ROWS, TOKENS, Status
+from rlite.quickstart.tiny import byte_tokenizer
+from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.group import Group
+from rlite.rollout.record.recorder import NUM_GROUPS, sampled
+from rlite.rollout.record.tables import MAX_EVENTS, make_tables
+from rlite.rollout.record.texts import TokenTexts
+from rlite.rollout.trajectories import TokenHistory, join_histories, of_trajectory, pad_trajectories
+from rlite.rollout.workflow import RolloutWorkflow
+
+
+@pytest.fixture(scope="module")
+def texts() -> TokenTexts:
+    return TokenTexts(byte_tokenizer())
+
+
+def ids(text: str) -> list[int]:
+    return byte_tokenizer().encode(text, add_special_tokens=False)
+
+
+def turns(*parts: str, version: int = 3, reward: float = 0.5, **values: float) -> TensorDict:
+    """A trajectory of a prompt, and of turns of model and environment."""
+    history = TokenHistory()
+    for place, part in enumerate(parts):
+        tokens = ids(part)
+        if place % 2:
+            history.write(tokens, [-0.5] * len(tokens), [version + place] * len(tokens), "stop")
+        else:
+            history.read(tokens)
+    return history.row().update(of_trajectory(1, rewards=reward, **values))
+
+
+class Unused(RolloutWorkflow):
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> None: ...
+
+
+def ended(number: int, *trajectories: TensorDict | None, status: Status = "trained", reason: str = "") -> Ended:
+    group = Group(number, {}, Unused(), len(trajectories), item=f"item {number}")
+    for episode, trajectory in zip(group.episodes, trajectories, strict=True):
+        episode.trajectory = trajectory
+    return group.ended(status, reason)
+
+
+def test_a_row_says_what_a_trajectory_holds(texts: TokenTexts) -> None:
+    trajectory = turns("2+2=", "five", " no ", "four", reward=1.5, scores=2.0, num_turns=2.0, num_tool_calls=3.0)
+    trajectory["reward/format"], trajectory["reward/length"] = torch.tensor([0.25]), torch.tensor([math.nan])
+    group = ended(4, trajectory)
+    episode = group.episodes[0]
+    episode.started, episode.ended, episode.ended_at = 1.0, 5.0, 1e9
+    episode.spans = [("generate", 1.0, 2.0), ("generate", 2.5, 3.5), ("reward", 4.0, 4.75)]
+    table = make_tables(9, [group], texts, shown=[0])["rows"]
+    assert table.schema.equals(ROWS, check_metadata=True)
+    (row,) = table.to_pylist()
+    assert row == {
+        "step": 9,
+        "group": 4,
+        "sample": 0,
+        "item": "item 4",
+        "status": "trained",
+        "reason": "",
+        "reward": 1.5,
+        "reward_parts": [("format", 0.25)],
+        "score": 2.0,
+        "answer": None,
+        "advantage": None,
+        "turns": 2,
+        "tool_calls": 3,
+        "tool_errors": None,
+        "prompt_tokens": 4,
+        "response_tokens": 8,
+        "truncated": False,
+        "version_min": 4,
+        "version_max": 6,
+        "ended": 1e9,
+        "seconds_queue": 1.0,
+        "seconds_generate": 2.0,
+        "seconds_environment": 1.25,
+        "seconds_reward": 0.75,
+        "events": [
+            {"name": name, "start": start, "end": end}
+            for name, start, end in [
+                ("queue", 0.0, 1.0),
+                ("generate", 1.0, 2.0),
+                ("environment", 2.0, 2.5),
+                ("generate", 2.5, 3.5),
+                ("environment", 3.5, 4.0),
+                ("reward", 4.0, 4.75),
+                ("environment", 4.75, 5.0),
+            ]
+        ],
+        "segments": [
+            {"role": "prompt", "text": "2+2="},
+            {"role": "model", "text": "five"},
+            {"role": "environment", "text": " no "},
+            {"role": "model", "text": "four"},
+        ],
+    }
+
+
+def test_tokens_have_the_columns_of_engine_and_trainer(texts: TokenTexts) -> None:
+    groups = [ended(2, turns("ab", "cd"), turns("abcdef", "gh")), ended(1, turns("x", "y"), turns("x", "yz"))]
+    rows = [episode.trajectory for group in groups for episode in group.episodes]
+    batch = pad_trajectories([row for row in rows if row is not None], [2, 2, 1, 1])
+    batch["advantages"] = batch["loss_mask"] * torch.tensor([[1.0], [-1.0], [2.0], [-2.0]])
+    batch["old_logprobs"] = batch["logprobs"] - 1
+    made = make_tables(1, groups, texts, [0, 1], batch)
+    assert made["tokens"].schema.equals(TOKENS, check_metadata=True)
+    row = made["tokens"].to_pylist()[1]
+    assert (row["group"], row["sample"], row["sequence"], row["text"]) == (2, 1, 0, "abcdefgh")
+    assert row["ids"] == ids("abcdefgh")
+    assert row["offsets"] == list(range(8))
+    assert row["mask"] == [False] * 6 + [True] * 2
+    assert row["versions"] == [-1] * 6 + [4] * 2
+    assert row["logprobs"] == [0.0] * 6 + [-0.5] * 2
+    assert row["trainer_logprobs"] == [-1.0] * 6 + [-1.5] * 2
+    assert row["advantages"] == [0.0] * 6 + [-1.0] * 2
+    assert row["entropy"] is None
+    assert [row["advantage"] for row in made["rows"].to_pylist()] == [1.0, -1.0, 2.0, -2.0]
+
+
+def test_every_sequence_of_a_trajectory_has_its_tokens(texts: TokenTexts) -> None:
+    histories = []
+    for prompt, answer in (("longer prompt", "a"), ("b", "cd")):
+        history = TokenHistory()
+        history.read(ids(prompt))
+        history.write(ids(answer), [-1.0] * len(answer), [0] * len(answer), "length")
+        history.reward(0.5)
+        histories.append(history)
+    trajectory = join_histories(histories, num_turns=2)
+    batch = pad_trajectories([trajectory], [5])
+    batch["advantages"] = batch["loss_mask"] * torch.tensor([[1.0], [4.0]])
+    made = make_tables(1, [ended(5, trajectory)], texts, [0], batch)
+    rows = made["tokens"].to_pylist()
+    assert [(row["sequence"], row["text"], row["advantages"][-1]) for row in rows] == [
+        (0, "longer prompta", 1.0),
+        (1, "bcd", 4.0),
+    ]
+    (row,) = made["rows"].to_pylist()
+    assert (row["reward"], row["turns"], row["truncated"], row["advantage"]) == (1.0, 2, True, 3.0)
+    assert [segment["text"] for segment in row["segments"]] == ["longer prompt", "a", "b", "cd"]
+
+
+def test_a_failed_episode_has_a_row_with_its_reason_and_so_have_its_siblings(texts: TokenTexts) -> None:
+    group = ended(0, turns("a", "b"), None, status="failed", reason="ValueError: first line\n  at x\nValueError: 3 < 4")
+    group.episodes[1].failure = group.reason
+    group.num_tokens[1] = 17
+    first, second = make_tables(1, [group], texts, [0])["rows"].to_pylist()
+    assert first["reason"] == "sample 1 of the group: ValueError: ValueError: 3 < 4"
+    assert second["reason"] == "ValueError: ValueError: 3 < 4"
+    assert (first["status"], first["reward"], second["status"], second["reward"]) == ("failed", 0.5, "failed", None)
+    assert second["response_tokens"] == 17
+    assert second["segments"] == []
+
+
+def test_a_group_that_never_started_has_rows(texts: TokenTexts) -> None:
+    rows = make_tables(1, [ended(0, None, None, status="aborted", reason="the run ended")], texts, [])["rows"]
+    assert [(row["status"], row["seconds_queue"], row["segments"]) for row in rows.to_pylist()] == [
+        ("aborted", None, None)
+    ] * 2
+
+
+def test_hostile_texts_and_endless_episodes_can_be_written(texts: TokenTexts) -> None:
+    group = ended(0, turns("a", "b"), status="failed", reason="\ud800 <script>\u202e" + "x" * 10_000)
+    group.episodes[0].begin()
+    group.episodes[0].spans = [("generate", float(second), second + 0.5) for second in range(1, 2000)]
+    group.episodes[0].answer = "\udfff"
+    (row,) = make_tables(1, [group], texts, [])["rows"].to_pylist()
+    assert row["reason"].startswith("? <script>\u202exxx")
+    assert len(row["reason"]) == 500
+    assert row["answer"] == "?"
+    assert len(row["events"]) == MAX_EVENTS
+    assert row["seconds_generate"] == pytest.approx(1999 * 0.5)
+
+
+def test_an_evaluation_of_a_workflow_without_masks_has_rows(texts: TokenTexts) -> None:
+    plain = turns("a", "b").select("input_ids", "attention_mask", "rewards")
+    made = make_tables(1, [ended(0, plain, status="evaluated")], texts, [0])
+    (row,) = made["rows"].to_pylist()
+    assert (row["reward"], row["prompt_tokens"], row["version_min"], row["truncated"]) == (0.5, 2, None, None)
+    assert made["tokens"].to_pylist()[0]["logprobs"] is None
+
+
+def test_a_sample_has_the_first_groups_of_each_status_and_every_tenth_step_whole() -> None:
+    statuses: list[Status] = ["trained", "failed", *["trained"] * 4, "filtered"]
+    groups = [ended(number, None, status=status) for number, status in enumerate(statuses)]
+    assert NUM_GROUPS == 2
+    assert sampled(2, groups) == {0, 1, 2, 6}
+    assert sampled(1, groups) == sampled(11, groups) == set(range(7))
+    assert np.mean([len(sampled(step, groups)) == 7 for step in range(1, 101)]) == pytest.approx(0.1)

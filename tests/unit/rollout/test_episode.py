@@ -1,0 +1,58 @@
+"""Where the time of an episode goes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from rlite.rollout.episode import Episode, current_episode, in_reward, running
+
+
+def episode(*spans: tuple[str, float, float]) -> Episode:
+    made = Episode(time.monotonic())
+    made.spans = list(spans)
+    return made
+
+
+def test_overlapping_spans_count_once() -> None:
+    made = episode(("generate", 3.0, 5.0), ("generate", 1.0, 4.0), ("reward", 4.5, 7.0), ("generate", 1.5, 2.0))
+    assert made.seconds("generate") == pytest.approx(4.0)
+    assert made.seconds("reward") == pytest.approx(2.5)
+    assert made.seconds("generate", "reward") == pytest.approx(6.0)
+    assert episode().seconds("generate") == 0
+
+
+def test_rewards_count_for_the_episode_of_their_task() -> None:
+    first, second = episode(), episode()
+
+    async def run(one: Episode, num_rewards: int) -> None:
+        with running(one):
+            for _ in range(num_rewards):
+                await asyncio.gather(wait(), wait())
+
+    async def wait() -> None:
+        with in_reward():
+            await asyncio.sleep(0)
+
+    async def both() -> None:
+        await asyncio.gather(run(first, 1), run(second, 2))
+
+    asyncio.run(both())
+    assert [len(first.spans), len(second.spans)] == [2, 4]
+    assert current_episode() is None
+
+
+def test_rewards_outside_of_episodes_are_not_counted() -> None:
+    with in_reward():
+        assert current_episode() is None
+
+
+def test_an_episode_comes_back_from_its_state() -> None:
+    made = episode(("generate", 1.0, 2.0))
+    made.begin()
+    made.failure, made.answer = "broken", "42"
+    made.end()
+    back = Episode.from_state(made.state_dict(), None)
+    assert back.state_dict() == made.state_dict()

@@ -1,0 +1,138 @@
+"""The record of a step: every group has one status, and a run that ends tells what was under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tensordict import TensorDict
+
+from rlite.data.prompts import PromptStream
+from rlite.quickstart.tiny import byte_tokenizer
+from rlite.rollout import LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
+from rlite.trainer.options import TrainerOptions
+from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
+from rlite.trainer.rl.record import EQUAL_REWARDS, RunRecord
+from rlite.trainer.rl.rollouts import make_rollouts
+from tests.recorded import recorded
+
+ROWS = [{"id": f"row {number}", "input_ids": [65], "number": number} for number in range(8)]
+
+
+class Ask(RolloutWorkflow):
+    """Rewards of a group differ, are equal for every fourth row, and cannot be had for every fourth after one."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+        response = await engine.agenerate(LLMRequest(input_ids=data["input_ids"]))
+        if data["number"] % 4 == 1:
+            raise ValueError("no reward")
+        return trajectory(response, reward=float(data["number"] % 4 and response.output_tokens[0] % 2))
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Any]:
+    """Makes the parts of a trainer that rollouts pass through, around a scripted engine."""
+    collectors = []
+
+    def make(ahead: int, **trainer: Any) -> Any:
+        options = PpoConfig(
+            actor=ActorOptions(model_name="x"),
+            train_data=PromptOptions(prompts_per_rollout=2, responses_per_prompt=2),
+            rollout=RolloutOptions(max_head_offpolicyness=ahead, request_retries=0),
+            trainer=TrainerOptions(save_dir=str(tmp_path), **trainer),
+        )
+        engine = ScriptedEngine([[66], [67]])
+        collectors.append(RolloutCollector(engine, options.collector_options()))
+        rollout = collectors[-1]
+        rollout.collector, rollout.tokenizer = rollout, byte_tokenizer()  # type: ignore[attr-defined]
+        engines: Any = SimpleNamespace(rollout=rollout)
+        said: list[Any] = []
+        console = SimpleNamespace(warn=lambda title, rows: said.append((title, rows)))
+        run: Any = SimpleNamespace(folder=tmp_path, step=0, console=console, oldest_checkpoint=None)
+        prompts = PromptStream(ROWS, 2, seed=0)
+        record = RunRecord(options, run, engines)
+        record.open()
+        rollouts = make_rollouts(options, engines, Ask(), prompts)
+        return SimpleNamespace(run=run, record=record, rollouts=rollouts, engine=engine, said=said)
+
+    yield make
+    for collector in collectors:
+        collector.close()
+
+
+def train(parts: Any, num_steps: int) -> list[list[int]]:
+    """Train on nothing, and return the groups of each step's batch."""
+    trained = []
+    for _ in range(num_steps):
+        batch = parts.rollouts.next_batch()
+        parts.run.step += 1
+        parts.engine.set_version(parts.run.step)
+        parts.record.step(batch)
+        trained.append(sorted(set(batch["group_ids"].tolist())))
+    return trained
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_every_group_has_the_rows_of_one_step_with_its_status(made: Any, tmp_path: Path, ahead: int) -> None:
+    parts = made(ahead)
+    with parts.record:
+        trained = train(parts, 5)
+    rows = recorded(tmp_path)
+    for step, groups in enumerate(trained, start=1):
+        own = [row for row in rows if row["step"] == step]
+        assert sorted({row["group"] for row in own if row["status"] == "trained"}) == groups
+    places = [(row["group"], row["sample"]) for row in rows]
+    assert places == sorted(set(places), key=lambda place: places.index(place)), "each once"
+    assert {group for group, _ in places} == set(range(max(places)[0] + 1)), "every submitted group"
+    kinds = {(row["status"], row["reason"]) for row in rows if row["step"] <= 5}
+    assert ("trained", "") in kinds
+    assert ("filtered", EQUAL_REWARDS) in kinds
+    assert any(status == "failed" and "ValueError: no reward" in reason for status, reason in kinds)
+    assert {row["status"] for row in rows if row["step"] == 6} <= {"aborted", "failed", "filtered"}
+    assert {row["item"] for row in rows} <= {row["id"] for row in ROWS}
+    assert all(row["reward"] == 0 for row in rows if row["status"] == "filtered" and row["item"] in ("row 0", "row 4"))
+
+
+def test_a_run_that_fails_records_what_it_had_begun(made: Any, tmp_path: Path) -> None:
+    parts = made(0)
+
+    def fail() -> None:
+        with parts.record:
+            train(parts, 1)
+            parts.rollouts.next_batch()
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        fail()
+    rows = [row for row in recorded(tmp_path) if row["step"] == 2 and row["status"] == "aborted"]
+    assert {row["reason"] for row in rows} == {"the run ended with RuntimeError"}
+    assert all(row["reward"] is not None for row in rows)
+
+
+def test_all_texts_are_there_only_if_all_are_asked_for(made: Any, tmp_path: Path) -> None:
+    parts = made(0, record="all")
+    with parts.record:
+        train(parts, 2)
+    assert all(row["segments"] for row in recorded(tmp_path) if row["status"] != "failed")
+
+
+def test_nothing_is_written_and_nothing_kept_without_a_record(made: Any, tmp_path: Path) -> None:
+    parts = made(0, record="none")
+    with parts.record:
+        train(parts, 2)
+        assert parts.rollouts._engines.rollout.collector.take_ended() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_limit_is_told_once(made: Any, tmp_path: Path) -> None:
+    parts = made(0, record="all", record_limit=3e-5)
+    with parts.record:
+        for _ in range(4):
+            train(parts, 1)
+            parts.record.before_checkpoint()
+        train(parts, 1)
+    assert [title for title, _ in parts.said] == ["step 3: the record has reached its limit"]
+    assert parts.said[0][1]["limit"] == "trainer.record_limit=3e-05 GiB"
