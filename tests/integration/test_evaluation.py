@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import rlite
 from rlite.errors import ConfigError
+from rlite.observability.record.files import record_files
 from rlite.quickstart.tiny import byte_tokenizer
-from rlite.rollout import SingleTurnWorkflow
+from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.config import (
@@ -37,7 +40,7 @@ from tests.integration.worlds import MARK, environment, ray_session
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(6) for b in range(6)]
 SAMPLED = SetSamplingOptions(temperature=1.0)
 SETS = {
-    "math": HeldOutPromptOptions(samples=4, sampling=SAMPLED, every=2, limit=3, solved_at=0.2),
+    "math": HeldOutPromptOptions(samples=4, sampling=SAMPLED, every=2, limit=3),
     "code": HeldOutPromptOptions(every=3, first=False),
 }
 TEST_ROWS = {"math": ROWS[:8], "code": ROWS[8:12]}
@@ -68,7 +71,15 @@ def trainer(
         ),
         trainer=TrainerOptions(save_dir=str(folder), **{"total_steps": 4, "save_freq": 2, **changes}),
     )
-    return PpoTrainer(options, SingleTurnWorkflow(digits, sampling.gconfig(), byte_tokenizer()), ROWS, rows)
+    training = SingleTurnWorkflow(digits, sampling.gconfig(), byte_tokenizer())
+    reward = RewardFunction(first_letter, in_process=True)
+    naming = SingleTurnWorkflow(reward, SamplingOptions(temperature=0.0, max_new_tokens=4).gconfig(), byte_tokenizer())
+    return PpoTrainer(options, training, ROWS, rows, {"math": naming} if "math" in rows else None)
+
+
+def first_letter(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **row: Any) -> dict[str, Any]:
+    """Reward a digit at the beginning, and name it as the answer."""
+    return {"score": float(completions[:1].isdigit()), "answer": completions[:1]}
 
 
 def logged(folder: Path) -> list[dict[str, float]]:
@@ -104,9 +115,19 @@ def test_sets_are_evaluated_when_due_with_metrics_of_their_own_and_change_no_tra
         math[4]
     )
     assert math[4]["pass@4"] >= math[4]["pass@1"]
+    assert 0 <= math[4]["majority@4"] <= 1
     assert "pass@2" not in code[4]
     assert (tmp_path / "run/best/model.safetensors").exists()
     assert_same_weights(tmp_path / "run", tmp_path / "plain")
+    assert recorded(tmp_path / "run", "math") == {0: 12, 2: 12, 4: 12}
+
+
+def recorded(folder: Path, name: str) -> dict[int, int]:
+    """The number of recorded samples of a set's evaluations, by step."""
+    files = [file for file in record_files(folder) if (file.source, file.kind) == (f"eval.{name}", "rows")]
+    rows = [row for file in files for row in pq.read_table(file.path).to_pylist()]
+    assert all(row["status"] == "evaluated" and row["answer"] is not None for row in rows)
+    return dict(sorted(Counter(row["step"] for row in rows).items()))
 
 
 @pytest.mark.slow
@@ -120,6 +141,7 @@ def test_evaluation_beside_training_leaves_the_bits_and_measures_what_it_measure
     assert_same_weights(tmp_path / "beside", tmp_path / "turns")
     for name in SETS:
         assert evaluations(tmp_path / "beside", name) == evaluations(tmp_path / "turns", name)
+    assert recorded(tmp_path / "beside", "math") == recorded(tmp_path / "turns", "math") == {0: 12, 2: 12, 4: 12}
     rows = logged(tmp_path / "beside")
     assert all(row["math/lag_steps"] >= 0 for row in rows if "math/accuracy" in row)
     ours, theirs = (load_file(tmp_path / name / "best/model.safetensors") for name in ("beside", "turns"))
@@ -140,9 +162,9 @@ def test_a_run_stops_at_a_threshold_and_does_not_go_on_until_it_is_raised(model:
 
 
 def test_evaluations_that_cannot_be_made_are_refused_before_anything_starts(model: str, tmp_path: Path) -> None:
-    greedy = {"math": HeldOutPromptOptions(samples=4)}
+    greedy = {"code": HeldOutPromptOptions(samples=4)}
     with pytest.raises(
-        ConfigError, match=r"test_data\.math\.samples=4: at temperature 0 all responses .* are the same"
+        ConfigError, match=r"test_data\.code\.samples=4: at temperature 0 all responses .* are the same"
     ):
         trainer(model, tmp_path, sets=greedy)
     with pytest.raises(ConfigError, match=r"best_metric=mat/accuracy: expected a metric of the evaluation"):

@@ -40,11 +40,11 @@ def make_sets(
         )
     found = {}
     for name, table in by_name.items():
-        chosen = options.test_data.get(name, HeldOutPromptOptions())
+        chosen, ours = options.test_data.get(name, HeldOutPromptOptions()), own.get(name)
         found[name] = EvaluationSet(
             name=name,
             rows=table if chosen.limit is None else table[: chosen.limit],
-            workflow=own.get(name) or _for_evaluation(workflow, options, chosen),
+            workflow=_for_evaluation(workflow, options, chosen) if ours is None else _own(ours, chosen),
             samples=chosen.samples,
             k=chosen.largest_k,
             solved_at=chosen.solved_at,
@@ -72,6 +72,15 @@ def _for_evaluation(workflow: RolloutWorkflow, options: PpoConfig, chosen: HeldO
     if workflow.gconfig is None:
         return workflow
     return workflow.sampled_by(options.rollout.sampling_of(chosen.sampling).gconfig(workflow.gconfig))
+
+
+def _own(workflow: RolloutWorkflow, chosen: HeldOutPromptOptions) -> RolloutWorkflow:
+    """Return a set's own workflow, with the sampling options that the set has set."""
+    given = {name: value for name, value in chosen.sampling if value is not None}
+    if workflow.gconfig is None or not given:
+        return workflow
+    greedy = given["temperature"] == 0 if "temperature" in given else workflow.gconfig.greedy
+    return workflow.sampled_by(workflow.gconfig.new(**given, greedy=greedy))
 
 
 def _check_samples(chosen: EvaluationSet) -> None:
