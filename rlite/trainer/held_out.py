@@ -32,6 +32,11 @@ class HeldOutOptions(Options):
     every: Count | None = None
     """steps between two evaluations; default: trainer.test_freq"""
 
+    @property
+    def is_generated(self) -> bool:
+        """True if the set is evaluated by answers that the model generates, and not by the loss of its rows."""
+        return False
+
     def source(self, name: str, columns: Mapping[str, str | None], system_prompt: str | None) -> Source | None:
         """Return the table to evaluate on, completed by the options of the training data; None if there is none.
 

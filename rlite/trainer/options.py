@@ -19,7 +19,8 @@ from rlite.imports import import_own_code
 from rlite.nn.options import LoraOptions, check_liger_installed
 from rlite.parallel.dims import ParallelDims
 from rlite.trainer.callbacks import CALLBACKS
-from rlite.trainer.held_out import HeldOutOptions, named_sets
+from rlite.trainer.held_out import HeldOutOptions, key_of, named_sets
+from rlite.trainer.rl.held_out import GeneratedOptions
 from rlite.types import Aggregation, KLEstimator, PreferenceDivergence, Schedule
 
 Power = Annotated[float, Gt(0), AllowInfNan(False)]
@@ -449,6 +450,9 @@ class SupervisedConfig(LaunchOptions):
         *("trainer.n_epochs", "trainer.save_dir", "trainer.console", "launcher", "num_devices"),
     )
 
+    held_out: ClassVar[type[HeldOutOptions]] = HeldOutOptions
+    """class of the options of one set to evaluate on"""
+
     data: DataOptions = DataOptions()
     test_data: dict[str, HeldOutOptions] = Field(default={}, json_schema_extra=single_or_named)
     """rows to evaluate on: test_data.path=... of one set, or test_data.NAME.path=... of several, whose metrics are
@@ -458,7 +462,7 @@ class SupervisedConfig(LaunchOptions):
     @field_validator("test_data", mode="before")
     @classmethod
     def _name_sets(cls, value: Any) -> Any:
-        return named_sets(value, HeldOutOptions)
+        return named_sets(value, cls.held_out)
 
     def problems(self) -> Iterator[str]:
         """Yield a message for missing data."""
@@ -471,18 +475,47 @@ class SupervisedConfig(LaunchOptions):
         return f"{model} on {self.data.paths}, into {self.trainer.save_dir}"
 
 
+class GenerationOptions(Options):
+    """The engine that answers the prompts of evaluations."""
+
+    executor: str = "torch"
+    """inference executor"""
+    tp_size: Count = 1
+    """devices that share one replica"""
+    dtype: str | None = None
+    """type of the served weights; default: the checkpoint's"""
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.6
+    """share of a GPU's memory for generation, for which the trained model leaves the GPU"""
+    max_num_seqs: Count = 64
+    """sequences that a replica decodes at once"""
+    max_new_tokens: Count = 1024
+    """longest answer, unless the sampling of a set says otherwise"""
+
+
 class SftConfig(SupervisedConfig):
     """Options of `rlite sft`."""
 
     help_example: ClassVar[str] = "actor.model_name=Qwen/Qwen3-0.6B data.path=chats.jsonl"
     help_first: ClassVar[tuple[str, ...]] = ("actor.lr", "actor.lora", *SupervisedConfig.help_first)
 
+    held_out: ClassVar[type[HeldOutOptions]] = GeneratedOptions
+
     actor: ModelOptions
+    test_data: dict[str, GeneratedOptions] = Field(default={}, json_schema_extra=single_or_named)  # type: ignore[assignment]
+    """rows to evaluate on: test_data.path=... of one set, or test_data.NAME.path=... of several, whose metrics are
+    NAME/test_loss, ... A set with a reward holds prompts, which the model answers: NAME/accuracy, ..."""
+    generation: GenerationOptions = GenerationOptions()
     trainer: EpochOptions = EpochOptions(save_dir="runs/sft")
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for a mean that this loss does not have, after those of all data."""
+        """Yield a message for a mean that this loss does not have, and for options that only answers have."""
         yield from super().problems()
+        for name, own in self.test_data.items():
+            if own.of_answers and not own.is_generated:
+                yield (
+                    f"{key_of(name)}.{own.of_answers[0]} is of answers that the model generates; give "
+                    f"{key_of(name)}.reward.path as well, or leave it out"
+                )
         if self.actor.avg_level == "constant":
             yield "actor.avg_level=constant divides by the length of generated answers; use token, sequence"
 

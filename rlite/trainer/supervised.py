@@ -92,7 +92,8 @@ class SupervisedTrainer(ABC, Generic[C]):
         trainer, batch_size = options.trainer, options.data.batch_size
         self.loader = BatchLoader(rows, batch_size, trainer.seed, trainer.n_epochs)
         self.engine = trained_engine(type(self).module, self.model, self.loader.num_batches)
-        evaluated = metrics_of(self.test_sets, [f"test_{name}" for name in ("loss", *self.loss.reported)])
+        losses = [f"test_{name}" for name in ("loss", *self.loss.reported)]
+        evaluated = [*metrics_of(self.test_sets, losses), *self.further_metrics()]
         check_evaluated(trainer, evaluated)
         shown = tuple(dict.fromkeys((*self.shown, *metrics_of(self.test_sets, ["test_loss"]))))
         self.run = TrainingRun(options, shown, self.loader.num_batches, True, callbacks, evaluated)
@@ -101,6 +102,10 @@ class SupervisedTrainer(ABC, Generic[C]):
     @abstractmethod
     def make_loss(self) -> BatchLoss:
         """Return the loss to minimise."""
+
+    def further_metrics(self) -> Sequence[str]:
+        """Return the logged names of metrics of evaluations that have no loss."""
+        return ()
 
     def _build_options(self) -> dict[str, Any]:
         """Return the build options of the trained engine.
@@ -193,7 +198,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         """
         self.run.step += 1
         metrics = {**stats, **step_metrics(self.engine, sequence_lengths(batch))}
-        if evaluation := self._evaluate_due():
+        if evaluation := self.evaluate_due():
             metrics |= evaluation
             self.run.save_best(evaluation)
             self.run.evaluated(evaluation)
@@ -202,7 +207,7 @@ class SupervisedTrainer(ABC, Generic[C]):
             self.run.save(loader=self.loader.state_dict())
         return metrics
 
-    def _evaluate_due(self) -> dict[str, float]:
+    def evaluate_due(self) -> dict[str, float]:
         """Return the metrics of the sets that are due after this step."""
         metrics: dict[str, float] = {}
         for name, rows in self.test_sets.items():
@@ -278,5 +283,6 @@ def read_tokens(
 
     parts = {name: tokens(source) for name, source in data.sources("data").items()}
     rows = mixed(parts, data.weights) if data.mixture else parts[""]
-    tests = held_out_sources(options.test_data, data.columns, data.system_prompt)
+    sets = {name: own for name, own in options.test_data.items() if not own.is_generated}
+    tests = held_out_sources(sets, data.columns, data.system_prompt)
     return rows, {name: tokens(source, options.test_data[name].limit) for name, source in tests.items()}

@@ -34,8 +34,8 @@ def with_single(schema: dict[str, Any]) -> None:
     single_or_named(schema)
 
 
-class HeldOutPromptOptions(HeldOutOptions):
-    """Prompts to evaluate on."""
+class GeneratedOptions(HeldOutOptions):
+    """Rows to evaluate on, by answers that the model generates if there is a reward or a workflow."""
 
     samples: Count = 1
     """responses to each prompt; more than one need a temperature above 0"""
@@ -49,15 +49,22 @@ class HeldOutPromptOptions(HeldOutOptions):
     """rewards of the set, as reward.* of the run; default: the source of rewards of the run"""
     workflow: str | None = None
     """name of a registered workflow for the set; default: the source of rewards of the run"""
-    first: bool = True
-    """evaluate before the first step, too"""
-    max_error_share: Share = 0.1
-    """share of episodes that may fail in an evaluation; with more it is invalid, and chooses no best model"""
 
     @field_validator("reward", mode="wrap")
     @classmethod
     def _name_rewards(cls, value: Any, validate: Callable[[Any], Any]) -> dict[str, RewardOptions]:
         return named_by_function(validate(with_names(value)))
+
+    @property
+    def of_answers(self) -> list[str]:
+        """Names of the options of generated answers that are not at their defaults."""
+        default = dict(GeneratedOptions())
+        return [name for name in ("samples", "k", "solved_at", "sampling") if getattr(self, name) != default[name]]
+
+    @property
+    def is_generated(self) -> bool:
+        """True if the set has a source of rewards of its own."""
+        return bool(self.reward) or self.workflow is not None
 
     @property
     def largest_k(self) -> int:
@@ -75,3 +82,12 @@ class HeldOutPromptOptions(HeldOutOptions):
             yield f"workflow: {WORKFLOWS.unknown(self.workflow)}"
         if self.workflow is not None and self.reward:
             yield "workflow: reward and workflow are given; expected one source of rewards"
+
+
+class HeldOutPromptOptions(GeneratedOptions):
+    """Prompts to evaluate on."""
+
+    first: bool = True
+    """evaluate before the first step, too"""
+    max_error_share: Share = 0.1
+    """share of episodes that may fail in an evaluation; with more it is invalid, and chooses no best model"""

@@ -49,7 +49,7 @@ def make_sets(
             k=chosen.largest_k,
             solved_at=chosen.solved_at,
         )
-        _check_samples(found[name])
+        check_samples(found[name])
     return found
 
 
@@ -83,8 +83,11 @@ def _own(workflow: RolloutWorkflow, chosen: HeldOutPromptOptions) -> RolloutWork
     return workflow.sampled_by(workflow.gconfig.new(**given, greedy=greedy))
 
 
-def _check_samples(chosen: EvaluationSet) -> None:
+def check_samples(chosen: EvaluationSet) -> None:
     """Check that several samples of a prompt can differ.
+
+    Args:
+        chosen: a set.
 
     Raises:
         ConfigError: they cannot.
