@@ -475,7 +475,7 @@ def test_named_sets_are_evaluated_apart_when_each_is_due(
         (
             "sft",
             "test_data.path={sft}; test_data.samples=4",
-            "test_data: samples, k, solved_at and sampling are of ans",
+            "test_data.samples is of answers that the model generates",
         ),
     ],
 )
