@@ -23,7 +23,7 @@ PACKS = {"data"}
 OTHERS = {
     "rlite/data/preferences.py": {"messages", "prompt", "tools"},
     "rlite/engine/fsdp2/batch_runner.py": {"params"},
-    "rlite/trainer/rl/rollouts.py": {"data"},
+    "rlite/trainer/rl/rollouts.py": {"data", "item"},
 }
 """keys of rows of data, of saved groups and of optimizers, which have such names too"""
 

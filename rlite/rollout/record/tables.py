@@ -80,7 +80,7 @@ class Arrays:
     """
 
     def __init__(self, trajectory: TensorDict) -> None:
-        self.columns: dict[str, np.ndarray] = {str(key): value.numpy() for key, value in trajectory.items()}
+        self.columns: dict[str, np.ndarray] = {key: trajectory[key].numpy() for key in map(str, trajectory.keys())}
         self.sequences = list(self._sequences())
         """columns of each sequence without padding: ids, mask, versions, and logprobs if there are some"""
 

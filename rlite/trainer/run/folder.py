@@ -82,8 +82,10 @@ def checkpoint_to_load(
 
 
 def clear(folder: Path) -> None:
-    """Delete the models and checkpoints of the run that is overwritten; opening its metrics replaces them."""
-    for path in (folder / "state", folder / "best", folder / "evaluated", folder / "latest", *folder.glob("*_latest")):
+    """Delete models, checkpoints and record of the run that is overwritten; opening its metrics replaces them."""
+    for name in ("state", "best", "evaluated", "latest", RECORD):
+        discard(folder / name)
+    for path in folder.glob("*_latest"):
         discard(path)
 
 

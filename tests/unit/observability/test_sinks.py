@@ -134,7 +134,7 @@ def test_a_sink_that_fails_to_close_does_not_keep_the_others_open() -> None:
 
 
 def test_lines_that_are_cut_anywhere_cost_themselves_alone(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.jsonl"
+    path = tmp_path / "lines.jsonl"
     whole = [
         json.dumps({"step": step, "text": "äß\u2028漢"}, ensure_ascii=False).encode() + b"\n" for step in range(1, 5)
     ]

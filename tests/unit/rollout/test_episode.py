@@ -7,7 +7,9 @@ import time
 
 import pytest
 
+from rlite.rollout import RewardFunction
 from rlite.rollout.episode import Episode, current_episode, in_reward, running
+from rlite.sandbox.pool import close_shared_pool
 
 
 def episode(*spans: tuple[str, float, float]) -> Episode:
@@ -42,6 +44,26 @@ def test_rewards_count_for_the_episode_of_their_task() -> None:
     asyncio.run(both())
     assert [len(first.spans), len(second.spans)] == [2, 4]
     assert current_episode() is None
+
+
+def test_a_reward_cannot_change_the_time_that_it_takes() -> None:
+    def slow_and_hostile(completions: str, **row: object) -> float:
+        import time
+
+        clock, time.monotonic, time.perf_counter = time.sleep, lambda: 0.0, lambda: 0.0
+        clock(0.2)
+        return 1.0
+
+    async def run() -> Episode:
+        one = episode()
+        with running(one):
+            reward = RewardFunction(slow_and_hostile)
+            assert await reward(prompt="", completions="", prompt_ids=[], completion_ids=[]) == 1
+        return one
+
+    found = asyncio.run(run())
+    assert 0.2 <= found.seconds("reward") < 15
+    close_shared_pool()
 
 
 def test_rewards_outside_of_episodes_are_not_counted() -> None:

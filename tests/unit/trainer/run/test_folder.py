@@ -120,3 +120,11 @@ def test_what_is_overwritten_leaves_other_files_alone(used: Path) -> None:
     (used / "train.jsonl").write_text("")
     clear(used)
     assert sorted(path.name for path in used.iterdir()) == ["config.yaml", "metrics.jsonl", "train.jsonl"]
+
+
+def test_an_overwritten_run_leaves_no_checkpoint_and_no_record(used: Path) -> None:
+    (used / "record").mkdir()
+    (used / "record" / "train-00000001.rows.parquet").touch()
+    clear(used)
+    assert not (used / "record").exists()
+    assert not (used / "state").exists()
