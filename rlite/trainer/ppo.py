@@ -258,10 +258,10 @@ class PpoTrainer:
 
     def _judge(self, evaluation: Mapping[str, float]) -> None:
         """Keep the model if it is the best so far, and tell callbacks and thresholds of its evaluation."""
-        is_untrained = self.run.step == 0 or (self.ended.evaluations and self.ended.step == 0)
-        if not is_untrained:
+        is_trained = (self.ended.step if self.ended.evaluations else self.run.step) > 0
+        if is_trained:
             self._on_result(lambda: self.run.save_best(evaluation, self.evaluations.save_evaluated))
-        self.run.evaluated(evaluation)
+        self.run.evaluated(evaluation, is_trained)
 
     def _valid(self, evaluation: Mapping[str, float]) -> Mapping[str, float]:
         """Return the metrics of evaluations without those of which too many episodes have failed."""

@@ -11,14 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import rlite
 from rlite.errors import ConfigError
-from rlite.observability.record.files import record_files
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.trainer.options import TrainerOptions
@@ -36,6 +34,7 @@ from rlite.trainer.rl.engines import without_evaluation
 from tests import forked_python
 from tests.integration.rewards import digits
 from tests.integration.worlds import MARK, environment, ray_session
+from tests.recorded import recorded as rows_of
 
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(6) for b in range(6)]
 SAMPLED = SetSamplingOptions(temperature=1.0)
@@ -120,13 +119,13 @@ def test_sets_are_evaluated_when_due_with_metrics_of_their_own_and_change_no_tra
     assert (tmp_path / "run/best/model.safetensors").exists()
     assert_same_weights(tmp_path / "run", tmp_path / "plain")
     assert recorded(tmp_path / "run", "math") == {0: 12, 2: 12, 4: 12}
+    assert {row["answer"] for row in rows_of(tmp_path / "run", "eval.math")} - {None}
 
 
 def recorded(folder: Path, name: str) -> dict[int, int]:
     """The number of recorded samples of a set's evaluations, by step."""
-    files = [file for file in record_files(folder) if (file.source, file.kind) == (f"eval.{name}", "rows")]
-    rows = [row for file in files for row in pq.read_table(file.path).to_pylist()]
-    assert all(row["status"] == "evaluated" and row["answer"] is not None for row in rows)
+    rows = rows_of(folder, f"eval.{name}")
+    assert all(row["status"] == "evaluated" for row in rows)
     return dict(sorted(Counter(row["step"] for row in rows).items()))
 
 
@@ -247,6 +246,7 @@ def test_a_kill_during_an_evaluation_loses_nothing(model: str, tmp_path: Path, w
     assert_same_weights(tmp_path / "run", tmp_path / "calm")
     assert evaluations(tmp_path / "run", "math") == evaluations(tmp_path / "calm", "math")
     assert sorted(evaluations(tmp_path / "run", "math")) == [0, 2, 4]
+    assert recorded(tmp_path / "run", "math") == {0: 4, 2: 4, 4: 4}, "each sample once"
     for row, expected in zip(*(logged(tmp_path / name) for name in ("run", "calm")), strict=where == "in_turns"):
         if where == "in_turns":
             assert {key: row[key] for key in row if not machine(key)} == {

@@ -242,14 +242,15 @@ class TrainingRun:
         if self.step:  # what ppo evaluates before its first step is no step
             self._callbacks.call("on_step", self, metrics)
 
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Tell the callbacks of an evaluation, and stop if `stop_at` is reached after a step.
+    def evaluated(self, metrics: Mapping[str, float], is_trained: bool = True) -> None:
+        """Tell the callbacks of an evaluation, and stop if a trained model reaches `stop_at`.
 
         Args:
             metrics: metrics of the evaluation.
+            is_trained: whether the evaluated model has been trained.
         """
         self._callbacks.call("on_evaluate", self, metrics)
-        if (reason := self._thresholds.see(metrics)) and self.step:
+        if is_trained and (reason := self._thresholds.see(metrics)):
             self.stop(reason)
 
     def log_evaluation(self, metrics: Mapping[str, float]) -> None:
