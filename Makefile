@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(DEALT)
 QUICKLY = $(PYTEST) -m "not slow" --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fast test-vllm gpu-check check static sloc interfaces format bench-vllm-env bench-trl-env clean
+.PHONY: help quickstart test test-fast test-vllm test-harness gpu-check check static sloc interfaces format bench-vllm-env bench-trl-env clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -36,6 +36,9 @@ test-fast: $(VENV)/.installed  ## for the inner loop: quick tests without worker
 test-vllm: JOBS = 3
 test-vllm: $(VLLM_VENV)/.installed  ## tests of executor="vllm" with the real vLLM on CPU, in an environment of their own
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest $(DEALT) tests/vllm tests/contracts/test_inference_executors.py -k vllm
+
+test-harness: $(VENV)/.harness-installed  ## tests of lm-evaluation-harness and Inspect AI against rlite's engines
+	HF_HUB_OFFLINE=1 PYTHONPATH=$(abspath $(VENV)/harness) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/harness
 
 gpu-check: $(VENV)/.installed  ## on a machine with a GPU: what works there, its tests, and a training benchmark
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check: torch %s finds no CUDA device here. On a machine with one: make gpu-check VENV=.venv-gpu RLITE_TORCH_INDEX=https://download.pytorch.org/whl/cu130" % torch.__version__)'
@@ -89,6 +92,11 @@ $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 # transformers are the environment's
 $(VENV)/.peers-installed: $(VENV)/.installed tests/peers/requirements.txt
 	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/peers -r tests/peers/requirements.txt
+	touch $@
+
+# for tests/harness alone, whose process finds the folder by PYTHONPATH
+$(VENV)/.harness-installed: $(VENV)/.installed tests/harness/requirements.txt
+	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/harness -r tests/harness/requirements.txt
 	touch $@
 
 $(VLLM_VENV)/.installed: benchmarks/peers/requirements-vllm.txt constraints-cpu.txt pyproject.toml

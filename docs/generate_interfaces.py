@@ -20,6 +20,7 @@ import pydantic
 PAGE = Path(__file__).with_name("interfaces.md")
 MODULES = {
     "rlite": "The session, engines, dispatch and statistics.",
+    "rlite.api": "A run in one call.",
     "rlite.nn": "Modules to subclass.",
     "rlite.rollout": "Workflows, environments, tools and the collector.",
     "rlite.rollout.rewards": "Reward functions.",

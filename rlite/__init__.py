@@ -25,7 +25,7 @@ os.environ.setdefault("LRU_CACHE_CAPACITY", "384")
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from rlite.api import train
+    from rlite.api import evaluate, train
     from rlite.cluster.session import current_session, shutdown
     from rlite.dispatch import NeedParallel, gathered
     from rlite.engine.inference import RliteInferenceEngine

@@ -1,9 +1,12 @@
-"""`rlite.train`: a run in one call.
+"""`rlite.train` and `rlite.evaluate`: a run, or an evaluation, in one call.
 
     import rlite
 
     run = rlite.train("grpo", model="Qwen/Qwen3-0.6B", data=rows, reward=correct)
     run.metrics["reward"], run.model, run.generate("What is 3 + 4?")
+
+    found = rlite.evaluate("Qwen/Qwen3-0.6B", run.model, data=test_rows, reward=correct, samples=8)
+    found.metrics["pass@8"], found.comparison.difference, found.comparison.p_value
 
 The trainers and their options are those of the commands: `rlite.train("sft", **{"actor.lr": 1e-5})` is
 `rlite sft actor.lr=1e-5`. Only data, rewards and callbacks may be objects of the program.
@@ -16,7 +19,7 @@ import json
 import numbers
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,16 +29,22 @@ from rlite.cluster.session import has_session
 from rlite.data.tables import Row
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
+from rlite.evaluation.results import EvaluationResult
+from rlite.observability.columns import find, number
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import name_of
 from rlite.rollout.workflow import prompt_ids
 from rlite.trainer.callbacks import Callback
+from rlite.trainer.evaluate.command import evaluate as run_evaluation
+from rlite.trainer.evaluate.options import EvalConfig
+from rlite.trainer.generate import prompt_item
 from rlite.trainer.given import IN_MEMORY, Given
 from rlite.trainer.held_out import UNNAMED, key_of
 from rlite.trainer.presets import TRAINERS
 
 Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
-"""a path as on the command line, or rows: a list of dicts, a `datasets.Dataset`, any iterable that ends"""
+"""a path as on the command line, or rows: a list of dicts, a `datasets.Dataset`, any iterable that ends. With
+`streaming` of the data, training rows are iterated while training, again for each epoch and to resume"""
 Reward = str | Callable[..., Any] | tuple[str | Callable[..., Any], float] | Mapping[str, Any]
 """a function, its path as on the command line, (one of these, its weight), or options: {"path": f, "timeout": 9}"""
 Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
@@ -80,33 +89,90 @@ def train(
     """
     trainer = _trainer(algorithm)
     sets = test_data if isinstance(test_data, Mapping) else {UNNAMED: test_data}
-    tables = {trainer.data_key: data, **{key_of(name): rows for name, rows in sets.items()}}
-    rows = {key: _rows(value, key) for key, value in tables.items() if value is not None}
+    tests = {key_of(name): rows for name, rows in sets.items()}
+    tables = {trainer.data_key: data, **tests}
     rewards = {} if reward is None else _rewards(reward)
     given = {
         **({} if model is None else {f"{trainer.key}.model_name": model}),
-        **{f"{key}.path": tables[key] if value is None else IN_MEMORY for key, value in rows.items()},
+        **{f"{key}.path": _path(value, key) for key, value in tables.items() if value is not None},
         **{f"reward.{name}": own.options for name, own in rewards.items()},
         **{_key(name): value for name, value in options.items()},
     }
     settings = config.load(trainer.config_class, [], aliases=trainer.config_class.aliases, given=given)
     functions = {name: own.function for name, own in rewards.items() if own.function is not None}
-    test_rows = {key: value for key, value in rows.items() if key != trainer.data_key and value is not None}
-    objects = Given(rows.get(trainer.data_key), test_rows, functions, callbacks)
+    is_streamed = getattr(settings, trainer.data_key).streaming
+    rows = _rows(data, trainer.data_key, is_streamed)
+    test_rows = {key: found for key, own in tests.items() if (found := _rows(own, key)) is not None}
+    objects = Given(rows, test_rows, functions, callbacks)
     metrics = trainer.train(settings, objects)
     return TrainedRun(Path(settings.trainer.save_dir), metrics, trainer.key == "actor")
 
 
-@dataclass(frozen=True)
+def evaluate(
+    model: str | os.PathLike[str],
+    other: str | os.PathLike[str] | None = None,
+    *,
+    data: Data | None = None,
+    reward: Rewards | None = None,
+    **options: Any,
+) -> EvaluationResult:
+    """Evaluate a model, or compare two, as `rlite eval` does.
+
+    A session that the program has begun (`rlite.init`) is used, else the evaluation has one of its own.
+
+    Args:
+        model: folder of a model, of a run, or of an earlier evaluation; or hub name.
+        other: as `model`; answers the same prompts, and is compared with it.
+        data: rows to answer, or their path.
+        reward: as for `train`.
+        **options: options of the command by their keys, such as `samples=16` and `out="runs/eval"`.
+
+    Returns:
+        Metrics and samples; of two models also the comparison.
+
+    Raises:
+        ConfigError: an option or a model cannot be used, or `out` holds samples of other settings.
+        UnknownOptionError: an option is unknown.
+        DataError: some rows cannot be used, or the two models answered other items.
+    """
+    path = None if data is None else _path(data, "data")
+    rows = None if data is None else _rows(data, "data")
+    rewards = {} if reward is None else _rewards(reward)
+    given = {
+        "model": model,
+        **({} if other is None else {"other": other}),
+        **({} if path is None else {"data.path": path}),
+        **{f"reward.{name}": own.options for name, own in rewards.items()},
+        **options,
+    }
+    functions = {name: own.function for name, own in rewards.items() if own.function is not None}
+    settings = config.load(EvalConfig, [], given=given)
+    return run_evaluation(settings, Given(rows, rewards=functions))
+
+
+SHOWN = ("reward", "accuracy", "loss", "test_loss")
+"""metrics that describe a run in one line"""
+
+
+@dataclass(frozen=True, repr=False)
 class TrainedRun:
     """A run that has ended."""
 
     folder: Path
     """folder of the run, `trainer.save_dir`"""
-    own_metrics: Mapping[str, float] = field(repr=False)
+    own_metrics: Mapping[str, float]
     """metrics of the last step; empty if the run had ended before this call"""
     is_policy: bool = True
     """the model generates text"""
+
+    def __repr__(self) -> str:
+        """Return the folder, the last step, and those of its metrics that describe a run."""
+        last = self.history[-1] if (self.folder / "metrics.jsonl").is_file() else {}
+        metrics = {**self.own_metrics, **last}
+        names = {key: name for key in SHOWN if (name := find(key, metrics)) is not None}
+        step = [f"step {last['step']}"] if last else []
+        values = [f"{key} {number(key, metrics[name])}" for key, name in names.items()]
+        return f"{type(self).__name__}({', '.join([str(self.folder), *step, *values])})"
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -133,31 +199,38 @@ class TrainedRun:
     def generate(
         self,
         prompts: str | Sequence[str | Sequence[Mapping[str, Any]]],
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
+        max_new_tokens: int = 512,
+        temperature: float = 1.0,
+        chat: bool | None = None,
         **sampling: Any,
     ) -> list[str]:
-        """Return the trained model's answers, one for each prompt.
+        """Return the trained model's answers, one for each prompt. The defaults are those of `rlite generate`.
 
         Each call loads the model: in the program's session, or on one device. An `RliteInferenceEngine` serves longer.
 
         Args:
-            prompts: texts, which are completed as they are, or chats, lists of messages; or one text.
+            prompts: texts, or chats as lists of messages; or one text.
             max_new_tokens: tokens of the longest answer.
             temperature: 0 is greedy.
+            chat: whether a text is the user's message in the model's chat template. False completes it as it is, as in
+                training on texts. None: if the model has a template.
             **sampling: further parameters, such as `top_p` and `stop`.
 
         Raises:
-            ConfigError: the model is a reward model.
+            ConfigError: the model is a reward model, or has no chat template for `chat=True`.
         """
         if not self.is_policy:
             raise ConfigError(f"{self.model} is a reward model, which generates no text")
-        items = [{"prompt": prompt} for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        given = [prompts] if isinstance(prompts, str) else prompts
         has_own_session = not has_session()
         if has_own_session:
             rlite.init(launcher="inprocess", num_devices=1)  # torchrun's other ranks have exited
         engine = RliteInferenceEngine(self.model)
         try:
+            items = [
+                prompt_item(each, engine.tokenizer, chat) if isinstance(each, str) else {"prompt": each}
+                for each in given
+            ]
             tokens = [prompt_ids(item, engine.tokenizer) for item in items]
             engine.build(max_model_len=max(map(len, tokens)) + max_new_tokens)
             sampled = {"max_new_tokens": max_new_tokens, "temperature": temperature, **sampling}
@@ -192,14 +265,14 @@ def _key(name: str) -> str:
     return name
 
 
-def _rows(data: Any, key: str) -> list[Row] | None:
-    """Return the rows of a program; None if they have a path.
+def _path(data: Any, key: str) -> str | os.PathLike[str]:
+    """Return the path of data; IN_MEMORY if they are rows of the program.
 
     Raises:
-        DataError: the data are no rows, or there are none.
+        DataError: the data are neither a path nor rows.
     """
     if isinstance(data, str | os.PathLike):
-        return None
+        return data
     if isinstance(data, Mapping):
         splits = ", ".join(f"data[{name!r}]" for name in data)
         raise DataError(
@@ -208,10 +281,23 @@ def _rows(data: Any, key: str) -> list[Row] | None:
         )
     if not isinstance(data, Iterable):
         raise DataError(f"{key}={data!r}: expected a path, or rows")
+    return IN_MEMORY
+
+
+def _rows(data: Any, key: str, is_streamed: bool = False) -> Iterable[Row] | None:
+    """Return the rows of a program, unread if they are streamed; None if they have a path.
+
+    Raises:
+        DataError: a row is no mapping, or there are none.
+    """
+    if data is None or isinstance(data, str | os.PathLike):
+        return None
+    if is_streamed:
+        return data
     rows = list(data)
-    for number, row in enumerate(rows):
+    for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise DataError(f"{key}, row index {number}: expected a dict of columns, found {type(row).__name__}")
+            raise DataError(f"{key}, row index {index}: expected a dict of columns, found {type(row).__name__}")
     if not rows:
         raise DataError(f"{key}: no rows; expected at least one")
     return [dict(row) for row in rows]

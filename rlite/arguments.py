@@ -38,6 +38,32 @@ def named(argv: Sequence[str], names: Sequence[str]) -> list[str]:
     return made
 
 
+def spelled(argv: Sequence[str], spellings: Mapping[str, str]) -> list[str]:
+    """Return the arguments with `--NAME VALUE`, `--NAME=VALUE` and `NAME=VALUE` as `KEY=VALUE`.
+
+    With the spellings `{"data": "data.path"}`, `["--data", "test.jsonl"]` is `["data.path=test.jsonl"]`. A value in
+    braces is of the whole group, and keeps its name.
+
+    Args:
+        argv: arguments of the command line.
+        spellings: names, and the keys that they mean.
+
+    Raises:
+        ConfigError: a name has no value.
+    """
+    made, rest = [], iter(argv)
+    for argument in rest:
+        name, equals, value = argument.removeprefix("--").partition("=")
+        is_flag = argument.startswith("--")
+        if name not in spellings or not (is_flag or equals) or value.startswith("{"):
+            made.append(argument)
+            continue
+        if not equals and (found := next(rest, None)) is None:
+            raise ConfigError(f"--{name}: expected a value after it")
+        made.append(f"{spellings[name]}={value if equals else found}")
+    return made
+
+
 def split_arguments(argv: Sequence[str], has_imports: bool) -> tuple[dict[str, list[str]], list[tuple[str, str]]]:
     """Return the arguments of `--config` and of `--import`, and the pairs of key and value.
 

@@ -17,6 +17,7 @@ Train from rewards (train_data.path=prompts.jsonl)
 
 Use a model
   generate MODEL "PROMPT"       answers of a model, or of a run's newest model
+  eval MODEL [MODEL2]           metrics of a model on data with a reward, an environment or tasks; compares two
   merge ADAPTER OUT             an adapter (LoRA) and its base as one model
   plan                          memory of a model on each device; reads no weights
 
@@ -66,6 +67,7 @@ COMMANDS = {
     "doctor": Command("rlite.doctor.run", "rlite.doctor.options:DoctorConfig"),
     **{name: Command(trainer.module, trainer.options) for name, trainer in TRAINERS.items()},
     "generate": Command("rlite.trainer.generate", "rlite.trainer.model_options:GenerateConfig"),
+    "eval": Command("rlite.trainer.evaluate.command", "rlite.trainer.evaluate.options:EvalConfig"),
     "merge": Command("rlite.trainer.merge", "rlite.trainer.model_options:MergeConfig"),
     "plan": Command("rlite.trainer.plan", "rlite.trainer.options:PlanConfig"),
     "launch": Command("rlite.control.command", "rlite.control.command:LaunchConfig", "launch"),
@@ -73,6 +75,10 @@ COMMANDS = {
     "logs": Command("rlite.control.command", "rlite.control.command:JobQuery", "logs"),
     "stop": Command("rlite.control.command", "rlite.control.command:JobQuery", "stop"),
 }
+
+
+SIMILAR = {"chat": "generate", "complete": "generate", "infer": "generate", "train": "sft", "reward": "rm"}
+"""names of commands elsewhere -> the command with the same purpose"""
 
 
 def main() -> None:
@@ -85,7 +91,8 @@ def main() -> None:
     elif command == "schema":
         run(command, print_schema, arguments)
     elif command not in COMMANDS:
-        sys.exit(f"rlite: unknown command {command!r}; {did_you_mean(command, [*COMMANDS, 'schema'])}")
+        known = [SIMILAR[command]] if command in SIMILAR else [*COMMANDS, "schema"]
+        sys.exit(f"rlite: unknown command {command!r}; {did_you_mean(SIMILAR.get(command, command), known)}")
     else:
         chosen = COMMANDS[command]
         start(command, chosen.module, chosen.find_options(), arguments, chosen.function)

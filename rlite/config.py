@@ -18,7 +18,6 @@ mappings are written in yaml (`stop=[a, b]`). `???` marks a key that a file leav
 
 from __future__ import annotations
 
-import difflib
 import functools
 import numbers
 import os
@@ -44,8 +43,9 @@ from pydantic_core import PydanticUndefined
 
 from rlite import files
 from rlite.arguments import NULLS, read_value, read_yaml, split_arguments, with_aliases
-from rlite.errors import ConfigError, RliteError, UnknownOptionError, did_you_mean
+from rlite.errors import ConfigError, RliteError, UnknownOptionError
 from rlite.help import Manual, described, help_topic
+from rlite.suggestions import nearest_key
 
 C = TypeVar("C", bound="Options")
 
@@ -257,8 +257,8 @@ def describe(cls: type[Options], topic: str = "", command: str = "") -> str:
     Raises:
         UnknownOptionError: there is no such group and no such key. The message names the nearest.
     """
-    keys = {path: (option, value) for path, option, value in _keys(cls)}
-    required = [path for path, (_, value) in keys.items() if value is PydanticUndefined]
+    keys = {path: (option, value) for path, option, value in _keys_and_entries(cls)}
+    required = [path for path, _, value in _keys(cls) if value is PydanticUndefined]
     own_code = "[--import FILE.py]... " if IMPORTS in cls.model_fields else ""
     manual = Manual(
         keys={path: _describe_key(path, option, value) for path, (option, value) in keys.items()},
@@ -282,7 +282,7 @@ def _title(cls: type[Options], group: str) -> str:
 
 def _describe_key(path: str, option: FieldInfo, value: Any) -> str:
     default = "<required>" if value is PydanticUndefined else _show(to_container(value))
-    limits = _limits(option).replace("a number ", "").replace("a finite number of", "finite,")
+    limits = _limits(option).replace("a number ", "").replace("a finite number of", "finite,").rstrip(",")
     sentence = " ".join((option.description or "").split())
     return described(path, default, ", ".join(filter(None, (_name(option.annotation), limits))), sentence)
 
@@ -564,6 +564,14 @@ def _keys(cls: type[Options], default: Options | None = None, prefix: str = "") 
             yield from _keys(group, value if isinstance(value, group) else None, f"{prefix}{name}.")
 
 
+def _keys_and_entries(cls: type[Options]) -> Iterator[tuple[str, FieldInfo, Any]]:
+    """Yield every key as `_keys` does, and after a mapping to groups the keys of an entry called NAME."""
+    for path, option, value in _keys(cls):
+        yield path, option, value
+        if entry := _entry_of(option.annotation):
+            yield from _keys(entry, None, f"{path}.NAME.")
+
+
 def _default(option: FieldInfo) -> Any:
     """Return the default, or PydanticUndefined if the option is required or a group with its own defaults."""
     if isinstance(option.default_factory, type) and issubclass(option.default_factory, Options):
@@ -576,24 +584,7 @@ def _unknown(cls: type[Options], key: str) -> str:
     at = _locate(cls, key.split(".")[:-1])
     if at.key and (entry := _group_of(at.hint) if at.option is None else _entry_of(at.hint)):
         known = [f"{at.key}.{path}" for path, *_ in _keys(entry)]
-    group, _, leaf = key.rpartition(".")
-    same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
-    initials = [path for path in known if _is_short_for(path.rpartition(".")[2], leaf)]
-    short = [path for path in initials if path.rpartition(".")[0] == group] or initials[:3]
-    if close := short or difflib.get_close_matches(key, known, n=1, cutoff=0.75) or same_leaf[:3]:
-        hint = f"did you mean {' or '.join(map(repr, close))}?"
-    else:
-        prefix = f"{group}." if group and any(path.startswith(f"{group}.") for path in known) else ""
-        siblings = {path.removeprefix(prefix).split(".")[0] for path in known if path.startswith(prefix)}
-        hint = did_you_mean(key, {f"{prefix}{name}" for name in siblings})
-    return f"unknown key {key!r}; {hint}"
-
-
-def _is_short_for(one: str, other: str) -> bool:
-    """Return whether a name is made of the initials of the other's words, as `lr` is of `learning_rate`."""
-    return any(
-        "_" in long and short == "".join(w[:1] for w in long.split("_")) for short, long in ((one, other), (other, one))
-    )
+    return f"unknown key {key!r}; {nearest_key(key, known, cls.help_first)}"
 
 
 def _flat(root: type[Options], given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -683,4 +674,6 @@ def _name(hint: Any) -> str:
         return "one of " + ", ".join(map(str, get_args(hint)))
     if get_origin(hint) is list:
         return f"a list of {_name(get_args(hint)[0]).split(maxsplit=1)[-1]}"
+    if get_origin(hint) is dict and (value := get_args(hint)[1]) is not Any:
+        return f"a mapping {{key: {_name(value)}}}"
     return _WORDS.get(get_origin(kinds[0]) or kinds[0], getattr(hint, "__name__", str(hint)))

@@ -58,6 +58,10 @@ class DataError(RliteError, ValueError):
     """A prompt, a row or a file cannot be used; the message names the row and the key."""
 
 
+class StreamedDataError(DataError):
+    """A row of streamed data that is read while a run trains cannot be used."""
+
+
 class NonFiniteError(DataError):
     """A model computes NaN or infinity for one request, though its weights are finite."""
 
@@ -183,3 +187,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+def similar_file(path: Path) -> str:
+    """Return a hint for the end of a message on a missing file: a file of nearly the same name beside it, else "".
+
+    Args:
+        path: the missing file.
+    """
+    names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {str(path.with_name(close[0]))!r}?" if close else ""

@@ -40,15 +40,13 @@ class Manual:
         groups: dict[str, list[str]] = {}
         for key, lines in self.keys.items():
             groups.setdefault(key.rpartition(".")[0], []).append(lines)
-        if topic in self.keys and topic not in groups:
-            return self.keys[topic]
         chosen = {name: own for name, own in groups.items() if not topic or f"{name}.".startswith(f"{topic}.")}
-        if not chosen:
+        if not chosen and topic not in self.keys:
             hint = _nearest(topic, [name for name in groups if name], list(self.keys))
             raise UnknownOptionError(f"--help {topic}: no such group or key; {hint}")
         sections = [_section(self.titles[name], own) for name, own in chosen.items()]
         if topic:
-            return "\n\n".join(sections)
+            return "\n\n".join([*([self.keys[topic]] if topic in self.keys else []), *sections])
         first = [_section("common options", [self.keys[key] for key in self.first])] if len(groups) > 1 else []
         return "\n\n".join([self._usage([name for name in groups if name], command), *first, *sections])
 

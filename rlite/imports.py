@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from rlite.errors import ImportFailed, own_traceback
+from rlite.errors import ImportFailed, own_traceback, similar_file
 
 
 def import_own_code(name: str) -> None:
@@ -37,7 +37,7 @@ def import_module(name: str, what: str) -> ModuleType:
     """
     is_file = name.endswith(".py")
     if is_file and not Path(name).is_file():
-        raise ImportFailed(f"{what}: no such file in {os.getcwd()}")
+        raise ImportFailed(f"{what}: no such file in {os.getcwd()}{similar_file(Path(name))}")
     try:
         return _import_file(str(Path(name).resolve())) if is_file else _import_by_name(name)
     except (Exception, SystemExit) as error:  # the user's code may raise anything

@@ -28,6 +28,8 @@ SMALLEST, LARGEST = 1e-6, 1e6
 """of temperatures, but for 0; the smallest top_p"""
 MAX_KEPT_IDS = 512
 """most token ids from which a request that asks for `kept_ids` samples, if it truncates"""
+MAX_TOP_LOGPROBS = 20
+"""most likely tokens that may be asked for at each place of a prompt: vLLM's default limit"""
 
 
 _SAMPLING_ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "n": "n_samples"}
@@ -297,6 +299,17 @@ class SequenceRequest:
     reported; limits and stop strings count from the completion's beginning"""
     extras: tuple[str, ...] = ()
     """names of the columns that its chunks contain"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLogprobs:
+    """Log-probabilities of the tokens of one prompt, each but the first: log_softmax(logits) at temperature 1."""
+
+    logprobs: list[float]
+    top_ids: list[list[int]]
+    """for each token, the most likely tokens at its place, the most likely first"""
+    top_logprobs: list[list[float]]
+    """log-probabilities of `top_ids`"""
 
 
 @dataclass(frozen=True, kw_only=True)

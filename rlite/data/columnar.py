@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -28,16 +29,18 @@ MESSAGE_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen"
 """columns that may hold messages"""
 
 
-def read_columnar(kind: str, path: Path, where: str, *options: Any) -> list[dict[str, Any]]:
+def read_columnar(kind: str, path: Path, where: str, *options: Any, first: int = 0) -> list[dict[str, Any]]:
     """Return the rows of a table. All rows have the same keys, and null stands for a key that an object lacked.
 
     In messages and tools such nulls are removed. Otherwise a template would render them as arguments of a call.
 
     Args:
-        kind: parquet, arrow or dataset.
+        kind: parquet, parquet rows, arrow or dataset.
         path: path of the file or folder, or the name of a dataset.
         where: description of the table for error messages.
         *options: for a dataset: whether it is saved, whether it is a folder, the split or None, and the subset or None.
+            For parquet rows: the numbers of the rows to read, which ascend.
+        first: number of the first row that is read, for error messages.
 
     Returns:
         The rows as dicts.
@@ -54,13 +57,19 @@ def read_columnar(kind: str, path: Path, where: str, *options: Any) -> list[dict
             for batch in batches:
                 batch.validate(full=True)
                 rows += map(_without_added_nulls, batch.to_pylist())
+            pieces.read()  # to the reader's own end
         return rows
     except (SandboxError, DataError, pa.ArrowException) as error:
-        place = f"{where}: " if rows is None else f"{where}, row index {len(rows)} or one after it: "
+        place = f"{where}: " if rows is None else f"{where}, row index {first + len(rows)} or one after it: "
         raise DataError(f"{place}{_KINDS[kind]}: {error}") from error
 
 
-_KINDS = {"parquet": "not a Parquet file", "arrow": "not an Arrow file", "dataset": "cannot be read"}
+_KINDS = {
+    "parquet": "not a Parquet file",
+    "parquet rows": "not a Parquet file",
+    "arrow": "not an Arrow file",
+    "dataset": "cannot be read",
+}
 
 
 def _without_added_nulls(row: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +91,9 @@ def _received(kind: str, path: str, where: str, options: Sequence[Any]) -> Itera
         DataError: the table is damaged, or the reader's answer has the wrong form.
         SandboxError: the reader's process failed.
     """
-    failure = yield from stream(send, f"the reader of {path}", kind=kind, path=path, where=where, options=list(options))
+    is_kept = kind == "parquet rows"  # a few rows at a time, and often
+    keywords = {"kind": kind, "path": path, "where": where, "options": list(options)}
+    failure = yield from stream(send, f"the reader of {path}", is_kept, **keywords)
     match failure:
         case None:
             return
@@ -128,10 +139,10 @@ def send(kind: str, path: str, where: str, options: Sequence[Any]) -> Generator[
     """Yield a table in Arrow's stream format, in pieces.
 
     Args:
-        kind: parquet, arrow or dataset.
+        kind: parquet, parquet rows, arrow or dataset.
         path: path of the file or folder, or the name of a dataset.
         where: description of the table for error messages.
-        options: options of a dataset.
+        options: further arguments of the kind.
 
     Returns:
         The name and the text of a ConfigError, or of a DataError if the table is damaged; None if it was sent.
@@ -151,6 +162,28 @@ def _send_parquet(path: str, where: str) -> Iterator[bytes]:
     """Yield a Parquet file in Arrow's stream format."""
     file = pq.ParquetFile(path)
     yield from _sent(file.schema_arrow, file.iter_batches(ROWS))
+
+
+def _send_parquet_rows(path: str, where: str, numbers: Sequence[int]) -> Iterator[bytes]:
+    """Yield rows of a Parquet file by their numbers, which ascend. Numbers past the end of the file are left out."""
+    file = pq.ParquetFile(path)
+    yield from _sent(file.schema_arrow, _rows_of(file, np.asarray(numbers)))
+
+
+def _rows_of(file: pq.ParquetFile, numbers: np.ndarray) -> Iterator[pa.RecordBatch]:
+    end = 0
+    for group in range(file.num_row_groups):
+        start, end = end, end + file.metadata.row_group(group).num_rows
+        wanted = numbers[(numbers >= start) & (numbers < end)]
+        if not wanted.size:
+            continue
+        for batch in file.iter_batches(ROWS, row_groups=[group]):
+            places = wanted[(wanted >= start) & (wanted < start + batch.num_rows)] - start
+            if places.size:
+                yield batch.take(pa.array(places))
+            start += batch.num_rows
+            if start > wanted[-1]:
+                break
 
 
 def _send_arrow(path: str, where: str) -> Iterator[bytes]:
@@ -222,6 +255,7 @@ def _path_in(where: str) -> str:
 
 _SENDERS: dict[str, Callable[..., Iterator[bytes]]] = {
     "parquet": _send_parquet,
+    "parquet rows": _send_parquet_rows,
     "arrow": _send_arrow,
     "dataset": _send_dataset,
 }

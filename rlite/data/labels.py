@@ -13,10 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from rlite.data.chat.answers import chat_answer_encoder, check_prompt
-from rlite.data.chat.masks import ChatEncoder
-from rlite.data.chat.raw import answer_encoder
-from rlite.data.tables import check_columns
+from rlite.data.chat.answers import prompted_answer_encoder
 from rlite.data.tokens import TokenRows, tokenise
 
 ANSWER = "completion"
@@ -31,9 +28,9 @@ def labelled_rows(
 ) -> TokenRows:
     """Tokenise labelled answers for KTO.
 
-    All rows have the form of the first row: a text `prompt`, or `messages` that end before the assistant's answer.
-    `completion` is a text, and `label` is true if it is desirable. `loss_mask` marks the answer with its end, which is
-    the end of the row. A row longer than `max_length` is cut at its end.
+    `rlite.data.chat.answers.prompted_answer_encoder` has the form of a row. `completion` is the answer, and `label` is
+    true if it is desirable. `loss_mask` marks the answer with its end, which is the end of the row. A row longer than
+    `max_length` is cut at its end.
 
     Args:
         rows: the table.
@@ -50,17 +47,7 @@ def labelled_rows(
         DataError: a row has another form, or the template refuses a conversation; the message names row and column.
         ConfigError: the tokenizer cannot do this.
     """
-    is_chat = bool(rows) and rows[0].get("messages") is not None
-    prompt: dict[str, type | tuple[type, ...]] = {"messages": list} if is_chat else {"prompt": str}
-    for number, row in enumerate(rows):
-        at = f"{where}, row index {number}"
-        check_columns(row, {**prompt, ANSWER: str, "label": bool}, at)
-        if is_chat:
-            check_prompt(row["messages"], at, ANSWER)
-    if is_chat:
-        encode = chat_answer_encoder(ChatEncoder(tokenizer, **template_options), rows, [ANSWER], where)
-    else:
-        encode = answer_encoder(tokenizer, rows, [ANSWER])
+    encode = prompted_answer_encoder(rows, tokenizer, [ANSWER], {"label": bool}, where, template_options)
     tokens = tokenise(len(rows), encode, max_length, where)
     labels = [rows[number]["label"] for number in tokens.source]
     return replace(tokens, per_row={"is_desirable": np.asarray(labels, dtype=bool)})

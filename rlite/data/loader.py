@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from rlite.data.order import shuffled
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError
+from rlite.wording import counted
 
 
 class BatchLoader:
@@ -38,6 +39,10 @@ class BatchLoader:
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
         return -(-len(self._rows) // self._batch_size)
+
+    def __str__(self) -> str:
+        """Return how many batches there are, in words."""
+        return f"{counted(self._num_epochs, 'epoch')} of {len(self)} steps"
 
     @property
     def num_batches(self) -> int:

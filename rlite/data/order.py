@@ -90,6 +90,10 @@ class ShuffledOrder:
         Raises:
             CheckpointError: the items differ. States of earlier versions have no hash of them.
         """
+        if "num_items" not in state:
+            raise CheckpointError(
+                "the checkpoint was made with streaming: resume with it, or start anew from the weights"
+            )
         if state["num_items"] != self._num_items:
             raise CheckpointError(
                 f"the checkpoint was made with {state['num_items']} items of data; now there are {self._num_items}: "

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from rlite.data.chat.masks import check_messages
 from rlite.data.order import Mixture, shuffled
-from rlite.data.rows import place_of
+from rlite.data.rows import place_of, rows_digest, stream_of
+from rlite.data.streaming.shuffle import ShuffledStream
 from rlite.data.tables import check_text
 from rlite.errors import ConfigError, DataError
 
@@ -58,8 +57,8 @@ class Prompt(dict[str, Any]):
         self.item = item
 
 
-def item_name(row: Mapping[str, Any], number: int) -> str:
-    """Return the name of a row in records: its `id`, else its index in the data."""
+def item_name(row: Mapping[str, Any], number: int | str) -> str:
+    """Return the name of a row in records: its `id`, else its index in the data, or its place if it is streamed."""
     name = row.get("id")
     return str(number if name is None else name)[:MAX_ITEM]
 
@@ -68,7 +67,7 @@ class PromptStream:
     """Endless batches of rows: each epoch in another order that depends only on seed and epoch.
 
     Args:
-        rows: the table.
+        rows: the table, or the first window of a table that is streamed.
         batch_size: rows of a batch.
         seed: seed of the order.
         mixture: the table's sources; None if there is one.
@@ -82,7 +81,8 @@ class PromptStream:
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"prompts_per_rollout={batch_size}: expected at least 1")
-        if batch_size > len(rows):
+        stream = stream_of(rows)
+        if batch_size > len(rows) and (stream is None or stream.is_whole):
             raise ConfigError(
                 f"train_data.prompts_per_rollout={batch_size}: there are {len(rows)} rows, so one rollout would hold a "
                 "prompt twice; lower it, or give more rows"
@@ -90,16 +90,28 @@ class PromptStream:
         self._rows = rows
         self._batch_size = batch_size
         self.order = shuffled(len(rows), mixture, seed, partial(rows_digest, rows))
-        """order of the rows; its `position` counts those dealt so far"""
+        """order of the rows, unless they are streamed; its `position` counts those dealt so far"""
+        self._stream: ShuffledStream[Mapping[str, Any]] | None = (
+            None if stream is None else ShuffledStream(stream, seed)
+        )
         self.returned: list[Prompt] = []
         """rows that come before all others: they were dealt, and not used"""
 
     def next(self, count: int | None = None) -> list[Prompt]:
         """Return the next `batch_size` rows, or `count` of them; a batch may span two epochs."""
         count = self._batch_size if count is None else count
+        new = self._take(max(count - len(self.returned), 0))
         first, self.returned = self.returned[:count], self.returned[count:]
-        numbers = self.order.take(count - len(first))
-        return first + [Prompt(row, item_name(row, n)) for n in numbers for row in [self._rows[n]]]
+        return first + new
+
+    def _take(self, count: int) -> list[Prompt]:
+        if self._stream is None:
+            return [Prompt(row, item_name(row, n)) for n in self.order.take(count) for row in [self._rows[n]]]
+        taken: list[Prompt] = []
+        while len(taken) < count:
+            placed = self._stream.take_placed(count - len(taken))
+            taken += [Prompt(row, item_name(row, f"{file}:{place}")) for (file, place), row in placed]
+        return taken
 
     def __iter__(self) -> Iterator[list[Prompt]]:
         """Yield batches for ever; the first has all `returned` rows, if there are some."""
@@ -108,7 +120,7 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stream's position and a digest of the rows."""
-        return self.order.state_dict()
+        return (self._stream or self.order).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from another stream's position.
@@ -116,13 +128,4 @@ class PromptStream:
         Raises:
             CheckpointError: the state is of other rows.
         """
-        self.order.load_state_dict(state)
-
-
-def rows_digest(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a hash of the rows in their order. Values that JSON cannot hold count by their type only."""
-    digest = hashlib.sha256()
-    for row in rows:
-        text = json.dumps(dict(row), skipkeys=True, default=lambda value: type(value).__name__)
-        digest.update(f"{text}\n".encode())
-    return digest.hexdigest()
+        (self._stream or self.order).load_state_dict(state)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from rlite.data.formats.normalise import normalise
 from rlite.data.formats.table import RowKind
 from rlite.data.order import Mixture
 from rlite.data.source import Source
-from rlite.data.tables import read_rows
+from rlite.data.streaming.table import StreamedTable
+from rlite.data.tables import Row, read_rows
+
+NO_TEMPLATE = "as texts, without the model's chat template (a prompt that is a list of messages is a chat)"
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,8 @@ class Rows(Sequence[Mapping[str, Any]]):
     """format of the table, in words; "" if it is unknown"""
     mixture: Mixture | None = None
     """the sources of the rows, end to end; None if there is one"""
+    stream: StreamedTable[Rows] | None = None
+    """the table of which these rows are the first window; None if they are the whole table"""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -40,6 +47,14 @@ class Rows(Sequence[Mapping[str, Any]]):
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return iter(self.rows)
 
+    def items(self) -> Sequence[Mapping[str, Any]]:
+        """Return the rows."""
+        return self.rows
+
+    def digest(self) -> str:
+        """Return a hash of the rows; see `rows_digest`."""
+        return rows_digest(self.rows)
+
 
 def read_source(source: Source, kind: RowKind) -> Rows:
     """Return the rows of a table. Errors are those of `read_rows` and of `normalise`.
@@ -48,15 +63,51 @@ def read_source(source: Source, kind: RowKind) -> Rows:
         source: the table.
         kind: what the rows are for.
     """
-    rows, form = normalise(
-        read_rows(source.path, f"{source.key}.path") if source.rows is None else [dict(row) for row in source.rows],
-        kind,
-        source.where,
-        columns=source.columns,
-        system_prompt=source.system_prompt,
-        key=source.key,
+    rows = read_rows(source.path, f"{source.key}.path") if source.rows is None else [dict(row) for row in source.rows]
+    return converted(rows, source, kind)
+
+
+def streamed_source(source: Source, kind: RowKind, buffer_size: int) -> Rows:
+    """Return the first window of a table that is streamed, with the table. Errors are those of `StreamedTable`.
+
+    Args:
+        source: the table.
+        kind: what the rows are for.
+        buffer_size: items among which the next one is chosen at random.
+    """
+    table = StreamedTable(source, lambda rows: converted(rows, source, kind), buffer_size)
+    return replace(table.first, stream=table)
+
+
+def converted(rows: Sequence[Row], source: Source, kind: RowKind) -> Rows:
+    """Return rows of a table in the form that rlite reads. Errors are those of `normalise`.
+
+    Args:
+        rows: rows as the table has them.
+        source: the table.
+        kind: what the rows are for.
+    """
+    made, form = normalise(
+        rows, kind, source.where, columns=source.columns, system_prompt=source.system_prompt, key=source.key
     )
-    return Rows(rows, form)
+    return Rows(made, form)
+
+
+def stream_of(rows: Sequence[Any]) -> StreamedTable[Rows] | None:
+    """Return the table of which the rows are the first window; None if they are the whole table."""
+    return rows.stream if isinstance(rows, Rows) else None
+
+
+def described(rows: Rows, chat_template: object) -> str:
+    """Return the format of a table in words, with a remark if its texts could be chats and are none.
+
+    Args:
+        rows: the table.
+        chat_template: the template of the tokenizer; None if it has none.
+    """
+    row = rows[0]
+    is_text = isinstance(row.get("prompt"), str) and row.get("messages") is None
+    return f"{rows.form}, {NO_TEMPLATE}" if is_text and chat_template is not None else rows.form
 
 
 def mixed_rows(parts: Mapping[str, Rows], weights: Mapping[str, float] | None) -> Rows:
@@ -87,3 +138,12 @@ def place_of(rows: Sequence[Any], number: int, where: str) -> str:
         source, number = rows.mixture.source_of(number)
         where = f"{where}.mixture.{source}"
     return f"{where}, row index {number}"
+
+
+def rows_digest(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a hash of the rows in their order. Values that JSON cannot hold count by their type only."""
+    digest = hashlib.sha256()
+    for row in rows:
+        text = json.dumps(dict(row), skipkeys=True, default=lambda value: type(value).__name__)
+        digest.update(f"{text}\n".encode())
+    return digest.hexdigest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 
@@ -17,7 +17,7 @@ class Source(NamedTuple):
     """rlite's names of columns -> the table's names; None hides a column"""
     system_prompt: str | None = None
     """begins conversations that have no system message"""
-    rows: Sequence[Mapping[str, Any]] | None = None
+    rows: Iterable[Mapping[str, Any]] | None = None
     """rows of a program, in place of those of the path"""
 
     @property

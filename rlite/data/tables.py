@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlite.data.columnar import read_columnar
-from rlite.errors import ConfigError, DataError, did_you_mean
+from rlite.errors import ConfigError, DataError, did_you_mean, similar_file
 
 Row = dict[str, Any]
 
@@ -42,15 +42,16 @@ def read_rows(source: str | Path, key: str = "data.path") -> list[Row]:
         DataError: the file is damaged, is not a table, or has no rows. The message names the line or row.
     """
     where = f"{key}={source}"
-    split, path, subset = _parts_of(str(source), where)
+    split, path, subset = parse_path(str(source), where)
     if not path.exists() and path.suffix not in _READERS and get_close_matches(path.suffix, _READERS):
-        raise ConfigError(f"{where}: no such file; {did_you_mean(path.suffix, _READERS)}")
+        hint = similar_file(path) or f"; {did_you_mean(path.suffix, _READERS)}"
+        raise ConfigError(f"{where}: no such file{hint}")
     if path.is_dir() or not (path.suffix in _READERS or path.exists()):
         rows = _dataset(path, split["name"] if split else None, subset, where)
     elif path.suffix not in _READERS:
         raise ConfigError(f"{where}: {path.suffix or 'no suffix'} is no kind of table; known: {', '.join(_READERS)}")
     elif not path.is_file():
-        raise ConfigError(f"{where}: no such file")
+        raise ConfigError(f"{where}: no such file{similar_file(path)}")
     elif subset:
         raise ConfigError(f"{where}: a file has no subsets; leave out :{subset}")
     elif split and split["name"] != "train":
@@ -63,7 +64,9 @@ def read_rows(source: str | Path, key: str = "data.path") -> list[Row]:
         raise DataError(f"{where}: no rows; expected at least one")
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise DataError(f"{where}, row index {number}: expected an object of named columns, found {_kind(row)}")
+            raise DataError(
+                f"{where}, row index {number}: expected an object of named columns, found {type_in_words(row)}"
+            )
     return rows
 
 
@@ -84,7 +87,7 @@ def check_columns(row: Mapping[str, Any], columns: Mapping[str, type | tuple[typ
             has = ", ".join(str(name) for name, cell in row.items() if cell is not None) or "nothing"
             raise DataError(f"{where}: no {column!r}; the row has {has}")
         if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
-            raise DataError(f"{where}: {column!r} is {_kind(value)}; expected {_type_name(expected)}")
+            raise DataError(f"{where}: {column!r} is {type_in_words(value)}; expected {_type_name(expected)}")
         if isinstance(value, str):
             check_text(value, f"{where}: {column!r}")
 
@@ -102,8 +105,12 @@ def check_text(text: str, where: str) -> None:
         raise DataError(f"{where} has half of a character, {half}, at place {error.start}") from error
 
 
-def _parts_of(source: str, where: str) -> tuple[re.Match[str] | None, Path, str | None]:
+def parse_path(source: str, where: str) -> tuple[re.Match[str] | None, Path, str | None]:
     """Return the split, the path and the subset that a source names.
+
+    Args:
+        source: `split@path:subset`, of which split and subset may be missing.
+        where: the table's name in messages.
 
     Raises:
         ConfigError: the split has another form.
@@ -136,7 +143,7 @@ def _read_json(path: Path, where: str) -> list[Any]:
     text = _text(path, where)
     if not text.lstrip().startswith("["):  # many .json files hold one object per line
         return list(_json_lines(text, where))
-    return _parsed(text, lambda position: f"{where}, line {text.count(chr(10), 0, position) + 1}")
+    return parse_json(text, lambda position: f"{where}, line {text.count(chr(10), 0, position) + 1}")
 
 
 def _read_json_lines(path: Path, where: str) -> list[Any]:
@@ -146,13 +153,13 @@ def _read_json_lines(path: Path, where: str) -> list[Any]:
 def _json_lines(text: str, where: str) -> Iterator[Any]:
     for number, line in enumerate(text.split("\n"), 1):  # splitlines() cuts texts at U+2028, too
         if line.strip():
-            row = _parsed(line, lambda _, number=number: f"{where}, line {number}")  # type: ignore[misc]
+            row = parse_json(line, lambda _, number=number: f"{where}, line {number}")  # type: ignore[misc]
             if not isinstance(row, dict):
-                raise DataError(f"{where}, line {number}: expected an object, found {_kind(row)}")
+                raise DataError(f"{where}, line {number}: expected an object, found {type_in_words(row)}")
             yield row
 
 
-def _parsed(text: str, place: Callable[[int], str]) -> Any:
+def parse_json(text: str, place: Callable[[int], str]) -> Any:
     """Return the value of a JSON text.
 
     Args:
@@ -215,7 +222,7 @@ def _cell(column: str, text: str, number: int, where: str) -> Any:
         return text
     if not text:
         return None
-    return _parsed(text, lambda _: f"{where}, row index {number}: {column!r}")
+    return parse_json(text, lambda _: f"{where}, row index {number}: {column!r}")
 
 
 _READERS: dict[str, Callable[[Path, str], list[Any]]] = {
@@ -235,7 +242,7 @@ def _dataset(path: Path, split: str | None, subset: str | None, where: str) -> l
     """
     name = path.resolve() if path.is_dir() else path  # `datasets` reads "." as no name
     if not path.is_dir() and not _HUB_NAME.fullmatch(path.as_posix()):
-        raise ConfigError(f"{where}: no such file or folder")
+        raise ConfigError(f"{where}: no such file or folder{similar_file(path)}")
     is_saved = any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json"))
     if is_saved and subset:
         raise ConfigError(f"{where}: a folder that datasets saved has no subsets; leave out :{subset}")
@@ -252,7 +259,8 @@ _TYPE_NAMES = {
 }
 
 
-def _kind(value: Any) -> str:
+def type_in_words(value: Any) -> str:
+    """Return the type of a cell in words, with its value if that is short."""
     if value is None or isinstance(value, (bool, int, float)):
         return f"{type(value).__name__} {value!r}"
     return _TYPE_NAMES.get(type(value), type(value).__name__)

@@ -6,7 +6,7 @@ import hashlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from rich.progress import track
 from tensordict import TensorDict
 
 from rlite.data.order import Mixture
+from rlite.data.streaming.table import StreamedTable
 from rlite.errors import ConfigError, DataError
 
 Tokens = tuple[np.ndarray, np.ndarray]
@@ -49,6 +50,8 @@ class TokenRows:
     """format of the table's rows, in words"""
     mixture: Mixture | None = None
     """the sources that the items come from, end to end; None if there is one"""
+    stream: StreamedTable[TokenRows] | None = None
+    """the table of which these rows are the first window; None if they are the whole table"""
 
     def __len__(self) -> int:
         """Return the number of items."""
@@ -58,6 +61,23 @@ class TokenRows:
     def lengths(self) -> np.ndarray:
         """Tokens of each row, int64 [N]."""
         return np.diff(self.starts)
+
+    def items(self) -> list[TokenRows | None]:
+        """Return each row of the table as token rows of its own, which share no memory; None for a dropped row."""
+        found: list[TokenRows | None] = [None] * self.tally.num_read
+        for item, number in enumerate(self.source):
+            rows = slice(item * self.rows_per_item, (item + 1) * self.rows_per_item)
+            tokens = slice(self.starts[rows.start], self.starts[rows.stop])
+            found[number] = replace(
+                self,
+                input_ids=self.input_ids[tokens].copy(),
+                loss_mask=self.loss_mask[tokens].copy(),
+                starts=self.starts[rows.start : rows.stop + 1] - tokens.start,
+                source=np.zeros(1, dtype=np.int64),
+                per_row={key: values[rows].copy() for key, values in self.per_row.items()},
+                tally=Tally(num_read=1, max_length=self.tally.max_length, num_kept=1),
+            )
+        return found
 
     def digest(self) -> str:
         """Return a hash of all tokens, masks and further keys in their order."""
@@ -218,12 +238,17 @@ def mixed(parts: Mapping[str, TokenRows], weights: Mapping[str, float] | None) -
     for name, part in others:
         if odd := some.per_row.keys() ^ part.per_row.keys():
             raise DataError(f"mixture: one of {first} and {name} has {', '.join(sorted(odd))}, the other has none")
-    tables = list(parts.values())
     sizes = {name: len(part) for name, part in parts.items()}
     mixture = Mixture(sizes, weights or sizes)
-    per_row = {key: np.concatenate([part.per_row[key] for part in tables]) for key in some.per_row}
+    form = f"a mixture of {mixture}: {'; '.join(f'{name} {part.form}' for name, part in parts.items())}"
+    return replace(joined(list(parts.values())), form=form, mixture=mixture)
+
+
+def joined(tables: Sequence[TokenRows]) -> TokenRows:
+    """Return token rows end to end. All have the same further keys."""
+    per_row = {key: np.concatenate([part.per_row[key] for part in tables]) for key in tables[0].per_row}
     if "pair_ids" in per_row:
-        per_row["pair_ids"] = np.repeat(np.arange(mixture.num_items), some.rows_per_item)
+        per_row["pair_ids"] = np.repeat(np.arange(sum(map(len, tables))), tables[0].rows_per_item)
     ends = np.cumsum([0, *(part.starts[-1] for part in tables)])
     return TokenRows(
         input_ids=np.concatenate([part.input_ids for part in tables]),
@@ -232,11 +257,9 @@ def mixed(parts: Mapping[str, TokenRows], weights: Mapping[str, float] | None) -
             [[0], *(part.starts[1:] + end for part, end in zip(tables, ends, strict=False))], dtype=np.int64
         ),
         source=np.concatenate([part.source for part in tables]),
-        rows_per_item=some.rows_per_item,
+        rows_per_item=tables[0].rows_per_item,
         per_row=per_row,
         tally=_total([part.tally for part in tables]),
-        form=f"a mixture of {mixture}: {'; '.join(f'{name} {part.form}' for name, part in parts.items())}",
-        mixture=mixture,
     )
 
 

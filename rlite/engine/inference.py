@@ -19,7 +19,7 @@ from rlite.data.chat.raw import raw_prompts
 from rlite.data.chat.template import check_template_options
 from rlite.engine.elastic import ElasticReplicas
 from rlite.engine.replica import InFlightRequest
-from rlite.engine.workers import together
+from rlite.engine.scoring import score_prompts
 from rlite.errors import CallTimeout, ConfigError, DataError
 from rlite.futures import result_of
 from rlite.observability import trace
@@ -33,11 +33,13 @@ from rlite.types import (
     LLMRequest,
     LLMResponse,
     OnChunk,
+    PromptLogprobs,
     RequestOutput,
     SequenceRequest,
     TokenChunk,
     token_ids,
 )
+from rlite.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ class RliteInferenceEngine(ElasticReplicas):
     def __repr__(self) -> str:
         if not self.is_built:
             return f"{type(self).__name__}({self.path}, executor {self.executor_name}, not built)"
-        replicas = f"{len(self.executors)} replica(s) of {self.executors[0].size}"
+        replicas = f"{counted(len(self.executors), 'replica')} of {self.executors[0].size}"
         return f"{type(self).__name__}({self.path}, {replicas}, {self._where()}, version {self.get_version()})"
 
     # -- generating ----------------------------------------------------------------------------------------------
@@ -82,7 +84,7 @@ class RliteInferenceEngine(ElasticReplicas):
         sampling_params: Mapping[str, Any] | GenerationHyperparameters | None = None,
         timeout: float | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt.
+        """Complete every prompt. A text is completed as it is: `chat` applies the chat template.
 
         Args:
             prompts: texts, token ids (lists, arrays or tensors), or mappings with `prompt_token_ids` or `input_ids`, as
@@ -90,7 +92,8 @@ class RliteInferenceEngine(ElasticReplicas):
                 puts before every text are added once.
             sampling_params: parameters in AReaL's or vLLM's names, the same for all prompts. Without `max_new_tokens` a
                 completion may take 16,384 tokens, or as many as `max_model_len` leaves, whatever the executor's own
-                default is. `prompt_logprobs=True` adds the log-probabilities of the prompts.
+                default is. The default temperature is 1. `prompt_logprobs=True` adds the log-probabilities of the
+                prompts.
             timeout: seconds for the whole call.
 
         Returns:
@@ -239,13 +242,45 @@ class RliteInferenceEngine(ElasticReplicas):
         Raises:
             ConfigError: the executor cannot compute prompt log-probabilities.
         """
+        return [scored.logprobs for scored in self.score(prompts, num_top=0)]
+
+    def score(self, prompts: Sequence[str | Sequence[int]], num_top: int = 1) -> list[PromptLogprobs]:
+        """Return the log-probabilities of each prompt's tokens, and the most likely tokens at their places.
+
+        Args:
+            prompts: texts or token ids, at most `max_model_len - 1` tokens each.
+            num_top: number of most likely tokens, from 0 to `MAX_TOP_LOGPROBS`.
+
+        Returns:
+            One entry per prompt, in the order of the prompts.
+
+        Raises:
+            ConfigError: the executor cannot compute prompt log-probabilities, or `num_top` is out of range.
+            DataError: a prompt is empty, too long, or holds an unknown token.
+            ResidencyError: weights or KV cache are not on the device, or the engine is paused.
+            WorkerDied: a replica was lost meanwhile.
+        """
+        return self._score("score", prompts, num_top)
+
+    async def ascore(self, prompts: Sequence[str | Sequence[int]], num_top: int = 1) -> list[PromptLogprobs]:
+        """Do what `score` does, beside the event loop. While the engine is paused, the call waits.
+
+        Args:
+            prompts: as for `score`.
+            num_top: as for `score`.
+
+        Returns:
+            One entry per prompt, in the order of the prompts.
+        """
+        return await asyncio.to_thread(self._score, "ascore", prompts, num_top, may_wait=True)
+
+    def _score(
+        self, what: str, prompts: Sequence[str | Sequence[int]], num_top: int, may_wait: bool = False
+    ) -> list[PromptLogprobs]:
         self._need_prompt_logprobs()
-        self._check_ready("prompt_logprobs")
+        self._check_ready(what, may_wait)
         tokens = [self._tokens(prompt, index) for index, prompt in enumerate(prompts)]
-        serving = self._serving()
-        shares = {replica: tokens[index :: len(serving)] for index, replica in enumerate(serving)}
-        results = together(serving, lambda replica: replica.prompt_logprobs(shares[replica]))
-        return [results[index % len(serving)][index // len(serving)] for index in range(len(tokens))]
+        return score_prompts(self._serving(), tokens, num_top, self.context_length - 1)
 
     def _need_prompt_logprobs(self) -> None:
         self._need(self.capabilities.has_prompt_logprobs, "prompt_logprobs", "a train engine's `forward` computes them")

@@ -20,7 +20,7 @@ from typing import Any, Concatenate, Protocol
 from rlite.engine.registry import Backend
 from rlite.engine.workers import Executor, P, Resident, ResidentWorkers, T, Worker
 from rlite.errors import DataError, NonFiniteError
-from rlite.types import SequenceRequest, StopReason, TokenChunk
+from rlite.types import PromptLogprobs, SequenceRequest, StopReason, TokenChunk
 
 COMMON_OPTIONS = frozenset({"max_model_len", "max_num_seqs", "gpu_memory_utilization", "dtype", "seed"})
 """fields that the options of every inference executor have"""
@@ -285,8 +285,15 @@ class Replica(Resident, Protocol):
     def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on."""
 
-    def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
-        """Return log_softmax(logits) of every token but the first of each prompt; requires `has_prompt_logprobs`."""
+    def prompt_logprobs(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
+        """Return the log-probabilities of each prompt's tokens; requires `has_prompt_logprobs`.
+
+        While the replica is paused, the call waits, so that no prompt is computed with half-written weights.
+
+        Args:
+            prompts: token ids, at most `max_model_len - 1` each.
+            num_top: number of most likely tokens at each place.
+        """
 
     def close(self) -> None:
         """Stop generating and end requests in flight with an error. The workers end afterwards."""
@@ -328,7 +335,7 @@ class WorkerReplica(ResidentWorkers):
         """Stamp tokens with this policy version from now on."""
         self.call(ServingWorker.set_version, version)
 
-    def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
+    def prompt_logprobs(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
         """Refuse: replicas with prompt log-probabilities override this method.
 
         Raises:

@@ -328,7 +328,8 @@ def check_train_module(module: nn.Module, own_names: Collection[str]) -> BaseTra
     if not isinstance(module, BaseTrainModule):
         raise ConfigError(
             f"expected a rlite.nn.BaseTrainModule, found {name}: "
-            "subclass it beside your model class, and move the algorithm into its methods"
+            "subclass it beside your model class, as in `class Mine(rlite.nn.HuggingFaceFsdp2TrainModule, "
+            "Qwen3ForCausalLM)`; rlite's examples/sft_from_engine.py is a whole program"
         )
     own = user_methods(type(module))
     if hidden := sorted(own.keys() & own_names):

@@ -80,6 +80,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             config = cls.config_class.from_pretrained(folder, **cls._config_options)  # type: ignore[attr-defined]
             rates = {} if cls._keeps_dropout else disable_dropout(config)
             module = cls(config)
+        with real_tensors():  # accelerate registers a new parameter for each name, so tied weights are apart
+            module.tie_weights()  # type: ignore[operator]
         if not cls._keeps_dropout:
             disable_dropout_layers(module)
         module._dropout = rates

@@ -19,6 +19,7 @@ LABELS = {
     "logprob_drift": "drift",
     "test_accuracy": "test_acc",
     "seconds": "seconds",
+    "turns": "turns/ep",
 }
 """short titles of columns"""
 WIDTH = 8

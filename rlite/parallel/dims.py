@@ -87,4 +87,4 @@ class ParallelDims:
         return self.num_peers
 
     def __str__(self) -> str:
-        return f"{self.copies} copies x {self.fsdp} shards x sp {self.seq} x tp {self.tensor}"
+        return f"ddp {self.copies} x fsdp {self.fsdp} x sp {self.seq} x tp {self.tensor}"

@@ -31,10 +31,7 @@ class ShardedMuon(torch.optim.Muon):
         Returns:
             The loss of `closure`.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _recomputed(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -79,13 +76,17 @@ class CombinedOptimizer(torch.optim.Optimizer):
         Returns:
             The loss of `closure`.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _recomputed(closure)
         groups = iter(self.param_groups)
         for optimizer, num_groups in self._optimizers:
             optimizer.param_groups = [next(groups) for _ in range(num_groups)]
             optimizer.state = self.state
             optimizer.step()
         return loss
+
+
+def _recomputed(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

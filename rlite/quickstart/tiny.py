@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rlite.errors import ConfigError
+from rlite.nn.quiet import quiet_transformers
 
 HEAD_DIM = 32
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -99,6 +100,7 @@ def build_tiny_qwen3(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    model.save_pretrained(path)
+    with quiet_transformers():
+        model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return Path(path)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
+from rlite.wording import counted
+
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT = 10.0
@@ -111,9 +113,8 @@ class LoopThread:
                 self._loop.run_until_complete(asyncio.wait(tasks, timeout=self._close_timeout / 10))
         if tasks:
             logger.warning(
-                "%d task(s) did not end in %g s, though cancelled; a workflow must let asyncio.CancelledError "
-                "pass, at:\n%s",
-                len(tasks),
+                "%s did not end in %g s, though cancelled; a workflow must let asyncio.CancelledError pass, at:\n%s",
+                counted(len(tasks), "task"),
                 self._close_timeout,
                 "\n".join(sorted({_stack(task) for task in tasks})),
             )

@@ -7,7 +7,7 @@ import io
 import os
 import pickle
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
@@ -145,14 +145,17 @@ async def limited(what: str, timeout: float | None, errors: ErrorKinds = SANDBOX
         raise errors["raised"](f"{what} raised {describe(error)}") from error
 
 
-def stream(function: Callable[..., Any], what: str, /, **keywords: Any) -> Generator[Any, None, Any]:
-    """Yield the values of a generator function that runs in a process of its own.
+def stream(
+    function: Callable[..., Any], what: str, is_kept: bool = False, /, **keywords: Any
+) -> Generator[Any, None, Any]:
+    """Yield the values of a generator function that runs in another process.
 
     The process has the environment variables, the standard output and the standard error of this process.
 
     Args:
         function: the generator function. It must yield within STREAM_TIMEOUT.
         what: name of the function in error messages.
+        is_kept: run all such calls in one process, whose output is discarded. Else the process is of this call only.
         **keywords: arguments of the function.
 
     Returns:
@@ -163,7 +166,8 @@ def stream(function: Callable[..., Any], what: str, /, **keywords: Any) -> Gener
     """
     pieces: SimpleQueue[Any] = SimpleQueue()
     end = object()
-    with closing(SandboxPool(1, env_vars=os.environ, is_silent=False)) as pool:
+    kept = nullcontext(shared_pool(1, frozenset(os.environ))) if is_kept else None
+    with kept or closing(SandboxPool(1, env_vars=os.environ, is_silent=False)) as pool:
         call = Call(Code.of(function, what=what), _pickled(keywords), STREAM_TIMEOUT, on_piece=pieces.put)
         result = pool.submit(call)
         result.add_done_callback(lambda _: pieces.put(end))

@@ -58,6 +58,14 @@ class DpoTrainer(SupervisedTrainer[DpoConfig]):
         """Return the loss of the DPO family that the options name."""
         return DpoLoss(beta=self.options.actor.beta, preference_loss=self.options.actor.preference_loss)
 
+    def describe_loss(self) -> str:
+        """Return the loss in words, with its strength and its reference."""
+        actor, loss = self.options.actor, self.options.actor.preference_loss
+        means = ["means over tokens"] if loss.length_normalised else []
+        imitation = [f"{loss.nll_weight:g} x imitation of the chosen answers"] if loss.nll_weight else []
+        reference = "no reference" if self.reference is None else self.reference.describe()
+        return ", ".join([f"{loss.name}, beta {actor.beta:g}", *means, *imitation, reference])
+
     def start(self) -> None:
         """Begin as every trainer does, then place the reference beside the actor, if it is a model of its own."""
         super().start()

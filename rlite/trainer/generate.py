@@ -111,14 +111,31 @@ def prompt_tokens(prompt: str, tokenizer: PreTrainedTokenizerBase, options: Gene
     Raises:
         ConfigError: a chat is asked for, and the model has no template.
     """
-    has_template = tokenizer.chat_template is not None
-    if not has_template and (options.chat or options.system_prompt is not None):
-        raise ConfigError("chat=true and system_prompt need a chat template, which the model's tokenizer does not have")
-    if options.chat is False or not has_template:
-        return workflow.prompt_ids({"prompt": prompt}, tokenizer)
-    system = [] if options.system_prompt is None else [{"role": "system", "content": options.system_prompt}]
-    item = {"messages": [*system, {"role": "user", "content": prompt}]}
+    item = prompt_item(prompt, tokenizer, options.chat, options.system_prompt)
     return workflow.prompt_ids(item, tokenizer, options.chat_template_options)
+
+
+def prompt_item(
+    prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool | None, system_prompt: str | None = None
+) -> dict[str, Any]:
+    """Return a prompt as an item: `messages` of a chat, or a raw `prompt`.
+
+    Args:
+        prompt: the text.
+        tokenizer: the model's tokenizer.
+        chat: whether the text is the user's message in a chat. None: if the tokenizer has a chat template.
+        system_prompt: message of the system before it, in a chat.
+
+    Raises:
+        ConfigError: a chat is asked for, and the tokenizer has no template.
+    """
+    has_template = tokenizer.chat_template is not None
+    if not has_template and (chat or system_prompt is not None):
+        raise ConfigError("chat=true and system_prompt need a chat template, which the model's tokenizer does not have")
+    if not (has_template if chat is None else chat):
+        return {"prompt": prompt}
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    return {"messages": [*system, {"role": "user", "content": prompt}]}
 
 
 def gconfig(options: GenerateConfig) -> GenerationHyperparameters:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlite.data.source import Source
-from rlite.data.tables import Row
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import KEY
 
@@ -19,9 +18,9 @@ IN_MEMORY = "(rows of the program)"
 class Given:
     """Objects of a program. A command gives none."""
 
-    rows: Sequence[Row] | None = None
+    rows: Iterable[Mapping[str, Any]] | None = None
     """rows to train on, in place of those of the path"""
-    test_rows: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    test_rows: Mapping[str, Iterable[Mapping[str, Any]]] = field(default_factory=dict)
     """rows to evaluate on, in place of those of the paths, by the set's group of options"""
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """reward functions by name, in place of those of the paths"""

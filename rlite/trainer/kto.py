@@ -65,6 +65,12 @@ class KtoTrainer(SupervisedTrainer[KtoConfig]):
         weights = {"desirable_weight": actor.desirable_weight, "undesirable_weight": actor.undesirable_weight}
         return KtoLoss(beta=actor.beta, **weights)
 
+    def describe_loss(self) -> str:
+        """Return the loss in words, with its strength and its reference."""
+        actor = self.options.actor
+        weights = f"weights {actor.desirable_weight:g} (desirable) and {actor.undesirable_weight:g} (undesirable)"
+        return f"{actor.loss_type}, beta {actor.beta:g}, {weights}, {self.reference.describe()}"
+
     def start(self) -> None:
         """Begin as every trainer does, then place the reference beside the actor, if it is a model of its own."""
         super().start()

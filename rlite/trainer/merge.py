@@ -15,6 +15,7 @@ from rlite.arguments import named
 from rlite.checkpoint.atomic import discard, publish, staging
 from rlite.errors import ConfigError
 from rlite.nn.lora_merge import adapter_config, merge_adapter
+from rlite.nn.quiet import quiet_transformers
 from rlite.trainer.model_options import MergeConfig
 
 
@@ -34,11 +35,12 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(f"out={out}: exists and is not an empty folder; choose another one")
     unfinished = staging(out)
     try:
-        merge_adapter(folder, base, unfinished)
+        with quiet_transformers():
+            merge_adapter(folder, base, unfinished)
         publish(unfinished, out)
     finally:
         discard(unfinished)
-    print(f"{folder} and {base}, merged: {out}")
+    print(f"rlite merge: {folder} merged into {base}; the model is in {out}")
 
 
 def adapter_folder(given: str) -> Path:

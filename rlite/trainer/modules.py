@@ -142,6 +142,5 @@ def _optimized(module: Any, optimizer_options: OptimizerOptions | None, lora: Lo
         module.add_lora(lora)
     module.optimizer_options = optimizer_options
     if optimizer_options is not None:
-        module.tie_weights()  # on meta transformers leaves them apart
         module.parameter_groups = parameter_groups(module, optimizer_options)
     return module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -260,6 +260,10 @@ class TableOptions(Options):
     """system message before conversations that do not begin with one, also in test_data"""
     chat_template_options: dict[str, Any] = {}
     """keyword arguments of the chat template, such as {enable_thinking: false}, also for test_data"""
+    streaming: bool = False
+    """read the rows while training, for data that does not fit in memory: JSON lines, Parquet, folders of these"""
+    shuffle_buffer: Count = 10_000
+    """streaming: rows in memory among which the next one is chosen at random; 1 keeps their order"""
 
     def problems(self) -> Iterator[str]:
         """Yield a message for two kinds of sources, for weights of some sources, and for reserved template options."""
@@ -268,6 +272,8 @@ class TableOptions(Options):
         without = [name for name, source in self.mixture.items() if source.weight is None]
         if 0 < len(without) < len(self.mixture):
             yield f"mixture.{without[0]}.weight: missing, and other sources have one; give it to all or to none"
+        if self.streaming and self.mixture:
+            yield "streaming=true streams one table; mix the rows beforehand, or leave streaming out"
         if own := sorted(RESERVED_TEMPLATE_OPTIONS & self.chat_template_options.keys()):
             yield f"chat_template_options.{own[0]}: rlite sets {', '.join(own)} itself; leave it out"
 
@@ -318,9 +324,17 @@ class AnnouncedOptions(Options):
     aliases: ClassVar[Mapping[str, str]] = {}
     """other spellings of keys"""
 
+    @classmethod
+    def arguments(cls, argv: Sequence[str]) -> list[str]:
+        """Return the arguments of the command in the form `KEY=VALUE`."""
+        return list(argv)
+
     def headline(self) -> str:
         """Return in a few words what is trained, on which data, and where the result goes."""
         raise NotImplementedError
+
+    def check_complete(self) -> None:
+        """Raise ConfigError if a command lacks an option for which a program may give an object instead."""
 
 
 class LaunchOptions(AnnouncedOptions):
@@ -436,6 +450,8 @@ class EpochOptions(RunOptions):
     """folder of the run: metrics.jsonl, latest/ (Hugging Face), state/ (to resume from), config.yaml"""
     n_epochs: Count = 1
     """passes over the data"""
+    total_steps: Count | None = None
+    """optimizer steps of a run with data.streaming=true, in place of n_epochs"""
     save_freq: Count = 100
     """steps between two checkpoints"""
     test_freq: Count = 100
@@ -468,6 +484,12 @@ class SupervisedConfig(LaunchOptions):
         """Yield a message for missing data."""
         if self.data.path is None and not self.data.mixture:
             yield "data.path: required and not set (or data.mixture.NAME.path of several tables)"
+        if self.data.streaming and self.trainer.total_steps is None:
+            yield "trainer.total_steps: required with data.streaming=true, which does not know how long an epoch is"
+        if self.data.streaming and self.trainer.n_epochs > 1:
+            yield f"trainer.n_epochs={self.trainer.n_epochs}: data.streaming=true ends after trainer.total_steps steps"
+        if self.trainer.total_steps is not None and not self.data.streaming:
+            yield "trainer.total_steps is an option of data.streaming=true; use trainer.n_epochs"
 
     def headline(self) -> str:
         """Return in a few words what is trained, on which data, and where the result goes."""
@@ -553,7 +575,8 @@ class PreferenceLossOptions(Options):
     """A loss of DPO's family."""
 
     name: str = "sigmoid"
-    """a name of rlite.algorithms.PREFERENCE_LOSSES: sigmoid, ipo, hinge, robust, sppo, apo_zero, apo_down, exo, ..."""
+    """a name of rlite.algorithms.PREFERENCE_LOSSES: sigmoid, robust, hinge, ipo, exo, nca, bco, sppo, apo_zero,
+    apo_down, discopop, orpo, simpo"""
     options: dict[str, Any] = {}
     """keyword parameters of the loss, such as {label_smoothing: 0.1}"""
     length_normalised: bool = False

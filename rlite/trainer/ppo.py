@@ -31,7 +31,7 @@ from rlite.cluster.session import has_session
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
 from rlite.data.rows import Rows
-from rlite.errors import ConfigError
+from rlite.errors import StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.chosen import ChosenRewards
@@ -58,7 +58,7 @@ from rlite.trainer.rl.selection import with_selected
 from rlite.trainer.rl.sets import logged_metrics, make_sets
 from rlite.trainer.rl.workflows import held_out_workflows, workflow_maker
 from rlite.trainer.run.best import check_evaluated
-from rlite.trainer.run.training_run import TrainingRun, step_metrics
+from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
 
 T = TypeVar("T")
 SHOWN = (
@@ -140,15 +140,22 @@ class PpoTrainer:
 
         Returns:
             The metrics of the last step.
+
+        Raises:
+            StreamedDataError: a row that was read during training cannot be used. The steps before it are saved.
         """
         self.start()
         metrics: dict[str, float] = {}
         with self.record:
-            while not self.run.is_over:
-                with stats_tracker.record_timing("step"), self.run.generating():
-                    generated = self.rollouts.next_batch()
-                    batch = self.recovery.run(lambda: self.learn(generated), self.run.step)  # noqa: B023 - called now
-                metrics = self.finish_step(batch)
+            try:
+                while not self.run.is_over:
+                    with stats_tracker.record_timing("step"), self.run.generating():
+                        generated = self.rollouts.next_batch()
+                        batch = self.recovery.run(lambda: self.learn(generated), self.run.step)  # noqa: B023 - called now
+                    metrics = self.finish_step(batch)
+            except StreamedDataError:
+                self.run.save_before_bad_data(self._save)
+                raise
         self.evaluations.close()
         self.run.close()
         return metrics
@@ -186,14 +193,14 @@ class PpoTrainer:
         self.recovery.keep()
         self.run.open()
         self.record.open()
-        self.run.console.report(f"rlite {self.name}", self.plan())
+        self.run.show_plan(f"rlite {self.name}", self.plan)
         self.run.console.follow(self.engines.rollout.rollout_progress)
         if metrics := self._evaluate_due():
             self.run.log_evaluation(metrics)
 
     def plan(self) -> dict[str, str]:
         """Return how a step's work is divided, as text by topic."""
-        return batch_plan(self.options, self.engines, self.context, self.data, self.evaluations.sets)
+        return batch_plan(self.options, self.engines, self.workflow, self.context, self.data, self.evaluations.sets)
 
     def with_advantages(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `advantages` [N, L], and with `returns` [N, L] for a critic."""
@@ -213,7 +220,7 @@ class PpoTrainer:
         for rows in torch.arange(len(batch)).tensor_split(min(self.options.actor.update_per_rollout, len(batch))):
             stats = actor.train_batch(with_selected(batch[rows], actor, loss, longest), loss, loss.weight)
             actor.step_lr_scheduler()
-            stats_tracker.scalar(**stats)
+            stats_tracker.scalar(**loss_stats(stats))
 
     @stats_tracker.record_timing("sync")
     def sync(self) -> None:
@@ -322,12 +329,7 @@ class PpoTrainer:
         Raises:
             ConfigError: train_data.path or a source of rewards is missing, or a reward cannot be used.
         """
-        data, has_source = options.train_data, bool(options.sources_of_rewards)
-        has_data = data.path is not None or bool(data.mixture)
-        if not (has_data and has_source):
-            source = "a source of rewards (reward.path=file.py:function, rollout.env_path or rollout.workflow)"
-            missing = [key for key, value in {"train_data.path": has_data, source: has_source}.items() if not value]
-            raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
+        options.check_complete()
         serve_if_worker(options)
         rewards = ChosenRewards(options.reward, given.rewards) if options.reward else None
         train_rows, test_rows = read_prompts(options, given)

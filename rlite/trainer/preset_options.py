@@ -4,46 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
-
-from rlite.config import Positive, Rate
+from rlite.config import Positive, Rate, quick_checks
 from rlite.trainer.options import DpoActorOptions, DpoConfig, EpochOptions, PreferenceLossOptions, TrainerOptions
 from rlite.trainer.rl.config import ActorOptions, AdvantageOptions, KlOptions, PpoConfig
 from rlite.types import Aggregation
 
-
-class _OfMeans(PreferenceLossOptions):
-    """A loss of the answers' mean log-probabilities."""
-
-    length_normalised: bool = True
-    """log-probabilities are means over the answer's tokens instead of sums"""
-    reference_free: bool = True
-    """compare log-probabilities themselves, not their ratios to a reference; no reference is then built"""
-
-
-class OrpoLossOptions(_OfMeans):
-    """ORPO's loss: the odds ratio, and the negative log-likelihood of the chosen answer."""
-
-    name: str = "orpo"
-    """a name of rlite.algorithms.PREFERENCE_LOSSES"""
-    nll_weight: Rate = 1.0
-    """weight of the negative log-likelihood of the chosen answer, the mean over its tokens, which is added"""
-
-
-class SimpoLossOptions(_OfMeans):
-    """SimPO's loss."""
-
-    name: str = "simpo"
-    """a name of rlite.algorithms.PREFERENCE_LOSSES; the margin of simpo is options.gamma=1"""
-
-
-class CpoLossOptions(PreferenceLossOptions):
-    """CPO's loss: DPO's without a reference, and the negative log-likelihood of the chosen answer."""
-
-    reference_free: bool = True
-    """compare log-probabilities themselves, not their ratios to a reference; no reference is then built"""
-    nll_weight: Rate = 1.0
-    """weight of the negative log-likelihood of the chosen answer, the mean over its tokens, which is added"""
+with quick_checks():  # the others import torch; a run makes them
+    ORPO_LOSS = PreferenceLossOptions(name="orpo", length_normalised=True, reference_free=True, nll_weight=1.0)
+    SIMPO_LOSS = PreferenceLossOptions(name="simpo", length_normalised=True, reference_free=True)
+    CPO_LOSS = PreferenceLossOptions(reference_free=True, nll_weight=1.0)
 
 
 class OrpoActorOptions(DpoActorOptions):
@@ -53,8 +22,8 @@ class OrpoActorOptions(DpoActorOptions):
     """peak learning rate"""
     beta: Positive = 0.1
     """weight of the odds-ratio loss, lambda in the paper"""
-    preference_loss: OrpoLossOptions = Field(default_factory=OrpoLossOptions)
-    """the loss to minimise"""
+    preference_loss: PreferenceLossOptions = ORPO_LOSS
+    """the odds ratio, and the negative log-likelihood of the chosen answer"""
 
 
 class OrpoConfig(DpoConfig):
@@ -71,8 +40,8 @@ class SimpoActorOptions(DpoActorOptions):
 
     beta: Positive = 2.0
     """factor of the mean log-probability, which is the reward"""
-    preference_loss: SimpoLossOptions = Field(default_factory=SimpoLossOptions)
-    """the loss to minimise"""
+    preference_loss: PreferenceLossOptions = SIMPO_LOSS
+    """the loss to minimise; the margin of SimPO is options.gamma=1"""
 
 
 class SimpoConfig(DpoConfig):
@@ -91,8 +60,8 @@ class CpoActorOptions(DpoActorOptions):
     """peak learning rate"""
     beta: Positive = 0.1
     """factor of the difference of the log-probabilities"""
-    preference_loss: CpoLossOptions = Field(default_factory=CpoLossOptions)
-    """the loss to minimise"""
+    preference_loss: PreferenceLossOptions = CPO_LOSS
+    """DPO's loss without a reference, and the negative log-likelihood of the chosen answer"""
 
 
 class CpoConfig(DpoConfig):

@@ -33,6 +33,11 @@ class Reference:
         """the reference is the actor without its adapters"""
         self.engine = engine if self.is_actor else RliteTrainEngine(policy_module(own))
 
+    def describe(self) -> str:
+        """Return the reference in words."""
+        own = self._options.model_name or self._actor.model_name
+        return "reference: the model without its adapters" if self.is_actor else f"reference {own}"
+
     def build(self, build_options: Mapping[str, Any]) -> None:
         """Place the reference beside the actor, if it is a model of its own.
 

@@ -40,5 +40,10 @@ class RmTrainer(SupervisedTrainer[RmConfig]):
         """Return the Bradley-Terry loss."""
         return RewardModelLoss(center_coefficient=self.options.critic.center_coefficient)
 
+    def describe_loss(self) -> str:
+        """Return the loss in words."""
+        centre = self.options.critic.center_coefficient
+        return f"Bradley-Terry{f', centred with coefficient {centre:g}' if centre else ''}"
+
 
 main = RmTrainer.main

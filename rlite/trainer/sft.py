@@ -108,5 +108,9 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         with session_of(options):
             return cls(options, rows, test_rows, given.callbacks, generated).fit()
 
+    def describe_loss(self) -> str:
+        """Return the loss in words."""
+        return f"cross entropy, mean per {self.options.actor.avg_level}"
+
 
 main = SftTrainer.main

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from tensordict import TensorDict
@@ -16,19 +17,23 @@ from rlite.data.chat.template import check_template_options
 from rlite.data.formats.table import RowKind
 from rlite.data.loader import BatchLoader
 from rlite.data.packs import sequence_lengths
-from rlite.data.rows import read_source
+from rlite.data.rows import Rows, converted, described, read_source
 from rlite.data.source import Source
+from rlite.data.streaming.loader import StreamLoader
+from rlite.data.streaming.table import StreamedTable
 from rlite.data.tokens import TokenRows, mixed
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.given import NOTHING, Given
 from rlite.trainer.held_out import UNNAMED, HeldOutOptions, held_out_sources, key_of, metrics_of, prefixed
 from rlite.trainer.launch import serve_if_worker, session_of
+from rlite.trainer.model_plan import data_plan, model_plan
 from rlite.trainer.modules import load_tokenizer, policy_module, trained_engine
 from rlite.trainer.options import ModelOptions, SupervisedConfig
 from rlite.trainer.run.best import check_evaluated
-from rlite.trainer.run.training_run import TrainingRun, step_metrics
+from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
+from rlite.wording import counted
 
 C = TypeVar("C", bound=SupervisedConfig)
 SHOWN_OF_PAIRS = (
@@ -90,7 +95,11 @@ class SupervisedTrainer(ABC, Generic[C]):
         self.model: ModelOptions = getattr(options, self.key)
         self.loss = self.make_loss()
         trainer, batch_size = options.trainer, options.data.batch_size
-        self.loader = BatchLoader(rows, batch_size, trainer.seed, trainer.n_epochs)
+        self.loader: BatchLoader | StreamLoader
+        if rows.stream is None:
+            self.loader = BatchLoader(rows, batch_size, trainer.seed, trainer.n_epochs)
+        else:
+            self.loader = StreamLoader(rows.stream, batch_size, trainer.seed, trainer.total_steps or 0)
         self.engine = trained_engine(type(self).module, self.model, self.loader.num_batches)
         losses = [f"test_{name}" for name in ("loss", *self.loss.reported)]
         evaluated = [*metrics_of(self.test_sets, losses), *self.further_metrics()]
@@ -106,6 +115,10 @@ class SupervisedTrainer(ABC, Generic[C]):
     def further_metrics(self) -> Sequence[str]:
         """Return the logged names of metrics of evaluations that have no loss."""
         return ()
+
+    def describe_loss(self) -> str:
+        """Return the loss in words, for the plan of the run."""
+        return type(self.loss).__name__
 
     def _build_options(self) -> dict[str, Any]:
         """Return the build options of the trained engine.
@@ -123,7 +136,12 @@ class SupervisedTrainer(ABC, Generic[C]):
         tests = {key_of(name): rows for name, rows in self.test_sets.items()}
         for table, rows in {"data": self.rows, **tests}.items():
             capacity = model.max_length_per_device * model.tp_size * model.sp_size
-            rows.check_capacity(capacity, f"{self.key}.max_length_per_device{''.join(factors)}", table)
+            name = f"{self.key}.max_length_per_device{''.join(factors)}"
+            check = partial(TokenRows.check_capacity, capacity=capacity, name=name, table=table)
+            if rows.stream is None:
+                check(rows)
+            else:
+                rows.stream.check("capacity", check)
         return options
 
     def fit(self) -> dict[str, float]:
@@ -131,15 +149,22 @@ class SupervisedTrainer(ABC, Generic[C]):
 
         Returns:
             The metrics of the last step.
+
+        Raises:
+            StreamedDataError: a row that was read during training cannot be used. The steps before it are saved.
         """
         self.start()
         metrics: dict[str, float] = {}
-        for batch in self.loader:
-            if self.run.is_over:
-                break
-            with stats_tracker.record_timing("step"):
-                stats = self.update(self.prepare(batch))
-            metrics = self.finish_step(batch, stats)
+        try:
+            for batch in self.loader:
+                if self.run.is_over:
+                    break
+                with stats_tracker.record_timing("step"):
+                    stats = self.update(self.prepare(batch))
+                metrics = self.finish_step(batch, stats)
+        except StreamedDataError:
+            self.run.save_before_bad_data(self._save)
+            raise
         self.run.close()
         return metrics
 
@@ -151,23 +176,30 @@ class SupervisedTrainer(ABC, Generic[C]):
             self.loader.load_state_dict(facts["loader"])
             self.run.total_steps = self.run.step + self.loader.num_left  # another batch_size makes others
         self.run.open()
-        self.run.console.report(f"rlite {self.name}", self.plan())
+        self.run.show_plan(f"rlite {self.name}", self.plan)
         self.engine.train()
 
     def plan(self) -> dict[str, str]:
         """Return how a step's work is divided, as text by topic."""
         session, dims, model, trainer = rlite.current_session(), self.engine.dims, self.model, self.options.trainer
-        lengths, num_items = self.rows.lengths, min(self.options.data.batch_size, len(self.rows))
+        lengths, num_items, stream = self.rows.lengths, self.options.data.batch_size, self.rows.stream
+        if stream is None or stream.is_whole:
+            num_items = min(num_items, len(self.rows))
+        data_ranks = counted(dims.num_data_ranks, "data rank")
         form = f"{self.rows.form}; " if self.rows.form else ""
+        if stream is not None:
+            form = f"{stream}; {form}at the beginning "
         batch_tokens = num_items * self.rows.rows_per_item * lengths.mean()
         return {
-            "model": f"{model.model_name}, {self.engine.num_parameters / 1e6:.2f} M parameters",
+            **model_plan(model.model_name, self.engine, model.max_grad_norm),
+            "loss": self.describe_loss(),
             "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
             "data": f"{form}{len(self.rows)} items of {lengths.mean():.0f} tokens on average, at most {lengths.max()}; "
             f"{self.rows.tally}",
-            "step": f"{num_items} items, about {batch_tokens:.0f} tokens over {dims.num_data_ranks} data "
-            f"rank(s), in packs of at most {model.max_length_per_device * dims.pack_factor} tokens",
-            "run": f"{trainer.n_epochs} epoch(s) of {len(self.loader)} steps = {self.run.total_steps}, "
+            **data_plan(self.options.data),
+            "step": f"{num_items} items, about {batch_tokens:.0f} tokens over {data_ranks}, in packs of at most "
+            f"{model.max_length_per_device * dims.pack_factor} tokens",
+            "run": f"{self.loader} = {self.run.total_steps}, "
             f"checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
         }
 
@@ -184,7 +216,7 @@ class SupervisedTrainer(ABC, Generic[C]):
         """
         stats = self.engine.train_batch(batch, self.loss, self.loss.weight)
         self.engine.step_lr_scheduler()
-        return stats
+        return loss_stats(stats)
 
     def finish_step(self, batch: TensorDict, stats: Mapping[str, float]) -> dict[str, float]:
         """Count the step, evaluate and save if due, and log.
@@ -204,8 +236,11 @@ class SupervisedTrainer(ABC, Generic[C]):
             self.run.evaluated(evaluation)
         self.run.log(metrics)
         if self.run.is_save_due():
-            self.run.save(loader=self.loader.state_dict())
+            self._save()
         return metrics
+
+    def _save(self) -> None:
+        self.run.save(loader=self.loader.state_dict())
 
     def evaluate_due(self) -> dict[str, float]:
         """Return the metrics of the sets that are due after this step."""
@@ -276,13 +311,25 @@ def read_tokens(
     check_template_options(tokenizer, data.chat_template_options, "data.chat_template_options")
     template_options = {**data.chat_template_options, "escape_special_tokens": data.escape_special_tokens}
 
-    def tokens(source: Source, limit: int | None = None) -> TokenRows:
-        table = read_source(given.source(source), kind)
+    def tokens_of(table: Rows, source: Source, limit: int | None = None) -> TokenRows:
         made = tokenise(table.rows[:limit], tokenizer, data.max_length, source.where, **template_options)
-        return replace(made, form=table.form)
+        return replace(made, form=described(table, tokenizer.chat_template))
 
-    parts = {name: tokens(source) for name, source in data.sources("data").items()}
-    rows = mixed(parts, data.weights) if data.mixture else parts[""]
+    def tokens(source: Source, limit: int | None = None) -> TokenRows:
+        return tokens_of(read_source(given.source(source), kind), source, limit)
+
+    def streamed_tokens(source: Source) -> TokenRows:
+        stream = StreamedTable(
+            source, lambda rows: tokens_of(converted(rows, source, kind), source), data.shuffle_buffer
+        )
+        return replace(stream.first, stream=stream)
+
+    sources = data.sources("data")
+    if data.streaming:
+        rows = streamed_tokens(given.source(sources[""]))
+    else:
+        parts = {name: tokens(source) for name, source in sources.items()}
+        rows = mixed(parts, data.weights) if data.mixture else parts[""]
     sets = {name: own for name, own in options.test_data.items() if not own.is_generated}
     tests = held_out_sources(sets, data.columns, data.system_prompt)
     return rows, {name: tokens(source, options.test_data[name].limit) for name, source in tests.items()}

@@ -24,6 +24,7 @@ def test_the_package_exports_these_names_and_no_others():
         "RliteTrainEngine",
         "__version__",
         "current_session",
+        "evaluate",
         "gathered",
         "init",
         "register_executor",

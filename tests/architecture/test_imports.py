@@ -19,6 +19,7 @@ HOMES = {
     "sglang": "rlite/engine/sglang/",
     "peft": ("rlite/nn/lora.py", "rlite/nn/lora_merge.py"),
     "liger_kernel": "rlite/nn/liger.py",
+    "lm_eval": "rlite/evaluation/lm_eval.py",
     "math_verify": "rlite/rollout/rewards/math.py",
     "aiohttp": ("rlite/rollout/openai/endpoint.py", "rlite/engine/sglang/replica.py"),
     "openai": "rlite/rollout/openai/client.py",

@@ -48,6 +48,7 @@ class Sequence:
     made: list[int] = field(default_factory=list)
     logprobs: list[list[Any]] = field(default_factory=list)
     prompt_logprobs: list[list[Any]] = field(default_factory=list)
+    top_logprobs: list[list[list[Any]] | None] = field(default_factory=list)
     masks: list[list[int]] = field(default_factory=list)
     mask_logprobs: list[float] = field(default_factory=list)
     changes: list[tuple[str, int]] = field(default_factory=list)
@@ -127,9 +128,11 @@ class Scheduler:
         logits = self.model(ids).logits.float()
         for sequence, row, scores in zip(batch, rows, logits, strict=True):
             if sequence.body.get("logprob_start_len", -1) == 0 and not sequence.prompt_logprobs:
-                following = (
-                    scores[: len(row) - 1].log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0].tolist()
-                )
+                logprobs = scores[: len(row) - 1].log_softmax(-1)
+                following = logprobs.gather(1, torch.tensor(row[1:])[:, None])[:, 0].tolist()
+                values, ids = logprobs.topk(sequence.body.get("top_logprobs_num", 0))
+                pairs = zip(values.tolist(), ids.tolist(), strict=True)
+                sequence.top_logprobs = [None, *([[v, t, None] for v, t in zip(*pair, strict=True)] for pair in pairs)]
                 sequence.prompt_logprobs = [[v, t, None] for v, t in zip([None, *following], row, strict=True)]
             self.take(sequence, scores[len(row) - 1])
             self.send(sequence)
@@ -181,6 +184,8 @@ class Scheduler:
         if sequence.body.get("return_logprob"):
             meta["input_token_logprobs"] = sequence.prompt_logprobs
             meta["output_token_logprobs"] = sequence.logprobs[start:]
+            if sequence.body.get("top_logprobs_num"):
+                meta["input_top_logprobs"] = sequence.top_logprobs
         if sequence.body.get("return_sampling_mask"):
             meta["output_token_sampling_mask"] = sequence.masks[start:]
             meta["output_token_sampling_logprobs"] = sequence.mask_logprobs[start:]

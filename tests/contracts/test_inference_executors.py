@@ -375,6 +375,32 @@ def test_prompt_logprobs_are_right_or_refused_before_any_work(engine: RliteInfer
         engine.generate(PROMPTS, {"prompt_logprobs": 3})
 
 
+def test_scores_have_the_most_likely_tokens_and_wait_for_the_end_of_a_pause(
+    engine: RliteInferenceEngine, path: Path
+) -> None:
+    for prompt, found in zip(PROMPTS, engine.score(PROMPTS, num_top=3), strict=True):
+        top = logprobs_of(path, prompt).topk(3) if len(prompt) > 1 else torch.zeros(0, 3).topk(3)
+        assert found.top_ids == top.indices.tolist()
+        assert torch.tensor(found.top_logprobs).reshape(-1, 3).numpy() == pytest.approx(top.values.numpy(), abs=5e-5)
+        assert [len(found.logprobs), len(found.top_ids)] == [len(prompt) - 1] * 2
+    with pytest.raises(ConfigError, match="num_top=21"):
+        engine.score(PROMPTS, num_top=21)
+    with pytest.raises(DataError, match="max_model_len"):
+        engine.score([[5] * max_model_len(engine)])
+
+    async def scored_after_a_pause() -> Any:
+        engine.pause()
+        with pytest.raises(ResidencyError, match="paused"):
+            engine.score(PROMPTS)
+        scoring = asyncio.create_task(engine.ascore(PROMPTS))
+        await asyncio.wait([scoring], timeout=0.2)
+        assert not scoring.done()
+        engine.resume()
+        return await scoring
+
+    assert asyncio.run(scored_after_a_pause()) == engine.score(PROMPTS)
+
+
 def test_extras_are_columns_of_the_tokens_and_others_are_refused(engine: RliteInferenceEngine) -> None:
     offered = tuple(sorted(engine.capabilities.extras))
     response = asyncio.run(engine.agenerate(request_of(12, offered, top_k=4)))

@@ -61,7 +61,10 @@ def test_every_trainer_runs_in_the_programs_session(model: str, tmp_path: Path, 
     assert rlite.current_session() is session
     assert all(len(run.history) == 2 and run.model.is_dir() for run in runs.values())
     assert {"one/test_loss", "two/test_loss"} <= runs["dpo"].metrics.keys()
-    assert len(runs["sft"].generate([[{"role": "user", "content": "1+1="}], "2+1="], max_new_tokens=3)) == 2
+    chat, text = [{"role": "user", "content": "1+1="}], "1+1="
+    first, second = runs["sft"].generate([chat, text], max_new_tokens=8, temperature=0)
+    assert first == second
+    assert runs["sft"].generate(text, max_new_tokens=8, temperature=0, chat=False) != [first]
     with pytest.raises(ConfigError, match="is a reward model, which generates no text"):
         runs["rm"].generate("1+1=")
 

@@ -33,7 +33,8 @@ def doctor(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 def test_a_sound_machine_passes_all_checks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     doctor(monkeypatch)
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err == ""
     topics = {line[8:28].strip() for line in out.splitlines() if line[:6].strip() in ("ok", "note")}
     assert {"rlite", "python", "required packages", "processor", "GPU", "training", "generation"} <= topics
     assert {"extra ray", "extra vllm", "disk (runs)"} <= topics

@@ -30,6 +30,12 @@ def test_a_grpo_example_prints_its_reward(name, steps, tmp_path):
     assert "reward" in run(str(ROOT / "examples" / name), str(steps), cwd=tmp_path, python=python)
 
 
+def test_the_example_of_sft_learns_the_answer_of_its_chats(tmp_path):
+    out = run(str(ROOT / "examples" / "sft_from_engine.py"), "12", cwd=tmp_path, python=forked_python.python())
+    assert out.splitlines()[-1] == "answer: Blue."
+    assert (tmp_path / "runs" / "sft_from_engine" / "tokenizer_config.json").is_file()
+
+
 def test_the_tutorial_runs_under_torchrun_and_its_loss_falls(tmp_path):
     program = str(ROOT / "examples" / "tutorial.py")
     out = run(

@@ -140,10 +140,18 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("changes", [{}, {"use_rslora": True}, {"use_dora": True}], ids=str)
 def test_a_merged_model_is_its_base_with_the_adapter(
-    changes: dict[str, bool], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, bool],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = adapter(model, tmp_path / "adapter", **changes)
+    capsys.readouterr()
     run(monkeypatch, "merge", folder, tmp_path / "out")
+    told = capsys.readouterr()
+    assert told.out == f"rlite merge: {folder} merged into {model}; the model is in {tmp_path / 'out'}\n"
+    assert told.err == ""
     merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]

@@ -54,7 +54,7 @@ def test_a_chat_is_the_completion_of_the_rendered_conversation(session: None, mo
     assert repr(engine) == f"RliteInferenceEngine({models['llama']}, executor torch, not built)"
     engine.build(max_model_len=128, max_num_seqs=2)
     assert repr(engine) == (
-        f"RliteInferenceEngine({models['llama']}, 1 replica(s) of 1, 1 x cpu, executor torch, weights on the device, "
+        f"RliteInferenceEngine({models['llama']}, 1 replica of 1, 1 x cpu, executor torch, weights on the device, "
         "version 0)"
     )
     greedy = {"temperature": 0.0, "max_new_tokens": 6}

@@ -96,6 +96,8 @@ def test_both_engines_have_the_same_logprobs_before_and_after_a_step(
     for seed, temperature in enumerate((1.0, 0.7)):
         check_equality(serve, train, temperature, seed)
         train.p2p_weight_sync(serve)
+    prompts = [list(range(number, 2 * number)) for number in range(3, 10)]
+    assert serve.score(prompts) == [scored for prompt in prompts for scored in serve.score([prompt])]
     train.release()
     serve.release()
 

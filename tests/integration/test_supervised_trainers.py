@@ -136,6 +136,20 @@ def test_sft_lowers_the_held_out_loss_and_leaves_a_whole_model(model: str, tmp_p
     assert (tmp_path / "run" / "config.yaml").exists()
 
 
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("sft", "cross entropy, mean per token"),
+        ("rm", "Bradley-Terry"),
+        ("dpo", "sigmoid, beta 0.1, reference {model}"),
+        ("orpo", "orpo, beta 0.1, means over tokens, 1 x imitation of the chosen answers, no reference"),
+        ("kto", "kto, beta 0.1, weights 1 (desirable) and 1 (undesirable), reference {model}"),
+    ],
+)
+def test_the_plan_says_what_is_minimised(kind: str, told: str, model: str, tmp_path: Path, session: Session) -> None:
+    assert trainer(kind, model, tmp_path).describe_loss() == told.format(model=model)
+
+
 def test_a_reward_model_tells_unseen_pairs_apart_and_scores_the_same_in_transformers(
     model: str, tmp_path: Path, session: Session
 ) -> None:
@@ -274,7 +288,9 @@ def test_a_finished_run_says_so_and_ends(
     rlite.shutdown()
     rlite.init(num_devices=1, num_threads=1)
     trainer("sft", model, tmp_path).fit()
-    assert "finished already: step 8 of 8" in capsys.readouterr().out
+    first, _, again = capsys.readouterr().out.partition("finished already: step 8 of 8")
+    assert first.count("  optimizer  AdamW") == 1, "the run that is finished has no plan"
+    assert "finished after step 8 of 8" in again
     assert ((tmp_path / "metrics.jsonl").read_bytes(), sorted((tmp_path / "state").iterdir())) == before
     rlite.shutdown()
     rlite.init(num_devices=1, num_threads=1)
@@ -288,7 +304,7 @@ def test_the_plan_of_a_batch_larger_than_the_data_counts_the_data(
 ) -> None:
     learner = trainer("sft", model, tmp_path, "data.batch_size=999")
     learner.fit()
-    assert f"step     {len(learner.rows)} items, about" in capsys.readouterr().out
+    assert f"step       {len(learner.rows)} items, about" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

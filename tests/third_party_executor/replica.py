@@ -12,7 +12,7 @@ from typing import Any
 from rlite.engine.replica import InFlightRequest, InFlightTable, OnFailure, WorkerReplica
 from rlite.engine.workers import Executor, Worker
 from rlite.errors import RliteError, WorkerError
-from rlite.types import TokenChunk
+from rlite.types import PromptLogprobs, TokenChunk
 from tests.third_party_executor.worker import PushingWorker
 
 
@@ -27,6 +27,8 @@ class PushedReplica(WorkerReplica):
         self._changed = threading.Condition()
         self._num_pauses = self._num_paused = 0
         self._is_closing = False
+        self._may_score = threading.Event()
+        self._may_score.set()
         port, secret = executor.ask(PushingWorker.address)
         self._socket = socket.create_connection((executor.group.devices[executor.ranks[0]].ip, port), timeout=30)
         self._socket.settimeout(None)
@@ -53,6 +55,7 @@ class PushedReplica(WorkerReplica):
         self._send({"cancel": self._in_flight.cancel(request_ids)})
 
     def pause(self) -> None:
+        self._may_score.clear()
         with self._changed:
             self._num_pauses += 1
             number = self._num_pauses
@@ -62,6 +65,7 @@ class PushedReplica(WorkerReplica):
 
     def resume(self) -> None:
         self._send({"resume": True})
+        self._may_score.set()
 
     def drop(self, error: BaseException) -> None:
         dropped = self._in_flight.clear()
@@ -69,11 +73,13 @@ class PushedReplica(WorkerReplica):
         for request in dropped:
             request.fail(error)
 
-    def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
-        return self.executor.ask(PushingWorker.prompt_logprobs, list(prompts))
+    def prompt_logprobs(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
+        self._may_score.wait()
+        return self.executor.ask(PushingWorker.prompt_logprobs, list(prompts), num_top)
 
     def close(self) -> None:
         self._is_closing = True
+        self._may_score.set()
         self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=30)
         self._socket.close()

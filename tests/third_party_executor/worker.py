@@ -19,6 +19,7 @@ from rlite.engine.workers import Part
 from rlite.errors import ConfigError
 from rlite.nn.meta import real_tensors
 from rlite.parallel.shards import ParameterShard
+from rlite.types import PromptLogprobs
 
 
 @dataclass(eq=False)
@@ -63,13 +64,17 @@ class PushingWorker:
         return (self._listener.getsockname()[1], self._secret) if self._model is not None else (0, "")
 
     @torch.no_grad()
-    def prompt_logprobs(self, prompts: list[list[int]] | None) -> list[list[float]]:
+    def prompt_logprobs(self, prompts: list[list[int]] | None, num_top: int | None) -> list[PromptLogprobs]:
         """Return the log-probabilities of each prompt's tokens but the first."""
         result = []
         for ids in prompts or []:
             assert self._model is not None
             logprobs = self._model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
-            result.append(logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist())
+            top = logprobs.topk(num_top or 0)
+            found = logprobs.gather(1, torch.tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0]
+            result.append(
+                PromptLogprobs(logprobs=found.tolist(), top_ids=top.indices.tolist(), top_logprobs=top.values.tolist())
+            )
         return result
 
     # -- what every worker offers ---------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -10,6 +13,7 @@ import pytest
 import rlite
 from rlite import api
 from rlite.errors import ConfigError, DataError, UnknownOptionError
+from rlite.trainer.model_options import GenerateConfig
 from rlite.trainer.rl.config import PpoConfig
 
 ROWS = [{"prompt": "2+2=", "answer": "4"}]
@@ -26,7 +30,13 @@ def right(completions: list[str], answer: list[str], **columns: Any) -> list[flo
         ("sft", {"actor.lrr": 1e-5}, UnknownOptionError, r"unknown key 'actor\.lrr'; did you mean 'actor\.lr'\?"),
         ("sft", {"actor": {"lr": "fast"}}, ConfigError, r"^actor\.lr=fast: expected a float \(argument\)"),
         ("sft", {"actor": {"lora.rank": 0}}, ConfigError, r"^actor\.lora\.rank=0: expected at least 1"),
-        ("sft", {"total_steps": 3}, UnknownOptionError, r"unknown key 'trainer\.total_steps'"),
+        ("sft", {"total_steps": 3}, ConfigError, r"trainer\.total_steps is an option of data\.streaming=true"),
+        (
+            "grpo",
+            {"reward": right, "data": iter(ROWS), "train_data.streaming": True},
+            ConfigError,
+            r"train_data\.streaming=true iterates the rows again .* list_iterator can be iterated once only",
+        ),
         ("sft", {"reward": right}, UnknownOptionError, r"unknown key 'reward"),
         ("rm", {"actor.lr": 1e-5}, UnknownOptionError, r"unknown key 'actor\.lr'; did you mean 'critic\.lr'\?"),
         ("grpo", {}, ConfigError, r"missing: a source of rewards \(reward\.path"),
@@ -92,3 +102,19 @@ def test_rewards_come_alone_in_lists_and_by_name(given: Any, named: dict[str, fl
     found = api._rewards(given)
     assert all(isinstance(reward.options["path"], str) for reward in found.values())
     assert {name: reward.options.get("weight", 1.0) for name, reward in found.items()} == named
+
+
+def test_a_run_says_where_it_is_and_what_came_of_it(tmp_path: Path) -> None:
+    run = api.TrainedRun(tmp_path, {"reward": 0.5, "actor/loss": 1e-5, "lr": 1.0})
+    assert repr(run) == f"TrainedRun({tmp_path}, reward 0.5000, loss 1.0e-05)"
+    lines = [{"step": 1, "test_loss": 2.0}, {"step": 2, "loss": 0.25}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert repr(api.TrainedRun(tmp_path, {})) == f"TrainedRun({tmp_path}, step 2, loss 0.2500)"
+    assert repr(api.TrainedRun(tmp_path / "new", {})) == f"TrainedRun({tmp_path / 'new'})"
+
+
+def test_a_run_generates_with_the_defaults_of_the_command() -> None:
+    parameters = inspect.signature(api.TrainedRun.generate).parameters
+    options = GenerateConfig(model="m", prompt="p")
+    for name in ("max_new_tokens", "temperature", "chat"):
+        assert parameters[name].default == getattr(options, name)

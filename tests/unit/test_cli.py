@@ -57,7 +57,7 @@ def test_the_example_of_a_trainer_is_a_whole_config():
     trainers = [options for each in COMMANDS.values() if issubclass(options := each.find_options(), AnnouncedOptions)]
     assert len(trainers) >= 5
     for options in trainers:
-        assert ", into runs/" in load(options, options.help_example.split()).headline()
+        assert ", into runs/" in load(options, options.arguments(options.help_example.split())).headline()
 
 
 def test_help_on_one_group_of_a_command(monkeypatch, capsys):
@@ -81,11 +81,12 @@ def test_help_may_be_read_by_head():
     ("arguments", "message"),
     [
         (["pop"], "unknown command 'pop'; did you mean 'ppo'?"),
+        (["chat"], "did you mean 'generate'?"),
         (["shcema", "ppo"], "did you mean 'schema'?"),
         (["schema", "pop"], "expected one command; did you mean 'ppo'?"),
         (
             ["schema"],
-            "expected one command; known: cpo, doctor, dpo, generate, grpo, kto, launch, logs, merge, orpo, plan, ppo",
+            "expected one command; known: cpo, doctor, dpo, eval, generate, grpo, kto, launch, logs, merge, orpo, plan",
         ),
         (["schema", "sft", "ppo"], "expected one command"),
     ],
@@ -94,3 +95,20 @@ def test_a_command_that_does_not_exist_is_refused_with_the_nearest(monkeypatch, 
     with pytest.raises(SystemExit) as stopped:
         run(monkeypatch, *arguments)
     assert message in str(stopped.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (
+            [],
+            "train_data.path, a source of rewards (reward.path=file.py:function, rollout.env_path or ",
+        ),
+        (["train_data.path=rows.jsonl"], "a source of rewards"),
+        (["reward.path=my.py:f"], "train_data.path;"),
+    ],
+)
+def test_missing_data_and_rewards_are_reported_before_torch_is_loaded(monkeypatch, capsys, arguments, missing):
+    with pytest.raises(SystemExit, match=re.escape(f"rlite ppo: ConfigError: missing: {missing}")):
+        run(monkeypatch, "ppo", "actor.model_name=nowhere", *arguments)
+    assert "loading torch" not in capsys.readouterr().out

@@ -11,6 +11,7 @@ import pytest
 from annotated_types import Ge, Le
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import AllowInfNan
 
 from rlite.arguments import named
 from rlite.config import Options, describe, inherit, load, quick_checks, save, to_container
@@ -443,6 +444,35 @@ def test_help_on_one_group_has_the_groups_below_it(
     assert [line for line in shown if line.startswith("[")] == sections
     assert all(line.startswith(("    ", "[", topic)) for line in shown if line)
     assert any(line.startswith(f"{topic}") for line in shown)
+
+
+class HelpedEntry(Options):
+    """One of several."""
+
+    path: str
+    """a file"""
+    weight: Annotated[float, AllowInfNan(False)] = 1.0
+
+
+class HelpedMapping(Options):
+    parts: dict[str, HelpedEntry] = {}
+    """parts by name"""
+    names: dict[str, str | None] | None = None
+
+
+def test_help_on_a_mapping_shows_the_keys_of_its_entries() -> None:
+    assert describe(HelpedMapping, "parts").splitlines() == [
+        "parts={}  (a mapping {key: HelpedEntry})",
+        "    parts by name",
+        "",
+        "[parts.NAME: One of several]",
+        "parts.NAME.path=<required>  (a str)",
+        "    a file",
+        "parts.NAME.weight=1.0  (a float, finite)",
+    ]
+    assert describe(HelpedMapping, "parts.NAME.path").splitlines()[0] == "parts.NAME.path=<required>  (a str)"
+    assert "names=null  (a mapping {key: a str or null} or null)" in describe(HelpedMapping)
+    assert "common options" not in describe(HelpedMapping).partition("[options]")[2]
 
 
 def test_help_on_an_unknown_group_names_the_nearest() -> None:

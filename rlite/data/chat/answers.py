@@ -5,9 +5,53 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from rlite.data.chat.masks import ChatEncoder, check_messages
+from rlite.data.chat.raw import answer_encoder
+from rlite.data.tables import check_columns
 from rlite.data.tokens import Tokens
 from rlite.errors import DataError
+
+
+def prompted_answer_encoder(
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    answers: Sequence[str],
+    columns: Mapping[str, type | tuple[type, ...]],
+    where: str,
+    template_options: Mapping[str, Any],
+) -> Callable[[range], list[list[Tokens]]]:
+    """Check rows of a prompt with answers, and return a function that tokenises them.
+
+    All rows have the form of the first row: a text `prompt`, or `messages` that end before the assistant's answer. An
+    answer is a text, which alone is learnt, with its end: raw, the end-of-sequence token.
+
+    Args:
+        rows: the table.
+        tokenizer: the model's tokenizer.
+        answers: columns with answers.
+        columns: types of further columns that every row must have.
+        where: the table's name in messages, such as "data.path=x.json".
+        template_options: options of the chat template, such as `enable_thinking=False`.
+
+    Returns:
+        A function: row numbers -> for each row, one sequence for each answer.
+
+    Raises:
+        DataError: a row has another form; the message names row and column.
+        ConfigError: the tokenizer cannot do this.
+    """
+    is_chat = bool(rows) and rows[0].get("messages") is not None
+    needed = {"messages" if is_chat else "prompt": list if is_chat else str, **dict.fromkeys(answers, str), **columns}
+    for number, row in enumerate(rows):
+        at = f"{where}, row index {number}"
+        check_columns(row, needed, at)
+        if is_chat:
+            check_prompt(row["messages"], at, " and ".join(answers))
+    if not is_chat:
+        return answer_encoder(tokenizer, rows, answers)
+    return chat_answer_encoder(ChatEncoder(tokenizer, **template_options), rows, answers, where)
 
 
 def chat_answer_encoder(

@@ -162,6 +162,48 @@ class InvariantPrefillPlan(PrefillPlan):
         return torch.cat(outputs)
 
 
+Past = dict[int, tuple[Tensor, Tensor]]
+"""keys and values `[1, kv_heads, tokens, head_dim]` of one prompt's tokens so far, by layer"""
+
+
+class ScoringPlan(AttentionPlan):
+    """Chunks of many prompts packed in one row, whose keys and values are not written to the cache.
+
+    Args:
+        chunks: the chunks of one piece.
+        past: keys and values of the prompt that the first chunk continues.
+        device: device of the model.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], past: Past, device: torch.device) -> None:
+        self._chunks = chunks
+        self._past = past if chunks[0].start else {}
+        self.seen: Past = {}
+        """keys and values of the last chunk's prompt"""
+        self.tokens = torch.tensor([t for c in chunks for t in c.tokens], device=device)
+        self.positions = torch.tensor([p for c in chunks for p in range(c.start, c.stop)], device=device)
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write nothing: nothing continues from these tokens.
+
+        Args:
+            layer: index of the layer.
+            key: `[tokens, kv_heads, head_dim]`.
+            value: `[tokens, kv_heads, head_dim]`.
+        """
+
+    def _read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        lengths = [chunk.stop - chunk.start for chunk in self._chunks]
+        columns = zip(*(t.transpose(0, 1)[None].split(lengths, dim=2) for t in (query, key, value)), strict=True)
+        outputs = []
+        for index, (q, k, v) in enumerate(columns):
+            if index == 0 and self._past:
+                k, v = (torch.cat(pair, dim=2) for pair in zip(self._past[layer], (k, v), strict=True))
+            self.seen[layer] = k, v
+            outputs.append(causal_attention(q, k, v, scale, window)[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+
 class TilePlan(AttentionPlan):
     """TILE_ROWS tokens of one sequence that attend to its slot. Rows after the last token are padding.
 

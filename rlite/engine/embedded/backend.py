@@ -33,5 +33,5 @@ BACKEND = InferenceBackend(
     worker=make_worker,
     replica=PumpedReplica,
     check=check_served,
-    capabilities=Capabilities(has_readable_weights=True, extras=frozenset({"kept_ids"})),
+    capabilities=Capabilities(has_prompt_logprobs=True, has_readable_weights=True, extras=frozenset({"kept_ids"})),
 )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from rlite.engine.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, TilePlan
+from rlite.engine.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, ScoringPlan, TilePlan
 from rlite.engine.embedded.lean_decoder import LeanDecoder
 from rlite.errors import CheckpointError
 from rlite.nn.batch_invariant import make_invariant, obstacle
@@ -142,6 +142,13 @@ class ShardedModel:
             return self._lean.logits(tokens, positions, plan)
         output = self.model(input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False, plan=plan)
         return output.logits[:, -1]
+
+    def prompt_logits(self, plan: ScoringPlan) -> Tensor:
+        """Return the logits `[tokens, vocabulary]` of the plan's tokens."""
+        if self._lean is not None:
+            return self._lean.logits(plan.tokens, plan.positions, plan)
+        output = self.model(input_ids=plan.tokens[None], position_ids=plan.positions[None], use_cache=False, plan=plan)
+        return output.logits[0]
 
     def load(self, path: str | None = None) -> None:
         """Fill the parameters from a checkpoint of this model. Each rank reads its own blocks.

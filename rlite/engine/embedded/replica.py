@@ -7,17 +7,22 @@ thread makes no further call, so generation rests at a token boundary.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlite.engine.replica import InFlightRequest, InFlightTable, OnFailure, ServingWorker, WorkerReplica
 from rlite.engine.workers import Executor
 from rlite.errors import RliteError
 from rlite.observability import trace
-from rlite.types import SequenceRequest, TokenChunk
+from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
 STEPS_PER_CALL = 8
 """decode steps between two checks of the queue of new requests"""
+PROMPTS_PER_CALL = 32
+"""prompts whose log-probabilities one call computes"""
 
 
 class PumpedWorker(ServingWorker, Protocol):
@@ -31,6 +36,23 @@ class PumpedWorker(ServingWorker, Protocol):
             aborted: numbers of requests to end.
             max_steps: upper bound of the number of decode steps.
         """
+
+    def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
+        """Return the log-probabilities of each prompt's tokens.
+
+        Args:
+            prompts: token ids.
+            num_top: number of most likely tokens at each place.
+        """
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Prompts that wait for their log-probabilities."""
+
+    prompts: list[list[int]]
+    num_top: int
+    done: Future[list[PromptLogprobs]] = field(default_factory=Future)
 
 
 class PumpedReplica(WorkerReplica):
@@ -50,6 +72,7 @@ class PumpedReplica(WorkerReplica):
         self._in_flight = InFlightTable()
         self._waiting: list[InFlightRequest] = []
         self._cancelled: list[int] = []
+        self._scorings: deque[Scoring] = deque()
         self._changed = threading.Condition()
         self._calling = threading.Lock()
         self._may_run = threading.Event()
@@ -112,6 +135,28 @@ class PumpedReplica(WorkerReplica):
         for request in dropped:
             request.fail(error)
 
+    def prompt_logprobs(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
+        """Return the log-probabilities of each prompt's tokens. Calls for a few prompts alternate with decode steps.
+
+        Args:
+            prompts: token ids.
+            num_top: number of most likely tokens at each place.
+
+        Returns:
+            One entry per prompt.
+
+        Raises:
+            Exception: the replica is lost, or the worker refuses a prompt.
+        """
+        starts = range(0, len(prompts), PROMPTS_PER_CALL)
+        scorings = [Scoring(list(prompts[start : start + PROMPTS_PER_CALL]), num_top) for start in starts]
+        with self._changed:
+            if self.failure is not None:
+                raise self.failure
+            self._scorings += scorings
+            self._changed.notify()
+        return [scored for scoring in scorings for scored in scoring.done.result()]
+
     def close(self) -> None:
         """Stop the thread and end requests in flight with an error."""
         with self._changed:
@@ -123,7 +168,7 @@ class PumpedReplica(WorkerReplica):
 
     def _run(self) -> None:
         def has_to_look() -> bool:
-            return bool(self._has_ended or self._cancelled or self.num_in_flight)
+            return bool(self._has_ended or self._cancelled or self.num_in_flight or self._scorings)
 
         while True:
             with self._changed:
@@ -141,8 +186,12 @@ class PumpedReplica(WorkerReplica):
                         return
                     new, cancelled = self._take()
                     is_first = len(new) == len(self._in_flight)
+                    scoring = self._scorings.popleft() if self._scorings else None
+                if scoring is not None:
+                    self._score(scoring)
                 # the first requests of a batch do not decode long without the others, which arrive during this call
-                self._try_to_advance(new, cancelled, 1 if is_first else STEPS_PER_CALL)
+                if new or cancelled or self.num_in_flight:
+                    self._try_to_advance(new, cancelled, 1 if is_first else STEPS_PER_CALL)
 
     @property
     def _has_ended(self) -> bool:
@@ -164,10 +213,21 @@ class PumpedReplica(WorkerReplica):
             with self._changed:
                 self._cancelled += left
 
+    def _score(self, scoring: Scoring) -> None:
+        try:
+            scored = self.executor.ask(PumpedWorker.prompt_logprobs, scoring.prompts, scoring.num_top)
+        except Exception as error:  # whatever it is, it belongs to the caller who waits
+            scoring.done.set_exception(error)
+        else:
+            scoring.done.set_result(scored)
+
     def _fail(self, error: Exception) -> None:
         """Accept no more requests. Cancelled requests end now; the engine decides about the others."""
         requests = self._in_flight.fail(error)
         with self._changed:
             self._waiting, self._cancelled = [], []
+            scorings, self._scorings = self._scorings, deque()
             self._changed.notify()
+        for scoring in scorings:
+            scoring.done.set_exception(error)
         self._on_failure(self, requests, error)

@@ -51,9 +51,8 @@ class RequestRules:
         ids = [*request.input_ids, *request.output_ids]
         if not request.input_ids:
             return "the prompt is empty; give at least one token"
-        if len(ids) > (room := self.max_model_len - 1):
-            limit = "" if self.options.max_model_len else f" (the default: the model's limit, at most {CONTEXT_LIMIT})"
-            return f"the prompt has {len(ids)} tokens, max_model_len={self.max_model_len}{limit} leaves room for {room}"
+        if (error := self.length_objection(len(ids))) is not None:
+            return error
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
             return f"token id {wrong} is not in the vocabulary of {self.vocab_size}"
@@ -62,6 +61,13 @@ class RequestRules:
         if request.gconfig.stop and isinstance(self._tokenizer, str):
             return f"stop strings need a tokenizer; {self.path} has none ({self._tokenizer}). Use stop_token_ids"
         return None
+
+    def length_objection(self, num_tokens: int) -> str | None:
+        """Return the reason why a prompt of so many tokens is too long, None if it is not."""
+        if num_tokens <= (room := self.max_model_len - 1):
+            return None
+        limit = "" if self.options.max_model_len else f" (the default: the model's limit, at most {CONTEXT_LIMIT})"
+        return f"the prompt has {num_tokens} tokens, max_model_len={self.max_model_len}{limit} leaves room for {room}"
 
     def find_stop(self, sequence: RunningSequence, start: int) -> int | None:
         """Return the length in tokens at which a completion first contains a stop string, None if it contains none.

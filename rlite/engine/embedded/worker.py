@@ -19,13 +19,14 @@ from rlite.engine.embedded.forward_passes import ForwardPasses
 from rlite.engine.embedded.memory_plan import MemoryPlan
 from rlite.engine.embedded.model import ShardedModel
 from rlite.engine.embedded.options import EmbeddedOptions
+from rlite.engine.embedded.prompt_logprobs import prompt_logprobs
 from rlite.engine.embedded.request_rules import RequestRules
 from rlite.engine.embedded.scheduler import Scheduler
 from rlite.engine.workers import Part
-from rlite.errors import ResidencyError
+from rlite.errors import DataError, ResidencyError
 from rlite.parallel.memory_usage import give_back_cached_memory
 from rlite.parallel.shards import ParameterShard
-from rlite.types import SequenceRequest, TokenChunk
+from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
 
 class EmbeddedWorker:
@@ -123,6 +124,28 @@ class EmbeddedWorker:
             for number, error in failed.items():
                 self._fail(number, error, is_nonfinite=True)
         return self._drain()
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
+        """Return the log-probabilities of each prompt's tokens. Running requests are not touched.
+
+        Args:
+            prompts: token ids of the vocabulary.
+            num_top: number of most likely tokens at each place.
+
+        Returns:
+            One entry per prompt.
+
+        Raises:
+            DataError: a prompt is too long.
+            ResidencyError: weights or KV cache are not on the device.
+        """
+        self._serving_cache()
+        for prompt in prompts:
+            if len(prompt) > self.max_model_len:  # the last token is not computed
+                raise DataError(self._rules.length_objection(len(prompt)))
+        options = self.options
+        return prompt_logprobs(self._weights, prompts, num_top, options.max_prefill_tokens, options.deterministic)
 
     def weights_changed(self, version: int) -> None:
         """Serve newly written weights. Running requests continue from their tokens, and their cache is recomputed."""

@@ -17,12 +17,20 @@ from typing import Any
 
 from rlite.engine.replica import InFlightRequest, InFlightTable, OnFailure, WorkerReplica
 from rlite.engine.sglang.options import SglangOptions
-from rlite.engine.sglang.requests import TokenStream, end_of, generate_body, is_last, objection
+from rlite.engine.sglang.requests import (
+    TokenStream,
+    end_of,
+    generate_body,
+    is_last,
+    objection,
+    scored_prompt,
+    scoring_body,
+)
 from rlite.engine.sglang.server import CALL_S, message_of
 from rlite.engine.sglang.worker import SglangWorker
 from rlite.engine.workers import Executor, T
 from rlite.errors import CallTimeout, ConfigError, RliteError, WorkerError
-from rlite.types import TokenChunk
+from rlite.types import PromptLogprobs, TokenChunk
 
 try:
     import aiohttp
@@ -138,9 +146,17 @@ class SglangReplica(WorkerReplica):
         super().weights_changed(version)
         self._version = version
 
-    def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
-        """Return log_softmax(logits) of every token but the first of each prompt."""
-        return self._within(self._score_all(prompts), self._options.start_timeout_s)
+    def prompt_logprobs(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
+        """Return the log-probabilities of each prompt's tokens.
+
+        Args:
+            prompts: token ids.
+            num_top: number of most likely tokens at each place.
+
+        Returns:
+            One entry per prompt.
+        """
+        return self._within(self._score_all(prompts, num_top), self._options.start_timeout_s)
 
     def close(self) -> None:
         """Stop listening, end requests in flight with an error, and end a server of rlite's own. Safe to call again."""
@@ -284,16 +300,15 @@ class SglangReplica(WorkerReplica):
             self._take(chunk, stream)
         self._start(waiting)
 
-    async def _score_all(self, prompts: Sequence[list[int]]) -> list[list[float]]:
-        return list(await asyncio.gather(*map(self._score, prompts)))
+    async def _score_all(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
+        return list(await asyncio.gather(*(self._score(prompt, num_top) for prompt in prompts)))
 
-    async def _score(self, prompt: list[int]) -> list[float]:
+    async def _score(self, prompt: list[int], num_top: int) -> PromptLogprobs:
         if len(prompt) < 2:
-            return []
-        sampling = {"max_new_tokens": 0, "temperature": 0.0}
-        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+            return PromptLogprobs(logprobs=[], top_ids=[], top_logprobs=[])
+        body = scoring_body(prompt, num_top)
         answer = await asyncio.to_thread(self._endpoint.call, "/generate", body, self._options.start_timeout_s)
-        return [float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+        return scored_prompt(answer["meta_info"], num_top)
 
     # -- health --------------------------------------------------------------------------------------------------
 

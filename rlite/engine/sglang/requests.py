@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlite.types import MAX_KEPT_IDS, SequenceRequest, StopReason, TokenChunk
+from rlite.types import MAX_KEPT_IDS, PromptLogprobs, SequenceRequest, StopReason, TokenChunk
 
 MAX_KEPT = 4000
 """most token ids in a sampling mask; SGLang's default limit is 4096, and ties at the limit count too"""
@@ -60,6 +60,24 @@ def generate_body(request: SequenceRequest, name: str, max_model_len: int, vocab
         sampling["top_k"] = min(sampling["top_k"] if sampling["top_k"] > 0 else vocab_size, most)
         body["return_sampling_mask"] = True
     return body
+
+
+def scoring_body(prompt: list[int], num_top: int) -> dict[str, Any]:
+    """Return the body of `/generate` for the log-probabilities of a prompt and of `num_top` tokens at each place."""
+    sampling = {"max_new_tokens": 0, "temperature": 0.0}
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+    return body | {"top_logprobs_num": num_top} if num_top else body
+
+
+def scored_prompt(meta: dict[str, Any], num_top: int) -> PromptLogprobs:
+    """Return the log-probabilities of a prompt from the `meta_info` of the answer to `scoring_body`."""
+    places = meta["input_token_logprobs"][1:]
+    top = meta["input_top_logprobs"][1:] if num_top else [[] for _ in places]
+    return PromptLogprobs(
+        logprobs=[float(value) for value, *_ in places],
+        top_ids=[[int(token) for _, token, *_ in entries] for entries in top],
+        top_logprobs=[[float(value) for value, *_ in entries] for entries in top],
+    )
 
 
 @dataclass

@@ -29,10 +29,6 @@ class FetchingReplica(PumpedReplica):
         self._try_to(lambda: self.executor.ask(VllmWorker.resume))
         super().resume()
 
-    def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
-        """Return log_softmax(logits) of every token but the first of each prompt."""
-        return self.executor.ask(VllmWorker.prompt_logprobs, list(prompts))
-
     def close(self) -> None:
         """Stop the thread, end requests in flight with an error, and end vLLM's processes."""
         super().close()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlite.types import SequenceRequest
+from rlite.types import PromptLogprobs, SequenceRequest
 
 SAMPLING = "rlite"
 """key of `SamplingParams.extra_args` under which a request's own sampling parameters travel to the sampler"""
@@ -101,3 +101,21 @@ class StopStrings:
             if any(stop in text for stop in self._stops):
                 return num
         return None
+
+
+def scored_prompt(ids: Sequence[int], entries: Sequence[Mapping[int, Any] | None], num_top: int) -> PromptLogprobs:
+    """Return the log-probabilities of a prompt.
+
+    Args:
+        ids: the prompt.
+        entries: vLLM's `prompt_logprobs`: for each token but the first, objects with `logprob` and `rank` by token id,
+            for the token and the `num_top` most likely tokens.
+        num_top: number of most likely tokens at each place.
+    """
+    places = [entry for entry in entries[1:] if entry is not None]
+    top = [sorted(entry, key=lambda token: entry[token].rank)[:num_top] for entry in places]
+    return PromptLogprobs(
+        logprobs=[entry[token].logprob for token, entry in zip(ids[1:], places, strict=True)],
+        top_ids=top,
+        top_logprobs=[[entry[token].logprob for token in tokens] for tokens, entry in zip(top, places, strict=True)],
+    )

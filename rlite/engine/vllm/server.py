@@ -27,9 +27,9 @@ import psutil
 
 from rlite.engine.vllm.process import is_resource_tracker
 from rlite.engine.vllm.releases import Release, Table
-from rlite.engine.vllm.requests import StopStrings, objection, sampling_arguments
+from rlite.engine.vllm.requests import StopStrings, objection, sampling_arguments, scored_prompt
 from rlite.engine.vllm.steps import TokenStep
-from rlite.types import SequenceRequest, TokenChunk
+from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -281,18 +281,26 @@ class Server:
                 return f"{type(error).__name__}: {error}"
         return None
 
-    async def prompt_logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
-        """Return log_softmax(logits) of every token but the first of each prompt."""
-        return await asyncio.gather(*(self._prompt_logprobs(ids) for ids in prompts))
+    async def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
+        """Return the log-probabilities of each prompt's tokens.
 
-    async def _prompt_logprobs(self, ids: list[int]) -> list[float]:
+        Args:
+            prompts: token ids.
+            num_top: number of most likely tokens at each place.
+
+        Returns:
+            One entry per prompt.
+        """
+        return await asyncio.gather(*(self._prompt_logprobs(ids, num_top) for ids in prompts))
+
+    async def _prompt_logprobs(self, ids: list[int], num_top: int) -> PromptLogprobs:
         if len(ids) < 2:
-            return []
-        params = self._release.sampling_params({"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False})
+            return PromptLogprobs(logprobs=[], top_ids=[], top_logprobs=[])
+        params = self._release.sampling_params({"max_tokens": 1, "prompt_logprobs": num_top, "detokenize": False})
         name = f"prompt-{next(self._counter)}"
         async for output in self._engine.generate({"prompt_token_ids": ids}, params, name):
             entries = output.prompt_logprobs
-        return [entries[i][token].logprob for i, token in enumerate(ids) if i > 0]
+        return scored_prompt(ids, entries, num_top)
 
     # -- rest, weights and residency -----------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from rlite.parallel.processes import subgroup
 from rlite.parallel.shards import CheckpointReader, ParameterShard
 from rlite.parallel.shared_memory import SharedArena, aligned_bytes
 from rlite.parallel.tensor_plan import attention_shape
-from rlite.types import SequenceRequest, TokenChunk
+from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
 START_S = 1800.0
 """time limit in seconds for the start of vLLM, which loads the weights and may compile the model"""
@@ -106,8 +106,15 @@ class VllmWorker:
         if self._process is not None:
             self._process.call("resume")
 
-    def prompt_logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
-        """Return log_softmax(logits) of every token but the first of each prompt.
+    def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
+        """Return the log-probabilities of each prompt's tokens.
+
+        Args:
+            prompts: token ids.
+            num_top: number of most likely tokens at each place.
+
+        Returns:
+            One entry per prompt.
 
         Raises:
             DataError: a prompt is too long.
@@ -120,7 +127,7 @@ class VllmWorker:
                 raise DataError(
                     f"prompt {index} has {len(ids)} tokens, max_model_len={room + 1} leaves room for {room}"
                 )
-        return self._process.call("prompt_logprobs", prompts)
+        return self._process.call("prompt_logprobs", prompts, num_top)
 
     def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on."""

@@ -43,11 +43,12 @@ class ChatPrompts:
         self._limit = limit
         self._template = ChatTemplate(tokenizer, chat_template_options)
 
-    def of(self, request: ModelRequest, turns: Sequence[Turn]) -> Prompt:
-        """Return the prompt of a request. Errors are those of `chat`."""
-        if request.messages is None:
-            return self.text(request.prompt, turns)
-        return self.chat(request.messages, request.tools, turns)
+    def of(self, request: ModelRequest, turns: Sequence[Turn]) -> list[Prompt]:
+        """Return the prompts of a request. A conversation is one prompt. Errors are those of `chat`."""
+        if request.messages is not None:
+            return [self.chat(request.messages, request.tools, turns)]
+        # an echoed text is scored with the tokens of the text, not with the tokens that an earlier turn sampled
+        return [self.text(prompt, () if request.is_echo else turns) for prompt in request.prompts]
 
     def chat(self, messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -> Prompt:
         """Return the prompt for the answer to a conversation.

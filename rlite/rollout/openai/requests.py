@@ -6,7 +6,7 @@ A parameter at the value that means "off" is treated as absent. So is a paramete
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -45,9 +45,13 @@ MAX_DEPTH = 100
 UNSUPPORTED = "unsupported_value"
 STOPS = f"a text or a list of texts, at most {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters"
 TOOL_CHOICE = "'auto' or 'none': nothing makes the model call a tool"
-PROMPT = "one text or one list of token ids, not empty"
+MAX_CHOICES = 1024
+"""choices of a request, of all its prompts together"""
+MAX_SHOWN_LOGPROBS = 5
+"""most likely tokens that a completion shows at each place: OpenAI's limit"""
+PROMPT = f"a text, a list of token ids, or a list of at most {MAX_CHOICES} of them, none empty"
 WORDS = {"list_type": "a list", "dict_type": "an object", "model_type": "an object", "too_short": "a list, not empty"}
-LOGPROBS = "0, the log-probability of the tokens that were sampled"
+LOGPROBS = f"an integer from 0 to {MAX_SHOWN_LOGPROBS}"
 
 
 class ApiError(RliteError, RuntimeError):
@@ -83,10 +87,11 @@ def unknown_model(asked: Any, model: str) -> ApiError:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """A request that has been read, independent of the interface. Either `messages` or `prompt` is set."""
+    """A request that has been read, independent of the interface. Either `messages` or `prompts` are set."""
 
     gconfig: GenerationHyperparameters
     num_choices: int
+    """of each prompt"""
     is_stream: bool
     has_usage: bool
     """a stream ends with the usage"""
@@ -95,12 +100,21 @@ class ModelRequest:
     tools: list[dict[str, Any]] | None = None
     may_call: bool = False
     """calls of tools are searched in the answer"""
-    prompt: str | list[int] = ""
+    prompts: Sequence[str | list[int]] = ()
+    is_echo: bool = False
+    """the prompt is shown before the answer"""
+    num_top: int = 0
+    """most likely tokens that are shown at each place"""
 
     @property
     def is_chat(self) -> bool:
         """True for a conversation."""
         return self.messages is not None
+
+    @property
+    def needs_scores(self) -> bool:
+        """True if the response shows log-probabilities that generation does not return."""
+        return self.has_logprobs and (self.is_echo or self.num_top > 0)
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
@@ -300,14 +314,18 @@ class _ChatBody(_Body):
     logprobs: Flag = False
 
 
-def _single(prompt: Any) -> Any:
-    is_nested = isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list)
-    return prompt[0] if is_nested else prompt
+def _as_prompts(prompt: Any) -> list[Any]:
+    is_several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    return prompt if is_several else [prompt]
+
+
+Prompts = Annotated[list[Name | Tokens], Field(max_length=MAX_CHOICES, fail_fast=True)]
 
 
 class _CompletionBody(_Body):
-    prompt: Annotated[Name | Tokens, BeforeValidator(_single), Expected(PROMPT)] = ABSENT
-    logprobs: Annotated[int, Field(ge=0, le=0), Expected(LOGPROBS, UNSUPPORTED)] | None = None
+    prompt: Annotated[Prompts, BeforeValidator(_as_prompts), Expected(PROMPT)] = ABSENT
+    logprobs: Annotated[int, Field(ge=0, le=MAX_SHOWN_LOGPROBS), Expected(LOGPROBS, UNSUPPORTED)] | None = None
+    echo: Flag = False
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -363,7 +381,17 @@ def read_completion(body: Any, model: str, defaults: GenerationHyperparameters) 
         The request.
     """
     read = _validated(_CompletionBody, body, model)
-    return ModelRequest(prompt=read.prompt, has_logprobs=read.logprobs is not None, **read.common(defaults))
+    if read.n * len(read.prompt) > MAX_CHOICES:
+        raise _invalid("n", read.n, f"at most {MAX_CHOICES} choices, and there are {len(read.prompt)} prompts")
+    if read.stream and (read.echo or read.logprobs):
+        raise _unsupported("stream", True, "false, for a request with echo or logprobs")
+    return ModelRequest(
+        prompts=read.prompt,
+        has_logprobs=read.logprobs is not None,
+        num_top=read.logprobs or 0,
+        is_echo=read.echo,
+        **read.common(defaults),
+    )
 
 
 AnyBody = TypeVar("AnyBody", bound=_Body)

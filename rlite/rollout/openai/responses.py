@@ -16,7 +16,7 @@ from rlite.rollout.openai.recording import Turn
 from rlite.rollout.openai.requests import ApiError, ModelRequest
 from rlite.rollout.tools.formats import ToolCall, numbered
 from rlite.rollout.workflow import Tokenizer
-from rlite.types import TokenChunk
+from rlite.types import PromptLogprobs, TokenChunk
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,22 @@ class Exchange:
     """A request under way, with the fields that all parts of its response share."""
 
     request: ModelRequest
-    prompt: Prompt
+    prompts: Sequence[Prompt]
     model: str
     tokenizer: Tokenizer
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
     turns: list[Turn] = field(default_factory=list)
     """turns of the choices that have begun"""
+
+    def prompt(self, index: int) -> Prompt:
+        """Return the prompt of a choice."""
+        return self.prompts[index // self.request.num_choices]
+
+    def echoed(self, index: int) -> str:
+        """Return the text of a choice's prompt if the request wants it before the answer."""
+        prompt = self.prompt(index)
+        return (prompt.text or self.tokenizer.decode(prompt.token_ids)) if self.request.is_echo else ""
 
     def around(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
         """Return a response, or one chunk of it."""
@@ -60,7 +69,7 @@ class Exchange:
 
     def usage(self, num_output: int) -> dict[str, int]:
         """Return counts of tokens. A prompt that several choices share counts once."""
-        num_prompt = len(self.prompt.token_ids)
+        num_prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
         return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
 
@@ -114,13 +123,24 @@ def answer(content: str, calls: Sequence[ToolCall], numbers: Iterator[int]) -> M
     return {**message, "tool_calls": numbered(calls, numbers)} if calls else message
 
 
-def whole(exchange: Exchange, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return the response to a request that does not stream, with all choices, given in any order."""
+def whole(
+    exchange: Exchange, choices: Sequence[Choice], scores: Sequence[PromptLogprobs] | None = None
+) -> dict[str, Any]:
+    """Return the response to a request that does not stream.
+
+    Args:
+        exchange: the shared fields.
+        choices: all choices, by index.
+        scores: log-probabilities of the prompt and the answer of each choice, if the request needs them.
+    """
     parts = []
-    for choice in sorted(choices, key=lambda choice: choice.index):
+    for choice in choices:
         part: dict[str, Any] = {"index": choice.index, "finish_reason": finish_reason(choice.turn)}
-        tokens = list(zip(choice.turn.output_ids, choice.turn.logprobs, strict=True))
-        part["logprobs"] = logprobs(exchange, tokens)
+        if scores is not None:
+            part["logprobs"] = scored_logprobs(exchange, choice.turn, scores[choice.index])
+        else:
+            tokens = list(zip(choice.turn.output_ids, choice.turn.logprobs, strict=True))
+            part["logprobs"] = logprobs(exchange, tokens)
         if exchange.request.is_chat:
             calls = calls_of(choice.turn)
             content = choice.content or (None if calls else "")
@@ -128,7 +148,7 @@ def whole(exchange: Exchange, choices: Sequence[Choice]) -> dict[str, Any]:
             if calls:
                 part["message"]["tool_calls"] = calls
         else:
-            part["text"] = choice.content
+            part["text"] = exchange.echoed(choice.index) + choice.content
         parts.append(part)
     num_output = sum(len(choice.turn.output_ids) for choice in choices)
     return {**exchange.around(parts, is_chunk=False), "usage": exchange.usage(num_output)}
@@ -213,5 +233,34 @@ def logprobs(exchange: Exchange, tokens: Sequence[tuple[int, float]]) -> dict[st
             for text, value, spelling in zip(texts, values, spelled, strict=True)
         ]
         return {"content": content, "refusal": None}
-    starts = [0, *itertools.accumulate(map(len, texts))][: len(texts)]
-    return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": starts}
+    return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": _starts(texts)}
+
+
+def scored_logprobs(exchange: Exchange, turn: Turn, scored: PromptLogprobs) -> dict[str, Any]:
+    """Return log-probabilities in the form of completions, with the most likely tokens or with those of the prompt.
+
+    Args:
+        exchange: the request.
+        turn: the answer. Its own log-probabilities are those of generation.
+        scored: log-probabilities of the prompt and of the answer, of which the last token may be missing.
+    """
+    num_prompt, decode = len(turn.prompt_ids), exchange.tokenizer.decode
+    ids = [*turn.prompt_ids, *turn.output_ids]
+    values: list[Any] = [None, *scored.logprobs[: num_prompt - 1], *turn.logprobs]
+    top: list[dict[str, float] | None] = [None]
+    places = list(zip(scored.top_ids, scored.top_logprobs, strict=True))
+    places += [([], [])] * (len(ids) - 1 - len(places))
+    for token, value, (likely, likely_logprobs) in zip(ids[1:], values[1:], places, strict=True):
+        entries: dict[str, float] = {}
+        for other, logprob in zip([*likely, token], [*likely_logprobs, value], strict=True):
+            entries.setdefault(decode([other]), logprob)  # of tokens with the same text, the most likely
+        top.append(entries)
+    first = 0 if exchange.request.is_echo else num_prompt
+    texts = [decode([token]) for token in ids[first:]]
+    shown = top[first:] if exchange.request.num_top else None
+    return {"tokens": texts, "token_logprobs": values[first:], "top_logprobs": shown, "text_offset": _starts(texts)}
+
+
+def _starts(texts: Sequence[str]) -> list[int]:
+    """Return where each token's text begins in the whole text."""
+    return [0, *itertools.accumulate(map(len, texts))][: len(texts)]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from rlite.rollout.openai.text import TextStream
 from rlite.rollout.tools.formats import ToolCallFormat
 from rlite.rollout.tools.probe import tool_call_format
 from rlite.rollout.workflow import Tokenizer, context_length
-from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest
+from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, PromptLogprobs
 
 MAX_BODY_BYTES = 64 << 20
 """of a request, whatever the context"""
@@ -47,6 +47,7 @@ class AgentSession(RecordingOwner):
         chat_template_options: further keyword arguments for `apply_chat_template`.
         max_length: tokens of prompt and answer together; None is the engine's limit.
         is_sampling_fixed: temperature, top_p and top_k are those of `gconfig`, whatever a request sets.
+        is_recording: keep the turns. False is for an evaluation of many requests that nobody trains on.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class AgentSession(RecordingOwner):
         chat_template_options: Mapping[str, Any] | None = None,
         max_length: int | None = None,
         is_sampling_fixed: bool = False,
+        is_recording: bool = True,
     ) -> None:
         self.engine = engine
         self.model = model
@@ -67,7 +69,7 @@ class AgentSession(RecordingOwner):
         self.failure: RliteError | None = None
         """the engine's own, which no agent can help"""
         self._gconfig = GenerationHyperparameters.from_mapping(gconfig)
-        limit = context_length(engine, max_length)
+        self._limit = limit = context_length(engine, max_length)
         self._prompts = ChatPrompts(tokenizer, chat_template_options, limit)
         self.max_body_bytes = MAX_BODY_BYTES
         """the longest request that is read"""
@@ -77,6 +79,7 @@ class AgentSession(RecordingOwner):
         self._tool_format = self._find_format() if tool_format is not None else None
         self._max_length = max_length
         self._is_sampling_fixed = is_sampling_fixed
+        self._is_recording = is_recording
         self._rid = uuid.uuid4().hex
         self._call_numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -142,11 +145,28 @@ class AgentSession(RecordingOwner):
         with _refused():
             request = read(body, self.model, self._gconfig)
             self._check_format(request)
-            prompt = self._prompts.of(request, self.recording.turns)
+            self._check_scores(request)
+            prompts = self._prompts.of(request, self.recording.turns)
         id = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         tokenizer = self._prompts.tokenizer
-        exchange = Exchange(request=request, prompt=prompt, model=self.model, tokenizer=tokenizer, id=id)
+        exchange = Exchange(request=request, prompts=prompts, model=self.model, tokenizer=tokenizer, id=id)
         return Reply(request.is_stream, self._messages(exchange))
+
+    def _check_scores(self, request: ModelRequest) -> None:
+        """Check that the engine computes the log-probabilities that a request wants.
+
+        Raises:
+            ApiError: it does not; or the most likely tokens would be those of another temperature than the answer's.
+        """
+        if not request.needs_scores:
+            return
+        if not hasattr(self.engine, "ascore"):
+            message = "logprobs: this engine has no log-probabilities of prompts, nor the most likely tokens"
+            raise ApiError(message, param="logprobs", code="unsupported_value")
+        gconfig = self._gconfig if self._is_sampling_fixed else request.gconfig
+        if not gconfig.greedy and gconfig.temperature != 1:
+            message = f"logprobs with echo, or above 0, at temperature {gconfig.temperature:g}; supported: 0 and 1"
+            raise ApiError(message, param="temperature", code="unsupported_value")
 
     def _check_format(self, request: ModelRequest) -> None:
         """Determine the format of tool calls before the first call is requested.
@@ -170,7 +190,9 @@ class AgentSession(RecordingOwner):
                         async for message in chunks:
                             yield message
                 else:
-                    yield responses.whole(exchange, [event async for event in events if isinstance(event, Choice)])
+                    choices = [event async for event in events if isinstance(event, Choice)]
+                    choices.sort(key=lambda choice: choice.index)
+                    yield responses.whole(exchange, choices, await self._scores(exchange, choices))
         except BaseException:  # also GeneratorExit: the client will ask again, and must not count twice
             for turn in exchange.turns:
                 turn.is_aborted = True
@@ -185,11 +207,13 @@ class AgentSession(RecordingOwner):
         Raises:
             ApiError: the session has ended.
         """
-        gconfig = self._fitting(exchange.request.gconfig, len(exchange.prompt.token_ids))
+        gconfigs = [self._fitting(exchange.request.gconfig, len(prompt.token_ids)) for prompt in exchange.prompts]
+        num_choices = exchange.request.num_choices
         events: asyncio.Queue[Delta | Choice | Exception] = asyncio.Queue()
 
         async def choose(index: int) -> None:
             try:
+                gconfig = gconfigs[index // num_choices]
                 events.put_nowait(await self._choose(index, exchange, gconfig, events.put_nowait))
             except asyncio.CancelledError:
                 events.put_nowait(_closed())  # if it was the session that ended, the client is told
@@ -199,7 +223,7 @@ class AgentSession(RecordingOwner):
 
         if self._is_closed:
             raise _closed()
-        tasks = [asyncio.create_task(choose(index)) for index in range(exchange.request.num_choices)]
+        tasks = [asyncio.create_task(choose(index)) for index in range(num_choices * len(gconfigs))]
         self._tasks.update(tasks)
         try:
             num_left = len(tasks)
@@ -216,6 +240,21 @@ class AgentSession(RecordingOwner):
                 await asyncio.gather(*left, return_exceptions=True)
             self._tasks.difference_update(tasks)
 
+    async def _scores(self, exchange: Exchange, choices: Sequence[Choice]) -> list[PromptLogprobs] | None:
+        """Return log-probabilities of the prompt and the answer of each choice, None if the request needs none.
+
+        Raises:
+            ApiError: the engine cannot compute them.
+        """
+        if not exchange.request.needs_scores:
+            return None
+        sequences = [choice.turn.sequence for choice in choices]
+        room = None if self._limit is None else self._limit - 1  # a full context is scored but for its last token
+        try:
+            return await self.engine.ascore([ids[:room] for ids in sequences], exchange.request.num_top)  # type: ignore[attr-defined]
+        except Exception as error:
+            raise self._error(error) from error
+
     async def _choose(
         self, index: int, exchange: Exchange, gconfig: GenerationHyperparameters, say: Callable[[Delta], None]
     ) -> Choice:
@@ -230,13 +269,13 @@ class AgentSession(RecordingOwner):
         Raises:
             ApiError: the engine aborted the answer.
         """
-        request, prompt = exchange.request, exchange.prompt
-        if gconfig.seed is not None and index:
-            gconfig = gconfig.new(seed=mix(gconfig.seed, index))
+        request, prompt = exchange.request, exchange.prompt(index)
+        if gconfig.seed is not None and (sample := index % request.num_choices):
+            gconfig = gconfig.new(seed=mix(gconfig.seed, sample))
         form = self._tool_format if request.may_call else None
         text = TextStream(exchange.tokenizer, gconfig.stop, form, request.tools)
         turn = Turn(
-            id=exchange.id if request.num_choices == 1 else f"{exchange.id}:{index}",
+            id=exchange.id if request.num_choices * len(exchange.prompts) == 1 else f"{exchange.id}:{index}",
             prompt_ids=prompt.token_ids,
             prompt_text=prompt.text,
             parent=prompt.parent,
@@ -257,7 +296,8 @@ class AgentSession(RecordingOwner):
                     if request.is_stream:
                         say(Delta(index, text.feed(chunk.token_ids, chunk.finish_reason is not None), chunk))
         finally:
-            self.recording.turns.append(turn)
+            if self._is_recording:
+                self.recording.turns.append(turn)
         if turn.finish_reason == "abort":
             raise ApiError(f"the engine aborted the answer after {len(turn.output_ids)} tokens", 503, code="aborted")
         if not request.is_stream:

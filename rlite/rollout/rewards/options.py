@@ -45,6 +45,16 @@ class RewardOptions(Options):
         return [name for name, value in self if value != default[name]]
 
 
+def single_or_named(schema: dict[str, Any]) -> None:
+    """Let the JSON schema of rewards by name also take the options of a single reward.
+
+    Args:
+        schema: of an option; it is changed.
+    """
+    named = next(form for form in schema["anyOf"] if "additionalProperties" in form)
+    schema["anyOf"].insert(0, named["additionalProperties"])
+
+
 def with_names(given: Any) -> Any:
     """Return rewards by name. The options of a single reward without a name get the name UNNAMED.
 

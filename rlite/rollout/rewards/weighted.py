@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from rlite.rollout.rewards.adapters import TrlReward
 from rlite.rollout.rewards.errors import RewardInvalid
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.score import Reward
@@ -55,6 +56,12 @@ class WeightedRewards:
         named = (task.result() for task in tasks.values())
         reward.answer = next((each.answer for each in named if isinstance(each, Reward) and each.answer), None)
         return reward
+
+
+def has_trl_signature(reward: RewardFunction | WeightedRewards) -> bool:
+    """Return whether a reward function, or one of several, has TRL's signature and so takes lists of completions."""
+    parts = reward.parts.values() if isinstance(reward, WeightedRewards) else [Part(reward, 1.0)]
+    return any(isinstance(part.function.fn, TrlReward) for part in parts)
 
 
 def _value(reward: float) -> float:

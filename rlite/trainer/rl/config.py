@@ -15,7 +15,7 @@ from rlite.errors import ConfigError, did_you_mean
 from rlite.nn.options import LoraOptions
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
 from rlite.rollout.registry import WORKFLOWS
-from rlite.rollout.rewards.options import RewardOptions, named_by_function, with_names
+from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
 from rlite.trainer.held_out import named_sets
 from rlite.trainer.options import (
     FrozenModelOptions,
@@ -29,7 +29,7 @@ from rlite.trainer.options import (
     check_kl_loss,
     schedule_problems,
 )
-from rlite.trainer.rl.held_out import HeldOutPromptOptions, SetSamplingOptions, with_single
+from rlite.trainer.rl.held_out import HeldOutPromptOptions, SetSamplingOptions
 from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, Schedule
 
 SamplingOf = GenerationHyperparameters | Mapping[str, Any]
@@ -40,7 +40,8 @@ class PolicyLossOptions(Options):
     """The function of log-probabilities and advantages that is minimised."""
 
     name: str = "ppo_clip"
-    """a name of `rlite.algorithms.POLICY_LOSSES`"""
+    """a name of `rlite.algorithms.POLICY_LOSSES`: ppo_clip, cispo, clip_cov, decoupled_ppo, dppo, dro, gmpo, gspo,
+    kl_cov, m2po, reinforce, sapo, vespo"""
     options: dict[str, Any] = {}
     """keyword parameters of that loss; ppo_clip has its range from actor.clip"""
 
@@ -206,7 +207,8 @@ class AdvantageOptions(Options):
     """The way from rewards to advantages."""
 
     estimator: str = "reinforce"
-    """reinforce: reward less the mean of its group; gae: with a critic; or a name of `rlite.algorithms.ADVANTAGES`"""
+    """reinforce: reward less the mean of its group; gae: with a critic; or a name of `rlite.algorithms.ADVANTAGES`:
+    dr_grpo, grpo, rloo, normalized, gpg, opo, pass_at_k"""
     options: dict[str, Any] = {}
     """keyword parameters of an estimator of ADVANTAGES"""
     gamma: Share = 1.0
@@ -383,7 +385,7 @@ class PpoConfig(LaunchOptions):
     NAME/accuracy, ..."""
     kl: KlOptions = KlOptions()
     adv: AdvantageOptions = AdvantageOptions()
-    reward: dict[str, RewardOptions] = Field(default={}, json_schema_extra=with_single)
+    reward: dict[str, RewardOptions] = Field(default={}, json_schema_extra=single_or_named)
     """rewards of single-turn answers: reward.path=file.py:function, or reward.NAME.path=... for several, whose weighted
     sum counts; keys: path, weight, timeout, processes, memory_limit_gib, max_concurrent, in_process, env_vars"""
     rollout: RolloutOptions = RolloutOptions()
@@ -402,6 +404,20 @@ class PpoConfig(LaunchOptions):
     def headline(self) -> str:
         """Return in a few words what is trained, on which data, and where the result goes."""
         return f"{self.actor.model_name} on {self.train_data.paths}, into {self.trainer.save_dir}"
+
+    def check_complete(self) -> None:
+        """Check that the options name prompts and a source of rewards.
+
+        Raises:
+            ConfigError: one of them is missing.
+        """
+        data, source = self.train_data, "reward.path=file.py:function, rollout.env_path or rollout.workflow"
+        needed = {
+            "train_data.path": data.path is not None or data.mixture,
+            f"a source of rewards ({source})": self.sources_of_rewards,
+        }
+        if missing := [key for key, value in needed.items() if not value]:
+            raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
 
     def problems(self) -> Iterator[str]:
         """Yield a message for each rule between models, rewards, advantages and rollouts that does not hold."""

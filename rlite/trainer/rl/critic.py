@@ -11,6 +11,7 @@ from rlite.observability import stats_tracker
 from rlite.trainer.losses import ValueLoss, own_values
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.engines import Engines
+from rlite.trainer.run.training_run import loss_stats
 
 
 class NoCritic:
@@ -58,7 +59,7 @@ class Critic:
             stats = self._engine.train_batch(batch[rows], self._loss, self._loss.weight)
             self._engine.step_lr_scheduler()
             with stats_tracker.scope("critic"):
-                stats_tracker.scalar(**stats)
+                stats_tracker.scalar(**loss_stats(stats))
 
 
 def make_critic(options: PpoConfig, engines: Engines) -> NoCritic | Critic:

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from rlite.config import Count, Options, Share, single_or_named
+from rlite.config import Count, Options, Share
 from rlite.evaluation.samples import SOLVED_AT
 from rlite.rollout.registry import WORKFLOWS
-from rlite.rollout.rewards.options import RewardOptions, named_by_function, with_names
+from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
 from rlite.trainer.held_out import HeldOutOptions
 
 
@@ -29,11 +29,6 @@ class SetSamplingOptions(Options):
     """texts that end a response"""
 
 
-def with_single(schema: dict[str, Any]) -> None:
-    """Let the JSON schema of rewards by name also take the options of a single reward."""
-    single_or_named(schema)
-
-
 class GeneratedOptions(HeldOutOptions):
     """Rows to evaluate on, by answers that the model generates if there is a reward or a workflow."""
 
@@ -45,7 +40,7 @@ class GeneratedOptions(HeldOutOptions):
     """score from which a response counts as solved, for pass@k and majority@k"""
     sampling: SetSamplingOptions = SetSamplingOptions()
     """sampling of the set"""
-    reward: dict[str, RewardOptions] = Field(default={}, json_schema_extra=with_single)
+    reward: dict[str, RewardOptions] = Field(default={}, json_schema_extra=single_or_named)
     """rewards of the set, as reward.* of the run; default: the source of rewards of the run"""
     workflow: str | None = None
     """name of a registered workflow for the set; default: the source of rewards of the run"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.progress import track
 from transformers import AutoConfig
 
 from rlite.data.prompts import check_prompts
-from rlite.data.rows import place_of
+from rlite.data.rows import place_of, stream_of
 from rlite.errors import DataError
 from rlite.nn.huggingface import local_checkpoint
 from rlite.rollout import RolloutWorkflow
@@ -62,11 +63,21 @@ def check_lengths(options: PpoConfig, sources: Iterable[tuple[RolloutWorkflow, R
     """
     limit, longest = context_limit(options), []
     for workflow, rows, where in sources:
+        if (stream := stream_of(rows)) is not None:
+            stream.check("prompts", partial(_check_prompts_of, workflow, limit, where))
+            longest.append((workflow, 0))  # of prompts that are not read yet
+            continue
         if workflow.needs_prompt:
             check_prompts(rows, where)
         if rows:
             longest.append((workflow, check_openings(rows, workflow, limit, where) if workflow.needs_prompt else 0))
     return make_context(options, limit, longest)
+
+
+def _check_prompts_of(workflow: RolloutWorkflow, limit: int, where: str, rows: Rows) -> None:
+    if workflow.needs_prompt:
+        check_prompts(rows, where)
+        check_openings(rows, workflow, limit, where)
 
 
 def make_context(options: PpoConfig, limit: int, prompts: Iterable[tuple[RolloutWorkflow, int]]) -> Context:

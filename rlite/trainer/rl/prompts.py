@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlite.data.rows import Rows, mixed_rows, read_source
+from rlite.data.rows import Rows, mixed_rows, read_source, streamed_source
 from rlite.trainer.given import NOTHING, Given
 from rlite.trainer.held_out import held_out_sources
 from rlite.trainer.rl.config import PpoConfig
@@ -16,7 +16,11 @@ def read_prompts(options: PpoConfig, given: Given = NOTHING) -> tuple[Rows, dict
         given: rows of a program, in place of those of the paths.
     """
     data = options.train_data
-    parts = {name: read_source(given.source(source), "prompts") for name, source in data.sources("train_data").items()}
-    rows = mixed_rows(parts, data.weights) if data.mixture else parts[""]
-    sources = held_out_sources(options.test_data, data.columns, data.system_prompt)
-    return rows, {name: read_source(given.source(source), "prompts") for name, source in sources.items()}
+    sources = {name: given.source(source) for name, source in data.sources("train_data").items()}
+    if data.streaming:
+        rows = streamed_source(sources[""], "prompts", data.shuffle_buffer)
+    else:
+        parts = {name: read_source(source, "prompts") for name, source in sources.items()}
+        rows = mixed_rows(parts, data.weights) if data.mixture else parts[""]
+    tests = held_out_sources(options.test_data, data.columns, data.system_prompt)
+    return rows, {name: read_source(given.source(source), "prompts") for name, source in tests.items()}

@@ -5,22 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import rlite
-from rlite.data.rows import Rows
+from rlite.data.rows import Rows, described
 from rlite.evaluation.sets import EvaluationSet
+from rlite.rollout.rewards.weighted import has_trl_signature
+from rlite.rollout.workflow import PromptWorkflow, RolloutWorkflow, SingleTurnWorkflow
+from rlite.trainer.model_plan import data_plan, model_plan
 from rlite.trainer.rl.config import PpoConfig, SamplingOptions
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.held_out import HeldOutPromptOptions
 from rlite.trainer.rl.lengths import Context
+from rlite.wording import counted
+
+LISTS_OF_ONE = "functions with TRL's signature get lists of one completion, not of a group"
 
 
 def batch_plan(
-    options: PpoConfig, engines: Engines, context: Context, rows: Rows, sets: Mapping[str, EvaluationSet]
+    options: PpoConfig,
+    engines: Engines,
+    workflow: RolloutWorkflow,
+    context: Context,
+    rows: Rows,
+    sets: Mapping[str, EvaluationSet],
 ) -> dict[str, str]:
     """Return how a step's work is divided, in words and numbers by topic.
 
     Args:
         options: the run's config.
         engines: built.
+        workflow: makes the rollouts to train on.
         context: context length that the run serves.
         rows: the prompts to train on.
         sets: the sets to evaluate on.
@@ -30,21 +42,27 @@ def batch_plan(
     ranks, sampling = dims.num_data_ranks, rollout.train_sampling_params
     sequences = data.prompts_per_rollout * options.responses_per_prompt
     per_update = sequences // actor.update_per_rollout
+    template = engines.rollout.tokenizer.chat_template if isinstance(workflow, PromptWorkflow) else None
+    form = described(rows, template)
     plan = {
-        "model": f"{actor.model_name}, {engines.actor.num_parameters / 1e6:.2f} M parameters",
+        **model_plan(actor.model_name, engines.actor, actor.max_grad_norm),
+        **_critic(options, engines),
         "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
-        "data": f"{rows.form}; {len(rows)} items" if rows.form else f"{len(rows)} items",
+        "data": "; ".join(filter(None, (form, f"{len(rows)} items" if rows.stream is None else str(rows.stream)))),
+        **data_plan(data),
+        "reward": reward_plan(options, workflow),
         "step": f"{data.prompts_per_rollout} prompts x {options.responses_per_prompt} responses = {sequences} "
-        f"sequences, at most {sampling.max_new_tokens} new tokens in each of {rollout.max_turns} turn(s)",
+        f"sequences, at most {sampling.max_new_tokens} new tokens in each of {counted(rollout.max_turns, 'turn')}",
         "sampling": f"{_sampling(sampling)}; evaluation {_sampling(rollout.evaluation_sampling)}",
         "context": context.describe(sampling.max_new_tokens),
-        "update": f"{actor.update_per_rollout} optimizer step(s) of {per_update} sequences: {per_update // ranks} on "
-        f"each of {ranks} data rank(s), in packs of at most {actor.max_length_per_device * dims.pack_factor} tokens",
+        "update": f"{counted(actor.update_per_rollout, 'optimizer step')} of {per_update} sequences: "
+        f"{per_update // ranks} on each of {counted(ranks, 'data rank')}, in packs of at most "
+        f"{actor.max_length_per_device * dims.pack_factor} tokens",
         "filter": "groups of equal rewards are replaced" if options.has_dynamic_filtering else "every group is kept",
-        "rollout": f"{len(engines.rollout.executors)} replica(s) of {rollout.tp_size} device(s), executor "
-        f"{rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each, {_pace(options)}",
+        "rollout": f"{counted(len(engines.rollout.executors), 'replica')} of {counted(rollout.tp_size, 'device')}, "
+        f"executor {rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each, {_pace(options)}",
         "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, {advantage_plan(options)}",
-        "run": f"{trainer.total_steps} steps, checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
+        "run": f"{counted(trainer.total_steps, 'step')}, checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
     }
     plan |= {f"evaluation {name}".strip(): _set_plan(each, options) for name, each in sets.items()}
     if unread := options.without_effect():
@@ -52,6 +70,30 @@ def batch_plan(
     if options.is_greedy:
         plan["greedy"] = "training takes the most likely tokens and explores nothing"
     return plan
+
+
+def _critic(options: PpoConfig, engines: Engines) -> dict[str, str]:
+    if engines.critic is None:
+        return {}
+    model = options.critic.as_model(options.actor)
+    plan = model_plan(model.model_name, engines.critic, model.max_grad_norm)
+    return {("critic" if topic == "model" else f"critic's {topic}"): text for topic, text in plan.items()}
+
+
+def reward_plan(options: PpoConfig, workflow: RolloutWorkflow) -> str:
+    """Return where rewards come from, in words: the functions with their weights, or another source.
+
+    Args:
+        options: the run's config.
+        workflow: makes the rollouts to train on.
+    """
+    if options.reward:
+        parts = ", ".join(f"{name} x {one.weight:g} ({one.path})" for name, one in options.reward.items())
+        is_of_lists = isinstance(workflow, SingleTurnWorkflow) and has_trl_signature(workflow.reward_fn)
+        return f"{parts}; {LISTS_OF_ONE}" if is_of_lists else parts
+    rollout = options.rollout
+    sources = {"environment": rollout.env_path, "workflow": rollout.workflow}
+    return next((f"{what} {name}" for what, name in sources.items() if name), "the program's workflow")
 
 
 def _sampling(sampling: SamplingOptions) -> str:
@@ -67,14 +109,14 @@ def _set_plan(chosen: EvaluationSet, options: PpoConfig) -> str:
     own = options.test_data.get(chosen.name, HeldOutPromptOptions())
     where = "beside training" if options.trainer.evaluate == "beside" else "in turns with training"
     every = own.every or options.trainer.test_freq
-    return f"{len(chosen.rows)} prompts x {chosen.samples} response(s), every {every} steps, {where}"
+    return f"{len(chosen.rows)} prompts x {counted(chosen.samples, 'response')}, every {every} steps, {where}"
 
 
 def _pace(options: PpoConfig) -> str:
     ahead = options.rollout.max_head_offpolicyness
     if not ahead:
         return "in turns with training"
-    return f"beside training, at most {ahead} update(s) ahead (too old: {options.rollout.on_stale})"
+    return f"beside training, at most {counted(ahead, 'update')} ahead (too old: {options.rollout.on_stale})"
 
 
 def advantage_plan(options: PpoConfig) -> str:

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 
 from rlite.batch import check_has, check_one_per_row
 from rlite.data.prompts import Prompt, PromptStream
+from rlite.errors import StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.group import plain
@@ -47,17 +48,27 @@ class SynchronousRollouts:
 
     @stats_tracker.record_timing("rollout")
     def next_batch(self) -> TensorDict:
-        """Return a batch that is generated and rewarded now, each prompt's responses side by side."""
-        data, rollout, num_asked = self._options.train_data, self._options.rollout, 0
+        """Return a batch that is generated and rewarded now, each prompt's responses side by side.
+
+        Raises:
+            StreamedDataError: a prompt cannot be used. The prompts before it are left for a later run.
+        """
+        data, rollout = self._options.train_data, self._options.rollout
         generated = Generated()
+        asked: list[Prompt] = []
         group_size = self._options.responses_per_prompt
 
         def generate(count: int) -> TensorDict | None:
-            nonlocal num_asked
+            try:
+                prompts = self._prompts.next(count)
+            except StreamedDataError:
+                self._prompts.returned[:0] = asked
+                raise
             # at the end of an epoch a refill may ask a prompt again: another place draws another answer
-            place, num_asked = num_asked, num_asked + count
+            place = len(asked)
+            asked.extend(prompts)
             collector = self._engines.rollout.collector
-            batch = collector.collect(self._prompts.next(count), self._workflow, group_size, first_place=place).batch
+            batch = collector.collect(prompts, self._workflow, group_size, first_place=place).batch
             if batch is not None:
                 check_trained_on(batch)
                 check_kept(batch, rollout, self._workflow)
@@ -72,7 +83,7 @@ class SynchronousRollouts:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the prompts that an earlier run, whose rollouts ran ahead, has left."""
+        """Return prompts that are left by an earlier run whose rollouts ran ahead, or by a batch that met a bad one."""
         groups = [{"data": plain(prompt, "a prompt"), "item": prompt.item} for prompt in self._prompts.returned]
         return {"groups": groups, "num_ids": self._engines.rollout.collector.num_submitted}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlite.data.chat.special_tokens import EscapingTokenizer
 from rlite.data.chat.template import check_template_options
+from rlite.data.rows import stream_of
 from rlite.errors import ConfigError
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
@@ -102,7 +103,10 @@ def _taking_options(make: Callable[..., RolloutWorkflow]) -> Callable[..., Rollo
 
 def _of_rewards(rewards: ChosenRewards, tables: Tables) -> Callable[..., RolloutWorkflow]:
     for where, rows in tables.items():
-        rewards.check_columns(rows, where)
+        if (stream := stream_of(rows)) is None:
+            rewards.check_columns(rows, where)
+        else:
+            stream.check("rewards", partial(rewards.check_columns, where=where))
     return partial(SingleTurnWorkflow, rewards.make())
 
 

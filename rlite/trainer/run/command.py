@@ -62,7 +62,9 @@ def start(
             return
         if issubclass(options, AnnouncedOptions):
             with config.quick_checks():  # the module's own `load` makes the others
-                announce(name, config.load(options, arguments, aliases=options.aliases))
+                chosen = config.load(options, options.arguments(arguments), aliases=options.aliases)
+            chosen.check_complete()
+            announce(name, chosen)
         getattr(importlib.import_module(module), function)(arguments)
 
     run(name, main, arguments)

@@ -153,6 +153,16 @@ class TrainingRun:
         if self._callbacks.failure is not None:
             self.close()
 
+    def show_plan(self, title: str, plan: Callable[[], Mapping[str, str]]) -> None:
+        """Report how the work is divided, if there is work left.
+
+        Args:
+            title: title of the report.
+            plan: returns the plan, as text by topic.
+        """
+        if not self.is_over:
+            self.console.report(title, plan())
+
     @property
     def oldest_checkpoint(self) -> int | None:
         """Step of the oldest checkpoint from which the run can be resumed; None if there is none."""
@@ -367,6 +377,20 @@ class TrainingRun:
                 INTERRUPTION.advice = f"Step {self.step} is saved. {self._way_on()} goes on from there."
             INTERRUPTION.obey()
 
+    def save_before_bad_data(self, save: Callable[[], None]) -> None:
+        """Save the finished steps of a run that ends because streamed data cannot be used.
+
+        Args:
+            save: saves the run.
+        """
+        if not self.step:
+            return
+        if not self.is_save_due():  # else it is saved already
+            save()
+        self._checkpoints.finish()
+        way = f"repair the data. {self._way_on()} goes on from there, if the rows before are the same"
+        self.console.alarm(f"bad data: stop after step {self.step}, which is saved", {"to go on": way})
+
     def save_best(self, metrics: Mapping[str, float], save: Callable[[Path], None] | None = None) -> None:
         """Write best/ if this evaluation is the best so far. A missing best_metric only logs a warning.
 
@@ -402,6 +426,11 @@ class TrainingRun:
         ended = f"stopped ({self._stop_reason})" if self._stop_reason else "finished"
         how = "interrupted" if INTERRUPTION.is_asked else ended
         self._report.end(f"{how} after step {self.step} of {self.total_steps}")
+
+
+def loss_stats(stats: Mapping[str, float]) -> dict[str, float]:
+    """Return the statistics of an update as metrics: an engine's `weight` is called `loss_weight`."""
+    return {"loss_weight" if key == "weight" else key: value for key, value in stats.items()}
 
 
 def step_metrics(engine: RliteTrainEngine, lengths: Sequence[int], is_trained: bool = True) -> dict[str, float]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlite.data.prompts import PromptStream, check_prompts
-from rlite.data.rows import Rows, mixed_rows
+from rlite.data.rows import Rows, mixed_rows, streamed_source
+from rlite.data.source import Source
 from rlite.errors import CheckpointError, ConfigError, DataError
 
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -68,6 +71,26 @@ def test_a_stream_of_other_rows_is_refused_and_one_of_the_same_goes_on() -> None
         with pytest.raises(CheckpointError, match="another content"):
             PromptStream(others, 2, seed=0).load_state_dict(state)
     PromptStream(rows[::-1], 2, seed=0).load_state_dict({key: state[key] for key in state if key != "content"})
+
+
+def test_streamed_rows_fill_batches_that_span_epochs_and_go_on_from_a_state(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"question": str(number)}) + "\n" for number in range(5)))
+    source = Source(str(path), "train_data", {"prompt": "question"})
+    rows = streamed_source(source, "prompts", buffer_size=3)
+    stream = PromptStream(rows, 4, seed=1)
+    dealt = [row["prompt"] for _ in range(5) for row in stream.next()]
+    for epoch in range(4):
+        assert sorted(dealt[5 * epoch : 5 * epoch + 5]) == list("01234")
+    state = json.loads(json.dumps(stream.state_dict()))
+    expected = [stream.next() for _ in range(3)]
+    resumed = PromptStream(streamed_source(source, "prompts", buffer_size=3), 4, seed=2)
+    resumed.load_state_dict(state)
+    assert [resumed.next() for _ in range(3)] == expected
+    with pytest.raises(CheckpointError, match="made with streaming"):
+        PromptStream(rows.rows, 4, seed=1).load_state_dict(state)
+    with pytest.raises(ConfigError, match="there are 5 rows"):
+        PromptStream(rows, 6, seed=1)
 
 
 def test_a_row_of_a_mixture_is_named_in_its_source() -> None:

@@ -210,6 +210,13 @@ def test_what_cannot_be_read_is_named_with_the_option(
         read_rows(source, key="data.path")
 
 
+@pytest.mark.parametrize("name", ["alpaca.jso", "alpca.json", "alpaca.jsonl"])
+def test_a_missing_file_is_compared_with_the_files_beside_it(name: str, tmp_path: Path) -> None:
+    (tmp_path / "alpaca.json").write_text("[]")
+    with pytest.raises(ConfigError, match=re.escape(f"no such file; did you mean '{tmp_path / 'alpaca.json'}'?")):
+        read_rows(tmp_path / name)
+
+
 def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
     for name in ("rows.jsonl", "rows.csv"):
         (tmp_path / name).write_bytes('prompt\n"é"'.encode("latin-1"))

@@ -44,7 +44,8 @@ def serve(worker: EmbeddedWorker) -> dict:
             break
         chunks = worker.advance([], [], 8)
     shards = {n: (s.tensor.clone(), s.offset, s.global_shape) for n, s in worker.parameter_shards().items()}
-    return {"tokens": tokens, "logprobs": logprobs, "shards": shards, "bytes": worker.memory_bytes()}
+    scores = [(found.logprobs, found.top_ids) for found in worker.prompt_logprobs([[1, 2, 3, 4], [9] * 30], 2)]
+    return {"tokens": tokens, "logprobs": logprobs, "scores": scores, "shards": shards, "bytes": worker.memory_bytes()}
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,9 @@ def test_two_ranks_generate_what_one_does_with_little_more_than_half_the_memory_
         assert rank["bytes"]["kv_cache"] <= 0.5 * expected["bytes"]["kv_cache"]
         for request_id, logprobs in expected["logprobs"].items():
             assert rank["logprobs"][request_id] == pytest.approx(logprobs, abs=5e-5)
+        for (found, top), (logprobs, others) in zip(rank["scores"], expected["scores"], strict=True):
+            assert found == pytest.approx(logprobs, abs=5e-5)
+            assert top == others
     # the blocks lie where their offsets say and cover every parameter
     for name, (whole, _, _) in expected["shards"].items():
         covered = torch.full_like(whole, float("nan"))

@@ -46,5 +46,5 @@ def test_a_workflow_that_swallows_its_cancellation_is_pointed_at(caplog: pytest.
         loop.stop()
         loop.join()
     is_over = True
-    assert "1 task(s) did not end in 0.1 s" in caplog.text
+    assert "1 task did not end in 0.1 s" in caplog.text
     assert "in sleep_on" in caplog.text

@@ -1,7 +1,14 @@
-import pytest
+from pathlib import Path
 
-from rlite.trainer.modules import schedule
+import pytest
+from accelerate import init_empty_weights
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+
+from rlite import RliteTrainEngine
+from rlite.nn import HuggingFaceFsdp2TrainModule
+from rlite.trainer.modules import policy_module, schedule
 from rlite.trainer.options import OptimizerOptions
+from tests.tiny import build_model_dir
 
 
 def options(**changes):
@@ -21,3 +28,16 @@ def test_the_schedule_rises_in_the_warm_up_and_ends_at_zero():
     falling = options(scheduler="polynomial", lr=2.0, lr_end=0.5, power=2.0)
     assert schedule(8, falling) == pytest.approx(0.25 + 0.75 * 0.5**2)
     assert schedule(12, falling) == 0.25
+
+
+class Mine(HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
+    """A user's module."""
+
+
+def test_the_driver_counts_tied_parameters_once_as_the_checkpoint_does(tmp_path: Path) -> None:
+    path = build_model_dir(tmp_path / "model", tie=True)
+    size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(path).parameters())
+    with init_empty_weights():
+        own = Mine.from_pretrained(path)
+    assert RliteTrainEngine(own).num_parameters == size
+    assert RliteTrainEngine(policy_module(path)).num_parameters == size

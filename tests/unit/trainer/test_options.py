@@ -1,8 +1,10 @@
+import re
 from importlib.util import find_spec
 
 import pytest
 
-from rlite.config import load, to_container
+from rlite import algorithms
+from rlite.config import describe, load, to_container
 from rlite.errors import ConfigError, UnknownOptionError
 from rlite.rollout import CollectorOptions
 from rlite.trainer.options import DpoConfig, KtoConfig
@@ -254,3 +256,15 @@ def test_parameter_groups_are_named_on_the_command_line_and_are_not_the_critics(
 def test_wrong_parameter_groups_are_refused_by_their_whole_key(arguments, message):
     with pytest.raises((ConfigError, UnknownOptionError), match=message):
         load(SftConfig, [*SFT, *(f"actor.parameter_groups.own.{argument}" for argument in arguments)])
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "known"),
+    [
+        (PpoConfig, "actor.policy_loss.name", algorithms.POLICY_LOSSES),
+        (PpoConfig, "adv.estimator", algorithms.ADVANTAGES.keys() - {"remax", "gdpo"}),
+        (DpoConfig, "actor.preference_loss.name", algorithms.PREFERENCE_LOSSES),
+    ],
+)
+def test_help_names_every_choice(options, key, known):
+    assert set(known) <= set(re.findall(r"\w+", describe(options, key)))

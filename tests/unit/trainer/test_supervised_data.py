@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from rlite.config import load
+from rlite.data.labels import labelled_rows
+from rlite.data.preferences import preference_rows
 from rlite.data.sft import sft_rows
-from rlite.errors import ConfigError, UnknownOptionError
+from rlite.data.streaming.loader import StreamLoader
+from rlite.data.streaming.table import WINDOW
+from rlite.errors import ConfigError, StreamedDataError, UnknownOptionError
 from rlite.quickstart.tiny import CHATML, byte_tokenizer
-from rlite.trainer.options import DpoConfig, SftConfig
+from rlite.trainer.options import DpoConfig, KtoConfig, SftConfig
 from rlite.trainer.supervised import read_tokens
 from tests.agents import tokenizer_with
 
@@ -92,3 +97,63 @@ def test_options_of_data_that_do_not_fit_are_named(given: list[str], message: st
     for options in (SftConfig, DpoConfig):
         with pytest.raises((ConfigError, UnknownOptionError), match=re.escape(message)):
             load(options, ["actor.model_name=x", *given])
+
+
+ANSWER: dict[str, Any] = {"prompt": "q"}
+STREAMED: dict[str, tuple[Any, Any, Any]] = {
+    "demonstrations": (SftConfig, sft_rows, lambda n: {**ANSWER, "response": f"{n}"}),
+    "preferences": (DpoConfig, preference_rows, lambda n: {**ANSWER, "chosen": f"{n}", "rejected": "", "margin": n}),
+    "unpaired": (KtoConfig, labelled_rows, lambda n: {**ANSWER, "completion": f"{n}", "label": n % 2 == 0}),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMED)
+def test_streamed_rows_are_the_rows_of_the_table(kind: Any, tmp_path: Path) -> None:
+    save(TOKENIZER, tmp_path / "model")
+    config, tokenise, row = STREAMED[kind]
+    too_long = {**row(0), "prompt": "q" * 30}  # nothing is left to learn
+    path = write(tmp_path / "x.jsonl", [too_long, *(row(n) for n in range(WINDOW + 20)), too_long])
+    options = [f"actor.model_name={tmp_path / 'model'}", f"data.path={path}", "data.max_length=16"]
+    whole, _ = read_tokens(load(config, options), str(tmp_path / "model"), tokenise, kind)
+    streaming = load(config, [*options, "data.streaming=true", "trainer.total_steps=9", "data.shuffle_buffer=1"])
+    rows, _ = read_tokens(streaming, str(tmp_path / "model"), tokenise, kind)
+    assert rows.stream is not None
+    assert rows.form == whole.form
+    [*batches] = StreamLoader(rows.stream, batch_size=1000, seed=0, num_batches=5)
+    expected = [whole.batch(range(start, min(start + 1000, len(whole)))) for start in range(0, 5000, 1000)]
+    for found, wanted in zip(batches, expected, strict=True):
+        assert found.keys() == wanted.keys()
+        if kind == "preferences":
+            wanted["pair_ids"] -= wanted["pair_ids"].min()  # they count from the batch's first pair
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted.keys())  # noqa: SIM118 - not a dict
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["data.streaming=true", "data.path=x.jsonl"], "trainer.total_steps: required with data.streaming=true"),
+        (["data.path=x.jsonl", "trainer.total_steps=3"], "trainer.total_steps is an option of data.streaming=true"),
+        (
+            ["data.streaming=true", "data.path=x.jsonl", "trainer.total_steps=3", "trainer.n_epochs=2"],
+            "trainer.n_epochs=2: data.streaming=true ends after trainer.total_steps steps",
+        ),
+        (
+            ["data.streaming=true", "data.mixture.a.path=x.jsonl", "trainer.total_steps=3"],
+            "data.streaming=true streams one table; mix the rows beforehand",
+        ),
+    ],
+)
+def test_options_that_streaming_needs_or_excludes(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(SftConfig, ["actor.model_name=x", *settings])
+
+
+def test_a_streamed_row_that_does_not_fit_a_device_is_named(tmp_path: Path) -> None:
+    save(TOKENIZER, tmp_path / "model")
+    path = write(tmp_path / "x.jsonl", [{"text": "a"}] * (WINDOW + 3) + [{"text": "a" * 12}])
+    settings = [f"actor.model_name={tmp_path}", f"data.path={path}", "data.streaming=true", "trainer.total_steps=9"]
+    rows, _ = read_tokens(load(SftConfig, settings), str(tmp_path / "model"), sft_rows, "demonstrations")
+    assert rows.stream is not None
+    rows.stream.check("capacity", lambda window: window.check_capacity(12, "the capacity"))
+    with pytest.raises(StreamedDataError, match=rf"x\.jsonl, line {WINDOW + 4} has 13 tokens and the capacity is 12"):
+        next(iter(StreamLoader(rows.stream, batch_size=WINDOW + 4, seed=0, num_batches=1)))

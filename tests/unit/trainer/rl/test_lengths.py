@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlite.errors import DataError
+from rlite.data.prompts import PromptStream
+from rlite.data.rows import streamed_source
+from rlite.data.source import Source
+from rlite.data.streaming.table import WINDOW
+from rlite.errors import DataError, StreamedDataError
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.trainer.rl.config import ActorOptions, KlOptions, PpoConfig, ReferenceOptions, RolloutOptions
-from rlite.trainer.rl.lengths import Context, check_openings, context_limit, make_context
+from rlite.trainer.rl.lengths import Context, check_lengths, check_openings, context_limit, make_context
 from tests.tiny import build_model_dir
 
 
@@ -66,3 +71,18 @@ def test_a_prompt_that_the_workflow_refuses_is_named_by_its_row() -> None:
     rows = [{"input_ids": [number], "number": number} for number in range(1, 25)]
     with pytest.raises(DataError, match="train_data, row index 2: no system"):
         check_openings(rows, Picky(), 8, "train_data")
+
+
+def test_streamed_prompts_are_served_at_any_length_and_checked_as_they_come(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    prompts = ["p", *["q"] * WINDOW, "r" * 100]
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    rows = streamed_source(Source(str(path), "train_data"), "prompts", buffer_size=1)
+    given = options(model, {"max_model_len": 64})
+    assert check_lengths(given, [(single(8), rows, "train_data")]) == Context(64, 0)
+    assert check_lengths(options(model), [(single(8), rows, "train_data")]) == Context(16384, 0)
+    check_lengths(given, [(single(8), rows, "train_data")])
+    stream = PromptStream(rows, 1000, seed=0)
+    assert [len(stream.next()) for _ in range(4)] == [1000] * 4
+    with pytest.raises(StreamedDataError, match=rf"x\.jsonl, line {WINDOW + 2}: its prompt has 100 tokens, .* in 64 "):
+        stream.next()

@@ -1,0 +1,162 @@
+"""The difference between two models that answered the same items."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlite.errors import DataError
+from rlite.evaluation.metrics import counted_scores
+from rlite.evaluation.samples import Sample
+
+RESAMPLES = 10_000
+"""draws of the bootstrap, and of sign flips that are not enumerated"""
+ENUMERATED = 20
+"""items with a difference up to which all sign flips are enumerated"""
+CHUNK = 1_000_000
+"""random numbers that are held at once"""
+NUM_NAMED = 5
+"""items that a message names"""
+
+Differences = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The paired difference of two accuracies: the second less the first."""
+
+    difference: float
+    low: float | None
+    """lower end of the confidence interval; None with a single item"""
+    high: float | None
+    """upper end of the confidence interval; None with a single item"""
+    confidence: float
+    """level of the interval"""
+    p_value: float
+    """of the hypothesis that both models are equally good, two-sided"""
+    num_items: int
+    better: int
+    """items at which the second model has the higher mean score"""
+    worse: int
+    """items at which the second model has the lower mean score"""
+
+
+def compare(first: Sequence[Sample], second: Sequence[Sample], confidence: float = 0.95, seed: int = 0) -> Comparison:
+    """Return the difference between two evaluations of the same items.
+
+    The samples of an item are correlated. An item therefore counts once, with the difference of its mean scores. A
+    failed sample counts as in `summary`. The same arguments give the same result.
+
+    Args:
+        first: samples of the first model.
+        second: samples of the second model.
+        confidence: level of the interval, between 0 and 1.
+        seed: seed of the draws.
+
+    Raises:
+        DataError: there are no samples, or the items of the two differ.
+    """
+    differences = paired_differences(first, second)
+    interval = None if len(differences) == 1 else bootstrap_interval(differences, confidence, seed)
+    return Comparison(
+        difference=float(differences.mean()),
+        low=None if interval is None else interval[0],
+        high=None if interval is None else interval[1],
+        confidence=confidence,
+        p_value=sign_flip_p_value(differences, seed),
+        num_items=len(differences),
+        better=int((differences > 0).sum()),
+        worse=int((differences < 0).sum()),
+    )
+
+
+def paired_differences(first: Sequence[Sample], second: Sequence[Sample]) -> Differences:
+    """Return the second model's mean score less the first's, for each item, in the order of the items' ids.
+
+    Raises:
+        DataError: there are no samples, or the items of the two differ.
+    """
+    before, after = mean_scores(first), mean_scores(second)
+    if before.keys() != after.keys():
+        only = [f"only the {name} has {_names(own)}" for name, own in _unshared(before, after)]
+        raise DataError(f"a paired comparison needs the same items in both evaluations, and {'; '.join(only)}")
+    if not before:
+        raise DataError("a comparison without samples; expected at least one of each model")
+    return np.array([after[item] - before[item] for item in sorted(before)])
+
+
+def mean_scores(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the mean score of each item; a failed sample counts 0, or the lowest score if that is below 0."""
+    wrong = min([0.0, *(sample.score for sample in samples if sample.score is not None)])
+    scores: dict[str, list[float]] = {}
+    for sample in samples:
+        scores.setdefault(sample.item, []).extend(counted_scores([sample], wrong))
+    return {item: math.fsum(own) / len(own) for item, own in scores.items()}
+
+
+def bootstrap_interval(differences: Differences, confidence: float = 0.95, seed: int = 0) -> tuple[float, float]:
+    """Return the percentile interval of the mean, if the items are drawn again with replacement.
+
+    Section 13.3 of Efron and Tibshirani, "An Introduction to the Bootstrap", 1993.
+
+    Args:
+        differences: one for each item [n].
+        confidence: level of the interval, between 0 and 1.
+        seed: seed of the draws.
+    """
+    random, n = np.random.default_rng(seed), len(differences)
+    means = [differences[random.integers(n, size=(rows, n))].mean(1) for rows in _chunks(n)]
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def sign_flip_p_value(differences: Differences, seed: int = 0) -> float:
+    """Return the p-value of a paired permutation test, two-sided.
+
+    If both models are equally good, the sign of each difference is random: the p-value is the share of sign flips whose
+    mean is at least as far from 0. Up to `ENUMERATED` items with a difference, all flips are enumerated; with one
+    sample of 0 or 1 for each item this is McNemar's exact test. Otherwise `RESAMPLES` flips are drawn, and the p-value
+    is (b + 1) / (RESAMPLES + 1), which is valid: equation 2 of Phipson and Smyth, arXiv 1603.05766.
+
+    Args:
+        differences: one for each item [n].
+        seed: seed of the draws.
+    """
+    changed = differences[differences != 0]
+    far = abs(changed.sum()) - 1e-9 * np.abs(changed).sum()  # equal sums differ by rounding
+    if len(changed) <= ENUMERATED:
+        return float((np.abs(_all_flips(changed)) >= far).mean())
+    random, n = np.random.default_rng(seed), len(changed)
+    sums = [random.choice((-1.0, 1.0), size=(rows, n)) @ changed for rows in _chunks(n)]
+    return float((np.abs(np.concatenate(sums)) >= far).sum() + 1) / (RESAMPLES + 1)
+
+
+def _all_flips(changed: Differences) -> Differences:
+    """Return the sums [2^n] of the differences with all combinations of signs."""
+    sums = np.zeros(1)
+    for difference in changed:
+        sums = np.concatenate([sums - difference, sums + difference])
+    return sums
+
+
+def _chunks(n: int) -> Iterator[int]:
+    """Yield numbers of draws that add up to RESAMPLES, each of at most CHUNK numbers."""
+    rows = max(1, CHUNK // n)
+    for begun in range(0, RESAMPLES, rows):
+        yield min(rows, RESAMPLES - begun)
+
+
+def _unshared(before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[tuple[str, list[str]]]:
+    for name, own in (("first", before.keys() - after.keys()), ("second", after.keys() - before.keys())):
+        if own:
+            yield name, sorted(own)
+
+
+def _names(items: Sequence[str]) -> str:
+    more = f" and {len(items) - NUM_NAMED} more" if len(items) > NUM_NAMED else ""
+    return f"{', '.join(items[:NUM_NAMED])}{more}"

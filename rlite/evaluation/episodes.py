@@ -1,0 +1,111 @@
+"""Episodes of an evaluation: each is handed over as soon as it ends, so that nothing that has ended can be lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Any
+
+from rlite.rollout import RolloutWorkflow
+from rlite.rollout.collector.attempts import EpisodeFailed, Episodes
+from rlite.rollout.collector.group import Group
+from rlite.rollout.collector.lost import CANCELLED, RETURNED_NONE, reason_of
+from rlite.rollout.collector.options import CollectorOptions
+from rlite.rollout.collector.seeds import mix
+from rlite.rollout.loop import LoopThread
+from rlite.rollout.workflow import RolloutError
+from rlite.types import AsyncInference
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of an episode in an evaluation."""
+
+    item: int
+    """number of the item in the data"""
+    sample: int
+    """number among the samples of the item"""
+
+
+@dataclass(frozen=True)
+class EndedEpisode:
+    """An episode that has ended."""
+
+    place: Place
+    group: Group
+    """holds the episode alone"""
+    reason: str = ""
+    """why it failed"""
+    error: BaseException | None = None
+    """the exception behind the reason"""
+
+    @property
+    def has_succeeded(self) -> bool:
+        """True if there is a trajectory."""
+        return self.group.episodes[0].trajectory is not None
+
+
+@dataclass(frozen=True)
+class EpisodeRunner:
+    """Runs episodes of a workflow, a bounded number at a time.
+
+    The random numbers of an episode depend on the seed and on its place alone, not on the episodes that ran before.
+    """
+
+    engine: AsyncInference
+    workflow: RolloutWorkflow
+    items: Sequence[Mapping[str, Any]]
+    options: CollectorOptions
+    """time-out and number of attempts"""
+    seed: int
+    max_concurrent: int
+    """episodes that run at the same time"""
+
+    def run(self, places: Sequence[Place], on_end: Callable[[EndedEpisode], None]) -> None:
+        """Run the episodes of these places. The first error of the engine, or of `on_end`, ends all.
+
+        Args:
+            places: are started in this order.
+            on_end: called for each episode in the order of their ends, one call at a time, in a thread of its own.
+
+        Raises:
+            RolloutError: user code has ended the event loop of the episodes.
+        """
+        loop = LoopThread("evaluation", lambda _: None)
+        running = loop.submit(self._run_all(iter(places), min(self.max_concurrent, len(places)), on_end))
+        try:
+            running.result()
+        except CancelledError as error:
+            raise RolloutError("the evaluation was stopped: user code has ended the episodes' event loop") from error
+        finally:
+            running.cancel()
+            loop.stop()
+            loop.join()
+
+    async def _run_all(self, places: Iterator[Place], count: int, on_end: Callable[[EndedEpisode], None]) -> None:
+        async def work() -> None:
+            for place in places:
+                on_end(await self._episode(place))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(count):
+                    group.create_task(work())
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _episode(self, place: Place) -> EndedEpisode:
+        seed = mix(mix(self.seed, place.item), place.sample)
+        group = Group(place.item, self.items[place.item], self.workflow, size=1, seed=seed)
+        try:
+            found = await Episodes(group, self.engine, self.options, Counter()).run()
+        except EpisodeFailed as failed:
+            return EndedEpisode(place, group, reason_of(failed.error), failed.error)
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            return EndedEpisode(place, group, CANCELLED)  # by the workflow
+        return EndedEpisode(place, group, "" if found else RETURNED_NONE)

@@ -1,0 +1,194 @@
+"""The journal of an evaluation: settings, then a line for each sample that has ended. Lines are only appended.
+
+A process that is killed loses the samples that were under way. A line that it cut off is removed by the next process.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from rlite.errors import ConfigError, FolderInUse, writing
+
+VERSION = 1
+"""of the format"""
+MAX_SHOWN = 8
+"""settings that a message names"""
+NOT_SET = "nothing"
+_BEGINNING = b'{"version": '
+Settings = Mapping[str, Any]
+"""values of JSON by key"""
+
+
+class Journal:
+    """The file to which the samples of one model go.
+
+    Args:
+        path: the file. One that exists is continued.
+        settings: whatever decides the samples.
+        overwrite: begin anew, whatever the file holds.
+
+    Raises:
+        ConfigError: the file holds samples of other settings, or is no journal. Nothing is changed.
+        FolderInUse: another process writes the file.
+        StorageError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, settings: Settings, overwrite: bool = False) -> None:
+        self.path = path
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("r+b" if path.exists() else "w+b")
+        _lock(self._file, path)
+        whole = [] if overwrite else _whole_lines(self._file.read(), path)
+        header, *lines = [_value(line, number, path) for number, line in enumerate(whole, 1)] or [None]
+        if header is not None:
+            check_same(header, settings, path)
+        self.lines: list[dict[str, Any]] = lines
+        """samples that have ended, in the order of their ends"""
+        end = sum(map(len, whole))
+        self._file.truncate(end)
+        self._file.seek(end)
+        if header is None:
+            self._write({"version": VERSION, "settings": settings})
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write a sample that has ended.
+
+        Args:
+            line: values of JSON by key.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        self._write(line)
+        self.lines.append(dict(line))
+
+    def close(self) -> None:
+        """Let other processes have the file."""
+        self._file.close()
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        with writing(self.path):
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.flush()
+
+
+def read_journal(path: Path) -> tuple[Settings, list[dict[str, Any]]]:
+    """Return the settings and the samples of a journal, whether or not a process still writes it.
+
+    Raises:
+        ConfigError: there is no journal.
+    """
+    try:
+        whole = _whole_lines(path.read_bytes(), path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    header, *lines = [_value(line, number, path) for number, line in enumerate(whole, 1)] or [None]
+    return _check_header(header, path), lines
+
+
+def check_same(header: Any, settings: Settings, path: Path) -> None:
+    """Check that a journal was begun with these settings.
+
+    Args:
+        header: first line of the journal.
+        settings: of the evaluation that would continue it.
+        path: the journal.
+
+    Raises:
+        ConfigError: it was begun with others. The message names them.
+    """
+    different = differences(_check_header(header, path), settings)
+    if different:
+        raise ConfigError(
+            f"{path}: it holds samples of other settings ({'; '.join(different)}). Continue with the former settings, "
+            "choose another folder (out=FOLDER), or replace the samples (overwrite=true)"
+        )
+
+
+def differences(there: Settings, here: Settings) -> list[str]:
+    """Return the settings that differ, with both values; of many, the first.
+
+    Args:
+        there: as they were read.
+        here: others.
+    """
+    before, now = dict(_flat(there)), dict(_flat(json.loads(json.dumps(here))))
+    different = [
+        f"{key}: {_shown(before.get(key, NOT_SET))} there, {_shown(now.get(key, NOT_SET))} here"
+        for key in dict.fromkeys([*before, *now])
+        if before.get(key, NOT_SET) != now.get(key, NOT_SET)
+    ]
+    num_more = len(different) - MAX_SHOWN
+    return different if num_more <= 0 else [*different[:MAX_SHOWN], f"and {num_more} more"]
+
+
+def _check_header(header: Any, path: Path) -> Settings:
+    """Return the settings of a journal.
+
+    Raises:
+        ConfigError: it is no journal, or of another version.
+    """
+    if not isinstance(header, dict) or "settings" not in header:
+        raise ConfigError(f"{path}: no samples in it")
+    if header.get("version") != VERSION:
+        raise ConfigError(
+            f"{path}: samples of format {header.get('version')}, and this version of rlite writes {VERSION}; choose "
+            "another folder (out=FOLDER)"
+        )
+    return header["settings"]
+
+
+def _lock(file: IO[bytes], path: Path) -> None:
+    """Keep other processes out of a file until it is closed.
+
+    Raises:
+        FolderInUse: another process has it.
+    """
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise FolderInUse(f"{path}: another evaluation is under way there; choose another folder") from error
+        # a file system without locks
+
+
+def _whole_lines(content: bytes, path: Path) -> list[bytes]:
+    """Return the lines of a journal without a line that a killed process has cut off.
+
+    Raises:
+        ConfigError: it is no journal.
+    """
+    if not (content.startswith(_BEGINNING) or _BEGINNING.startswith(content)):
+        raise ConfigError(f"{path}: expected the samples of an evaluation, found another file")
+    return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _value(line: bytes, number: int, path: Path) -> Any:
+    """Return the value of a line.
+
+    Raises:
+        ConfigError: it is no JSON.
+    """
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{path}, line {number}: expected JSON: {error}; choose another folder") from error
+
+
+def _flat(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

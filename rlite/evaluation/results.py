@@ -1,0 +1,52 @@
+"""Results of an evaluation of one model or two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rlite.evaluation.compare import Comparison
+from rlite.evaluation.samples import Sample
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """The samples of one model, and their metrics."""
+
+    name: str
+    """name in tables and in the record"""
+    model: str
+    """folder or hub name"""
+    metrics: Mapping[str, float]
+    """as `rlite.evaluation.metrics.summary` computes them; of tasks, TASK/METRIC"""
+    samples: Sequence[Sample] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The result of an evaluation."""
+
+    models: Sequence[EvaluatedModel]
+    """one, or two that answered the same items"""
+    comparison: Comparison | None = None
+    """the second model less the first; None for one model"""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the first model."""
+        return self.models[0].metrics
+
+    @property
+    def samples(self) -> Sequence[Sample]:
+        """Samples of the first model."""
+        return self.models[0].samples
+
+    def to_json(self) -> dict[str, Any]:
+        """Return metrics and comparison as values of JSON."""
+        models = {each.name: {"model": each.model, "metrics": dict(each.metrics)} for each in self.models}
+        comparison = None
+        if self.comparison is not None:
+            first, second = (each.name for each in self.models)
+            comparison = {"first": first, "second": second, **asdict(self.comparison)}
+        return {"models": models, "comparison": comparison}

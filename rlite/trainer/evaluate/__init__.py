@@ -1,0 +1,1 @@
+"""The command `rlite eval`: samples of checkpoints, their metrics, and their difference."""

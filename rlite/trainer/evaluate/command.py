@@ -1,0 +1,196 @@
+"""The metrics of a checkpoint, and the difference between two.
+
+    rlite eval MODEL --data test.jsonl --reward my.py:correct --samples 16 --out runs/eval
+    rlite eval BEFORE AFTER --env game.py --samples 4
+    rlite eval runs/eval-before runs/eval-after        of two earlier evaluations, without a model
+
+With `--out` every sample is on disk as soon as it ends, and the same command continues what was interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlite import config, files
+from rlite.errors import ConfigError, writing
+from rlite.evaluation.compare import compare
+from rlite.evaluation.journal import differences
+from rlite.evaluation.metrics import summary
+from rlite.evaluation.results import EvaluatedModel, EvaluationResult
+from rlite.evaluation.rows import sample_of, write_record
+from rlite.trainer.evaluate.generation import Generation
+from rlite.trainer.evaluate.models import (
+    RESULTS,
+    Answered,
+    Candidate,
+    candidate,
+    earlier_result,
+    is_of_tasks,
+    names_of,
+    rows_of,
+)
+from rlite.trainer.evaluate.options import EvalConfig
+from rlite.trainer.evaluate.questions import Items, read_questions
+from rlite.trainer.evaluate.report import print_result
+from rlite.trainer.evaluate.settings import settings_of
+from rlite.trainer.evaluate.tasks import TaskAnswers, find_tasks
+from rlite.trainer.given import NOTHING, Given
+from rlite.trainer.launch import serve_if_worker, session_of
+from rlite.trainer.run.interruption import INTERRUPTION
+
+Answers = Generation | TaskAnswers
+SAME = ("questions", "scores", "tasks")
+"""settings that two models which are compared must share"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Evaluate one model or two, and print the metrics."""
+    options = config.load(EvalConfig, EvalConfig.arguments(argv))
+    print_result(evaluate(options), options)
+
+
+def evaluate(options: EvalConfig, given: Given = NOTHING) -> EvaluationResult:
+    """Evaluate in the program's session, or in one of its own.
+
+    Args:
+        options: of the command.
+        given: rows and rewards of a program, in place of those that the options name.
+
+    Returns:
+        Metrics and samples; of two models also the comparison.
+
+    Raises:
+        ConfigError: an option or a model cannot be used, or the folder holds samples of other settings.
+        DataError: some rows cannot be used, or the two models answered other items.
+    """
+    serve_if_worker(options)
+    with _folder(options) as folder, ExitStack() as journals:
+        models = _find_models(options, given, folder, journals)
+        check_comparable(models)
+        result = result_of(models, options)
+        if options.out is not None:
+            write_results(folder, models, result)
+        return result
+
+
+def _find_models(options: EvalConfig, given: Given, folder: Path, journals: ExitStack) -> list[Answered]:
+    """Return the models with all their samples. Those that are missing are generated now."""
+    names = names_of(options)
+    asked = dict(zip(names, filter(None, (options.model, options.other)), strict=True))
+    earlier = {name: replace(found, name=name) for name in names if (found := earlier_result(asked[name]))}
+    if len(earlier) == len(asked):
+        return list(earlier.values())
+    items, answers_of = _source(options, given, folder)
+    settings = settings_of(options, items)
+    models: list[Answered] = [
+        earlier[name] if name in earlier else candidate(model, name, settings, folder, options, journals)
+        for name, model in asked.items()
+    ]
+    check_comparable(models)
+    _generate([answers_of(each) for each in models if isinstance(each, Candidate)], options)
+    return models
+
+
+def _source(options: EvalConfig, given: Given, folder: Path) -> tuple[Items, Callable[[Candidate], Answers]]:
+    """Return the items, which tasks have not, and a function that returns what a model has still to answer."""
+    if options.tasks:
+        manager = find_tasks(options)
+        return [], lambda model: TaskAnswers(model, manager, options, folder)
+    questions = read_questions(options, given)
+    return questions.items, lambda model: Generation(model, questions, options)
+
+
+def _generate(answers: Sequence[Answers], options: EvalConfig) -> None:
+    """Generate missing samples, in one session for all models."""
+    pending = [each for each in answers if each.missing]
+    if options.out is not None:
+        INTERRUPTION.advice = f"Finished samples are in {options.out}; the same command continues."
+    with session_of(options) if pending else nullcontext():
+        for each in pending:
+            each.run()
+
+
+def check_comparable(models: Sequence[Answered]) -> None:
+    """Check that all models have the same questions, scored in the same way.
+
+    Raises:
+        ConfigError: they have not. The message names the settings.
+    """
+    first = models[0]
+    for other in models[1:]:
+        if different := differences(_shared(first), _shared(other)):
+            raise ConfigError(
+                f"{first.name} and {other.name} cannot be compared: {'; '.join(different)}; evaluate both with the "
+                "same data and the same source of scores"
+            )
+
+
+def _shared(model: Answered) -> dict[str, Any]:
+    return {key: model.settings.get(key) for key in SAME}
+
+
+def result_of(models: Sequence[Answered], options: EvalConfig) -> EvaluationResult:
+    """Return the metrics of the models, and of two the comparison.
+
+    Args:
+        models: with all their samples.
+        options: of the command.
+
+    Raises:
+        DataError: `k` is larger than the number of samples.
+    """
+    evaluated = [_evaluated(model, options.k) for model in models]
+    comparison = None
+    if len(evaluated) == 2 and evaluated[0].samples:
+        first, second = (model.samples for model in evaluated)
+        comparison = compare(first, second, options.confidence, options.seed)
+    return EvaluationResult(evaluated, comparison)
+
+
+def _evaluated(model: Answered, k: int | None) -> EvaluatedModel:
+    samples = sorted((sample_of(row) for row in rows_of(model)), key=lambda sample: sample.sample)
+    if is_of_tasks(model):
+        metrics = {name: value for line in model.lines for name, value in line["metrics"].items()}
+    else:
+        fewest = min(Counter(sample.item for sample in samples).values())
+        metrics = summary(samples, fewest if k is None else k)
+    return EvaluatedModel(model.name, model.model, metrics, samples)
+
+
+def write_results(folder: Path, models: Sequence[Answered], result: EvaluationResult) -> None:
+    """Write the record, and then results.json, which appears when all is there.
+
+    Args:
+        folder: of the evaluation.
+        models: with all their samples.
+        result: their metrics.
+
+    Raises:
+        StorageError: a file cannot be written.
+    """
+    for model in models:
+        write_record(folder, model.name, rows_of(model))
+    written = {**result.to_json(), "settings": {model.name: model.settings for model in models}}
+    with writing(folder / RESULTS):
+        files.replace(folder / RESULTS, json.dumps(written, indent=2).encode())
+
+
+@contextmanager
+def _folder(options: EvalConfig) -> Iterator[Path]:
+    """Hold the folder of the evaluation; without `out`, one that ends with the block.
+
+    Yields:
+        The folder.
+    """
+    if options.out is not None:
+        yield Path(options.out).expanduser()
+        return
+    with tempfile.TemporaryDirectory(prefix="rlite-eval-") as folder:
+        yield Path(folder)

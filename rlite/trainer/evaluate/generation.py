@@ -1,0 +1,124 @@
+"""Answers of one model to the questions that it has not answered yet."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import rlite
+from rlite.engine.inference import RliteInferenceEngine
+from rlite.errors import ConfigError
+from rlite.evaluation.episodes import EndedEpisode, EpisodeRunner, Place
+from rlite.evaluation.rows import Row, row_of
+from rlite.observability.console import ConsoleReporter
+from rlite.rollout.collector.options import CollectorOptions
+from rlite.rollout.record.texts import TokenTexts
+from rlite.rollout.workflow import RolloutError
+from rlite.trainer.evaluate.models import Candidate
+from rlite.trainer.evaluate.options import EvalConfig
+from rlite.trainer.evaluate.questions import MAX_MODEL_LEN, Questions, context_limit, context_to_serve, model_tokenizer
+
+MAX_FAILURES = 16
+"""failures without a success before them that end the command"""
+
+
+class Generation:
+    """The answers that a model has still to give. Making it checks the model and all prompts; no weights are read.
+
+    Args:
+        candidate: the model, and the samples that it has.
+        questions: the items, and how they are asked.
+        options: of the command.
+
+    Raises:
+        ConfigError: the checkpoint has no tokenizer.
+        DataError: a prompt cannot be asked.
+    """
+
+    def __init__(self, candidate: Candidate, questions: Questions, options: EvalConfig) -> None:
+        self._candidate, self._questions, self._options = candidate, questions, options
+        done = {(line["group"], line["sample"]) for line in candidate.journal.lines}
+        self._all = [Place(item, sample) for item in range(len(questions.items)) for sample in range(options.samples)]
+        self.missing = [place for place in self._all if (place.item, place.sample) not in done]
+        """samples that are missing"""
+        self._held: list[Row] = []
+        self._has_succeeded = False
+        if self.missing:
+            tokenizer = model_tokenizer(candidate.model, options)
+            self._texts = TokenTexts(model_tokenizer(candidate.model, options))
+            limit = context_limit(candidate.model, options)
+            turns_limit = limit if options.max_model_len else min(limit, MAX_MODEL_LEN)
+            self._workflow = questions.make_workflow(options.sampling, tokenizer, turns_limit)
+            where = f"data.path={options.data.path}"
+            self._context = context_to_serve(self._workflow, questions.items, limit, where)
+
+    def run(self) -> None:
+        """Generate the missing samples in the current session; each goes to the journal as it ends."""
+        engine = build_engine(self._candidate.model, self._options, self._context)
+        limits = CollectorOptions(request_timeout=self._options.timeout, request_retries=self._options.retries)
+        # twice as many as are decoded at once, so that rewards and environments do not leave the engine idle
+        concurrent = 2 * self._options.max_num_seqs * len(engine.executors)
+        runner = EpisodeRunner(engine, self._workflow, self._questions.items, limits, self._options.seed, concurrent)
+        console, begun = ConsoleReporter(file=sys.stderr), time.monotonic()
+        console.follow(lambda: self._progress(begun))
+        try:
+            runner.run(self.missing, self._keep)
+            self._write_held()
+        finally:
+            console.close()
+            engine.release()
+
+    def _keep(self, episode: EndedEpisode) -> None:
+        """Write a sample. Failed ones are held back until one succeeds: a broken reward is no result.
+
+        Raises:
+            RolloutError: nothing but failures.
+        """
+        item = episode.place.item
+        has_tokens = item < self._options.record_tokens
+        self._held.append(row_of(episode, self._questions.ids[item], self._texts, has_tokens))
+        self._has_succeeded |= episode.has_succeeded
+        if self._has_succeeded:
+            self._write_held()
+        elif len(self._held) == MAX_FAILURES:
+            raise RolloutError(f"the first {MAX_FAILURES} episodes failed, the last with {episode.reason}")
+
+    def _write_held(self) -> None:
+        for row in self._held:
+            self._candidate.journal.append(row)
+        self._held.clear()
+
+    def _progress(self, begun: float) -> str:
+        before, now = len(self._all) - len(self.missing), len(self._candidate.journal.lines)
+        pace = (now - before) / max(time.monotonic() - begun, 1e-9)
+        return f"{self._candidate.name}: {now} of {len(self._all)} samples, {pace:.1f} per second"
+
+
+def build_engine(model: str, options: EvalConfig, max_model_len: int | None) -> RliteInferenceEngine:
+    """Return an engine of the current session that serves a model on all devices.
+
+    Args:
+        model: folder or hub name of the checkpoint.
+        options: of the command.
+        max_model_len: longest sequence, in tokens; None is the engine's default.
+
+    Raises:
+        ConfigError: the replicas do not divide the devices.
+    """
+    world = len(rlite.current_session().devices)
+    if world % options.tp_size:
+        raise ConfigError(f"tp_size={options.tp_size} does not divide {world} devices")
+    engine = RliteInferenceEngine(model, executor=options.executor)
+    own: dict[str, Any] = {"deterministic": True} if options.deterministic else {}
+    engine.build(
+        tensor_parallel_size=options.tp_size,
+        data_parallel_size=world // options.tp_size,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=max_model_len,
+        dtype=options.dtype,
+        seed=options.seed,
+        **own,
+    )
+    return engine

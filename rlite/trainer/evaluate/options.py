@@ -1,0 +1,197 @@
+"""Options of `rlite eval`. No torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Field, field_validator
+
+from rlite.arguments import named, spelled
+from rlite.config import Count, Natural, Options, Positive, Seconds, Share
+from rlite.data.source import Source
+from rlite.rollout.registry import WORKFLOWS
+from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
+from rlite.trainer.options import RESERVED_TEMPLATE_OPTIONS, Columns, LaunchOptions
+from rlite.types import GenerationHyperparameters
+
+SHORT = {"data": "data.path", "reward": "reward.path", "env": "env_path"}
+"""short names of options"""
+
+
+class EvalDataOptions(Options):
+    """The prompts to answer."""
+
+    path: str | None = None
+    """JSON, JSONL, CSV, Parquet or Arrow file, datasets folder or hub name; optionally split@path:subset"""
+    columns: Columns = {}
+    """names of columns: rlite's name = the table's, such as {answer: solution}; null hides a column. A column `id`
+    names the items"""
+    system_prompt: str | None = None
+    """system message before conversations that do not begin with one"""
+    chat_template_options: dict[str, Any] = {}
+    """keyword arguments of the chat template, such as {enable_thinking: false}"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for reserved template options."""
+        if own := sorted(RESERVED_TEMPLATE_OPTIONS & self.chat_template_options.keys()):
+            yield f"chat_template_options.{own[0]}: rlite sets {', '.join(own)} itself; leave it out"
+
+    def source(self) -> Source:
+        """Return the table."""
+        return Source(self.path or "", "data", self.columns, self.system_prompt)
+
+
+class EvalConfig(LaunchOptions):
+    """Options of `rlite eval CHECKPOINT [CHECKPOINT2]`."""
+
+    help_example: ClassVar[str] = "runs/grpo --data test.jsonl --reward my.py:correct --samples 16 --out runs/eval"
+    help_first: ClassVar[tuple[str, ...]] = ("other", "data.path", "reward", "env_path", "tasks", "samples", "out")
+
+    model: str
+    """folder of a model, of a run (its newest model), or of an earlier evaluation of one model; or hub name; the first
+    argument without a key"""
+    other: str | None = None
+    """as model: answers the same prompts, and is compared with it; the second argument without a key"""
+    data: EvalDataOptions = EvalDataOptions()
+    reward: dict[str, RewardOptions] = Field(default={}, json_schema_extra=single_or_named)
+    """rewards of single-turn answers: reward.path=file.py:function, or reward.NAME.path=... for several, whose weighted
+    sum counts; keys: path, weight, timeout, processes, memory_limit_gib, max_concurrent, in_process, env_vars"""
+    env_path: str | None = None
+    """Python file with an environment, as rollout.env_path of ppo. A file with `make` needs no data: seeds 0, 1, ..."""
+    env_timeout: Seconds = 60.0
+    """seconds for one step of the environment"""
+    env_processes: Count | None = None
+    """steps of environments that run at the same time; default: the cores, at most 8"""
+    env_memory_limit_gib: Positive | None = None
+    """resident memory that an environment's process may have; null: no limit"""
+    env_vars: list[str] = []
+    """names of environment variables that the environment's processes get as well"""
+    max_turns: Count = 1
+    """turns of the model in one episode of an environment"""
+    workflow: str | None = None
+    """name of a registered workflow (--import), in place of rewards and environments"""
+    tasks: list[str] = []
+    """tasks of lm-evaluation-harness, in place of data; package lm_eval"""
+    num_fewshot: Natural | None = None
+    """examples before each question of tasks; null: as the task says"""
+    task_path: str | None = None
+    """folder with further tasks"""
+    chat: bool = False
+    """ask tasks in the model's chat template"""
+    samples: Count = 1
+    """answers to each prompt"""
+    k: Count | None = None
+    """largest k of pass@k and majority@k; default: samples"""
+    limit: Count | None = None
+    """first prompts, or questions of each task, to answer; null: all. Without data, episodes of the environment;
+    default: 100"""
+    max_new_tokens: Count = 1024
+    """longest answer in tokens, in each turn"""
+    temperature: Annotated[float, Ge(0)] | None = None
+    """0 is greedy; default: 0 with samples=1, else 1"""
+    top_p: Annotated[Share, Gt(0)] = 1.0
+    """1 is off"""
+    top_k: Natural = 0
+    """0 is off"""
+    stop: list[str] = []
+    """texts that end an answer"""
+    seed: int = 0
+    """of the sampling, and of the comparison's draws"""
+    confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
+    """level of confidence intervals"""
+    out: str | None = None
+    """folder for results.json, samples and the record, which `rlite view` shows; the same command continues what it
+    holds. null writes nothing"""
+    name: str | None = None
+    """name of the evaluation in the record; default: that of the model's folder"""
+    overwrite: bool = False
+    """replace the samples that out holds"""
+    record_tokens: Natural = 16
+    """first prompts whose answers are recorded with their tokens"""
+    timeout: Seconds = 3600.0
+    """seconds for one attempt at an episode"""
+    retries: Natural = 3
+    """further attempts at an episode that raised; data and config errors are final"""
+    executor: str = "torch"
+    """inference executor, such as vllm"""
+    tp_size: Count = 1
+    """devices that share one replica"""
+    dtype: str | None = None
+    """type of the weights; default: the checkpoint's"""
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.9
+    """share of a GPU's memory"""
+    max_num_seqs: Count = 256
+    """sequences that a replica decodes at once"""
+    max_model_len: Annotated[int, Ge(2)] | None = None
+    """longest prompt and answers together, in tokens; default: as long as the longest prompt and max_new_tokens need"""
+    deterministic: bool = False
+    """the same tokens bit by bit, whatever else is generated; executor torch alone, slower"""
+
+    @field_validator("reward", mode="wrap")
+    @classmethod
+    def _name_rewards(cls, value: Any, validate: Callable[[Any], Any]) -> dict[str, RewardOptions]:
+        return named_by_function(validate(with_names(value)))
+
+    @classmethod
+    def arguments(cls, argv: Sequence[str]) -> list[str]:
+        """Return the arguments as `KEY=VALUE`: also `--samples 16`, `--tasks a,b`, and models without a key."""
+        keys = {**{name: name for name in cls.model_fields}, **SHORT}
+        plain = named(spelled(argv, keys), ["model", "other"])
+        return [re.sub(r"^tasks=(?!\[)(.*)", r"tasks=[\1]", argument) for argument in plain]
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each rule between sources, samples and names that does not hold."""
+        if len(sources := self.sources_of_scores) > 1:
+            yield f"{' and '.join(sources)} are given; expected one of them"
+        if self.tasks and self.data.path is not None:
+            yield f"data.path={self.data.path}: tasks bring their own questions; give one of them"
+        if self.tasks and self.samples > 1:
+            yield f"samples={self.samples}: a task says itself how many answers it takes; leave samples out"
+        if not self.tasks and (self.num_fewshot is not None or self.task_path is not None or self.chat):
+            yield "num_fewshot, task_path and chat are of tasks; give tasks=[NAME], or leave them out"
+        if self.k is not None and self.k > self.samples:
+            yield f"k={self.k}: expected at most samples={self.samples}, the answers to each prompt"
+        if self.samples > 1 and self.temperature == 0:
+            yield f"samples={self.samples} temperature=0: all answers to a prompt would be the same; sample above 0"
+        if self.reward and self.max_turns > 1:
+            yield f"max_turns={self.max_turns}: reward.* is of single answers; for several turns use env_path"
+        if self.workflow is not None and self.workflow not in WORKFLOWS:
+            yield f"workflow: {WORKFLOWS.unknown(self.workflow)}"
+        if self.workflow is not None and self.data.chat_template_options:
+            yield "data.chat_template_options: a registered workflow renders prompts itself; set them there"
+        if self.name is not None and not re.fullmatch(r"[\w.-]+", self.name):
+            yield f"name={self.name}: expected letters, digits, _, . and -"
+        if self.name is not None and self.other is not None:
+            yield "name: two models have the names of their folders; leave it out"
+
+    @property
+    def sources_of_scores(self) -> list[str]:
+        """Options that say where scores come from; an evaluation needs one."""
+        sources = {"reward": self.reward, "env_path": self.env_path, "workflow": self.workflow, "tasks": self.tasks}
+        return [key for key, value in sources.items() if value]
+
+    @property
+    def sampling(self) -> GenerationHyperparameters:
+        """Sampling of the answers."""
+        default = 0.0 if self.samples == 1 else 1.0
+        return GenerationHyperparameters(
+            max_new_tokens=self.max_new_tokens,
+            temperature=default if self.temperature is None else self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=tuple(self.stop),
+        )
+
+    @property
+    def max_k(self) -> int:
+        """Largest k of pass@k."""
+        return self.samples if self.k is None else self.k
+
+    def headline(self) -> str:
+        """Return in a few words what is evaluated, on which data, and where the result goes."""
+        models = self.model if self.other is None else f"{self.model} and {self.other}"
+        what = ", ".join(self.tasks) or self.data.path or self.env_path or "rows of the program"
+        return f"{models} on {what}{f', into {self.out}' if self.out else ''}"

@@ -1,0 +1,187 @@
+"""The items of an evaluation, and the workflow that asks and scores them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from rlite.data.chat.template import check_template_options
+from rlite.data.prompts import check_prompts
+from rlite.data.rows import place_of, read_source
+from rlite.errors import ConfigError, DataError
+from rlite.nn.huggingface import local_checkpoint
+from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
+from rlite.rollout.environments.file import is_gym_file
+from rlite.rollout.environments.workflow import environment_workflow
+from rlite.rollout.registry import WORKFLOWS
+from rlite.rollout.rewards.chosen import ChosenRewards
+from rlite.trainer.evaluate.options import EvalConfig
+from rlite.trainer.given import Given
+from rlite.trainer.modules import load_tokenizer
+from rlite.types import GenerationHyperparameters
+
+NUM_EPISODES = 100
+"""episodes of an environment that needs no data"""
+MAX_MODEL_LEN = 16_384
+"""longest sequence, in tokens, if neither the options nor the prompts say it"""
+_NO_TOKENIZER = (
+    "model={}: the checkpoint has no tokenizer that can be read; copy the tokenizer's files from its base model "
+    "(tokenizer.json, tokenizer_config.json)"
+)
+Items = Sequence[Mapping[str, Any]]
+MakeWorkflow = Callable[[GenerationHyperparameters, PreTrainedTokenizerBase, int], RolloutWorkflow]
+"""makes a workflow of its sampling, the tokenizer, and the longest sequence of several turns in tokens"""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The items, and how they are asked and scored."""
+
+    items: Items
+    ids: Sequence[str]
+    """id of each item"""
+    make_workflow: MakeWorkflow
+
+
+def read_questions(options: EvalConfig, given: Given) -> Questions:
+    """Return the items that the options name, and the maker of their workflow.
+
+    Args:
+        options: of the command.
+        given: rows and rewards of a program, in place of those of the paths.
+
+    Raises:
+        ConfigError: a source of items or of scores is missing, or cannot be used.
+        DataError: some rows cannot be used.
+    """
+    if not options.sources_of_scores:
+        raise ConfigError(
+            "missing: a source of scores (reward.path=file.py:function with data.path=FILE, env_path=FILE, or "
+            "tasks=[NAME]); run with --help to see every option"
+        )
+    items, where = _read_items(options, given), f"data.path={options.data.path}"
+    make = _workflow_maker(options, given, items, where)
+    return Questions(items, item_ids(items, where), make)
+
+
+def item_ids(items: Items, where: str) -> list[str]:
+    """Return the id of each item: its `id`, else its number.
+
+    Args:
+        items: rows of the data.
+        where: their name in messages.
+
+    Raises:
+        DataError: two items have the same id.
+    """
+    places: dict[str, int] = {}
+    for number, item in enumerate(items):
+        id = str(number if item.get("id") is None else item["id"])
+        if id in places:
+            raise DataError(
+                f"{place_of(items, number, where)}: its id {id!r} is also that of row index {places[id]}; give each "
+                "its own, or number the rows (data.columns.id=null)"
+            )
+        places[id] = number
+    return list(places)
+
+
+def model_tokenizer(folder: str, options: EvalConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a checkpoint.
+
+    Args:
+        folder: folder or hub name of the checkpoint.
+        options: of the command.
+
+    Raises:
+        ConfigError: the checkpoint has no tokenizer that can be read, or no chat template for the options.
+    """
+    try:
+        tokenizer = load_tokenizer(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{_NO_TOKENIZER.format(folder)} ({str(error).splitlines()[0]})") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes up of the config alone
+        raise ConfigError(_NO_TOKENIZER.format(folder))
+    if options.data.chat_template_options:
+        check_template_options(tokenizer, options.data.chat_template_options, "data.chat_template_options")
+    return tokenizer
+
+
+def context_limit(folder: str, options: EvalConfig) -> int:
+    """Return the longest sequence that a model and `max_model_len` allow, in tokens.
+
+    Args:
+        folder: folder or hub name of the checkpoint.
+        options: of the command.
+    """
+    config = AutoConfig.from_pretrained(local_checkpoint(folder, weights=False), trust_remote_code=False)
+    own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return min(own or sys.maxsize, options.max_model_len or sys.maxsize)
+
+
+def context_to_serve(workflow: RolloutWorkflow, items: Items, limit: int, where: str) -> int:
+    """Return the longest sequence to serve, in tokens, after a check of all prompts.
+
+    Args:
+        workflow: asks the items.
+        items: rows of the data.
+        limit: longest sequence that is allowed.
+        where: name of the items in messages.
+
+    Raises:
+        DataError: an item has no prompt, the chat template refuses it, or it leaves no room for an answer.
+    """
+    if not workflow.needs_prompt:
+        return min(limit, MAX_MODEL_LEN)
+    check_prompts(items, where)
+    longest = 0
+    for number, item in enumerate(items):
+        try:
+            length = len(workflow.opening(item) or ())
+        except DataError as error:
+            raise DataError(f"{place_of(items, number, where)}: {error}") from error
+        if length >= limit:
+            raise DataError(
+                f"{place_of(items, number, where)}: its prompt has {length} tokens, which leaves no room for an answer "
+                f"in {limit} (the least of the model's max_position_embeddings and max_model_len); drop the row"
+            )
+        longest = max(longest, length)
+    return min(limit, (workflow.longest_sequence(longest) if longest else None) or MAX_MODEL_LEN)
+
+
+def _read_items(options: EvalConfig, given: Given) -> Items:
+    """Return the rows of the data, or seeds of an environment.
+
+    Raises:
+        ConfigError: there is no data.
+    """
+    has_data = options.data.path is not None
+    if not has_data and options.env_path is not None and is_gym_file(options.env_path):
+        return [{"seed": seed} for seed in range(options.limit or NUM_EPISODES)]
+    if not has_data:
+        raise ConfigError("missing: data.path=FILE, the prompts (an environment file with `make` alone needs none)")
+    return read_source(given.source(options.data.source()), "prompts")[: options.limit]
+
+
+def _workflow_maker(options: EvalConfig, given: Given, items: Items, where: str) -> MakeWorkflow:
+    if (name := options.workflow) is not None:
+        return lambda sampling, tokenizer, _: WORKFLOWS[name](sampling, tokenizer)
+    own = {"chat_template_options": options.data.chat_template_options}
+    if options.env_path is not None:
+        make = environment_workflow(
+            options.env_path,
+            timeout=options.env_timeout,
+            num_processes=options.env_processes,
+            memory_limit_gib=options.env_memory_limit_gib,
+            env_vars=options.env_vars,
+        )
+        turns = options.max_turns
+        return lambda sampling, tokenizer, limit: make(sampling, tokenizer, max_turns=turns, max_length=limit, **own)
+    rewards = ChosenRewards(options.reward, given.rewards)
+    rewards.check_columns(items, where)
+    reward = rewards.make()
+    return lambda sampling, tokenizer, _: SingleTurnWorkflow(reward, sampling, tokenizer, **own)

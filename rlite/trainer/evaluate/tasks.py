@@ -1,0 +1,160 @@
+"""Tasks of lm-evaluation-harness, answered by one model. Only `find_tasks` and `TaskAnswers.run` import the package."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rlite.errors import ConfigError, did_you_mean
+from rlite.evaluation.rows import Row
+from rlite.trainer.evaluate.generation import build_engine
+from rlite.trainer.evaluate.models import Candidate
+from rlite.trainer.evaluate.options import EvalConfig
+from rlite.trainer.evaluate.questions import MAX_MODEL_LEN, context_limit, model_tokenizer
+
+CACHE = "cache"
+"""folder of answers to tasks that have not ended"""
+
+
+def find_tasks(options: EvalConfig) -> Any:
+    """Return the harness's task manager, which knows all tasks of the options.
+
+    Args:
+        options: of the command.
+
+    Raises:
+        ConfigError: the package is missing, or a task is unknown.
+    """
+    try:
+        tasks = import_module("lm_eval.tasks")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"tasks={options.tasks}: missing package {error.name}; pip install lm-eval") from error
+    if options.task_path is not None and not Path(options.task_path).is_dir():
+        raise ConfigError(f"task_path={options.task_path}: no such folder")
+    own = tasks.TaskManager(include_path=options.task_path, include_defaults=False) if options.task_path else None
+    if own is not None and not _unknown(own, options.tasks):
+        return own  # the harness takes seconds to find its thousands of tasks
+    manager = tasks.TaskManager(include_path=options.task_path)
+    for name in _unknown(manager, options.tasks):
+        raise ConfigError(f"tasks: no task {name!r}; {_hint(name, manager.all_tasks)}")
+    return manager
+
+
+class TaskAnswers:
+    """The tasks that a model has still to do. Making it checks the model; no weights are read.
+
+    The journal has a line for each task that has ended. Answers to the task under way are in the harness's cache.
+
+    Args:
+        candidate: the model, and the tasks that it has done.
+        manager: the harness's task manager.
+        options: of the command.
+        folder: of the evaluation.
+
+    Raises:
+        ConfigError: the checkpoint has no tokenizer.
+    """
+
+    def __init__(self, candidate: Candidate, manager: Any, options: EvalConfig, folder: Path) -> None:
+        self._candidate, self._manager, self._options = candidate, manager, options
+        self._cache = folder / CACHE / candidate.name
+        done = {line["task"] for line in candidate.journal.lines}
+        self.missing = [name for name in options.tasks if name not in done]
+        """tasks that have not ended"""
+        if not candidate.journal.lines and options.overwrite:
+            shutil.rmtree(self._cache, ignore_errors=True)
+        model_tokenizer(candidate.model, options)
+
+    def run(self) -> None:
+        """Do the missing tasks in the current session; each goes to the journal as it ends."""
+        limit = context_limit(self._candidate.model, self._options)
+        engine = build_engine(self._candidate.model, self._options, min(limit, MAX_MODEL_LEN))
+        self._cache.mkdir(parents=True, exist_ok=True)
+        try:
+            model = import_module("rlite.evaluation.lm_eval").RliteLM(engine)
+            for name in self.missing:
+                self._candidate.journal.append(self._line(name, model))
+        finally:
+            engine.release()
+
+    def _line(self, name: str, model: Any) -> dict[str, Any]:
+        options = self._options
+        found = import_module("lm_eval").simple_evaluate(
+            model=model,
+            tasks=[name],
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            apply_chat_template=options.chat,
+            task_manager=self._manager,
+            use_cache=str(self._cache / "answers"),
+            random_seed=options.seed,
+        )
+        return {
+            "task": name,
+            "metrics": dict(task_metrics(found["results"])),
+            "rows": list(task_rows(found["samples"])),
+        }
+
+
+def task_metrics(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
+    """Yield the metrics of tasks: TASK/METRIC and TASK/METRIC_stderr, with the harness's filter if it has a name.
+
+    Args:
+        results: the harness's `results`, by task.
+    """
+    for task, own in results.items():
+        for key, value in own.items():
+            metric, _, name = key.partition(",")
+            if not isinstance(value, int | float) or not name:
+                continue
+            is_error = metric.endswith("_stderr")
+            shown = metric.removesuffix("_stderr") + ("" if name == "none" else f",{name}")
+            yield f"{task}/{shown}{'_stderr' if is_error else ''}", float(value)
+
+
+def task_rows(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Row]:
+    """Yield a row of the record for each question whose first metric is a number, of the first filter of its task.
+
+    Args:
+        samples: the harness's `samples`, by task.
+    """
+    for task, own in samples.items():
+        for question in own:
+            score = question[question["metrics"][0]] if question["metrics"] else None
+            if question["filter"] == own[0]["filter"] and isinstance(score, int | float):
+                yield {
+                    "step": 0,
+                    "group": question["doc_id"],
+                    "sample": 0,
+                    "item": f"{task}/{question['doc_id']}",
+                    "status": "evaluated",
+                    "reason": "",
+                    "score": float(score),
+                    "segments": list(_segments(question)),
+                    "ended": time.time(),
+                }
+
+
+def _segments(question: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Yield the prompt, and the answer: a text, or the likeliest of the choices."""
+    arguments, answers = question["arguments"], [answer[0] for answer in question["resps"]]
+    yield {"role": "prompt", "text": str(arguments[0][0])}
+    if isinstance(answers[0], str):
+        yield {"role": "model", "text": answers[0]}
+    elif len(arguments[0]) > 1:
+        likeliest = max(range(len(answers)), key=lambda number: answers[number][0])
+        yield {"role": "model", "text": str(arguments[likeliest][1])}
+
+
+def _unknown(manager: Any, names: Sequence[str]) -> list[str]:
+    return [name for name in names if not manager.match_tasks([name])]
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    """Return the nearest task; there are too many to name them all."""
+    told = did_you_mean(name, known)
+    return told if told.startswith("did you mean") else "`lm-eval ls tasks` names all; task_path=FOLDER adds some"

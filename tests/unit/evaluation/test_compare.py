@@ -1,0 +1,108 @@
+"""Paired differences against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+
+from rlite.errors import DataError
+from rlite.evaluation.compare import (
+    ENUMERATED,
+    RESAMPLES,
+    bootstrap_interval,
+    compare,
+    paired_differences,
+    sign_flip_p_value,
+)
+from rlite.evaluation.metrics import summary
+from rlite.evaluation.samples import Sample
+
+
+def of(scores: dict[str, list[float | None]]) -> list[Sample]:
+    return [Sample(item, n, score) for item, own in scores.items() for n, score in enumerate(own)]
+
+
+def test_the_difference_is_that_of_the_accuracies_also_with_failed_samples() -> None:
+    first = of({"a": [0, 1, 1], "b": [None, 0, 0], "c": [1, 1, 1]})
+    second = of({"c": [1, 0, None], "a": [1, 1, 1], "b": [-1, 1, 1]})
+    found = compare(first, second)
+    assert found.difference == pytest.approx(summary(second)["accuracy"] - summary(first)["accuracy"])
+    assert (found.num_items, found.better, found.worse) == (3, 2, 1)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low <= found.difference <= found.high
+
+
+def test_the_interval_is_that_of_all_resamples() -> None:
+    """With 5 items all 5^5 resamples can be made; the drawn ones come near their quantiles."""
+    differences = np.array([0.5, -0.25, 1.0, 0.0, 0.75])
+    means = [np.mean(drawn) for drawn in itertools.product(differences, repeat=5)]
+    low, high = bootstrap_interval(differences, 0.9)
+    assert (low, high) == pytest.approx(tuple(np.quantile(means, [0.05, 0.95])), abs=0.051)  # steps of 0.05
+    assert bootstrap_interval(differences, 0.9) == (low, high), "the seed decides"
+    narrow = bootstrap_interval(differences, 0.5)
+    assert low < narrow[0] < narrow[1] < high
+
+
+def test_the_interval_of_many_items_is_that_of_the_normal_distribution() -> None:
+    differences = np.random.default_rng(1).normal(0.3, 1.0, size=2_000)
+    error = differences.std(ddof=1) / math.sqrt(len(differences))
+    expected = (differences.mean() - 1.96 * error, differences.mean() + 1.96 * error)
+    assert bootstrap_interval(differences) == pytest.approx(
+        expected, abs=0.1 * error
+    )  # four standard errors of a quantile
+
+
+def brute_force(differences: list[float]) -> float:
+    """All sign flips, by definition, in exact arithmetic: the differences are quarters."""
+    quarters = [round(4 * value) for value in differences]
+    flips = list(itertools.product((-1, 1), repeat=len(quarters)))
+    sums = [abs(sum(sign * value for sign, value in zip(flip, quarters, strict=True))) for flip in flips]
+    return sum(value >= abs(sum(quarters)) for value in sums) / len(flips)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_p_value_is_that_of_all_sign_flips(seed: int) -> None:
+    draw = random.Random(seed)
+    differences = [draw.randrange(-4, 5) / 4 for _ in range(draw.randrange(1, 12))]
+    assert sign_flip_p_value(np.array(differences)) == pytest.approx(brute_force(differences), abs=1e-12)
+
+
+@pytest.mark.parametrize(("better", "worse"), [(6, 1), (3, 3), (8, 0), (0, 5), (20, 7), (40, 20)])
+def test_one_sample_of_zero_or_one_gives_mcnemars_exact_test(better: int, worse: int) -> None:
+    n, tail = better + worse, min(better, worse)
+    exact = min(1.0, 2 * sum(math.comb(n, k) for k in range(tail + 1)) / 2**n)
+    found = sign_flip_p_value(np.array([1.0] * better + [-1.0] * worse + [0.0] * 9))
+    drawn_error = 0 if n <= ENUMERATED else 4 * math.sqrt(exact * (1 - exact) / RESAMPLES) + 1 / RESAMPLES
+    assert found == pytest.approx(exact, abs=drawn_error + 1e-12)
+
+
+def test_equal_models_have_p_1_and_no_draw_makes_it_0() -> None:
+    same = of({"a": [1.0], "b": [0.0]})
+    found = compare(same, same)
+    assert (found.difference, found.low, found.high, found.p_value) == (0, 0, 0, 1)
+    assert sign_flip_p_value(np.ones(100)) == 1 / (RESAMPLES + 1)
+
+
+def test_equally_good_models_seldom_have_a_low_p_value() -> None:
+    random_numbers = np.random.default_rng(3)
+    found = [sign_flip_p_value(random_numbers.normal(size=10)) for _ in range(400)]
+    assert np.mean(np.array(found) <= 0.05) == pytest.approx(0.05, abs=0.035)
+
+
+def test_a_single_item_has_no_interval() -> None:
+    found = compare(of({"a": [0, 0]}), of({"a": [1, 1]}))
+    assert (found.difference, found.low, found.high, found.p_value) == (1, None, None, 1)
+
+
+def test_other_items_are_refused() -> None:
+    first = of({str(n): [1] for n in range(10)})
+    second = of({"0": [1], "x": [0]})
+    with pytest.raises(DataError, match=r"only the first has 1, 2, 3, 4, 5 and 4 more; only the second has x"):
+        paired_differences(first, second)
+    with pytest.raises(DataError, match="without samples"):
+        compare([], [])

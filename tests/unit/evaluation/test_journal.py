@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlite.errors import ConfigError, FolderInUse
+from rlite.evaluation.journal import Journal, differences, read_journal
+
+SETTINGS = {"samples": 2, "reward": {"path": "my.py:f"}}
+LINES = [{"item": "a", "score": 1.0}, {"item": "\u202e\ud800 <b>", "score": None}]
+
+
+def journal(path: Path, settings: dict = SETTINGS, lines: list = LINES) -> None:
+    made = Journal(path, settings)
+    for line in lines:
+        made.append(line)
+    made.close()
+
+
+def test_a_journal_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "samples" / "a.jsonl"
+    journal(path)
+    continued = Journal(path, SETTINGS)
+    assert continued.lines == LINES
+    continued.append({"item": "c"})
+    continued.close()
+    assert read_journal(path) == (SETTINGS, [*LINES, {"item": "c"}])
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_a_line_that_was_cut_off_is_removed(cut: int, tmp_path: Path) -> None:
+    journal(path := tmp_path / "a.jsonl")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    kept = whole[:-cut].count(b"\n") - 1
+    assert read_journal(path)[1] == LINES[:kept]
+    continued = Journal(path, SETTINGS)
+    assert continued.lines == LINES[:kept]
+    for line in LINES[kept:]:
+        continued.append(line)
+    continued.close()
+    assert path.read_bytes() == whole
+
+
+def test_a_first_line_that_was_cut_off_begins_a_new_journal(tmp_path: Path) -> None:
+    journal(path := tmp_path / "a.jsonl", lines=[])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:5])
+    journal(path, lines=[])
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"my notes", "expected the samples of an evaluation, found another file"),
+        (b'{"version": 9, "settings": {}}\n', "samples of format 9, and this version of rlite writes 1"),
+        (b'{"version": 1, "settings": {}}\nx\n', "line 2: expected JSON"),
+        (b'{"version": 1, "settings": {"samples": 3}}\n', r"samples: 3 there, 2 here; reward\.path: nothing there"),
+    ],
+)
+def test_another_file_is_refused_and_left_as_it_is(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        Journal(path, SETTINGS)
+    assert path.read_bytes() == content
+    Journal(path, SETTINGS, overwrite=True).close()
+    assert read_journal(path) == (SETTINGS, [])
+
+
+def test_two_processes_do_not_write_one_journal(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    journal(path)
+    held = (
+        "import fcntl, sys\n"
+        f"file = open({str(path)!r}, 'r+b')\n"
+        "fcntl.lockf(file, fcntl.LOCK_EX)\n"
+        "print('held', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", held], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(FolderInUse, match="another evaluation is under way"):
+            Journal(path, SETTINGS)
+        assert read_journal(path) == (SETTINGS, LINES), "it may be read"
+
+
+def test_many_differences_are_counted() -> None:
+    found = differences({str(n): n for n in range(20)}, {})
+    assert found[0] == "0: 0 there, nothing here"
+    assert (len(found), found[-1]) == (9, "and 12 more")
+
+
+def test_a_missing_journal_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.jsonl: No such file"):
+        read_journal(Path("nowhere.jsonl"))

@@ -1,0 +1,39 @@
+"""Suggestions for keys that do not exist."""
+
+import itertools
+import re
+
+import pytest
+
+from rlite.cli import COMMANDS
+from rlite.config import describe, load
+from rlite.errors import UnknownOptionError
+from rlite.suggestions import ELSEWHERE, nearest_key
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "nearest"),
+    [
+        ("ppo", "trainer.steps", "'trainer.total_steps'"),
+        ("ppo", "trainer.max_steps", "'trainer.total_steps'"),
+        ("sft", "trainer.max_steps", "'trainer.n_epochs'"),
+        ("sft", "trainer.eval_steps", "'trainer.test_freq'"),
+        ("grpo", "rollout.n", "'train_data.responses_per_prompt'"),
+        ("grpo", "max_completion_length", "'rollout.train_sampling_params.max_new_tokens'"),
+        ("sft", "actor.dropout", "'actor.disable_dropout'"),
+    ],
+)
+def test_names_of_other_libraries_lead_to_the_usual_key(command: str, key: str, nearest: str) -> None:
+    with pytest.raises(UnknownOptionError, match=rf"unknown key '{key}'; did you mean {nearest}\?"):
+        load(COMMANDS[command].find_options(), [f"{key}=1"])
+
+
+def test_names_of_other_libraries_mean_something_and_are_none_of_ours() -> None:
+    told = "".join(describe(COMMANDS[command].find_options()) for command in ("ppo", "sft"))
+    ours = {key.rpartition(".")[2] for key in re.findall(r"^([\w.]+)=", told, re.MULTILINE)}
+    assert set(itertools.chain.from_iterable(ELSEWHERE.values())) <= ours
+    assert not ELSEWHERE.keys() & ours
+
+
+def test_without_a_near_key_all_keys_of_the_group_are_listed() -> None:
+    assert nearest_key("a.zzz", ["a.one", "a.two", "b.three"]) == "known: a.one, a.two"

@@ -1,0 +1,135 @@
+"""Options, items and tables of `rlite eval`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from rlite.config import load
+from rlite.errors import ConfigError, DataError
+from rlite.evaluation.compare import Comparison
+from rlite.evaluation.results import EvaluatedModel, EvaluationResult
+from rlite.evaluation.samples import Sample
+from rlite.trainer.evaluate.models import names_of
+from rlite.trainer.evaluate.options import EvalConfig
+from rlite.trainer.evaluate.questions import item_ids
+from rlite.trainer.evaluate.report import difference, shown, shown_metrics, title
+from rlite.trainer.evaluate.tasks import find_tasks, task_metrics, task_rows
+
+
+def options(*arguments: str) -> EvalConfig:
+    return load(EvalConfig, EvalConfig.arguments(arguments))
+
+
+def test_arguments_are_spelled_as_flags_as_keys_and_without_key() -> None:
+    flags = options("a", "b", "--data", "t.jsonl", "--reward=my.py:f", "--samples", "4", "--out", "x", "--limit", "7")
+    keys = options("model=a", "other=b", "data.path=t.jsonl", "reward.path=my.py:f", "samples=4", "out=x", "limit=7")
+    assert flags == keys
+    assert options("a", "data=t.jsonl", "reward=my.py:f", "samples=4").reward["f"].path == "my.py:f"
+    assert options("a", "data={path: t.jsonl, columns: {answer: x}}").data.columns == {"answer": "x"}
+    assert options("a", "--tasks", "gsm8k,arc").tasks == options("a", "tasks=[gsm8k, arc]").tasks == ["gsm8k", "arc"]
+    assert options("a", "--env", "game.py").env_path == "game.py"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "temperature"), [([], 0), (["samples=2"], 1), (["samples=2", "temperature=0.6"], 0.6)]
+)
+def test_several_samples_are_drawn_and_one_is_greedy(arguments: list[str], temperature: float) -> None:
+    assert options("a", *arguments).sampling.temperature == temperature
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["samples=2", "k=3"], "k=3: expected at most samples=2"),
+        (["tasks=x", "samples=2"], "a task says itself how many answers it takes"),
+        (["tasks=x", "data=t.jsonl"], "tasks bring their own questions"),
+        (["chat=true"], "are of tasks"),
+        (["b", "name=x"], "two models have the names of their folders"),
+        (["name=x/y"], "expected letters, digits"),
+        (["reward=my.py:f", "max_turns=2"], r"reward\.\* is of single answers"),
+        (["data.chat_template_options={tokenize: true}"], "rlite sets tokenize itself"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        options("a", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("models", "names"),
+    [
+        (["runs/grpo"], ["grpo"]),
+        (["runs/grpo/latest", "runs/sft/best"], ["grpo", "sft"]),
+        (["a/model", "b/model"], ["model", "model-2"]),
+        (["Qwen/Qwen3-0.6B", "odd name!"], ["Qwen3-0.6B", "odd_name"]),
+    ],
+)
+def test_models_have_the_names_of_their_folders(models: list[str], names: list[str]) -> None:
+    assert names_of(options(*models)) == names
+
+
+def test_items_are_named_by_their_id_or_their_number_and_by_no_name_twice() -> None:
+    assert item_ids([{"id": 7}, {"prompt": "x"}, {"id": None}], "data") == ["7", "1", "2"]
+    with pytest.raises(DataError, match="data, row index 1: its id '1' is also that of row index 0"):
+        item_ids([{"id": "1"}, {"prompt": "x"}], "data")
+
+
+def result(comparison: Comparison | None = None) -> EvaluationResult:
+    samples = [Sample(str(item), sample, 1.0) for item in range(3) for sample in range(2)]
+    metrics = {"accuracy": 0.5, "standard_error": 0.125, **{f"pass@{k}": 0.5 for k in range(1, 7)}, "num_errors": 2.0}
+    return EvaluationResult([EvaluatedModel(name, "m", metrics, samples) for name in "ab"], comparison)
+
+
+def test_the_table_says_how_answers_were_sampled_and_some_of_the_ks() -> None:
+    assert title(result(), options("a", "--env", "x.py", "samples=2")) == (
+        "3 prompts x 2 sample(s), temperature 1 (the default of samples=2), at most 1024 new tokens"
+    )
+    metrics = result().metrics
+    assert shown_metrics([metrics]) == ["accuracy", "pass@1", "pass@2", "pass@4", "pass@6", "num_errors"]
+    assert [shown(name, metrics) for name in ("accuracy", "pass@1", "num_errors", "other")] == [
+        *("0.5000 ± 0.1250", "0.5000", "2", "")
+    ]
+
+
+def test_the_difference_is_told_with_its_interval_and_test() -> None:
+    assert difference(result()) is None
+    assert difference(result(Comparison(0.25, 0.1, 0.375, 0.95, 0.012, 40, 12, 3))) == (
+        "accuracy of b - a: +0.2500 [+0.1000, +0.3750] (95% interval, paired bootstrap over 40 items), p = 0.012 "
+        "(two-sided sign-flip test); better at 12 items, worse at 3"
+    )
+    assert " [" not in str(difference(result(Comparison(1.0, None, None, 0.95, 1.0, 1, 1, 0))))
+
+
+QUESTION: dict[str, Any] = {"metrics": ["acc"], "acc": 1.0, "filter": "none"}
+
+
+def test_answers_to_tasks_become_rows() -> None:
+    choice = QUESTION | {
+        "doc_id": 4,
+        "arguments": [("2+2=", " 4"), ("2+2=", " 5")],
+        "resps": [[(-0.5, True)], [(-2.0, False)]],
+    }
+    written = QUESTION | {"doc_id": 0, "arguments": [("Say:", {"until": []})], "resps": [["4"]], "filter": "strict"}
+    other_filter = written | {"filter": "flexible"}
+    without_number = QUESTION | {"doc_id": 0, "arguments": [("x",)], "resps": [[-3.0]], "acc": (-3.0, 2)}
+    found = list(task_rows({"sums": [choice], "says": [written, other_filter], "wiki": [without_number]}))
+    assert [(row["item"], row["score"]) for row in found] == [("sums/4", 1.0), ("says/0", 1.0)]
+    assert [[segment["text"] for segment in row["segments"]] for row in found] == [["2+2=", " 4"], ["Say:", "4"]]
+
+
+def test_metrics_of_tasks_keep_the_harness_names() -> None:
+    results = {"gsm8k": {"alias": "gsm8k", "sample_len": 8, "acc,none": 0.5, "acc_stderr,none": 0.1, "em,strict": 0.25}}
+    metrics = dict(task_metrics(results))
+    assert metrics == {"gsm8k/acc": 0.5, "gsm8k/acc_stderr": 0.1, "gsm8k/em,strict": 0.25}
+    assert shown_metrics([metrics]) == ["gsm8k/acc", "gsm8k/em,strict"]
+    assert shown("gsm8k/acc", metrics) == "0.5000 ± 0.1000"
+
+
+def test_a_missing_harness_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lm_eval", "lm_eval.tasks"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match="missing package lm_eval"):
+        find_tasks(options("a", "tasks=x"))
