@@ -39,6 +39,7 @@ from rlite.trainer.evaluate.command import evaluate as run_evaluation
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.generate import prompt_item
 from rlite.trainer.given import IN_MEMORY, Given
+from rlite.trainer.held_out import UNNAMED, key_of
 from rlite.trainer.presets import TRAINERS
 
 Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
@@ -56,7 +57,7 @@ def train(
     *,
     model: str | os.PathLike[str] | None = None,
     data: Data | None = None,
-    test_data: Data | None = None,
+    test_data: Data | Mapping[str, Data] | None = None,
     reward: Rewards | None = None,
     callbacks: Sequence[Callback] = (),
     **options: Any,
@@ -70,7 +71,7 @@ def train(
         algorithm: name of the command: "sft", "rm", "dpo", "orpo", "simpo", "cpo", "kto", "grpo" or "ppo".
         model: folder or hub name of a Hugging Face checkpoint.
         data: rows to train on, or their path.
-        test_data: rows to evaluate on, or their path.
+        test_data: rows to evaluate on, or their path; or several of these by the names of their sets.
         reward: of "grpo" and "ppo": one reward, a list of rewards, or rewards by name, as a function, a path, a pair
             with a weight, or a mapping of options, whose `path` may be a function. Functions have the signature of
             rlite, TRL or verl.
@@ -87,7 +88,9 @@ def train(
         DataError: some rows cannot be used.
     """
     trainer = _trainer(algorithm)
-    tables = {trainer.data_key: data, "test_data": test_data}
+    sets = test_data if isinstance(test_data, Mapping) else {UNNAMED: test_data}
+    tests = {key_of(name): rows for name, rows in sets.items()}
+    tables = {trainer.data_key: data, **tests}
     rewards = {} if reward is None else _rewards(reward)
     given = {
         **({} if model is None else {f"{trainer.key}.model_name": model}),
@@ -99,7 +102,8 @@ def train(
     functions = {name: own.function for name, own in rewards.items() if own.function is not None}
     is_streamed = getattr(settings, trainer.data_key).streaming
     rows = _rows(data, trainer.data_key, is_streamed)
-    objects = Given(rows, _rows(test_data, "test_data"), functions, callbacks)
+    test_rows = {key: found for key, own in tests.items() if (found := _rows(own, key)) is not None}
+    objects = Given(rows, test_rows, functions, callbacks)
     metrics = trainer.train(settings, objects)
     return TrainedRun(Path(settings.trainer.save_dir), metrics, trainer.key == "actor")
 

@@ -229,7 +229,7 @@ def to_container(config: Any) -> Any:
             group = _select(plain, groups)
             if group is not None and group.get(name) == to_container(value):  # not replaced since
                 group[name] = source
-        return plain
+        return plain[""] if [*plain] == [""] else plain
     if isinstance(config, list | tuple):
         return [to_container(value) for value in config]
     return config.replace("${", r"\${") if isinstance(config, str) else config
@@ -272,7 +272,8 @@ def describe(cls: type[Options], topic: str = "", command: str = "") -> str:
 
 
 def _title(cls: type[Options], group: str) -> str:
-    made = _group_of(_locate(cls, group.split(".")).hint) if group else None
+    hint = _locate(cls, group.split(".")).hint if group else None
+    made = _group_of(hint) or _entry_of(hint)
     if made is None:
         return "options"
     sentence = (made.__doc__ or "").split("\n\n")[0]
@@ -494,8 +495,10 @@ def _locate(root: type[Options], way: Sequence[int | str]) -> _Location:
     option: FieldInfo | None = None
     for depth, part in enumerate(way):
         if entry := _entry_of(hint):
+            is_unnamed = _may_be_unnamed(option) and part in entry.model_fields
             hint, option = entry, None
-            continue
+            if not is_unnamed:
+                continue
         group = _group_of(hint)
         if group is None or part not in group.model_fields:
             return _Location(_joined(way[:depth]), hint, option, False)
@@ -555,6 +558,8 @@ def _keys(cls: type[Options], default: Options | None = None, prefix: str = "") 
         value = _default(option) if default is None else dict(default)[name]
         if group is None or value is None:
             yield f"{prefix}{name}", option, value
+        if _may_be_unnamed(option):
+            group = _entry_of(option.annotation)
         if group is not None:
             yield from _keys(group, value if isinstance(value, group) else None, f"{prefix}{name}.")
 
@@ -630,6 +635,19 @@ def _entry_of(hint: Any) -> type[Options] | None:
     """Return the group that each value of a mapping is: `G` of `dict[str, G]`."""
     values = [get_args(kind)[1] for kind in _kinds(hint) if get_origin(kind) is dict]
     return _group_of(values[0]) if values else None
+
+
+def single_or_named(schema: dict[str, Any]) -> None:
+    """Let the JSON schema of groups by name also take the options of a single group, as `json_schema_extra`.
+
+    The single group has the name "". Its keys are those of the option itself: `test_data.path`.
+    """
+    named = next(form for form in schema["anyOf"] if "additionalProperties" in form)
+    schema["anyOf"].insert(0, named["additionalProperties"])
+
+
+def _may_be_unnamed(option: FieldInfo | None) -> bool:
+    return option is not None and option.json_schema_extra is single_or_named
 
 
 def _is_open(hint: Any) -> bool:

@@ -8,11 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from rlite.errors import DataError
-from rlite.evaluation.samples import Sample
+from rlite.evaluation.samples import SOLVED_AT, Sample
 from rlite.rollout.collector.lost import kind_of
-
-SOLVED_AT = 1.0
-"""score from which a sample counts as solved, for pass@k and majority@k"""
 
 
 def summary(samples: Sequence[Sample], ks: int = 1, solved_at: float = SOLVED_AT) -> dict[str, float]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SOLVED_AT = 1.0
+"""score from which a sample counts as solved, for pass@k and majority@k"""
+
 
 @dataclass(frozen=True)
 class Sample:

@@ -17,7 +17,7 @@ if __name__ == "__main__":  # before the imports of this file, which load torch
     start("dpo", "rlite.trainer.dpo", DpoConfig, sys.argv[1:])
     sys.exit()
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tensordict import TensorDict
 
@@ -47,7 +47,7 @@ class DpoTrainer(SupervisedTrainer[DpoConfig]):
         self,
         options: DpoConfig,
         rows: TokenRows,
-        test_rows: TokenRows | None = None,
+        test_rows: TokenRows | Mapping[str, TokenRows] | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         super().__init__(options, rows, test_rows, callbacks)

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlite.data.source import Source
 from rlite.trainer.callbacks import Callback
+from rlite.trainer.held_out import KEY
 
 IN_MEMORY = "(rows of the program)"
 """path of rows that a program gives"""
@@ -19,8 +20,8 @@ class Given:
 
     rows: Iterable[Mapping[str, Any]] | None = None
     """rows to train on, in place of those of the path"""
-    test_rows: Iterable[Mapping[str, Any]] | None = None
-    """rows to evaluate on, in place of those of the path"""
+    test_rows: Mapping[str, Iterable[Mapping[str, Any]]] = field(default_factory=dict)
+    """rows to evaluate on, in place of those of the paths, by the set's group of options"""
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """reward functions by name, in place of those of the paths"""
     callbacks: Sequence[Callback] = ()
@@ -32,7 +33,8 @@ class Given:
         Args:
             source: the table, of `test_data` or of the data to train on.
         """
-        return source._replace(rows=self.test_rows if source.key == "test_data" else self.rows)
+        is_test = source.key.split(".")[0] == KEY
+        return source._replace(rows=self.test_rows.get(source.key) if is_test else self.rows)
 
 
 NOTHING = Given()

@@ -51,12 +51,12 @@ class KtoTrainer(SupervisedTrainer[KtoConfig]):
         self,
         options: KtoConfig,
         rows: TokenRows,
-        test_rows: TokenRows | None = None,
+        test_rows: TokenRows | Mapping[str, TokenRows] | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         super().__init__(options, rows, test_rows, callbacks)
         self.reference = Reference(options.ref_actor, options.actor, self.engine)
-        self.longest = max(int(table.lengths.max()) for table in (rows, test_rows) if table is not None)
+        self.longest = max(int(table.lengths.max()) for table in (rows, *self.test_sets.values()))
         """tokens of the longest row, which fits the devices; a prompt with another row's answer is cut to it"""
 
     def make_loss(self) -> KtoLoss:

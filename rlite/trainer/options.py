@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import AllowInfNan, Field, field_validator
 
 import rlite
-from rlite.config import Count, Natural, Options, Positive, Rate, Share
+from rlite.config import Count, Natural, Options, Positive, Rate, Share, single_or_named
 from rlite.data.source import Source
 from rlite.engine.fsdp2.options import BalanceBy, Dtype
 from rlite.errors import ConfigError
@@ -19,6 +19,8 @@ from rlite.imports import import_own_code
 from rlite.nn.options import LoraOptions, check_liger_installed
 from rlite.parallel.dims import ParallelDims
 from rlite.trainer.callbacks import CALLBACKS
+from rlite.trainer.held_out import HeldOutOptions, key_of, named_sets
+from rlite.trainer.rl.held_out import GeneratedOptions
 from rlite.types import Aggregation, KLEstimator, PreferenceDivergence, Schedule
 
 Power = Annotated[float, Gt(0), AllowInfNan(False)]
@@ -316,22 +318,6 @@ class DataOptions(TableOptions):
     """special tokens in messages, but for the assistant's, are plain text"""
 
 
-class TestDataOptions(Options):
-    """Rows to evaluate on."""
-
-    path: str | None = None
-    """as the path of the training data; null evaluates nothing"""
-    columns: Columns | None = None
-    """as the columns of the training data; default: the same"""
-
-    def source(self, training: TableOptions) -> Source | None:
-        """Return the table to evaluate on, completed by the options of the training data; None if there is none."""
-        if self.path is None:
-            return None
-        columns = training.columns if self.columns is None else self.columns
-        return Source(self.path, "test_data", columns, training.system_prompt)
-
-
 class AnnouncedOptions(Options):
     """Options of a command that says what begins before it loads torch."""
 
@@ -387,11 +373,15 @@ class RunOptions(Options):
     supervised training if its loss explodes or its gradient vanishes. If half of the last 4 times as many steps were
     bad, the run stops, too"""
     best_metric: str | None = None
-    """metric of the evaluation (test_loss; ppo: accuracy) whose best model so far is kept in best/ (Hugging Face)"""
+    """metric of the evaluation (test_loss; ppo: accuracy; of a named set NAME/test_loss, NAME/accuracy) whose best
+    model so far is kept in best/ (Hugging Face)"""
     best_is_highest: bool | None = None
     """whether the best value of best_metric is the highest or the lowest; null: the lowest if it is a loss"""
     test_freq: Count = 20
     """steps between two evaluations on test_data, if there is some"""
+    stop_at: dict[str, float] = {}
+    """metrics of evaluations and their thresholds, such as {NAME/accuracy: 0.9}: the run stops when all are reached. A
+    loss is reached from above"""
     load_ckpt_from: str | None = None
     """a folder under some run's state/, or "latest" for the newest of this run ("latest_good": the newest that is not
     damaged; "latest" refuses a damaged one); null goes on with the run in save_dir if its options are the same, and
@@ -438,6 +428,11 @@ class TrainerOptions(RunOptions):
     config.yaml"""
     total_steps: Count = 100
     """rollout batches to train on"""
+    evaluate: Literal["in_turns", "beside"] = "in_turns"
+    """in_turns: training waits for an evaluation. beside: an evaluation has an inference engine and devices of its own,
+    with the weights of its step, while training goes on; lag_steps says how many steps later its metrics are logged"""
+    evaluation_devices: Count | None = None
+    """devices that only evaluate, with trainer.evaluate=beside; default: rollout.tp_size"""
     max_recoveries: Natural = 0
     """times in an hour that lost train workers are started again and their step is repeated, under Ray; then each step
     ends with a copy of the training state in host memory outside of the workers"""
@@ -471,9 +466,19 @@ class SupervisedConfig(LaunchOptions):
         *("trainer.n_epochs", "trainer.save_dir", "trainer.console", "launcher", "num_devices"),
     )
 
+    held_out: ClassVar[type[HeldOutOptions]] = HeldOutOptions
+    """class of the options of one set to evaluate on"""
+
     data: DataOptions = DataOptions()
-    test_data: TestDataOptions = TestDataOptions()
+    test_data: dict[str, HeldOutOptions] = Field(default={}, json_schema_extra=single_or_named)
+    """rows to evaluate on: test_data.path=... of one set, or test_data.NAME.path=... of several, whose metrics are
+    NAME/test_loss, ..."""
     trainer: EpochOptions = EpochOptions()
+
+    @field_validator("test_data", mode="before")
+    @classmethod
+    def _name_sets(cls, value: Any) -> Any:
+        return named_sets(value, cls.held_out)
 
     def problems(self) -> Iterator[str]:
         """Yield a message for missing data."""
@@ -492,18 +497,47 @@ class SupervisedConfig(LaunchOptions):
         return f"{model} on {self.data.paths}, into {self.trainer.save_dir}"
 
 
+class GenerationOptions(Options):
+    """The engine that answers the prompts of evaluations."""
+
+    executor: str = "torch"
+    """inference executor"""
+    tp_size: Count = 1
+    """devices that share one replica"""
+    dtype: str | None = None
+    """type of the served weights; default: the checkpoint's"""
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.6
+    """share of a GPU's memory for generation, for which the trained model leaves the GPU"""
+    max_num_seqs: Count = 64
+    """sequences that a replica decodes at once"""
+    max_new_tokens: Count = 1024
+    """longest answer, unless the sampling of a set says otherwise"""
+
+
 class SftConfig(SupervisedConfig):
     """Options of `rlite sft`."""
 
     help_example: ClassVar[str] = "actor.model_name=Qwen/Qwen3-0.6B data.path=chats.jsonl"
     help_first: ClassVar[tuple[str, ...]] = ("actor.lr", "actor.lora", *SupervisedConfig.help_first)
 
+    held_out: ClassVar[type[HeldOutOptions]] = GeneratedOptions
+
     actor: ModelOptions
+    test_data: dict[str, GeneratedOptions] = Field(default={}, json_schema_extra=single_or_named)  # type: ignore[assignment]
+    """rows to evaluate on: test_data.path=... of one set, or test_data.NAME.path=... of several, whose metrics are
+    NAME/test_loss, ... A set with a reward holds prompts, which the model answers: NAME/accuracy, ..."""
+    generation: GenerationOptions = GenerationOptions()
     trainer: EpochOptions = EpochOptions(save_dir="runs/sft")
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for a mean that this loss does not have, after those of all data."""
+        """Yield a message for a mean that this loss does not have, and for options that only answers have."""
         yield from super().problems()
+        for name, own in self.test_data.items():
+            if own.of_answers and not own.is_generated:
+                yield (
+                    f"{key_of(name)}.{own.of_answers[0]} is of answers that the model generates; give "
+                    f"{key_of(name)}.reward.path as well, or leave it out"
+                )
         if self.actor.avg_level == "constant":
             yield "actor.avg_level=constant divides by the length of generated answers; use token, sequence"
 

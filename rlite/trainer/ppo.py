@@ -19,7 +19,6 @@ if __name__ == "__main__":  # before the imports of this file, which load torch
     start("ppo", "rlite.trainer.ppo", PpoConfig, sys.argv[1:])
     sys.exit()
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
@@ -38,13 +37,14 @@ from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.chosen import ChosenRewards
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.given import NOTHING, Given
+from rlite.trainer.held_out import UNNAMED, key_of, metrics_of, prefixed, without_sets
 from rlite.trainer.launch import serve_if_worker, session_of
 from rlite.trainer.losses import PolicyLoss
 from rlite.trainer.rl.advantages import compute_advantages
 from rlite.trainer.rl.alarms import Alarms
 from rlite.trainer.rl.critic import make_critic
 from rlite.trainer.rl.engines import Engines
-from rlite.trainer.rl.evaluation import evaluation_metrics
+from rlite.trainer.rl.evaluation import Ended, make_evaluations
 from rlite.trainer.rl.kl_coefficient import KlCoefficient
 from rlite.trainer.rl.lengths import check_lengths
 from rlite.trainer.rl.logprob_passes import LogprobPasses
@@ -55,8 +55,10 @@ from rlite.trainer.rl.report import batch_plan
 from rlite.trainer.rl.rollout_metrics import mean_reward
 from rlite.trainer.rl.rollouts import make_rollouts
 from rlite.trainer.rl.selection import with_selected
-from rlite.trainer.rl.workflows import workflow_maker
-from rlite.trainer.run.training_run import TrainingRun, check_best_metric, loss_stats, step_metrics
+from rlite.trainer.rl.sets import logged_metrics, make_sets
+from rlite.trainer.rl.workflows import held_out_workflows, workflow_maker
+from rlite.trainer.run.best import check_evaluated
+from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
 
 T = TypeVar("T")
 SHOWN = (
@@ -75,8 +77,9 @@ class PpoTrainer:
         options: the run's config.
         workflow: turns one row into rewarded trajectories. Its `gconfig` replaces `rollout.train_sampling_params`.
         train_rows: prompts to train on.
-        test_rows: prompts to evaluate on; may be empty.
-        test_workflow: runs evaluations; default: `workflow` with `rollout.test_sampling_params`, greedy.
+        test_rows: prompts to evaluate on, which may be none; or the prompts of several sets by name.
+        test_workflow: runs evaluations; default: `workflow` with `rollout.test_sampling_params`, greedy. Or several
+            workflows by the names of their sets.
         callbacks: callbacks besides those of `trainer.callbacks`.
 
     Raises:
@@ -99,20 +102,18 @@ class PpoTrainer:
         options: PpoConfig,
         workflow: RolloutWorkflow,
         train_rows: Sequence[Mapping[str, Any]],
-        test_rows: Sequence[Mapping[str, Any]] = (),
-        test_workflow: RolloutWorkflow | None = None,
+        test_rows: Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]] = (),
+        test_workflow: RolloutWorkflow | Mapping[str, RolloutWorkflow] | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        check_best_metric(options.trainer, bool(test_rows), self.evaluated)
-        options = options.sampled_by(workflow.gconfig, None if test_workflow is None else test_workflow.gconfig)
+        test_gconfig = test_workflow.gconfig if isinstance(test_workflow, RolloutWorkflow) else None
+        options = options.sampled_by(workflow.gconfig, test_gconfig)
         self.options = options
         self.workflow = workflow
-        self.test_workflow = test_workflow or _for_evaluation(workflow, options)
-        sources = ((self.workflow, train_rows, "train_data"), (self.test_workflow, test_rows, "test_data"))
-        self.context = check_lengths(options, sources)
-        self.test_rows = list(test_rows)
-        self.test_errors: Counter[str] = Counter()
-        """episodes that failed in the last evaluation, by reason"""
+        sets = make_sets(options, workflow, test_rows, test_workflow)
+        check_evaluated(options.trainer, logged_metrics(sets, self.evaluated))
+        tests = [(each.workflow, each.rows, key_of(name)) for name, each in sets.items()]
+        self.context = check_lengths(options, [(workflow, train_rows, "train_data"), *tests])
         self.data = train_rows if isinstance(train_rows, Rows) else Rows(train_rows)
         self.prompts = PromptStream(
             train_rows, options.train_data.prompts_per_rollout, options.trainer.seed, self.data.mixture
@@ -120,13 +121,18 @@ class PpoTrainer:
         self.loss = _loss(options)
         self.kl = KlCoefficient(options.kl)
         total_steps = options.trainer.total_steps
-        self.run = TrainingRun(options, SHOWN, total_steps, callbacks=callbacks, evaluated=self.evaluated)
+        compared, first = metrics_of(sets, self.evaluated), metrics_of(sets, self.evaluated[:1])
+        shown = tuple(dict.fromkeys((*SHOWN, *first)))
+        self.run = TrainingRun(options, shown, total_steps, callbacks=callbacks, evaluated=compared)
         self.alarms = Alarms(options, self.run)
         self.engines = Engines(options, self.context.length)
         self.recovery = TrainRecovery(self.engines, options.trainer.max_recoveries)
         self.critic = make_critic(options, self.engines)
         self.logprobs = LogprobPasses(options, self.engines)
         self.rollouts = make_rollouts(options, self.engines, workflow, self.prompts)
+        self.evaluations = make_evaluations(options, self.run, self.engines, sets)
+        self.ended = Ended(0, ())
+        """result of the last call of `evaluations.next`"""
         self.record = RunRecord(options, self.run, self.engines)
 
     def fit(self) -> dict[str, float]:
@@ -150,6 +156,7 @@ class PpoTrainer:
             except StreamedDataError:
                 self.run.save_before_bad_data(self._save)
                 raise
+        self.evaluations.close()
         self.run.close()
         return metrics
 
@@ -172,7 +179,7 @@ class PpoTrainer:
     # -- the phases ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Build the engines, resume if asked, report the plan, evaluate once."""
+        """Build the engines, resume if asked, report the plan, and evaluate what is due before the next step."""
         self.engines.build()
         facts = self.run.restore(self.engines.actor, **self.engines.other_trained)
         self.engines.begin_turns()
@@ -182,19 +189,18 @@ class PpoTrainer:
             self.sync()
             self.engines.rollout.set_version(self.run.step)
             self.rollouts.load_state_dict(facts["rollouts"])
+            self.evaluations.load_state_dict(facts.get("evaluations", {}))
         self.recovery.keep()
         self.run.open()
         self.record.open()
         self.run.show_plan(f"rlite {self.name}", self.plan)
         self.run.console.follow(self.engines.rollout.rollout_progress)
-        if self.run.step == 0 and self.test_rows:
-            self.run.log(evaluation := self.evaluate())
-            if self._is_valid(evaluation):
-                self.run.evaluated(evaluation)
+        if metrics := self._evaluate_due():
+            self.run.log_evaluation(metrics)
 
     def plan(self) -> dict[str, str]:
         """Return how a step's work is divided, as text by topic."""
-        return batch_plan(self.options, self.engines, self.workflow, self.context, self.data)
+        return batch_plan(self.options, self.engines, self.workflow, self.context, self.data, self.evaluations.sets)
 
     def with_advantages(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `advantages` [N, L], and with `returns` [N, L] for a critic."""
@@ -223,12 +229,52 @@ class PpoTrainer:
         stats_tracker.scalar(sync_bytes=report.num_bytes, sync_seconds=report.seconds)
 
     def evaluate(self) -> dict[str, float]:
-        """Return the mean score on the test rows, in which failed episodes are wrong; see `evaluation_metrics`."""
+        """Make or begin the evaluations that are due, or of all sets if none is.
+
+        Returns:
+            The metrics of the evaluations that have ended, in which failed episodes are wrong; see
+                `rlite.evaluation.metrics.summary`. With trainer.evaluate=beside, evaluations that begin now end later.
+        """
         with stats_tracker.record_timing("evaluate"), self.run.generating():
-            found = self.engines.rollout.collector.evaluate(self.test_rows, self.test_workflow)
-        self.test_errors = found.lost
-        self.record.evaluation("test", self.run.step, found.ended)
-        return evaluation_metrics(found)
+            self.ended = self.evaluations.next()
+        lag = {"lag_steps": float(self.run.step - self.ended.step)} if self.options.trainer.evaluate == "beside" else {}
+        metrics: dict[str, float] = {}
+        for each in self.ended.evaluations:
+            metrics |= prefixed(each.set.name, each.metrics | lag)
+            self.record.evaluation(each.set.name, self.ended.step, each.found.ended)
+        return metrics
+
+    def _evaluate_due(self) -> dict[str, float]:
+        """Evaluate the sets that are due, and keep the best model.
+
+        Returns:
+            The newest metrics; older ones are logged.
+        """
+        metrics: dict[str, float] = {}
+        while self.evaluations.has_work():
+            before, evaluation = self.ended, self._on_result(self.evaluate)
+            if self.ended is before:  # evaluate is a subclass's own
+                self.evaluations.skip()
+            if metrics.keys() & evaluation.keys():
+                self.run.log_evaluation(metrics)
+                metrics = {}
+            metrics |= evaluation
+            if valid := self._valid(evaluation):
+                self._judge(valid)
+        return metrics
+
+    def _judge(self, evaluation: Mapping[str, float]) -> None:
+        """Keep the model if it is the best so far, and tell callbacks and thresholds of its evaluation."""
+        is_trained = (self.ended.step if self.ended.evaluations else self.run.step) > 0
+        if is_trained:
+            self._on_result(lambda: self.run.save_best(evaluation, self.evaluations.save_evaluated))
+        self.run.evaluated(evaluation, is_trained)
+
+    def _valid(self, evaluation: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the metrics of evaluations without those of which too many episodes have failed."""
+        first_losses = self.evaluations.collector.first_losses if self.ended.evaluations else {}
+        invalid = [each.set.name for each in self.ended.evaluations if not self.alarms.is_valid(each, first_losses)]
+        return {} if UNNAMED in invalid else without_sets(invalid, evaluation)
 
     def finish_step(self, batch: TensorDict) -> dict[str, float]:
         """Count the step, evaluate and save if due, and log.
@@ -243,12 +289,7 @@ class PpoTrainer:
         metrics["reward_trained"] = mean_reward(batch)
         metrics |= self.kl.adapt(metrics.get("kl"), len(batch))
         self.record.step(batch)
-        if self.test_rows and self.run.is_due(self.options.trainer.test_freq):
-            metrics |= (evaluation := self.evaluate())
-            if self._is_valid(evaluation):
-                if self.options.trainer.best_metric is not None:
-                    self._on_result(lambda: self._save_best(evaluation))
-                self.run.evaluated(evaluation)
+        metrics |= self._evaluate_due()
         self.run.log(metrics)
         self.alarms.look(metrics, self.engines.rollout.collector.first_losses)
         if self.run.is_save_due():
@@ -259,21 +300,13 @@ class PpoTrainer:
         """Return the result of an action on what the step has trained, repeated if train workers are lost meanwhile."""
         return self.recovery.run(act, self.run.step - 1, restore=self.engines.sync)
 
-    def _save_best(self, evaluation: Mapping[str, float]) -> None:
-        with self.engines.trained_on_device():
-            self.run.save_best(evaluation)
-
     def _save(self) -> None:
         self.record.before_checkpoint()
         with self.engines.trained_on_device():
             kept = {"rollouts": self.rollouts.state_dict()}
             facts = {"prompts": self.prompts.state_dict(), "kl": self.kl.state_dict()}
-            self.run.save(kept, **facts)
+            self.run.save(kept, **facts, evaluations=self.evaluations.state_dict())
         self.record.after_checkpoint()
-
-    def _is_valid(self, evaluation: Mapping[str, float]) -> bool:
-        first_losses = self.engines.rollout.collector.first_losses
-        return self.alarms.is_valid(evaluation, self.test_errors, len(self.test_rows), first_losses)
 
     # -- the command ---------------------------------------------------------------------------------------------
 
@@ -300,22 +333,15 @@ class PpoTrainer:
         serve_if_worker(options)
         rewards = ChosenRewards(options.reward, given.rewards) if options.reward else None
         train_rows, test_rows = read_prompts(options, given)
-        workflow = workflow_maker(options, rewards, {"train_data": train_rows, "test_data": test_rows})
-        rollout = options.rollout
+        workflow = workflow_maker(options, rewards, {"train_data": train_rows})
+        testing = held_out_workflows(options, workflow, rewards, test_rows, given.rewards)
 
         def fit(options: PpoConfig) -> dict[str, float]:
             with session_of(options):
-                training, testing = workflow(rollout.train_sampling_params), workflow(rollout.evaluation_sampling)
+                training = workflow(options.rollout.train_sampling_params)
                 return cls(options, training, train_rows, test_rows, testing, given.callbacks).fit()
 
         return fit(options) if has_session() else fit_again(fit, options)
-
-
-def _for_evaluation(workflow: RolloutWorkflow, options: PpoConfig) -> RolloutWorkflow:
-    """Return the workflow with the sampling of evaluations; a workflow without a `gconfig` stays as it is."""
-    if workflow.gconfig is None:
-        return workflow
-    return workflow.sampled_by(options.rollout.evaluation_sampling.gconfig(workflow.gconfig))
 
 
 def _loss(options: PpoConfig) -> PolicyLoss:

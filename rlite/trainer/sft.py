@@ -19,13 +19,34 @@ if __name__ == "__main__":  # before the imports of this file, which load torch
     sys.exit()
 
 
+from collections.abc import Mapping, Sequence
+
 from rlite.data.sft import sft_rows
+from rlite.data.tokens import TokenRows
+from rlite.evaluation.sets import EvaluationSet
+from rlite.trainer.callbacks import Callback
+from rlite.trainer.generated import Generation, read_generated
+from rlite.trainer.given import NOTHING, Given
+from rlite.trainer.held_out import prefixed
+from rlite.trainer.launch import serve_if_worker, session_of
 from rlite.trainer.losses import SftLoss
-from rlite.trainer.supervised import SupervisedTrainer
+from rlite.trainer.rl.sets import logged_metrics
+from rlite.trainer.supervised import SupervisedTrainer, read_tokens
 
 
 class SftTrainer(SupervisedTrainer[SftConfig]):
-    """Trainer on demonstrations (`rlite.data.sft.sft_rows`), by cross entropy."""
+    """Trainer on demonstrations (`rlite.data.sft.sft_rows`), by cross entropy.
+
+    Args:
+        options: the trainer's config.
+        rows: items to train on.
+        test_rows: items whose loss is evaluated, or such items by the names of sets.
+        callbacks: callbacks besides those of `trainer.callbacks`.
+        generated: sets of prompts that the model answers, by name.
+
+    Raises:
+        ConfigError: an option cannot work.
+    """
 
     name = "sft"
     config_class = SftConfig
@@ -33,9 +54,59 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
     kind = "demonstrations"
     shown = ("loss", "test_loss", "seconds", "tokens_per_second", "lr", "grad_norm", "num_tokens")
 
+    def __init__(
+        self,
+        options: SftConfig,
+        rows: TokenRows,
+        test_rows: TokenRows | Mapping[str, TokenRows] | None = None,
+        callbacks: Sequence[Callback] = (),
+        generated: Mapping[str, EvaluationSet] | None = None,
+    ) -> None:
+        self.generated = generated or {}
+        super().__init__(options, rows, test_rows, callbacks)
+        self.generation = Generation(options, self.engine, self.generated)
+
     def make_loss(self) -> SftLoss:
         """Return the cross entropy."""
         return SftLoss(avg_level=self.options.actor.avg_level)
+
+    def further_metrics(self) -> Sequence[str]:
+        """Return the metrics of the sets that the model answers."""
+        return logged_metrics(self.generated, ("accuracy", "accuracy_finished"))
+
+    def start(self) -> None:
+        """Begin as every trainer does, then place the engine that answers prompts, if there are some."""
+        super().start()
+        self.generation.build()
+
+    def evaluate_due(self) -> dict[str, float]:
+        """Return the metrics of the sets that are due after this step."""
+        metrics, trainer = super().evaluate_due(), self.options.trainer
+        due = [
+            each
+            for name, each in self.generated.items()
+            if self.run.is_due(self.options.test_data[name].every or trainer.test_freq)
+        ]
+        for evaluation in self.generation.evaluate(due, self.run.step):
+            metrics |= prefixed(evaluation.set.name, evaluation.metrics)
+        return metrics
+
+    @classmethod
+    def train(cls, options: SftConfig, given: Given = NOTHING) -> dict[str, float]:
+        """Train in the program's session, or in one of its own.
+
+        Args:
+            options: the trainer's config.
+            given: objects of a program, in place of what the options name.
+
+        Returns:
+            The metrics of the last step.
+        """
+        serve_if_worker(options)
+        rows, test_rows = read_tokens(options, options.actor.model_name, cls.tokenise, cls.kind, given)
+        generated = read_generated(options, given)
+        with session_of(options):
+            return cls(options, rows, test_rows, given.callbacks, generated).fit()
 
     def describe_loss(self) -> str:
         """Return the loss in words."""

@@ -26,11 +26,13 @@ from rlite.errors import ConfigError, StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.given import NOTHING, Given
+from rlite.trainer.held_out import UNNAMED, HeldOutOptions, held_out_sources, key_of, metrics_of, prefixed
 from rlite.trainer.launch import serve_if_worker, session_of
 from rlite.trainer.model_plan import data_plan, model_plan
 from rlite.trainer.modules import load_tokenizer, policy_module, trained_engine
 from rlite.trainer.options import ModelOptions, SupervisedConfig
-from rlite.trainer.run.training_run import TrainingRun, check_best_metric, loss_stats, step_metrics
+from rlite.trainer.run.best import check_evaluated
+from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
 from rlite.wording import counted
 
 C = TypeVar("C", bound=SupervisedConfig)
@@ -82,9 +84,14 @@ class SupervisedTrainer(ABC, Generic[C]):
     """metrics for the console"""
 
     def __init__(
-        self, options: C, rows: TokenRows, test_rows: TokenRows | None = None, callbacks: Sequence[Callback] = ()
+        self,
+        options: C,
+        rows: TokenRows,
+        test_rows: TokenRows | Mapping[str, TokenRows] | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
-        self.options, self.rows, self.test_rows = options, rows, test_rows
+        self.options, self.rows = options, rows
+        self.test_sets = test_rows if isinstance(test_rows, Mapping) else {UNNAMED: test_rows} if test_rows else {}
         self.model: ModelOptions = getattr(options, self.key)
         self.loss = self.make_loss()
         trainer, batch_size = options.trainer, options.data.batch_size
@@ -94,14 +101,20 @@ class SupervisedTrainer(ABC, Generic[C]):
         else:
             self.loader = StreamLoader(rows.stream, batch_size, trainer.seed, trainer.total_steps or 0)
         self.engine = trained_engine(type(self).module, self.model, self.loader.num_batches)
-        evaluated = [f"test_{name}" for name in ("loss", *self.loss.reported)]
-        check_best_metric(trainer, test_rows is not None, evaluated)
-        self.run = TrainingRun(options, self.shown, self.loader.num_batches, True, callbacks, evaluated)
+        losses = [f"test_{name}" for name in ("loss", *self.loss.reported)]
+        evaluated = [*metrics_of(self.test_sets, losses), *self.further_metrics()]
+        check_evaluated(trainer, evaluated)
+        shown = tuple(dict.fromkeys((*self.shown, *metrics_of(self.test_sets, ["test_loss"]))))
+        self.run = TrainingRun(options, shown, self.loader.num_batches, True, callbacks, evaluated)
         self.build_options = self._build_options()
 
     @abstractmethod
     def make_loss(self) -> BatchLoss:
         """Return the loss to minimise."""
+
+    def further_metrics(self) -> Sequence[str]:
+        """Return the logged names of metrics of evaluations that have no loss."""
+        return ()
 
     def describe_loss(self) -> str:
         """Return the loss in words, for the plan of the run."""
@@ -120,15 +133,15 @@ class SupervisedTrainer(ABC, Generic[C]):
             given = ", ".join(f"{self.key}.{name}={getattr(model, name)}" for name in sizes)
             raise ConfigError(f"{given}: {error}") from error
         factors = [f" x {name}" for name in ("sp_size", "tp_size") if getattr(model, name) > 1]
-        for table, rows in (("data", self.rows), ("test_data", self.test_rows)):
-            if rows is not None:
-                capacity = model.max_length_per_device * model.tp_size * model.sp_size
-                name = f"{self.key}.max_length_per_device{''.join(factors)}"
-                check = partial(TokenRows.check_capacity, capacity=capacity, name=name, table=table)
-                if rows.stream is None:
-                    check(rows)
-                else:
-                    rows.stream.check("capacity", check)
+        tests = {key_of(name): rows for name, rows in self.test_sets.items()}
+        for table, rows in {"data": self.rows, **tests}.items():
+            capacity = model.max_length_per_device * model.tp_size * model.sp_size
+            name = f"{self.key}.max_length_per_device{''.join(factors)}"
+            check = partial(TokenRows.check_capacity, capacity=capacity, name=name, table=table)
+            if rows.stream is None:
+                check(rows)
+            else:
+                rows.stream.check("capacity", check)
         return options
 
     def fit(self) -> dict[str, float]:
@@ -217,8 +230,8 @@ class SupervisedTrainer(ABC, Generic[C]):
         """
         self.run.step += 1
         metrics = {**stats, **step_metrics(self.engine, sequence_lengths(batch))}
-        if self.test_rows is not None and self.run.is_due(self.options.trainer.test_freq):
-            metrics |= (evaluation := self.evaluate(self.test_rows))
+        if evaluation := self.evaluate_due():
+            metrics |= evaluation
             self.run.save_best(evaluation)
             self.run.evaluated(evaluation)
         self.run.log(metrics)
@@ -228,6 +241,15 @@ class SupervisedTrainer(ABC, Generic[C]):
 
     def _save(self) -> None:
         self.run.save(loader=self.loader.state_dict())
+
+    def evaluate_due(self) -> dict[str, float]:
+        """Return the metrics of the sets that are due after this step."""
+        metrics: dict[str, float] = {}
+        for name, rows in self.test_sets.items():
+            own = self.options.test_data.get(name, HeldOutOptions())
+            if self.run.is_due(own.every or self.options.trainer.test_freq):
+                metrics |= prefixed(name, self.evaluate(rows))
+        return metrics
 
     def evaluate(self, rows: TokenRows) -> dict[str, float]:
         """Return means of the loss and its metrics over token rows, as `test_...`."""
@@ -275,8 +297,8 @@ def read_tokens(
     tokenise: Callable[..., TokenRows],
     kind: RowKind,
     given: Given = NOTHING,
-) -> tuple[TokenRows, TokenRows | None]:
-    """Return the token rows of options.data and, if given, of options.test_data.
+) -> tuple[TokenRows, dict[str, TokenRows]]:
+    """Return the token rows of options.data, and of each set of options.test_data.
 
     Args:
         options: the trainer's config.
@@ -289,12 +311,12 @@ def read_tokens(
     check_template_options(tokenizer, data.chat_template_options, "data.chat_template_options")
     template_options = {**data.chat_template_options, "escape_special_tokens": data.escape_special_tokens}
 
-    def tokens_of(table: Rows, source: Source) -> TokenRows:
-        made = tokenise(table.rows, tokenizer, data.max_length, source.where, **template_options)
+    def tokens_of(table: Rows, source: Source, limit: int | None = None) -> TokenRows:
+        made = tokenise(table.rows[:limit], tokenizer, data.max_length, source.where, **template_options)
         return replace(made, form=described(table, tokenizer.chat_template))
 
-    def tokens(source: Source) -> TokenRows:
-        return tokens_of(read_source(given.source(source), kind), source)
+    def tokens(source: Source, limit: int | None = None) -> TokenRows:
+        return tokens_of(read_source(given.source(source), kind), source, limit)
 
     def streamed_tokens(source: Source) -> TokenRows:
         stream = StreamedTable(
@@ -308,5 +330,6 @@ def read_tokens(
     else:
         parts = {name: tokens(source) for name, source in sources.items()}
         rows = mixed(parts, data.weights) if data.mixture else parts[""]
-    test_source = options.test_data.source(data)
-    return rows, None if test_source is None else tokens(test_source)
+    sets = {name: own for name, own in options.test_data.items() if not own.is_generated}
+    tests = held_out_sources(sets, data.columns, data.system_prompt)
+    return rows, {name: tokens(source, options.test_data[name].limit) for name, source in tests.items()}

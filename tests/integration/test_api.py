@@ -52,14 +52,15 @@ def test_every_trainer_runs_in_the_programs_session(model: str, tmp_path: Path, 
     tables = {"sft": datasets.Dataset.from_list(shown), "dpo": PAIRS, "rm": endless(PAIRS)}
     runs = {
         name: rlite.train(
-            name, model=model, data=data, save_dir=tmp_path / name, test_data=data if name == "dpo" else None,
+            name, model=model, data=data, save_dir=tmp_path / name,
+            test_data={"one": data, "two": PAIRS[:2]} if name == "dpo" else None,
             **{"critic" if name == "rm" else "actor": SMALL, "data.batch_size": 4},
         )
         for name, data in tables.items()
     }  # fmt: skip
     assert rlite.current_session() is session
     assert all(len(run.history) == 2 and run.model.is_dir() for run in runs.values())
-    assert "test_loss" in runs["dpo"].metrics
+    assert {"one/test_loss", "two/test_loss"} <= runs["dpo"].metrics.keys()
     chat, text = [{"role": "user", "content": "1+1="}], "1+1="
     first, second = runs["sft"].generate([chat, text], max_new_tokens=8, temperature=0)
     assert first == second

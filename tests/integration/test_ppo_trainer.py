@@ -4,6 +4,7 @@ import json
 import re
 import statistics
 import sys
+from dataclasses import replace
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -205,13 +206,14 @@ def of_workflow(model, folder, gconfig, test_gconfig=None, test_rows=(), **rollo
 def test_the_loss_and_the_evaluation_go_by_how_the_workflow_samples(model, tmp_path, session):
     learner = of_workflow(model, tmp_path, {"temperature": 0.6, "max_tokens": 6, "min_tokens": 2}, test_rows=ROWS[:4])
     assert (learner.loss.temperature, learner.loss.max_new_tokens) == (0.6, 6)
-    test = learner.test_workflow.gconfig
+    test = learner.evaluations.sets[""].workflow.gconfig
     assert (test.greedy, test.max_new_tokens, test.min_new_tokens) == (True, 6, 2)
     assert learner.workflow.gconfig.temperature == 0.6
     learner.fit()
     row = logged(tmp_path)[-1]
     assert row["logprob_drift"] < 1e-3, "the engine's log-probabilities are those of the loss"
-    assert learner.evaluate() == learner.evaluate(), "greedy"
+    assert learner.evaluate() == (again := learner.evaluate()), "greedy"
+    assert again["accuracy"] == row["accuracy"]
     assert load(PpoConfig, ["--config", str(tmp_path / "config.yaml")]).temperature == 0.6
 
 
@@ -227,9 +229,12 @@ def test_an_option_that_contradicts_the_workflow_is_refused(model, tmp_path):
     ):
         of_workflow(model, tmp_path, six, {"temperature": 0.9}, test_sampling_params=wanted)
     same = SamplingOptions(temperature=0.6)
-    asked = of_workflow(model, tmp_path, six, train_sampling_params=same, test_sampling_params=wanted)
-    assert asked.test_workflow.gconfig.temperature == 0.3
-    assert of_workflow(model, tmp_path, six, {"temperature": 0.9}).test_workflow.gconfig.temperature == 0.9
+    asked = of_workflow(
+        model, tmp_path, six, test_rows=ROWS[:1], train_sampling_params=same, test_sampling_params=wanted
+    )
+    assert asked.evaluations.sets[""].workflow.gconfig.temperature == 0.3
+    own = of_workflow(model, tmp_path, six, {"temperature": 0.9}, test_rows=ROWS[:1])
+    assert own.evaluations.sets[""].workflow.gconfig.temperature == 0.9
 
 
 def test_engines_that_take_turns_on_the_device_save_and_go_on(model, tmp_path, session):
@@ -270,9 +275,9 @@ def test_an_evaluation_without_the_metric_of_the_best_costs_one_warning_and_not_
     learner = trainer(model, tmp_path, total_steps=4, test_rows=ROWS[:2], kind=GradedTrainer, **changes)
     learner.fit()
     (warning,) = [record.getMessage() for record in caplog.records if "best_metric" in record.getMessage()]
-    assert "the evaluation at step 1 has no such metric (accuracy, accuracy_finished, num_errors)" in warning
+    assert "the evaluation at step 1 has no such metric (accuracy, accuracy_finished, num_errors, pass@1, " in warning
     assert (tmp_path / "best").is_dir()
-    assert learner.run._best == 2.0, "the highest, of what is no loss, and a number"
+    assert learner.run._best.value == 2.0, "the highest, of what is no loss, and a number"
 
 
 def test_the_logged_reward_is_that_of_all_answers_and_not_of_those_trained_on(model, tmp_path, session):
@@ -302,9 +307,8 @@ def test_an_evaluation_whose_grader_fails_is_wrong_and_chooses_no_best_model(mod
             raise OSError("the judge is down")
         return 1.0
 
-    learner.test_workflow = SingleTurnWorkflow(
-        RewardFunction(grade, in_process=True), learner.workflow.gconfig, byte_tokenizer()
-    )
+    judged = SingleTurnWorkflow(RewardFunction(grade, in_process=True), learner.workflow.gconfig, byte_tokenizer())
+    learner.evaluations.sets = {"": replace(learner.evaluations.sets[""], workflow=judged)}
     learner.start()
     broken.append(True)
     for _ in range(2):

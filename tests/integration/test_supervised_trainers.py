@@ -390,6 +390,62 @@ def test_a_checkpoint_of_other_data_is_refused(model: str, tmp_path: Path, sessi
         other.fit()
 
 
+LAST_LETTER = """
+def last_letter(prompt, completions, prompt_ids, completion_ids, **row):
+    return {"score": float(completions == prompt[-1].upper() + "!"), "answer": completions[:1]}
+"""
+
+
+def test_sft_answers_the_prompts_of_a_set_with_a_reward_and_trains_as_without(
+    model: str, tmp_path: Path, session: Session
+) -> None:
+    for name, seed in (("data", 0), ("test", 7)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(demonstrations(256 if name == "data" else 16, seed)))
+    (tmp_path / "reward.py").write_text(LAST_LETTER)
+    plain = [f"actor.model_name={model}", "actor.lr=3e-3", "data.batch_size=32", f"data.path={tmp_path / 'data.json'}"]
+    plain += ["trainer.n_epochs=4", "trainer.test_freq=16", f"trainer.save_dir={tmp_path / 'plain'}"]
+    SftTrainer.main(plain)
+    sets = [f"test_data.loss.path={tmp_path / 'test.json'}", f"test_data.said.path={tmp_path / 'test.json'}"]
+    sets += ["test_data.said.samples=4", "test_data.said.sampling.temperature=1.0", "generation.max_new_tokens=4"]
+    sets += [f"test_data.said.reward.path={tmp_path / 'reward.py'}:last_letter", "trainer.best_metric=said/pass@4"]
+    SftTrainer.main([*plain, *sets, f"trainer.save_dir={tmp_path / 'run'}"])
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    first, last = (row for row in rows if "said/accuracy" in row)
+    assert (first["step"], last["step"]) == (16, 32)
+    assert last["said/pass@4"] >= last["said/accuracy"] > 0.2, "it has learnt to shout"
+    assert "said/majority@4" in last
+    assert "said/test_loss" not in last
+    assert "loss/test_loss" in last
+    ours, theirs = (load_file(tmp_path / name / "latest/model.safetensors") for name in ("run", "plain"))
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize("kind", ["sft", "rm", "dpo"])
+def test_named_sets_are_evaluated_apart_when_each_is_due(
+    kind: str, model: str, tmp_path: Path, session: Session
+) -> None:
+    tables = {}
+    for number, name in enumerate(("data", "near", "far")):
+        rows = (demonstrations if kind == "sft" else preferences)(16, seed=number)
+        tables[name] = tmp_path / f"{name}.json"
+        tables[name].write_text(json.dumps(rows))
+    key = MODEL_KEY[kind]
+    TRAINERS[kind][1].main(
+        [
+            *(f"{key}.model_name={model}", f"{key}.lr=1e-3", "data.batch_size=4", f"data.path={tables['data']}"),
+            *(f"test_data.near.path={tables['near']}", "test_data.near.every=2", f"test_data.far.path={tables['far']}"),
+            *("test_data.far.limit=4", "test_data.far.every=3", "trainer.best_metric=far/test_loss"),
+            f"trainer.save_dir={tmp_path / 'run'}",
+        ]
+    )
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = {name: [row["step"] for row in rows if f"{name}/test_loss" in row] for name in ("near", "far")}
+    assert steps == {"near": [2, 4], "far": [3, 4]}
+    assert "test_loss" not in rows[-1]
+    assert rows[-1]["near/test_loss"] != rows[-1]["far/test_loss"]
+    assert (tmp_path / "run/best").is_dir()
+
+
 @pytest.mark.parametrize(
     ("kind", "argument", "expected"),
     [
@@ -430,6 +486,13 @@ def test_a_checkpoint_of_other_data_is_refused(model: str, tmp_path: Path, sessi
         ),
         ("dpo", "test_data.path={preferences}; trainer.best_metric=accuracy", "test_accuracy"),
         ("rm", "test_data.path={preferences}; trainer.best_metric=margin", "test_margin"),
+        ("dpo", "test_data.a.path={preferences}; trainer.best_metric=b/test_loss", "a/test_loss"),
+        ("sft", "test_data.a.limit=3", "required and not set: test_data.a.path"),
+        (
+            "sft",
+            "test_data.path={sft}; test_data.samples=4",
+            "test_data.samples is of answers that the model generates",
+        ),
     ],
 )
 def test_the_command_line_names_what_is_wrong_before_an_engine_is_built(

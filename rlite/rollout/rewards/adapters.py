@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,7 +157,7 @@ def from_verl(compute_score: Callable[..., Any]) -> VerlReward:
 
     Args:
         compute_score: `f(data_source, solution_str, ground_truth, extra_info)`, sync or async. It may leave some of
-            these arguments out. If it returns a dict, the reward is the dict's `score`.
+            these arguments out. If it returns a dict, the reward is the dict's `score`, and `pred` names the answer.
     """
     return VerlReward(compute_score)
 
@@ -184,13 +184,4 @@ class VerlReward:
             "ground_truth": data["reward_model"]["ground_truth"] if "reward_model" in data else data["ground_truth"],
             "extra_info": data.get("extra_info") or {},
         }
-        result = self.compute_score(**_accepted(self.compute_score, given))
-        return _later_score(result) if inspect.isawaitable(result) else _score(result)
-
-
-async def _later_score(result: Awaitable[Any]) -> Any:
-    return _score(await result)
-
-
-def _score(result: Any) -> Any:
-    return result["score"] if isinstance(result, dict) else result
+        return self.compute_score(**_accepted(self.compute_score, given))

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from rlite.errors import ConfigError, DataError, shortened
 from rlite.observability import trace
-from rlite.rollout.episode import in_reward
+from rlite.rollout.episode import current_episode, in_reward
 from rlite.rollout.rewards.adapters import TrlReward
 from rlite.rollout.rewards.errors import REWARD_ERRORS, RewardError, RewardInvalid
 from rlite.rollout.rewards.judges import JudgeLoop, Slots
-from rlite.rollout.rewards.score import read_batch, read_score, score, score_batch
+from rlite.rollout.rewards.score import Reward, read_batch, read_score, score, score_batch
 from rlite.sandbox.function import SandboxFunction, limited
 
 _Rows = dict["asyncio.Future[float | str]", dict[str, Any]]
@@ -147,7 +147,7 @@ class RewardFunction:
         """
         with trace.task(self.what.removeprefix("the ")), in_reward():
             try:
-                return await self._attempt(self._compute, keywords, count=1)
+                return _noted(await self._attempt(self._compute, keywords, count=1))
             except RewardError as error:
                 if "completions" in keywords:
                     error.add_note(f"completion: {shortened(keywords['completions'])}")
@@ -270,3 +270,10 @@ class RewardFunction:
                 result.set_exception(value)
             else:
                 result.set_result(value)
+
+
+def _noted(reward: float) -> float:
+    """Return a reward, after the current episode has taken the answer that it names."""
+    if isinstance(reward, Reward) and reward.answer is not None and (episode := current_episode()) is not None:
+        episode.answer = reward.answer
+    return reward

@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from rlite.errors import DataError
+from rlite.rollout.rewards.score import Reward, answered
 
 MAX_CHARACTERS = 2000
 """characters read at the end of a completion"""
@@ -16,10 +17,11 @@ NUMBER = re.compile(r"\s*\$?\s*(-?)\$?\s*(\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 def gsm8k_reward(
     prompt: Any, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], *, answer: Any, **data: Any
-) -> float:
+) -> Reward:
     """Return 1.0 if the number after the completion's last `####` is that of `answer`, else 0.0.
 
-    Thousands separators, a dollar sign and what follows the number do not count: `#### $1,000.` is 1000.
+    Thousands separators, a dollar sign and what follows the number do not count: `#### $1,000.` is 1000. The reward
+    names the number, from which evaluations compute majority@k.
 
     Args:
         prompt: not read.
@@ -37,7 +39,8 @@ def gsm8k_reward(
     if expected is None:
         raise DataError(f"answer={text[-100:]!r}: expected a number, or a solution that ends with one after ####")
     _, mark, found = completions[-MAX_CHARACTERS:].rpartition("####")
-    return float(bool(mark) and _number(found) == expected)
+    number = _number(found) if mark else None
+    return answered(float(number == expected), None if number is None else f"{number.normalize():f}")
 
 
 def _number(text: str) -> Decimal | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlite.errors import ConfigError, DataError
+from rlite.rollout.rewards.score import Reward, answered
 
 try:
     import math_verify
@@ -19,10 +20,11 @@ MAX_CHARACTERS = 2000
 
 def math_verify_reward(
     prompt: Any, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], *, answer: Any, **data: Any
-) -> float:
+) -> Reward:
     r"""Return 1.0 if the completion ends with an answer equal to `answer`, else 0.0.
 
-    Answers are numbers or LaTeX, bare, within dollars or in \boxed{}: 1/2, 0.5 and $\frac{2}{4}$ are equal. Run this
+    Answers are numbers or LaTeX, bare, within dollars or in \boxed{}: 1/2, 0.5 and $\frac{2}{4}$ are equal. The
+    reward names the answer as sympy writes it. Run this
     function in a process: math-verify's own time-outs need a main thread and are off, RewardFunction's time-out holds.
 
     Args:
@@ -43,7 +45,9 @@ def math_verify_reward(
     expected = _parse(text if "$" in text or r"\boxed" in text else rf"\boxed{{{text}}}")
     if not expected:
         raise DataError(f"answer={answer!r}: math-verify finds no mathematical expression in it")
-    return float(math_verify.verify(expected, _parse(completions[-MAX_CHARACTERS:]), timeout_seconds=None))
+    found = _parse(completions[-MAX_CHARACTERS:])
+    is_equal = math_verify.verify(expected, found, timeout_seconds=None)
+    return answered(float(is_equal), str(found[0]) if found else None)
 
 
 def _parse(text: str) -> Any:

@@ -1,7 +1,8 @@
 """Convert results of reward functions to numbers. Sandbox processes load this module: it imports no torch.
 
-A score is the answer of a reward process: a finite number, a list [total, parts] for a sum of several rewards, or a
-text. The text says why the result is not a reward.
+A score is the reply of a reward process: a finite number, a list [total, parts] for a sum of several rewards, or a
+text. The text says why the result is not a reward. A number with an answer is a mapping {"score", "answer"}: a function
+returns one to name the answer that it has judged, for example `{"score": 1.0, "answer": "42"}`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from typing import Any, NamedTuple
 
 from rlite.sandbox.child import MAX_TEXT, printable
 
-Score = float | str | list[Any]
+Score = float | str | list[Any] | dict[str, Any]
+ANSWER_KEYS = ("answer", "pred")
+"""keys of the answer in a function's result; the second is verl's"""
+MAX_ANSWER = 1000
+"""characters of an answer that are kept"""
 
 
 class Unusable(NamedTuple):
@@ -30,10 +35,24 @@ class Sum(NamedTuple):
 
 
 class Reward(float):
-    """A reward that is a weighted sum, with its parts by name."""
+    """A reward with its parts by name, if it is a weighted sum, and with the answer that the function has named."""
 
-    parts: Mapping[str, float]
+    parts: Mapping[str, float] = {}
     """each before its weight; NaN does not count"""
+    answer: str | None = None
+    """what the completion answers, such as the number in it; equal answers have equal texts"""
+
+
+def answered(score: float, answer: str | None) -> Reward:
+    """Return a reward that names the answer that it has judged.
+
+    Args:
+        score: the reward.
+        answer: what the completion answers; None if nothing is found.
+    """
+    reward = Reward(score)
+    reward.answer = answer
+    return reward
 
 
 def score(value: Any) -> Score:
@@ -43,6 +62,12 @@ def score(value: Any) -> Score:
     if isinstance(value, Sum):
         total = score(value.total)
         return total if isinstance(total, str) else [total, [as_number(part) for part in value.parts]]
+    if isinstance(value, Reward) and value.answer is not None:
+        value = {"score": float(value), "answer": value.answer}
+    if type(value) is dict and (number := as_number(value.get("score"))) is not None:
+        found = next((value[key] for key in ANSWER_KEYS if value.get(key) is not None), None)
+        text = found if isinstance(found, str) else _text(found)
+        return number if found is None else {"score": number, "answer": text[:MAX_ANSWER]}
     number = as_number(value)
     return number if number is not None else _text(value)
 
@@ -67,6 +92,9 @@ def read_score(answer: Any, names: Sequence[str] = ()) -> float | str | None:
             return printable(answer)
         case int() | float() if not names:
             return as_number(answer)
+        case {"score": int() | float() as number, "answer": str() as found} if not names and len(answer) == 2:
+            value = as_number(number)
+            return None if value is None else answered(value, printable(found[:MAX_ANSWER]))
         case [int() | float() as number, [*parts]] if len(parts) == len(names) and as_number(number) is not None:
             numbers = [math.nan if part is None else as_number(part) for part in parts]
             reward = Reward(number)

@@ -53,6 +53,8 @@ class WeightedRewards:
             raise RewardInvalid(f"none of the rewards {', '.join(values)} applies to the completion: all are None")
         reward = Reward(math.fsum(counted))
         reward.parts = values
+        named = (task.result() for task in tasks.values())
+        reward.answer = next((each.answer for each in named if isinstance(each, Reward) and each.answer), None)
         return reward
 
 

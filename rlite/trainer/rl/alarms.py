@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from rlite.evaluation.sets import Evaluation
 from rlite.rollout.collector.lost import cause_of, kind_of
+from rlite.trainer.held_out import key_of
 from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.rl.held_out import HeldOutPromptOptions
 from rlite.trainer.run.training_run import TrainingRun
 
 LOST = "rollout/lost/"
@@ -24,8 +27,8 @@ class Alarms:
     """Watch over the metrics of each step and evaluation.
 
     Lost groups are reported once for each cause. Equal rewards, and log-probabilities that differ between trainer and
-    engine, are reported when they begin and again every `REPEAT_AFTER` steps while they last. The first evaluation that
-    is invalid because too many episodes failed is reported.
+    engine, are reported when they begin and again every `REPEAT_AFTER` steps while they last. The first evaluation of
+    a set that is invalid because too many episodes failed is reported.
 
     Args:
         options: the run's config.
@@ -36,8 +39,8 @@ class Alarms:
         self._run = run
         self._is_ahead = options.rollout.max_head_offpolicyness > 0
         self._is_taught_by_uniform = bool(options.why_equal_rewards_teach())
-        self._max_error_share = options.test_data.max_error_share
-        self._has_invalid_evaluation = False
+        self._max_error_shares = {name: own.max_error_share for name, own in options.test_data.items()}
+        self._invalid: set[str] = set()
         self._told: set[str] = set()
         self._given_at: dict[str, int] = {}
 
@@ -54,33 +57,26 @@ class Alarms:
             if cause and self._is_due(cause, step):
                 self._run.console.alarm(f"ALARM at step {step}: {cause}", rows)
 
-    def is_valid(
-        self,
-        evaluation: Mapping[str, float],
-        reasons: Counter[str],
-        num_episodes: int,
-        first_losses: Mapping[str, str],
-    ) -> bool:
-        """Return whether few enough episodes of an evaluation failed, and report the first invalid one.
+    def is_valid(self, evaluation: Evaluation, first_losses: Mapping[str, str]) -> bool:
+        """Return whether few enough episodes of an evaluation failed, and report the first invalid one of each set.
 
         Args:
-            evaluation: metrics of the evaluation.
-            reasons: failed episodes by reason.
-            num_episodes: episodes of the evaluation.
+            evaluation: of a set.
             first_losses: an example of each cause of lost groups.
         """
-        num_errors = evaluation.get("num_errors", 0)
-        if num_errors <= self._max_error_share * num_episodes:
+        name, num_errors, num_episodes = evaluation.set.name, evaluation.lost.total(), evaluation.set.num_episodes
+        limit = self._max_error_shares.get(name, HeldOutPromptOptions().max_error_share)
+        if num_errors <= limit * num_episodes:
             return True
-        if not self._has_invalid_evaluation:
-            self._has_invalid_evaluation = True
+        if name not in self._invalid:
+            self._invalid.add(name)
             causes: Counter[str] = Counter()
-            for reason, count in reasons.items():
+            for reason, count in evaluation.lost.items():
                 causes[cause_of(reason)] += count
             self._run.console.alarm(
-                f"ALARM at step {self._run.step}: the evaluation is invalid, {num_errors:g} of {num_episodes} episodes "
-                f"failed (test_data.max_error_share={self._max_error_share:g}); such evaluations choose no best "
-                "checkpoint",
+                f"ALARM at step {self._run.step}: the evaluation{f' of {name}' if name else ''} is invalid, "
+                f"{num_errors} of {num_episodes} episodes failed ({key_of(name)}.max_error_share={limit:g}); such "
+                "evaluations choose no best checkpoint",
                 [(f"{count} x", first_losses.get(cause, cause)) for cause, count in causes.most_common(NUM_REASONS)],
             )
         return False

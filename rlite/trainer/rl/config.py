@@ -16,6 +16,7 @@ from rlite.nn.options import LoraOptions
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
+from rlite.trainer.held_out import named_sets
 from rlite.trainer.options import (
     FrozenModelOptions,
     LaunchOptions,
@@ -24,11 +25,11 @@ from rlite.trainer.options import (
     ParameterGroupOptions,
     Power,
     TableOptions,
-    TestDataOptions,
     TrainerOptions,
     check_kl_loss,
     schedule_problems,
 )
+from rlite.trainer.rl.held_out import HeldOutPromptOptions, SetSamplingOptions
 from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, Schedule
 
 SamplingOf = GenerationHyperparameters | Mapping[str, Any]
@@ -344,6 +345,10 @@ class RolloutOptions(CollectorLimits):
         """Sampling for evaluation, completed by the sampling for training."""
         return SamplingOptions(**dict(config.inherit(self.test_sampling_params, self.train_sampling_params)))
 
+    def sampling_of(self, own: SetSamplingOptions) -> SamplingOptions:
+        """Return the sampling of a set to evaluate on, completed by the sampling for evaluation."""
+        return SamplingOptions(**dict(config.inherit(own, self.evaluation_sampling)))
+
 
 class PromptOptions(TableOptions):
     """Prompts to train on."""
@@ -352,13 +357,6 @@ class PromptOptions(TableOptions):
     """prompts in one rollout batch"""
     responses_per_prompt: Count | None = None
     """responses to each prompt, a group; with 1 the batch's mean reward is the baseline; default: 8, with gae 1"""
-
-
-class TestOptions(TestDataOptions):
-    """Prompts to evaluate on."""
-
-    max_error_share: Share = 0.1
-    """share of episodes that may fail in an evaluation; with more it is invalid, and chooses no best model"""
 
 
 class PpoConfig(LaunchOptions):
@@ -382,7 +380,9 @@ class PpoConfig(LaunchOptions):
     critic: CriticOptions = CriticOptions()
     ref_actor: ReferenceOptions = ReferenceOptions()
     train_data: PromptOptions = PromptOptions()
-    test_data: TestOptions = TestOptions()
+    test_data: dict[str, HeldOutPromptOptions] = Field(default={}, json_schema_extra=config.single_or_named)
+    """prompts to evaluate on: test_data.path=... of one set, or test_data.NAME.path=... of several, whose metrics are
+    NAME/accuracy, ..."""
     kl: KlOptions = KlOptions()
     adv: AdvantageOptions = AdvantageOptions()
     reward: dict[str, RewardOptions] = Field(default={}, json_schema_extra=single_or_named)
@@ -395,6 +395,11 @@ class PpoConfig(LaunchOptions):
     @classmethod
     def _name_rewards(cls, value: Any, validate: Callable[[Any], Any]) -> dict[str, RewardOptions]:
         return named_by_function(validate(with_names(value)))
+
+    @field_validator("test_data", mode="before")
+    @classmethod
+    def _name_sets(cls, value: Any) -> Any:
+        return named_sets(value, HeldOutPromptOptions)
 
     def headline(self) -> str:
         """Return in a few words what is trained, on which data, and where the result goes."""
@@ -422,6 +427,11 @@ class PpoConfig(LaunchOptions):
             yield (
                 f"rollout.max_turns={self.rollout.max_turns}: reward.* is of single answers; for several turns use "
                 "rollout.env_path"
+            )
+        if self.trainer.evaluation_devices is not None and self.trainer.evaluate != "beside":
+            yield (
+                f"trainer.evaluation_devices={self.trainer.evaluation_devices}: evaluations have devices of their own "
+                "with trainer.evaluate=beside; set both or neither"
             )
         if self.actor.freeze_steps and not self.has_critic:
             yield (

@@ -41,10 +41,10 @@ class Engines:
         self._options = options
         self._takes_turns: dict[Engine, bool] = {}
         self._resident: Engine | None = None
-        self.rollout = RliteInferenceEngine(
-            actor.model_name, executor=options.rollout.executor, max_replacements=options.rollout.max_replacements
-        )
+        self.rollout = self._inference_engine()
         check_engine(options.rollout, self.rollout.extras)
+        self.evaluation = self._inference_engine() if trainer.evaluate == "beside" else None
+        """serves evaluations on devices of its own; None: the rollout engine serves them"""
         num_updates = max(trainer.total_steps - actor.freeze_steps, 1) * actor.update_per_rollout
         self.actor = trained_engine(policy_module, actor, num_updates)
         self.critic: RliteTrainEngine | None = None
@@ -59,24 +59,14 @@ class Engines:
         """Place the engines. Their sizes must divide the devices, else a ConfigError is raised."""
         session, options = rlite.current_session(), self._options
         rollout, actor = options.rollout, options.actor
-        num_training, num_generating = divide_devices(len(session.devices), rollout)
+        num_shared, num_evaluating = without_evaluation(len(session.devices), options)
+        num_training, num_generating = divide_devices(num_shared, rollout)
         models: list[tuple[RliteTrainEngine, ModelOptions, bool | None]] = [(self.actor, actor, actor.offload_model)]
         for engine, others in ((self.critic, options.critic), (self.reference, options.ref_actor)):
             if engine is not None:
                 models.append((engine, others.as_model(actor), others.offload_model))
         build_options = [model.build_options(num_training, options.trainer.seed) for _, model, _ in models]
-        own_options: dict[str, Any] = {"deterministic": True} if rollout.deterministic else {}
-        self.rollout.build(
-            tensor_parallel_size=rollout.tp_size,
-            data_parallel_size=num_generating // rollout.tp_size,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            max_num_seqs=rollout.max_num_seqs,
-            max_model_len=self._max_model_len,
-            dtype=rollout.dtype,
-            seed=options.trainer.seed,
-            **own_options,
-        )
-        self.rollout.rollout_options = options.collector_options()
+        self._build_inference(self.rollout, num_generating)
         default = session.device == "cuda" if actor.offload_model is None else actor.offload_model
         self._is_apart = rollout.max_head_offpolicyness > 0
         self._takes_turns = {self.rollout: default and not self._is_apart}
@@ -86,6 +76,28 @@ class Engines:
             own = frozen_build_options(own, session.device) if engine is self.reference else own
             engine.build(**own, colocate_with=None if engine is owner else owner)
             self._takes_turns[engine] = default if offload is None else offload
+        if self.evaluation is not None:
+            self._build_inference(self.evaluation, num_evaluating)
+
+    def _inference_engine(self) -> RliteInferenceEngine:
+        rollout = self._options.rollout
+        name = self._options.actor.model_name
+        return RliteInferenceEngine(name, executor=rollout.executor, max_replacements=rollout.max_replacements)
+
+    def _build_inference(self, engine: RliteInferenceEngine, num_devices: int) -> None:
+        options, rollout = self._options, self._options.rollout
+        own_options: dict[str, Any] = {"deterministic": True} if rollout.deterministic else {}
+        engine.build(
+            tensor_parallel_size=rollout.tp_size,
+            data_parallel_size=num_devices // rollout.tp_size,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            max_num_seqs=rollout.max_num_seqs,
+            max_model_len=self._max_model_len,
+            dtype=rollout.dtype,
+            seed=options.trainer.seed,
+            **own_options,
+        )
+        engine.rollout_options = options.collector_options()
 
     @property
     def other_trained(self) -> dict[str, RliteTrainEngine]:
@@ -174,6 +186,33 @@ class Engines:
         self.rollout.cuda("kv_cache")
         self._resident = self.rollout
         return report
+
+    def sync_evaluation(self, version: int) -> None:
+        """Write the actor's weights into the engine of evaluations, which is idle, as this policy version."""
+        assert self.evaluation is not None
+        with self.trained_on_device():
+            self.actor.p2p_weight_sync(self.evaluation)
+        self.evaluation.set_version(version)
+
+
+def without_evaluation(world: int, options: PpoConfig) -> tuple[int, int]:
+    """Return the number of devices that train and generate, and of devices that only evaluate.
+
+    Raises:
+        ConfigError: The devices cannot be divided so.
+    """
+    if options.trainer.evaluate != "beside":
+        return world, 0
+    tp_size = options.rollout.tp_size
+    evaluating = options.trainer.evaluation_devices or tp_size
+    if evaluating % tp_size:
+        raise ConfigError(f"trainer.evaluation_devices={evaluating}: rollout.tp_size={tp_size} does not divide it")
+    if evaluating >= world:
+        raise ConfigError(
+            f"trainer.evaluate=beside: evaluations need devices of their own, {evaluating} of them, and there are "
+            f"{world} in all. Give more (num_devices=2 launcher=ray), or let training wait (trainer.evaluate=in_turns)"
+        )
+    return world - evaluating, evaluating
 
 
 def divide_devices(world: int, rollout: RolloutOptions) -> tuple[int, int]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from rlite.data.rows import Rows, mixed_rows, read_source, streamed_source
 from rlite.trainer.given import NOTHING, Given
+from rlite.trainer.held_out import held_out_sources
 from rlite.trainer.rl.config import PpoConfig
 
 
-def read_prompts(options: PpoConfig, given: Given = NOTHING) -> tuple[Rows, Sequence[Mapping[str, Any]]]:
-    """Return the rows of train_data, and of test_data if it is given.
+def read_prompts(options: PpoConfig, given: Given = NOTHING) -> tuple[Rows, dict[str, Rows]]:
+    """Return the rows of train_data, and the rows of each set of test_data.
 
     Args:
         options: the run's config.
@@ -24,5 +22,5 @@ def read_prompts(options: PpoConfig, given: Given = NOTHING) -> tuple[Rows, Sequ
     else:
         parts = {name: read_source(source, "prompts") for name, source in sources.items()}
         rows = mixed_rows(parts, data.weights) if data.mixture else parts[""]
-    test_source = options.test_data.source(data)
-    return rows, [] if test_source is None else read_source(given.source(test_source), "prompts")
+    tests = held_out_sources(options.test_data, data.columns, data.system_prompt)
+    return rows, {name: read_source(given.source(source), "prompts") for name, source in tests.items()}

@@ -21,6 +21,8 @@ from rlite.trainer.run.training_run import TrainingRun
 
 logger = logging.getLogger(__name__)
 EQUAL_REWARDS = "all rewards of the group are equal"
+SINGLE = "test"
+"""name under which a single set is recorded"""
 UNLIKE = "its keys or types are unlike those of the batch"
 
 
@@ -71,14 +73,14 @@ class RunRecord:
         """Record an evaluation.
 
         Args:
-            name: of the data set.
-            step: finished steps of training before the evaluation began.
+            name: of the set; a single set without a name is recorded as `test`.
+            step: finished steps before the evaluation.
             episodes: `Collected.ended`.
 
         Raises:
             StorageError: an earlier step could not be written.
         """
-        self._recorder.record_evaluation(name, step, episodes)
+        self._recorder.record_evaluation(name or SINGLE, step, episodes)
 
     def before_checkpoint(self) -> None:
         """Write everything to disk. A run that is resumed from the checkpoint does not record it again.

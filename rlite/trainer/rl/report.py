@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import rlite
 from rlite.data.rows import Rows, described
+from rlite.evaluation.sets import EvaluationSet
 from rlite.rollout.rewards.weighted import has_trl_signature
 from rlite.rollout.workflow import PromptWorkflow, RolloutWorkflow, SingleTurnWorkflow
 from rlite.trainer.model_plan import data_plan, model_plan
 from rlite.trainer.rl.config import PpoConfig, SamplingOptions
 from rlite.trainer.rl.engines import Engines
+from rlite.trainer.rl.held_out import HeldOutPromptOptions
 from rlite.trainer.rl.lengths import Context
 from rlite.wording import counted
 
@@ -16,7 +20,12 @@ LISTS_OF_ONE = "functions with TRL's signature get lists of one completion, not 
 
 
 def batch_plan(
-    options: PpoConfig, engines: Engines, workflow: RolloutWorkflow, context: Context, rows: Rows
+    options: PpoConfig,
+    engines: Engines,
+    workflow: RolloutWorkflow,
+    context: Context,
+    rows: Rows,
+    sets: Mapping[str, EvaluationSet],
 ) -> dict[str, str]:
     """Return how a step's work is divided, in words and numbers by topic.
 
@@ -26,6 +35,7 @@ def batch_plan(
         workflow: makes the rollouts to train on.
         context: context length that the run serves.
         rows: the prompts to train on.
+        sets: the sets to evaluate on.
     """
     data, actor, rollout, trainer = options.train_data, options.actor, options.rollout, options.trainer
     session, dims = rlite.current_session(), engines.actor.dims
@@ -54,6 +64,7 @@ def batch_plan(
         "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, {advantage_plan(options)}",
         "run": f"{counted(trainer.total_steps, 'step')}, checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
     }
+    plan |= {f"evaluation {name}".strip(): _set_plan(each, options) for name, each in sets.items()}
     if unread := options.without_effect():
         plan["without effect"] = unread
     if options.is_greedy:
@@ -91,6 +102,14 @@ def _sampling(sampling: SamplingOptions) -> str:
     cut = [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
     cut += [f"top_k {sampling.top_k}"] if sampling.top_k > 0 else []
     return ", ".join([f"at temperature {sampling.temperature:g}", *cut])
+
+
+def _set_plan(chosen: EvaluationSet, options: PpoConfig) -> str:
+    """Return what an evaluation of a set does, and when."""
+    own = options.test_data.get(chosen.name, HeldOutPromptOptions())
+    where = "beside training" if options.trainer.evaluate == "beside" else "in turns with training"
+    every = own.every or options.trainer.test_freq
+    return f"{len(chosen.rows)} prompts x {counted(chosen.samples, 'response')}, every {every} steps, {where}"
 
 
 def _pace(options: PpoConfig) -> str:

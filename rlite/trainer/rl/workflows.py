@@ -15,6 +15,7 @@ from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.chosen import ChosenRewards
+from rlite.trainer.held_out import key_of
 from rlite.trainer.modules import load_tokenizer
 from rlite.trainer.rl.config import PpoConfig, RolloutOptions, SamplingOptions
 from rlite.trainer.rl.lengths import context_limit
@@ -24,20 +25,24 @@ Tables = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def workflow_maker(
-    options: PpoConfig, rewards: ChosenRewards | None, tables: Tables
+    options: PpoConfig, rewards: ChosenRewards | None, tables: Tables, workflow: str | None = None
 ) -> Callable[[SamplingOptions], RolloutWorkflow]:
-    """Return a function that makes the workflow of the run's source of rewards with some sampling.
+    """Return a function that makes the workflow of a source of rewards with some sampling.
 
     Args:
         options: the run's config.
         rewards: the rewards of `reward`; None if the options name another source.
         tables: rows of the data, by their option.
+        workflow: name of a registered workflow; default: the workflow of the run, unless there are rewards.
 
     Raises:
         DataError: a row lacks a column that a reward needs.
     """
     template_options = options.train_data.chat_template_options
-    make = _other_source(options) if rewards is None else _of_rewards(rewards, tables)
+    if rewards is not None:
+        make = _of_rewards(rewards, tables)
+    else:
+        make = _other_source(options) if workflow is None else WORKFLOWS[workflow]
     tokenizer: Any = load_tokenizer(options.actor.model_name)
     if template_options:
         check_template_options(tokenizer, template_options, OPTIONS_KEY)
@@ -45,6 +50,40 @@ def workflow_maker(
     if options.rollout.escape_special_tokens:
         tokenizer = EscapingTokenizer(tokenizer)
     return lambda sampling: make(sampling.gconfig(), tokenizer)
+
+
+def held_out_workflows(
+    options: PpoConfig,
+    make: Callable[[SamplingOptions], RolloutWorkflow],
+    rewards: ChosenRewards | None,
+    tables: Tables,
+    given: Mapping[str, Callable[..., Any]],
+) -> dict[str, RolloutWorkflow]:
+    """Return the workflow of each set to evaluate on, by the set's name.
+
+    Args:
+        options: the run's config.
+        make: makes the workflow of the run's source of rewards.
+        rewards: the rewards of `reward`; None if the options name another source.
+        tables: rows of each set, by its name.
+        given: reward functions of a program, by the names of the rewards.
+
+    Raises:
+        ConfigError: a reward of a set cannot be used.
+        DataError: a row lacks a column that a reward needs.
+    """
+    found = {}
+    for name, rows in tables.items():
+        own, key = options.test_data[name], key_of(name)
+        make_own = make
+        if own.reward:
+            make_own = workflow_maker(options, ChosenRewards(own.reward, given), {key: rows})
+        elif own.workflow is not None:
+            make_own = workflow_maker(options, None, {}, own.workflow)
+        elif rewards is not None:
+            rewards.check_columns(rows, key)
+        found[name] = make_own(options.rollout.sampling_of(own.sampling))
+    return found
 
 
 def _taking_options(make: Callable[..., RolloutWorkflow]) -> Callable[..., RolloutWorkflow]:

@@ -24,6 +24,7 @@ MAY_DIFFER = {
             *("save_dir", "load_ckpt_from", "overwrite"),
             *("total_steps", "n_epochs", "max_skipped_steps", "max_recoveries", "callbacks", "console"),
             *("save_freq", "save_async", "keep", "test_freq", "best_metric", "best_is_highest"),
+            *("stop_at", "evaluate", "evaluation_devices"),
             *("record", "record_limit"),
             *("sinks", "use_wandb", "project", "experiment_name", "trace", "trace_steps"),
         )
@@ -82,7 +83,9 @@ def checkpoint_to_load(
 
 def clear(folder: Path) -> None:
     """Delete models, checkpoints and record of the run that is overwritten; opening its metrics replaces them."""
-    for path in (folder / "state", folder / "best", folder / "latest", folder / RECORD, *folder.glob("*_latest")):
+    for name in ("state", "best", "evaluated", "latest", RECORD):
+        discard(folder / name)
+    for path in folder.glob("*_latest"):
         discard(path)
 
 
@@ -103,7 +106,7 @@ def _differences(saved: Mapping[str, Any], options: Mapping[str, Any], load_ckpt
     found = [
         f"{key}: {_shown(before[key])} there, {_shown(now.get(key, NOT_SET))} here"
         for key in before
-        if key not in MAY_DIFFER and not (key in now and before[key] == now[key])
+        if not {key, key.rpartition(".")[0]} & MAY_DIFFER and not (key in now and before[key] == now[key])
         if not isinstance(before[key], Mapping) or not before[key]  # of a group, its options
     ]
     if load_ckpt_from is not None and before.get("trainer.load_ckpt_from") not in (load_ckpt_from, *NEWEST):

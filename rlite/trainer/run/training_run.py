@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,14 +20,13 @@ from rlite.recovery import reporting
 from rlite.rollout.workflow import RolloutError
 from rlite.trainer.callbacks import Callback, Callbacks
 from rlite.trainer.options import RunOptions
+from rlite.trainer.run.best import BestModel, Thresholds
 from rlite.trainer.run.checkpoints import Checkpoints
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
 from rlite.trainer.run.folder import begins_anew, checkpoint_to_load, clear
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.mfu import usage_metrics
 from rlite.trainer.run.report import RunReport
-
-logger = logging.getLogger(__name__)
 
 
 class TrainingRun:
@@ -69,8 +66,7 @@ class TrainingRun:
         self._callbacks = Callbacks([*options.callbacks, *callbacks])
         self._metrics: Mapping[str, float] = {}
         self._stop_reason = ""
-        self._best: float | None = None
-        self._has_missed_best = False
+        self._best, self._thresholds = BestModel(options, self.folder), Thresholds(options.stop_at)
         self._watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
         self._overwrites = options.overwrite and not reporting.has_begun()
         wanted = checkpoint_to_load(
@@ -103,10 +99,12 @@ class TrainingRun:
                 "another trainer begins from the weights in latest/"
             )
         self.step = facts.get("step", 0)
-        self._best = facts.get("best")
+        self._best.value = facts.get("best")
+        self._thresholds.latest = facts.get("evaluated", {})
         states = facts.get("callbacks", {})
         self._callbacks.load_state_dict(states)
-        if states.keys() == self._callbacks.names:  # with other callbacks the run goes on
+        same_ends = facts.get("stop_at", {}) == self._options.stop_at and states.keys() == self._callbacks.names
+        if same_ends:  # else the run goes on
             self._stop_reason = facts.get("stopped", "")
         return facts
 
@@ -194,7 +192,7 @@ class TrainingRun:
         if self._checkpoints.found is None:
             return
         if self._stop_reason:
-            way = "choose other trainer.callbacks, or another trainer.save_dir"
+            way = "choose other trainer.callbacks, trainer.stop_at or trainer.save_dir"
             rows = {"reason": self._stop_reason, "to go on": way}
             self.console.report(f"stopped already: after step {self.step} of {self.total_steps}", rows)
         elif self.step < self.total_steps:
@@ -254,13 +252,21 @@ class TrainingRun:
         if self.step:  # what ppo evaluates before its first step is no step
             self._callbacks.call("on_step", self, metrics)
 
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Tell the callbacks of an evaluation.
+    def evaluated(self, metrics: Mapping[str, float], is_trained: bool = True) -> None:
+        """Tell the callbacks of an evaluation, and stop if a trained model reaches `stop_at`.
 
         Args:
             metrics: metrics of the evaluation.
+            is_trained: whether the evaluated model has been trained.
         """
         self._callbacks.call("on_evaluate", self, metrics)
+        if is_trained and (reason := self._thresholds.see(metrics)):
+            self.stop(reason)
+
+    def log_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Log metrics of an evaluation in a line of their own."""
+        self._sinks.log(self.step, metrics)
+        self._report.log(self.step, metrics)
 
     def _alarm(self, metrics: Mapping[str, float]) -> None:
         """Report the first of several bad steps.
@@ -359,7 +365,8 @@ class TrainingRun:
                     other.save(self.folder / f"{name}_latest")
                 self._engine.save(self.folder / "latest")
             if not is_suspect or (self.is_over and self._callbacks.failure is None):
-                own = {"config": self._kind, "best": self._best, "stopped": self._stop_reason}
+                own: dict[str, Any] = {"config": self._kind, "best": self._best.value, "stopped": self._stop_reason}
+                own |= {"evaluated": self._thresholds.latest, "stop_at": self._options.stop_at}
                 facts = {**own, "callbacks": self._callbacks.state_dict(), **facts}
                 self._checkpoints.save(self.step, self._engine, self._others, facts, kept)
         if not is_suspect:
@@ -384,25 +391,14 @@ class TrainingRun:
         way = f"repair the data. {self._way_on()} goes on from there, if the rows before are the same"
         self.console.alarm(f"bad data: stop after step {self.step}, which is saved", {"to go on": way})
 
-    def save_best(self, metrics: Mapping[str, float]) -> None:
-        """Write best/ if this evaluation is the best so far. A missing best_metric only logs a warning."""
-        name = self._options.best_metric
-        if name is None:
-            return
-        if name not in metrics:
-            if not self._has_missed_best:
-                self._has_missed_best = True
-                where = f"trainer.best_metric={name}: the evaluation at step {self.step}"
-                known = ", ".join(sorted(metrics))
-                logger.warning("%s has no such metric (%s); best/ is not written", where, known)
-            return
-        value, is_highest = metrics[name], self._options.best_is_highest
-        if is_highest is None:
-            is_highest = not name.endswith("loss")
-        is_better = self._best is None or (value > self._best if is_highest else value < self._best)
-        if is_better and not math.isnan(value):  # nan is neither better than another, nor one to be beaten
-            self._best = value
-            self._engine.save(self.folder / "best")
+    def save_best(self, metrics: Mapping[str, float], save: Callable[[Path], None] | None = None) -> None:
+        """Write best/ if this evaluation is the best so far. A missing best_metric only logs a warning.
+
+        Args:
+            metrics: metrics of the evaluation.
+            save: writes the evaluated model into a folder; default: the model as it is now.
+        """
+        self._best.see(self.step, metrics, save or self._engine.save)
 
     def close(self) -> None:
         """Wait for the last checkpoint, tell the callbacks, then close the sinks and the progress bar.
@@ -430,26 +426,6 @@ class TrainingRun:
         ended = f"stopped ({self._stop_reason})" if self._stop_reason else "finished"
         how = "interrupted" if INTERRUPTION.is_asked else ended
         self._report.end(f"{how} after step {self.step} of {self.total_steps}")
-
-
-def check_best_metric(options: RunOptions, has_test_data: bool, evaluated: Sequence[str]) -> None:
-    """Check that the best checkpoint can be chosen by `best_metric`.
-
-    Args:
-        options: the run's options.
-        has_test_data: whether the run evaluates.
-        evaluated: metrics of an evaluation.
-
-    Raises:
-        ConfigError: there are no evaluations, or the evaluations have no such metric.
-    """
-    name = options.best_metric
-    if name is None:
-        return
-    if not has_test_data:
-        raise ConfigError(f"trainer.best_metric={name}: nothing is evaluated without test_data.path")
-    if name not in evaluated:
-        raise ConfigError(f"trainer.best_metric={name}: expected a metric of the evaluation, {', '.join(evaluated)}")
 
 
 def loss_stats(stats: Mapping[str, float]) -> dict[str, float]:

@@ -133,7 +133,7 @@ def test_prompts_of_any_format_are_mixed_and_evaluated_alike(model: str, tmp_pat
     rows, test_rows = read_prompts(asked)
     conversation = [{"role": "system", "content": "s"}, *MESSAGES]
     assert rows[0] == {"messages": conversation, "answer": 0}
-    assert rows[3] == test_rows[0] == {"prompt": conversation, "answer": 0}
+    assert rows[3] == test_rows[""][0] == {"prompt": conversation, "answer": 0}
     assert isinstance(rows, Rows)
     assert rows.mixture is not None
     assert rows.mixture.counts == {"a": 2, "b": 6}

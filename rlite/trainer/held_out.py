@@ -1,0 +1,134 @@
+"""Options of held-out data: `test_data.path=...` of one set, `test_data.NAME.path=...` of several. No torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from rlite.config import Count, Options
+from rlite.data.source import Source
+from rlite.errors import ConfigError
+
+KEY = "test_data"
+"""group of the options"""
+UNNAMED = ""
+"""name of a single set"""
+_NAME = re.compile(r"\w[\w-]*")
+V = TypeVar("V")
+
+
+class HeldOutOptions(Options):
+    """Rows to evaluate on."""
+
+    path: str | None = None
+    """as the path of the training data; null evaluates nothing"""
+    columns: dict[str, str | None] | None = None
+    """as the columns of the training data; default: the same"""
+    system_prompt: str | None = None
+    """as the system_prompt of the training data; default: the same"""
+    limit: Count | None = None
+    """rows to evaluate on, from the beginning of the table; default: all"""
+    every: Count | None = None
+    """steps between two evaluations; default: trainer.test_freq"""
+
+    @property
+    def is_generated(self) -> bool:
+        """True if the set is evaluated by answers that the model generates, and not by the loss of its rows."""
+        return False
+
+    def source(self, name: str, columns: Mapping[str, str | None], system_prompt: str | None) -> Source | None:
+        """Return the table to evaluate on, completed by the options of the training data; None if there is none.
+
+        Args:
+            name: name of the set.
+            columns: columns of the training data.
+            system_prompt: system prompt of the training data.
+        """
+        if self.path is None:
+            return None
+        return Source(
+            path=self.path,
+            key=key_of(name),
+            columns=columns if self.columns is None else self.columns,
+            system_prompt=system_prompt if self.system_prompt is None else self.system_prompt,
+        )
+
+
+def held_out_sources(
+    sets: Mapping[str, HeldOutOptions], columns: Mapping[str, str | None], system_prompt: str | None
+) -> dict[str, Source]:
+    """Return the tables to evaluate on by the names of their sets.
+
+    Args:
+        sets: options of the sets; a single set without a path evaluates nothing.
+        columns: columns of the training data.
+        system_prompt: system prompt of the training data.
+
+    Raises:
+        ConfigError: a named set has no path.
+    """
+    found = {name: options.source(name, columns, system_prompt) for name, options in sets.items()}
+    if missing := [name for name, source in found.items() if source is None and name != UNNAMED]:
+        raise ConfigError(f"required and not set: {key_of(missing[0])}.path")
+    return {name: source for name, source in found.items() if source is not None}
+
+
+def key_of(name: str) -> str:
+    """Return the group of options of a set."""
+    return f"{KEY}.{name}" if name else KEY
+
+
+def prefixed(name: str, metrics: Mapping[str, V]) -> dict[str, V]:
+    """Return the metrics of a set under the names that are logged: NAME/METRIC, or METRIC for a single set."""
+    return {metric_of(name, metric): value for metric, value in metrics.items()}
+
+
+def metric_of(name: str, metric: str) -> str:
+    """Return the logged name of a set's metric."""
+    return f"{name}/{metric}" if name else metric
+
+
+def metrics_of(names: Iterable[str], metrics: Iterable[str]) -> list[str]:
+    """Return the logged names of the same metrics of several sets."""
+    metrics = list(metrics)
+    return [metric_of(name, metric) for name in names for metric in metrics]
+
+
+def without_sets(names: Iterable[str], metrics: Mapping[str, V]) -> dict[str, V]:
+    """Return logged metrics without those of some named sets."""
+    prefixes = tuple(f"{name}/" for name in names)
+    return {key: value for key, value in metrics.items() if not key.startswith(prefixes)}
+
+
+def named_sets(given: Any, options: type[HeldOutOptions]) -> Any:
+    """Return the options of sets by name. The options of a single set get the name UNNAMED.
+
+    Args:
+        given: value of the group `test_data`.
+        options: class of the options of one set.
+
+    Raises:
+        ConfigError: some options have the name of a set and others have none, or a name cannot be one.
+    """
+    if isinstance(given, str):
+        raise ConfigError(f"{KEY}={given}: expected {KEY}.path={given}")
+    if not isinstance(given, Mapping):
+        return given
+    single = [
+        name
+        for name, value in given.items()
+        if name in options.model_fields or not isinstance(value, Mapping | HeldOutOptions)
+    ]
+    named = [name for name in given if name not in single]
+    if named and single:
+        raise ConfigError(
+            f"{KEY}.{single[0]} is of a single set, and {KEY}.{named[0]} is one of several: give each its name, as in "
+            f"{KEY}.NAME.{single[0]}"
+        )
+    for name in named:
+        if name != UNNAMED and not _NAME.fullmatch(str(name)):
+            raise ConfigError(f"{KEY}.{name}: a set's name has letters, digits, _ and -")
+    if len(named) > 1 and UNNAMED in named:
+        raise ConfigError(f"{KEY}: one of several sets has no name; expected {KEY}.NAME.path of each")
+    return {UNNAMED: given} if single else given

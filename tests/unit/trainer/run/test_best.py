@@ -1,0 +1,67 @@
+"""The best model of a run, and the thresholds at which it stops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlite.errors import ConfigError
+from rlite.trainer.options import RunOptions
+from rlite.trainer.run.best import BestModel, Thresholds, check_evaluated
+
+
+def options(**given: object) -> RunOptions:
+    return RunOptions(save_dir="x", **given)
+
+
+def saved(metric: str, *values: float) -> list[int]:
+    """The evaluations after which the model was saved."""
+    best, steps = BestModel(options(best_metric=metric), Path("run")), []
+    for step, value in enumerate(values):
+        best.see(step, {metric: value}, lambda path, step=step: steps.append(step))  # type: ignore[misc]
+    return steps
+
+
+def test_the_best_accuracy_is_the_highest_and_the_best_loss_the_lowest() -> None:
+    assert saved("math/accuracy", 0.5, 0.4, float("nan"), 0.6, 0.6) == [0, 3]
+    assert saved("chat/test_loss", 2.0, 3.0, 1.0) == [0, 2]
+
+
+def test_evaluations_of_other_sets_are_no_missing_metric(caplog: pytest.LogCaptureFixture) -> None:
+    best = BestModel(options(best_metric="math/accuracy"), Path("run"))
+    best.see(1, {"code/accuracy": 1.0}, lambda path: pytest.fail("saved"))
+    assert not caplog.records
+    best.see(2, {"math/num_errors": 9.0}, lambda path: pytest.fail("saved"))
+    [record] = caplog.records
+    assert "trainer.best_metric=math/accuracy: the evaluation at step 2 has no such metric" in record.getMessage()
+
+
+def test_a_run_stops_when_the_newest_values_reach_all_thresholds() -> None:
+    goals = Thresholds({"math/accuracy": 0.9, "test_loss": 0.5})
+    assert goals.see({"math/accuracy": 0.95}) == ""
+    assert goals.see({"test_loss": 0.6}) == ""
+    assert goals.see({"math/accuracy": 0.8, "test_loss": 0.4}) == "", "the accuracy has fallen again"
+    assert goals.see({"other": 1.0}) == ""
+    assert goals.see({"math/accuracy": 0.9}) == "math/accuracy=0.9 reaches trainer.stop_at=0.9"
+
+
+def test_nothing_stops_a_run_without_thresholds() -> None:
+    assert Thresholds({}).see({"accuracy": 1.0}) == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "evaluated", "message"),
+    [
+        ({"best_metric": "mth/accuracy"}, ["math/accuracy"], "best_metric=mth/accuracy: expected a metric of the eval"),
+        ({"stop_at": {"accuracy": 0.9}}, ["math/accuracy"], "stop_at=accuracy: expected a metric .*, math/accuracy"),
+        ({"stop_at": {"accuracy": 0.9}}, [], "stop_at=accuracy: nothing is evaluated without test_data.path"),
+        ({"best_metric": "m/pass@9"}, [f"m/pass@{k}" for k in range(1, 20)] + ["m/x"], "did you mean|expected"),
+    ],
+)
+def test_metrics_that_no_evaluation_has_are_refused(
+    given: dict[str, object], evaluated: list[str], message: str
+) -> None:
+    known = [name for name in evaluated if name != "m/pass@9"]
+    with pytest.raises(ConfigError, match=message):
+        check_evaluated(options(**given), known)
