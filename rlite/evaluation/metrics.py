@@ -10,6 +10,7 @@ from itertools import groupby
 from rlite.errors import DataError
 from rlite.evaluation.samples import SOLVED_AT, Sample
 from rlite.rollout.collector.lost import kind_of
+from rlite.wording import counted
 
 
 def summary(samples: Sequence[Sample], ks: int = 1, solved_at: float = SOLVED_AT) -> dict[str, float]:
@@ -124,7 +125,7 @@ def _by_item(samples: Sequence[Sample], ks: int) -> Mapping[str, list[Sample]]:
     items = {item: list(own) for item, own in groupby(ordered, key=lambda sample: sample.item)}
     item, fewest = min(items.items(), key=lambda entry: len(entry[1]))
     if len(fewest) < ks:
-        raise DataError(f"pass@{ks}: item {item} has {len(fewest)} sample(s); expected at least {ks} of each item")
+        raise DataError(f"pass@{ks}: item {item} has {counted(len(fewest), 'sample')}; expected at least {ks} of each item")
     return items
 
 

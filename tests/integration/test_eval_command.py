@@ -94,7 +94,7 @@ def test_two_models_are_compared_and_their_results_can_be_compared_again(
     printed = capsys.readouterr().out
     results = json.loads((out / "results.json").read_text())
     assert list(results["models"]) == ["before", "after"]
-    assert "4 prompts x 3 sample(s), temperature 1 (the default of samples=3)" in printed
+    assert "4 prompts x 3 samples, temperature 1 (the default of samples=3)" in printed
     assert {"accuracy", "pass@1", "pass@3", "standard_error"} <= results["models"]["before"]["metrics"].keys()
 
     rows = table(out, "eval.after", "rows")

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlite.data.streaming.table import Place, StreamedTable
 from rlite.errors import CheckpointError, StreamedDataError
+from rlite.wording import counted
 
 T = TypeVar("T")
 
@@ -92,7 +93,7 @@ class ShuffledStream(Generic[T]):
         table, num_files = self._table, len(state["order"])
         if num_files != len(table.files):
             raise CheckpointError(
-                f"the checkpoint was made with {num_files} file(s) of data; now there are {len(table.files)}: resume "
+                f"the checkpoint was made with {counted(num_files, 'file')} of data; now there are {len(table.files)}: resume "
                 "with the same data, or start anew from the weights"
             )
         self._seed = state["seed"]

@@ -12,6 +12,7 @@ from rich.table import Table
 from rlite.evaluation.results import EvaluationResult
 from rlite.rollout.collector.lost import in_a_line
 from rlite.trainer.evaluate.options import EvalConfig
+from rlite.wording import counted
 
 
 def print_result(result: EvaluationResult, options: EvalConfig) -> None:
@@ -49,7 +50,7 @@ def title(result: EvaluationResult, options: EvalConfig) -> str:
     if options.tasks:
         return f"{num_items} questions of {', '.join(options.tasks)}"
     num_samples = len(result.samples) // num_items
-    return f"{num_items} prompts x {num_samples} sample(s){sampling(options)}"
+    return f"{counted(num_items, 'prompt')} x {counted(num_samples, 'sample')}{sampling(options)}"
 
 
 def sampling(options: EvalConfig) -> str:

@@ -85,7 +85,7 @@ def result(comparison: Comparison | None = None) -> EvaluationResult:
 
 def test_the_table_says_how_answers_were_sampled_and_some_of_the_ks() -> None:
     assert title(result(), options("a", "--env", "x.py", "samples=2")) == (
-        "3 prompts x 2 sample(s), temperature 1 (the default of samples=2), at most 1024 new tokens"
+        "3 prompts x 2 samples, temperature 1 (the default of samples=2), at most 1024 new tokens"
     )
     metrics = result().metrics
     assert shown_metrics([metrics]) == ["accuracy", "pass@1", "pass@2", "pass@4", "pass@6", "num_errors"]
