@@ -125,7 +125,8 @@ def _by_item(samples: Sequence[Sample], ks: int) -> Mapping[str, list[Sample]]:
     items = {item: list(own) for item, own in groupby(ordered, key=lambda sample: sample.item)}
     item, fewest = min(items.items(), key=lambda entry: len(entry[1]))
     if len(fewest) < ks:
-        raise DataError(f"pass@{ks}: item {item} has {counted(len(fewest), 'sample')}; expected at least {ks} of each item")
+        found = counted(len(fewest), "sample")
+        raise DataError(f"pass@{ks}: item {item} has {found}; expected at least {ks} of each item")
     return items
 
 

@@ -93,8 +93,8 @@ class ShuffledStream(Generic[T]):
         table, num_files = self._table, len(state["order"])
         if num_files != len(table.files):
             raise CheckpointError(
-                f"the checkpoint was made with {counted(num_files, 'file')} of data; now there are {len(table.files)}: resume "
-                "with the same data, or start anew from the weights"
+                f"the checkpoint was made with {counted(num_files, 'file')} of data; now there are {len(table.files)}: "
+                "resume with the same data, or start anew from the weights"
             )
         self._seed = state["seed"]
         self._begin(state["epoch"])
