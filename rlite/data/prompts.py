@@ -11,7 +11,7 @@ from rlite.data.order import Mixture, shuffled
 from rlite.data.rows import place_of, rows_digest, stream_of
 from rlite.data.streaming.shuffle import ShuffledStream
 from rlite.data.tables import check_text
-from rlite.errors import ConfigError, DataError
+from rlite.errors import ConfigError, DataError, StreamedDataError
 
 PROMPT_KEYS = ("messages", "prompt", "input_ids")
 MAX_ITEM = 200
@@ -109,7 +109,11 @@ class PromptStream:
             return [Prompt(row, item_name(row, n)) for n in self.order.take(count) for row in [self._rows[n]]]
         taken: list[Prompt] = []
         while len(taken) < count:
-            placed = self._stream.take_placed(count - len(taken))
+            try:
+                placed = self._stream.take_placed(count - len(taken))
+            except StreamedDataError:
+                self.returned = taken + self.returned
+                raise
             taken += [Prompt(row, item_name(row, f"{file}:{place}")) for (file, place), row in placed]
         return taken
 

@@ -13,7 +13,7 @@ class Sample:
     """One answer of the model to one item, with its score."""
 
     item: str
-    """id of the data item"""
+    """name of the data item, which no other item has"""
     sample: int
     """number among the samples of the item, from 0"""
     score: float | None

@@ -98,7 +98,7 @@ def samples_of(episodes: Sequence[Ended]) -> list[Sample]:
 
 def _sample(ended: Ended) -> Sample:
     [episode] = ended.episodes
-    own: dict[str, Any] = {"item": ended.item, "sample": ended.first_sample}
+    own: dict[str, Any] = {"item": str(ended.group), "sample": ended.first_sample}  # two rows may have the same id
     if ended.reason or (trajectory := episode.trajectory) is None:
         return Sample(**own, score=None, reason=ended.reason)
     return Sample(

@@ -41,7 +41,10 @@ class Callback:
         """Take the metrics of a step, which are logged. A checkpoint of this step is written afterwards."""
 
     def on_evaluate(self, run: TrainingRun, metrics: Metrics) -> None:
-        """Take the metrics of an evaluation, before `on_step`. `ppo` also evaluates before its first step."""
+        """Take the metrics of an evaluation, before `on_step`. `ppo` also evaluates before its first step.
+
+        If `on_step` ends the run, the sets that are due at its end are evaluated afterwards.
+        """
 
     def on_save(self, run: TrainingRun, metrics: Metrics) -> None:
         """Take the metrics of a step after which `latest/` was written. `state/` may still be written by workers.

@@ -154,7 +154,7 @@ class PpoTrainer:
                         batch = self.recovery.run(lambda: self.learn(generated), self.run.step)  # noqa: B023 - called now
                     metrics = self.finish_step(batch)
             except StreamedDataError:
-                self.run.save_before_bad_data(self._save)
+                self.run.save_before_bad_data(self._save_after_evaluations)
                 raise
         self.evaluations.close()
         self.run.close()
@@ -244,14 +244,17 @@ class PpoTrainer:
             self.record.evaluation(each.set.name, self.ended.step, each.found.ended)
         return metrics
 
-    def _evaluate_due(self) -> dict[str, float]:
+    def _evaluate_due(self, is_saving: bool = False) -> dict[str, float]:
         """Evaluate the sets that are due, and keep the best model.
+
+        Args:
+            is_saving: a checkpoint is about to be written, which meets no evaluation of an earlier step.
 
         Returns:
             The newest metrics; older ones are logged.
         """
         metrics: dict[str, float] = {}
-        while self.evaluations.has_work():
+        while self.evaluations.has_work(is_saving):
             before, evaluation = self.ended, self._on_result(self.evaluate)
             if self.ended is before:  # evaluate is a subclass's own
                 self.evaluations.skip()
@@ -293,12 +296,18 @@ class PpoTrainer:
         self.run.log(metrics)
         self.alarms.look(metrics, self.engines.rollout.collector.first_losses)
         if self.run.is_save_due():
-            self._on_result(self._save)
+            self._save_after_evaluations()
         return metrics
 
     def _on_result(self, act: Callable[[], T]) -> T:
         """Return the result of an action on what the step has trained, repeated if train workers are lost meanwhile."""
         return self.recovery.run(act, self.run.step - 1, restore=self.engines.sync)
+
+    def _save_after_evaluations(self) -> None:
+        """Save the run. Callbacks may have ended it, or it was interrupted, after the step's evaluations were begun."""
+        if metrics := self._evaluate_due(is_saving=True):
+            self.run.log_evaluation(metrics)
+        self._on_result(self._save)
 
     def _save(self) -> None:
         self.record.before_checkpoint()

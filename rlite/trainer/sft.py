@@ -81,12 +81,8 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
 
     def evaluate_due(self) -> dict[str, float]:
         """Return the metrics of the sets that are due after this step."""
-        metrics, trainer = super().evaluate_due(), self.options.trainer
-        due = [
-            each
-            for name, each in self.generated.items()
-            if self.run.is_due(self.options.test_data[name].every or trainer.test_freq)
-        ]
+        metrics = super().evaluate_due()
+        due = [self.generated[name] for name in self.take_due(self.generated)]
         for evaluation in self.generation.evaluate(due, self.run.step):
             metrics |= prefixed(evaluation.set.name, evaluation.metrics)
         return metrics

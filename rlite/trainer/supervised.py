@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
@@ -91,6 +91,8 @@ class SupervisedTrainer(ABC, Generic[C]):
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.options, self.rows = options, rows
+        self._evaluated: dict[str, int] = {}
+        """step of the last evaluation of each set"""
         self.test_sets = test_rows if isinstance(test_rows, Mapping) else {UNNAMED: test_rows} if test_rows else {}
         self.model: ModelOptions = getattr(options, self.key)
         self.loss = self.make_loss()
@@ -230,11 +232,11 @@ class SupervisedTrainer(ABC, Generic[C]):
         """
         self.run.step += 1
         metrics = {**stats, **step_metrics(self.engine, sequence_lengths(batch))}
-        if evaluation := self.evaluate_due():
-            metrics |= evaluation
-            self.run.save_best(evaluation)
-            self.run.evaluated(evaluation)
+        metrics |= self._judged()
         self.run.log(metrics)
+        if self.run.is_over and (metrics_at_end := self._judged()):  # a callback or a threshold has ended the run
+            self.run.log_evaluation(metrics_at_end)
+            metrics |= metrics_at_end
         if self.run.is_save_due():
             self._save()
         return metrics
@@ -242,14 +244,35 @@ class SupervisedTrainer(ABC, Generic[C]):
     def _save(self) -> None:
         self.run.save(loader=self.loader.state_dict())
 
+    def _judged(self) -> dict[str, float]:
+        """Evaluate the sets that are due, and keep the best model.
+
+        Returns:
+            The metrics.
+        """
+        if evaluation := self.evaluate_due():
+            self.run.save_best(evaluation)
+            self.run.evaluated(evaluation)
+        return evaluation
+
     def evaluate_due(self) -> dict[str, float]:
         """Return the metrics of the sets that are due after this step."""
         metrics: dict[str, float] = {}
-        for name, rows in self.test_sets.items():
-            own = self.options.test_data.get(name, HeldOutOptions())
-            if self.run.is_due(own.every or self.options.trainer.test_freq):
-                metrics |= prefixed(name, self.evaluate(rows))
+        for name in self.take_due(self.test_sets):
+            metrics |= prefixed(name, self.evaluate(self.test_sets[name]))
         return metrics
+
+    def take_due(self, names: Iterable[str]) -> list[str]:
+        """Return the sets that are due after this step, each once.
+
+        Args:
+            names: of sets.
+        """
+        own, every = self.options.test_data, self.options.trainer.test_freq
+        due = [name for name in names if self.run.is_due(own.get(name, HeldOutOptions()).every or every)]
+        due = [name for name in due if self._evaluated.get(name) != self.run.step]
+        self._evaluated |= dict.fromkeys(due, self.run.step)
+        return due
 
     def evaluate(self, rows: TokenRows) -> dict[str, float]:
         """Return means of the loss and its metrics over token rows, as `test_...`."""

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import rlite
 from rlite.errors import ConfigError
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
+from rlite.trainer.callbacks import Callback
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.config import (
@@ -58,7 +59,12 @@ def session() -> Iterator[None]:
 
 
 def trainer(
-    model: str, folder: Path, sets: Mapping[str, HeldOutPromptOptions] = SETS, rows: Any = TEST_ROWS, **changes: Any
+    model: str,
+    folder: Path,
+    sets: Mapping[str, HeldOutPromptOptions] = SETS,
+    rows: Any = TEST_ROWS,
+    callbacks: Sequence[Callback] = (),
+    **changes: Any,
 ) -> PpoTrainer:
     sampling = SamplingOptions(max_new_tokens=8)
     options = PpoConfig(
@@ -73,7 +79,7 @@ def trainer(
     training = SingleTurnWorkflow(digits, sampling.gconfig(), byte_tokenizer())
     reward = RewardFunction(first_letter, in_process=True)
     naming = SingleTurnWorkflow(reward, SamplingOptions(temperature=0.0, max_new_tokens=4).gconfig(), byte_tokenizer())
-    return PpoTrainer(options, training, ROWS, rows, {"math": naming} if "math" in rows else None)
+    return PpoTrainer(options, training, ROWS, rows, {"math": naming} if "math" in rows else None, callbacks)
 
 
 def first_letter(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **row: Any) -> dict[str, Any]:
@@ -158,6 +164,19 @@ def test_a_run_stops_at_a_threshold_and_does_not_go_on_until_it_is_raised(model:
     assert (tmp_path / "state/step-2").is_dir()
     assert fit(-1.0)[-1] == 2
     assert fit(2.0)[-1] == 6
+
+
+def test_a_run_that_a_callback_ends_is_evaluated_at_its_end(model: str, tmp_path: Path) -> None:
+    class AtStep3(Callback):
+        def on_step(self, run: Any, metrics: Mapping[str, float]) -> None:
+            if run.step == 3:
+                run.stop("enough")
+
+    sets = {"math": HeldOutPromptOptions(limit=2, every=2), "code": HeldOutPromptOptions(limit=2, every=5)}
+    with session():
+        trainer(model, tmp_path, sets, total_steps=6, callbacks=[AtStep3()]).fit()
+    assert sorted(evaluations(tmp_path, "math")) == [0, 2, 3]
+    assert sorted(evaluations(tmp_path, "code")) == [0, 3]
 
 
 def test_evaluations_that_cannot_be_made_are_refused_before_anything_starts(model: str, tmp_path: Path) -> None:

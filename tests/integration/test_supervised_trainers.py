@@ -446,6 +446,19 @@ def test_named_sets_are_evaluated_apart_when_each_is_due(
     assert (tmp_path / "run/best").is_dir()
 
 
+def test_a_threshold_that_ends_a_run_leaves_no_set_out(model: str, tmp_path: Path, session: Session) -> None:
+    (tmp_path / "data.json").write_text(json.dumps(demonstrations(16, seed=0)))
+    sets = [f"test_data.{name}={{path: {tmp_path / 'data.json'}, every: {n}}}" for name, n in (("a", 2), ("b", 3))]
+    given = [f"actor.model_name={model}", f"data.path={tmp_path / 'data.json'}", "data.batch_size=4"]
+    SftTrainer.main([*given, *sets, "trainer.stop_at={a/test_loss: 100}", f"trainer.save_dir={tmp_path / 'run'}"])
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], "a/test_loss" in row, "b/test_loss" in row) for row in rows] == [
+        (1, False, False),
+        (2, True, False),
+        (2, False, True),
+    ]
+
+
 @pytest.mark.parametrize(
     ("kind", "argument", "expected"),
     [

@@ -89,8 +89,12 @@ class Evaluations(ABC):
         """The collector that runs the episodes."""
 
     @abstractmethod
-    def has_work(self) -> bool:
-        """Return whether `next` is to be called after this step (again)."""
+    def has_work(self, is_saving: bool = False) -> bool:
+        """Return whether `next` is to be called after this step (again).
+
+        Args:
+            is_saving: a checkpoint is about to be written.
+        """
 
     @abstractmethod
     def next(self) -> Ended:
@@ -113,7 +117,7 @@ class InTurns(Evaluations):
         """The collector of the rollout engine."""
         return self.engines.rollout.collector
 
-    def has_work(self) -> bool:
+    def has_work(self, is_saving: bool = False) -> bool:
         """Return whether a set is due."""
         return bool(self.due())
 
@@ -166,9 +170,12 @@ class Beside(Evaluations):
         assert self.engines.evaluation is not None
         return self.engines.evaluation.collector
 
-    def has_work(self) -> bool:
+    def has_work(self, is_saving: bool = False) -> bool:
         """Return whether a set is due, or evaluations under way have ended or must end now."""
-        return bool(self.due()) or (self._under_way is not None and (self._under_way.done() or self._must_end()))
+        if self.due():
+            return True
+        must_end = self.run.is_over or ((is_saving or self.run.is_save_due()) and self._step < self.run.step)
+        return self._under_way is not None and (must_end or self._under_way.done())
 
     def next(self) -> Ended:
         """Wait for the evaluations under way, if there are some; else begin those that are due.
@@ -193,9 +200,6 @@ class Beside(Evaluations):
     @property
     def _candidate(self) -> Path:
         return self.run.folder / EVALUATED
-
-    def _must_end(self) -> bool:
-        return self.run.is_over or (self.run.is_save_due() and self._step < self.run.step)
 
     def _begin(self, sets: Sequence[EvaluationSet]) -> None:
         self._step, self._names = self.run.step, [each.name for each in sets]

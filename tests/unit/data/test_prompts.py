@@ -11,7 +11,7 @@ import pytest
 from rlite.data.prompts import PromptStream, check_prompts
 from rlite.data.rows import Rows, mixed_rows, streamed_source
 from rlite.data.source import Source
-from rlite.errors import CheckpointError, ConfigError, DataError
+from rlite.errors import CheckpointError, ConfigError, DataError, StreamedDataError
 
 MESSAGES = [{"role": "user", "content": "a"}]
 
@@ -91,6 +91,19 @@ def test_streamed_rows_fill_batches_that_span_epochs_and_go_on_from_a_state(tmp_
         PromptStream(rows.rows, 4, seed=1).load_state_dict(state)
     with pytest.raises(ConfigError, match="there are 5 rows"):
         PromptStream(rows, 6, seed=1)
+
+
+def test_no_prompt_is_left_out_if_the_next_epoch_meets_a_damaged_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    rows = [json.dumps({"prompt": str(number)}) + "\n" for number in range(5)]
+    path.write_text("".join(rows))
+    stream = PromptStream(streamed_source(Source(str(path), "train_data"), "prompts", buffer_size=1), 3, seed=1)
+    assert [row["prompt"] for row in stream.next()] == ["0", "1", "2"]
+    path.write_text("{\n" * 5)
+    with pytest.raises(StreamedDataError):
+        stream.next()
+    path.write_text("".join(rows))
+    assert [row["prompt"] for row in stream.next()] == ["3", "4", "0"]
 
 
 def test_a_row_of_a_mixture_is_named_in_its_source() -> None:
