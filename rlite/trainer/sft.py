@@ -82,7 +82,7 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
     def evaluate_due(self) -> dict[str, float]:
         """Return the metrics of the sets that are due after this step."""
         metrics = super().evaluate_due()
-        due = [self.generated[name] for name in self.take_due(self.generated)]
+        due = [self.generated[name] for name in self._take_due(self.generated)]
         for evaluation in self.generation.evaluate(due, self.run.step):
             metrics |= prefixed(evaluation.set.name, evaluation.metrics)
         return metrics

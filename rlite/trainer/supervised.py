@@ -258,11 +258,11 @@ class SupervisedTrainer(ABC, Generic[C]):
     def evaluate_due(self) -> dict[str, float]:
         """Return the metrics of the sets that are due after this step."""
         metrics: dict[str, float] = {}
-        for name in self.take_due(self.test_sets):
+        for name in self._take_due(self.test_sets):
             metrics |= prefixed(name, self.evaluate(self.test_sets[name]))
         return metrics
 
-    def take_due(self, names: Iterable[str]) -> list[str]:
+    def _take_due(self, names: Iterable[str]) -> list[str]:
         """Return the sets that are due after this step, each once.
 
         Args:
