@@ -88,7 +88,7 @@ def _find_models(options: EvalConfig, given: Given, folder: Path, journals: Exit
     if len(earlier) == len(asked):
         return list(earlier.values())
     items, answers_of = _source(options, given, folder)
-    settings = settings_of(options, items)
+    settings = settings_of(options, given, items)
     models: list[Answered] = [
         earlier[name] if name in earlier else candidate(model, name, settings, folder, options, journals)
         for name, model in asked.items()

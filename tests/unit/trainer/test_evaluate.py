@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +14,15 @@ from rlite.errors import ConfigError, DataError
 from rlite.evaluation.compare import Comparison
 from rlite.evaluation.results import EvaluatedModel, EvaluationResult
 from rlite.evaluation.samples import Sample
+from rlite.rollout import RewardFunction, from_trl
+from rlite.rollout.registry import REWARDS, WORKFLOWS
+from rlite.trainer.evaluate.code import code_of, digest_of
 from rlite.trainer.evaluate.models import names_of
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.evaluate.questions import item_ids
 from rlite.trainer.evaluate.report import difference, shown, shown_metrics, title
 from rlite.trainer.evaluate.tasks import find_tasks, task_metrics, task_rows
+from rlite.trainer.given import NOTHING, Given
 
 
 def options(*arguments: str) -> EvalConfig:
@@ -133,3 +139,54 @@ def test_a_missing_harness_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match="missing package lm_eval"):
         find_tasks(options("a", "tasks=x"))
+
+
+def program_function(body: str, file: str = "<program>", module: str = "__main__") -> Any:
+    """Return the function `own` of a program."""
+    names: dict[str, Any] = {"__name__": module}
+    exec(compile(f"def own(completions, **row):\n    {body}\n", file, "exec"), names)
+    return names["own"]
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda function: function,
+        lambda function: functools.partial(function, scale=2),
+        lambda function: functools.wraps(function)(lambda *args: None),
+        lambda function: type("Scorer", (), {"__call__": function})(),
+        lambda function: RewardFunction(function, in_process=True),
+        from_trl,
+    ],
+)
+def test_changed_code_of_a_programs_reward_has_another_digest(wrapped: Any) -> None:
+    first, same, changed = (wrapped(program_function(f"return {score}")) for score in ("1.0", "1.0", "0.5"))
+    config = options("a", "data=t.jsonl", "reward=__main__:own")
+    digests = [code_of(config, Given(rewards={"own": each})) for each in (first, same, changed)]
+    assert digests[0] == digests[1]
+    assert digests[0] != digests[2]
+
+
+def test_changed_code_of_a_module_or_a_registered_name_has_another_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "scores_of_module.py"
+    module.write_text("def own(completions, **row):\n    return 1.0\n")
+    config = options("a", "data=t.jsonl", "reward=scores_of_module:own")
+    before = code_of(config, NOTHING)
+    function = sys.modules["scores_of_module"].own
+    monkeypatch.setitem(REWARDS, "registered", function)
+    monkeypatch.setitem(WORKFLOWS, "registered", function)
+    named = [options("a", "data=t.jsonl", "reward=registered"), options("a", "workflow=registered")]
+    registered = [code_of(each, NOTHING) for each in named]
+    module.write_text("def own(completions, **row):\n    return 0.5\n")
+    assert before.keys() == {"scores_of_module:own"}
+    assert code_of(config, NOTHING) != before
+    for each, digests in zip(named, registered, strict=True):
+        assert digests.keys() == {"registered"}
+        assert code_of(each, NOTHING) != digests
+
+
+def test_code_that_cannot_be_read_equals_no_other() -> None:
+    assert digest_of(len) != digest_of(len)
