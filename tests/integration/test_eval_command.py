@@ -227,6 +227,33 @@ def test_a_reward_that_always_fails_ends_the_command_and_no_sample_counts(
     assert samples(folder / "bad", "before") == {}
 
 
+def test_few_failures_without_a_success_are_no_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(folder / "judge-down.jsonl", [{"prompt": f"{n}", "answer": "raise"} for n in range(3)])
+    arguments = ["--data", folder / "judge-down.jsonl", "--reward", f"{folder}/my.py:correct", *SHORT, "retries=0"]
+    with pytest.raises(SystemExit, match=r"(?s)the first 3 episodes failed, the last with .*no such answer"):
+        run(monkeypatch, folder / "before", *arguments, f"out={folder}/judge-down")
+    assert samples(folder / "judge-down", "before") == {}
+    assert not (folder / "judge-down" / "results.json").exists()
+
+
+def test_failures_of_one_prompt_or_after_a_success_do_not_end_the_command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first prompt fails 17 times before the second is asked, and again when the evaluation continues."""
+    write_rows(folder / "bad-first.jsonl", [{"prompt": "?", "answer": "raise"}, ROWS_OF_DATA[0]])
+    write_rows(folder / "bad-rest.jsonl", [ROWS_OF_DATA[0], *({"prompt": "?", "answer": "raise"} for _ in range(17))])
+    for name, num_samples in (("bad-first", 17), ("bad-rest", 1)):
+        arguments = ["--data", folder / f"{name}.jsonl", "--reward", f"{folder}/my.py:correct", *SHORT, "retries=0"]
+        run(monkeypatch, folder / "before", *arguments, f"samples={num_samples}", f"out={folder}/{name}")
+        whole = samples(folder / name, "before")
+        assert [row["status"] for row in whole.values()].count("failed") == 17
+        journal = folder / name / "samples" / "before.jsonl"
+        header, *lines = journal.read_text().splitlines(keepends=True)
+        journal.write_text("".join([header, *(line for line in lines if '"evaluated"' in line)]))
+        run(monkeypatch, folder / "before", *arguments, f"samples={num_samples}", f"out={folder}/{name}")
+        assert samples(folder / name, "before").keys() == whole.keys()
+
+
 def test_an_environment_with_seeds_needs_no_data(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "game.py").write_text(
         "from tests.games import Dice\n\ndef make(num_steps=2):\n    return Dice(num_steps)\n"
