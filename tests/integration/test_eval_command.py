@@ -304,6 +304,35 @@ def test_bad_input_is_said_before_a_model_is_built(
     assert (folder / "other-file" / "samples" / "before.jsonl").read_text() == "mine"
 
 
+def test_overwriting_removes_no_samples_before_all_is_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [*sources(folder), *SHORT, f"out={folder}/kept"]
+    run(monkeypatch, folder / "before", *arguments)
+    journal, results = folder / "kept" / "samples" / "before.jsonl", folder / "kept" / "results.json"
+    kept = journal.read_bytes(), results.read_bytes()
+    for more, message in {
+        (folder / "nowhere",): "no such folder",
+        ("max_model_len=2",): "leaves no room for an answer",
+    }.items():
+        with pytest.raises(SystemExit, match=message):
+            run(monkeypatch, folder / "before", *more, *arguments, "overwrite=true")
+        assert (journal.read_bytes(), results.read_bytes()) == kept
+
+
+def test_an_interrupted_new_evaluation_is_not_read_as_complete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [folder / "before", *sources(folder), *SHORT, f"out={folder}/anew"]
+    run(monkeypatch, *arguments)
+    journal, results = folder / "anew" / "samples" / "before.jsonl", folder / "anew" / "results.json"
+    whole = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(whole[:3]))
+    with pytest.raises(SystemExit, match="anew: an unfinished evaluation: 2 of 4 samples are missing"):
+        run(monkeypatch, folder / "anew", f"out={folder}/of-anew")
+    with monkeypatch.context() as broken, pytest.raises(TypeError):
+        broken.setattr(rlite, "init", None)
+        run(broken, *arguments, "overwrite=true")
+    assert len(journal.read_text().splitlines()) == 1
+    assert not results.exists()
+
+
 def test_results_of_other_items_are_not_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, rows in (("few", ROWS_OF_DATA[:2]), ("others", ROWS_OF_DATA[2:])):
         write_rows(folder / f"{name}.jsonl", rows)

@@ -30,6 +30,7 @@ from rlite.trainer.evaluate.models import (
     RESULTS,
     Answered,
     Candidate,
+    begin,
     candidate,
     earlier_result,
     is_of_tasks,
@@ -94,7 +95,10 @@ def _find_models(options: EvalConfig, given: Given, folder: Path, journals: Exit
         for name, model in asked.items()
     ]
     check_comparable(models)
-    _generate([answers_of(each) for each in models if isinstance(each, Candidate)], options)
+    candidates = [each for each in models if isinstance(each, Candidate)]
+    answers = [answers_of(each) for each in candidates]
+    begin(candidates, folder)
+    _generate(answers, options)
     return models
 
 
@@ -111,10 +115,16 @@ def _generate(answers: Sequence[Answers], options: EvalConfig) -> None:
     """Generate missing samples, in one session for all models."""
     pending = [each for each in answers if each.missing]
     if options.out is not None:
-        INTERRUPTION.advice = f"Finished samples are in {options.out}; the same command continues."
+        INTERRUPTION.advice = advice(options)
     with session_of(options) if pending else nullcontext():
         for each in pending:
             each.run()
+
+
+def advice(options: EvalConfig) -> str:
+    """Return how an interrupted evaluation continues."""
+    how = "the same command without overwrite=true" if options.overwrite else "the same command"
+    return f"Finished samples are in {options.out}; {how} continues."
 
 
 def check_comparable(models: Sequence[Answered]) -> None:

@@ -108,7 +108,7 @@ class EvalConfig(LaunchOptions):
     name: str | None = None
     """name of the evaluation in the record; default: that of the model's folder"""
     overwrite: bool = False
-    """replace the samples that out holds"""
+    """replace the samples that out holds; leave it out to continue an interrupted command"""
     record_tokens: Natural = 16
     """first prompts whose answers are recorded with their tokens"""
     timeout: Seconds = 3600.0

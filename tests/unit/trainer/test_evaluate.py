@@ -16,6 +16,7 @@ from rlite.evaluation.results import EvaluatedModel, EvaluationResult
 from rlite.evaluation.samples import Sample
 from rlite.rollout import RewardFunction, from_trl
 from rlite.rollout.registry import REWARDS, WORKFLOWS
+from rlite.trainer.evaluate.command import advice
 from rlite.trainer.evaluate.code import code_of, digest_of
 from rlite.trainer.evaluate.models import names_of
 from rlite.trainer.evaluate.options import EvalConfig
@@ -190,3 +191,8 @@ def test_changed_code_of_a_module_or_a_registered_name_has_another_digest(
 
 def test_code_that_cannot_be_read_equals_no_other() -> None:
     assert digest_of(len) != digest_of(len)
+
+
+def test_an_interrupted_command_is_not_advised_to_overwrite_its_samples() -> None:
+    assert advice(options("a", "out=x")) == "Finished samples are in x; the same command continues."
+    assert "x; the same command without overwrite=true continues" in advice(options("a", "out=x", "overwrite=true"))
