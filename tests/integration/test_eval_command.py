@@ -121,8 +121,12 @@ def test_two_models_are_compared_and_their_results_can_be_compared_again(
     for name in ("before", "after"):
         run(monkeypatch, folder / name, *sources(folder), *SHORT, "samples=3", f"out={folder}/of-{name}")
     capsys.readouterr()
-    run(monkeypatch, folder / "of-before", folder / "of-after", f"out={folder}/again")
-    assert f"accuracy of of-after - of-before: {found.difference:+.4f} [" in capsys.readouterr().out
+    run(monkeypatch, folder / "of-before", folder / "of-after", "k=2", f"out={folder}/again")
+    printed = capsys.readouterr().out
+    assert "\n4 prompts x 3 samples, temperature 1 (the default of samples=3), at most 6 new tokens" in printed
+    assert "pass@2" in printed
+    assert "pass@3" not in printed
+    assert f"accuracy of of-after - of-before: {found.difference:+.4f} [" in printed
     assert json.loads((folder / "again" / "results.json").read_text())["comparison"]["p_value"] == found.p_value
 
 
@@ -326,9 +330,9 @@ def test_an_interrupted_new_evaluation_is_not_read_as_complete(folder: Path, mon
     journal.write_text("".join(whole[:3]))
     with pytest.raises(SystemExit, match="anew: an unfinished evaluation: 2 of 4 samples are missing"):
         run(monkeypatch, folder / "anew", f"out={folder}/of-anew")
-    with monkeypatch.context() as broken, pytest.raises(TypeError):
-        broken.setattr(rlite, "init", None)
-        run(broken, *arguments, "overwrite=true")
+    monkeypatch.setattr(rlite, "init", None)
+    with pytest.raises(TypeError):
+        run(monkeypatch, *arguments, "overwrite=true")
     assert len(journal.read_text().splitlines()) == 1
     assert not results.exists()
 

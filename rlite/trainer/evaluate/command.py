@@ -54,7 +54,7 @@ SAME = ("questions", "scores", "tasks")
 def main(argv: Sequence[str]) -> None:
     """Evaluate one model or two, and print the metrics."""
     options = config.load(EvalConfig, EvalConfig.arguments(argv))
-    print_result(evaluate(options), options)
+    print_result(evaluate(options))
 
 
 def evaluate(options: EvalConfig, given: Given = NOTHING) -> EvaluationResult:
@@ -171,7 +171,7 @@ def _evaluated(model: Answered, k: int | None) -> EvaluatedModel:
     else:
         fewest = min(Counter(sample.item for sample in samples).values())
         metrics = summary(samples, fewest if k is None else k)
-    return EvaluatedModel(model.name, model.model, metrics, samples)
+    return EvaluatedModel(model.name, model.model, metrics, samples, model.settings)
 
 
 def write_results(folder: Path, models: Sequence[Answered], result: EvaluationResult) -> None:
