@@ -49,7 +49,8 @@ def compare(first: Sequence[Sample], second: Sequence[Sample], confidence: float
     """Return the difference between two evaluations of the same items.
 
     The samples of an item are correlated. An item therefore counts once, with the difference of its mean scores. A
-    failed sample counts as in `summary`. The same arguments give the same result.
+    failed sample counts 0, or the lowest score of both models if that is below 0, so that failures of both models are
+    equal; `summary` knows one model alone. The same arguments give the same result.
 
     Args:
         first: samples of the first model.
@@ -80,7 +81,8 @@ def paired_differences(first: Sequence[Sample], second: Sequence[Sample]) -> Dif
     Raises:
         DataError: there are no samples, or the items of the two differ.
     """
-    before, after = mean_scores(first), mean_scores(second)
+    wrong = min([0.0, *(sample.score for sample in (*first, *second) if sample.score is not None)])
+    before, after = mean_scores(first, wrong), mean_scores(second, wrong)
     if before.keys() != after.keys():
         only = [f"only the {name} has {_names(own)}" for name, own in _unshared(before, after)]
         raise DataError(f"a paired comparison needs the same items in both evaluations, and {'; '.join(only)}")
@@ -89,9 +91,8 @@ def paired_differences(first: Sequence[Sample], second: Sequence[Sample]) -> Dif
     return np.array([after[item] - before[item] for item in sorted(before)])
 
 
-def mean_scores(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the mean score of each item; a failed sample counts 0, or the lowest score if that is below 0."""
-    wrong = min([0.0, *(sample.score for sample in samples if sample.score is not None)])
+def mean_scores(samples: Sequence[Sample], wrong: float) -> dict[str, float]:
+    """Return the mean score of each item; a failed sample has the score `wrong`."""
     scores: dict[str, list[float]] = {}
     for sample in samples:
         scores.setdefault(sample.item, []).extend(counted_scores([sample], wrong))

@@ -25,7 +25,7 @@ Settings = Mapping[str, Any]
 
 
 class Journal:
-    """The file to which the samples of one model go.
+    """The file to which the samples of one model go. Making it checks and locks the file; `begin` is the first change.
 
     Args:
         path: the file. One that exists is continued.
@@ -33,13 +33,13 @@ class Journal:
         overwrite: begin anew, whatever the file holds.
 
     Raises:
-        ConfigError: the file holds samples of other settings, or is no journal. Nothing is changed.
+        ConfigError: the file holds samples of other settings, or is no journal.
         FolderInUse: another process writes the file.
         StorageError: the file cannot be written.
     """
 
     def __init__(self, path: Path, settings: Settings, overwrite: bool = False) -> None:
-        self.path = path
+        self.path, self._settings = path, settings
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("r+b" if path.exists() else "w+b")
@@ -50,14 +50,24 @@ class Journal:
             check_same(header, settings, path)
         self.lines: list[dict[str, Any]] = lines
         """samples that have ended, in the order of their ends"""
-        end = sum(map(len, whole))
-        self._file.truncate(end)
-        self._file.seek(end)
-        if header is None:
-            self._write({"version": VERSION, "settings": settings})
+        self.is_new = header is None
+        """there are no samples to continue"""
+        self._end = sum(map(len, whole))
+
+    def begin(self) -> None:
+        """Remove what is not continued, and write the settings of a new journal.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        with writing(self.path):
+            self._file.truncate(self._end)
+            self._file.seek(self._end)
+        if self.is_new:
+            self._write({"version": VERSION, "settings": self._settings})
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write a sample that has ended.
+        """Write a sample that has ended, after `begin`.
 
         Args:
             line: values of JSON by key.

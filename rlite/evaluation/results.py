@@ -21,6 +21,8 @@ class EvaluatedModel:
     metrics: Mapping[str, float]
     """as `rlite.evaluation.metrics.summary` computes them; of tasks, TASK/METRIC"""
     samples: Sequence[Sample] = field(repr=False)
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """settings that decided the samples"""
 
 
 @dataclass(frozen=True)

@@ -121,8 +121,12 @@ def test_two_models_are_compared_and_their_results_can_be_compared_again(
     for name in ("before", "after"):
         run(monkeypatch, folder / name, *sources(folder), *SHORT, "samples=3", f"out={folder}/of-{name}")
     capsys.readouterr()
-    run(monkeypatch, folder / "of-before", folder / "of-after", f"out={folder}/again")
-    assert f"accuracy of of-after - of-before: {found.difference:+.4f} [" in capsys.readouterr().out
+    run(monkeypatch, folder / "of-before", folder / "of-after", "k=2", f"out={folder}/again")
+    printed = capsys.readouterr().out
+    assert "\n4 prompts x 3 samples, temperature 1 (the default of samples=3), at most 6 new tokens" in printed
+    assert "pass@2" in printed
+    assert "pass@3" not in printed
+    assert f"accuracy of of-after - of-before: {found.difference:+.4f} [" in printed
     assert json.loads((folder / "again" / "results.json").read_text())["comparison"]["p_value"] == found.p_value
 
 
@@ -227,6 +231,33 @@ def test_a_reward_that_always_fails_ends_the_command_and_no_sample_counts(
     assert samples(folder / "bad", "before") == {}
 
 
+def test_few_failures_without_a_success_are_no_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(folder / "judge-down.jsonl", [{"prompt": f"{n}", "answer": "raise"} for n in range(3)])
+    arguments = ["--data", folder / "judge-down.jsonl", "--reward", f"{folder}/my.py:correct", *SHORT, "retries=0"]
+    with pytest.raises(SystemExit, match=r"(?s)the first 3 episodes failed, the last with .*no such answer"):
+        run(monkeypatch, folder / "before", *arguments, f"out={folder}/judge-down")
+    assert samples(folder / "judge-down", "before") == {}
+    assert not (folder / "judge-down" / "results.json").exists()
+
+
+def test_failures_of_one_prompt_or_after_a_success_do_not_end_the_command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first prompt fails 17 times before the second is asked, and again when the evaluation continues."""
+    write_rows(folder / "bad-first.jsonl", [{"prompt": "?", "answer": "raise"}, ROWS_OF_DATA[0]])
+    write_rows(folder / "bad-rest.jsonl", [ROWS_OF_DATA[0], *({"prompt": "?", "answer": "raise"} for _ in range(17))])
+    for name, num_samples in (("bad-first", 17), ("bad-rest", 1)):
+        arguments = ["--data", folder / f"{name}.jsonl", "--reward", f"{folder}/my.py:correct", *SHORT, "retries=0"]
+        run(monkeypatch, folder / "before", *arguments, f"samples={num_samples}", f"out={folder}/{name}")
+        whole = samples(folder / name, "before")
+        assert [row["status"] for row in whole.values()].count("failed") == 17
+        journal = folder / name / "samples" / "before.jsonl"
+        header, *lines = journal.read_text().splitlines(keepends=True)
+        journal.write_text("".join([header, *(line for line in lines if '"evaluated"' in line)]))
+        run(monkeypatch, folder / "before", *arguments, f"samples={num_samples}", f"out={folder}/{name}")
+        assert samples(folder / name, "before").keys() == whole.keys()
+
+
 def test_an_environment_with_seeds_needs_no_data(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "game.py").write_text(
         "from tests.games import Dice\n\ndef make(num_steps=2):\n    return Dice(num_steps)\n"
@@ -275,6 +306,35 @@ def test_bad_input_is_said_before_a_model_is_built(
         run(monkeypatch, *given)
     assert message in str(stopped.value)
     assert (folder / "other-file" / "samples" / "before.jsonl").read_text() == "mine"
+
+
+def test_overwriting_removes_no_samples_before_all_is_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [*sources(folder), *SHORT, f"out={folder}/kept"]
+    run(monkeypatch, folder / "before", *arguments)
+    journal, results = folder / "kept" / "samples" / "before.jsonl", folder / "kept" / "results.json"
+    kept = journal.read_bytes(), results.read_bytes()
+    for more, message in {
+        (folder / "nowhere",): "no such folder",
+        ("max_model_len=2",): "leaves no room for an answer",
+    }.items():
+        with pytest.raises(SystemExit, match=message):
+            run(monkeypatch, folder / "before", *more, *arguments, "overwrite=true")
+        assert (journal.read_bytes(), results.read_bytes()) == kept
+
+
+def test_an_interrupted_new_evaluation_is_not_read_as_complete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [folder / "before", *sources(folder), *SHORT, f"out={folder}/anew"]
+    run(monkeypatch, *arguments)
+    journal, results = folder / "anew" / "samples" / "before.jsonl", folder / "anew" / "results.json"
+    whole = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(whole[:3]))
+    with pytest.raises(SystemExit, match="anew: an unfinished evaluation: 2 of 4 samples are missing"):
+        run(monkeypatch, folder / "anew", f"out={folder}/of-anew")
+    monkeypatch.setattr(rlite, "init", None)
+    with pytest.raises(TypeError):
+        run(monkeypatch, *arguments, "overwrite=true")
+    assert len(journal.read_text().splitlines()) == 1
+    assert not results.exists()
 
 
 def test_results_of_other_items_are_not_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ class ChosenRewards:
 
 def _choose(name: str, options: RewardOptions, given: Callable[..., Any] | None, is_single: bool) -> ChosenReward:
     what = f"reward{'' if is_single else f'.{name}'}.path={options.path}"
-    found = _find(options.path, what) if given is None else given
+    found = find_reward(options.path, what) if given is None else given
     if not isinstance(found, RewardFunction):
         return ChosenReward(name, what, options, None, adapt(found, what))
     if options.changed:
@@ -109,11 +109,16 @@ def _choose(name: str, options: RewardOptions, given: Callable[..., Any] | None,
     return ChosenReward(name, what, options, found, Adapted(found.fn, "rlite", ()))
 
 
-def _find(path: str, what: str) -> Callable[..., Any]:
+def find_reward(path: str, what: str) -> Callable[..., Any]:
     """Return the function that a path names.
+
+    Args:
+        path: file.py:function, package.module:function, or the name of a registered reward.
+        what: option and value that name it, for error messages.
 
     Raises:
         ConfigError: there is no such function, or no reward is registered under this name.
+        ImportFailed: a file or module does not exist, or raised an exception. The message has the user's traceback.
     """
     home, colon, name = path.rpartition(":")
     if not colon and path.endswith(".py"):

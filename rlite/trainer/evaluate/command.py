@@ -30,6 +30,7 @@ from rlite.trainer.evaluate.models import (
     RESULTS,
     Answered,
     Candidate,
+    begin,
     candidate,
     earlier_result,
     is_of_tasks,
@@ -53,7 +54,7 @@ SAME = ("questions", "scores", "tasks")
 def main(argv: Sequence[str]) -> None:
     """Evaluate one model or two, and print the metrics."""
     options = config.load(EvalConfig, EvalConfig.arguments(argv))
-    print_result(evaluate(options), options)
+    print_result(evaluate(options))
 
 
 def evaluate(options: EvalConfig, given: Given = NOTHING) -> EvaluationResult:
@@ -88,13 +89,16 @@ def _find_models(options: EvalConfig, given: Given, folder: Path, journals: Exit
     if len(earlier) == len(asked):
         return list(earlier.values())
     items, answers_of = _source(options, given, folder)
-    settings = settings_of(options, items)
+    settings = settings_of(options, given, items)
     models: list[Answered] = [
         earlier[name] if name in earlier else candidate(model, name, settings, folder, options, journals)
         for name, model in asked.items()
     ]
     check_comparable(models)
-    _generate([answers_of(each) for each in models if isinstance(each, Candidate)], options)
+    candidates = [each for each in models if isinstance(each, Candidate)]
+    answers = [answers_of(each) for each in candidates]
+    begin(candidates, folder)
+    _generate(answers, options)
     return models
 
 
@@ -111,10 +115,16 @@ def _generate(answers: Sequence[Answers], options: EvalConfig) -> None:
     """Generate missing samples, in one session for all models."""
     pending = [each for each in answers if each.missing]
     if options.out is not None:
-        INTERRUPTION.advice = f"Finished samples are in {options.out}; the same command continues."
+        INTERRUPTION.advice = advice(options)
     with session_of(options) if pending else nullcontext():
         for each in pending:
             each.run()
+
+
+def advice(options: EvalConfig) -> str:
+    """Return how an interrupted evaluation continues."""
+    how = "the same command without overwrite=true" if options.overwrite else "the same command"
+    return f"Finished samples are in {options.out}; {how} continues."
 
 
 def check_comparable(models: Sequence[Answered]) -> None:
@@ -161,7 +171,7 @@ def _evaluated(model: Answered, k: int | None) -> EvaluatedModel:
     else:
         fewest = min(Counter(sample.item for sample in samples).values())
         metrics = summary(samples, fewest if k is None else k)
-    return EvaluatedModel(model.name, model.model, metrics, samples)
+    return EvaluatedModel(model.name, model.model, metrics, samples, model.settings)
 
 
 def write_results(folder: Path, models: Sequence[Answered], result: EvaluationResult) -> None:

@@ -20,7 +20,7 @@ from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.evaluate.questions import MAX_MODEL_LEN, Questions, context_limit, context_to_serve, model_tokenizer
 
 MAX_FAILURES = 16
-"""failures without a success before them that end the command"""
+"""items with failures, and no success before them, that end the command"""
 
 
 class Generation:
@@ -43,7 +43,7 @@ class Generation:
         self.missing = [place for place in self._all if (place.item, place.sample) not in done]
         """samples that are missing"""
         self._held: list[Row] = []
-        self._has_succeeded = False
+        self._has_succeeded = any(line["status"] == "evaluated" for line in candidate.journal.lines)
         if self.missing:
             tokenizer = model_tokenizer(candidate.model, options)
             self._texts = TokenTexts(model_tokenizer(candidate.model, options))
@@ -54,7 +54,11 @@ class Generation:
             self._context = context_to_serve(self._workflow, questions.items, limit, where)
 
     def run(self) -> None:
-        """Generate the missing samples in the current session; each goes to the journal as it ends."""
+        """Generate the missing samples in the current session; each goes to the journal as it ends.
+
+        Raises:
+            RolloutError: nothing but failures.
+        """
         engine = build_engine(self._candidate.model, self._options, self._context)
         limits = CollectorOptions(request_timeout=self._options.timeout, request_retries=self._options.retries)
         # twice as many as are decoded at once, so that rewards and environments do not leave the engine idle
@@ -64,7 +68,8 @@ class Generation:
         console.follow(lambda: self._progress(begun))
         try:
             runner.run(self.missing, self._keep)
-            self._write_held()
+            if self._held:
+                raise self._nothing_but_failures()
         finally:
             console.close()
             engine.release()
@@ -81,8 +86,12 @@ class Generation:
         self._has_succeeded |= episode.has_succeeded
         if self._has_succeeded:
             self._write_held()
-        elif len(self._held) == MAX_FAILURES:
-            raise RolloutError(f"the first {MAX_FAILURES} episodes failed, the last with {episode.reason}")
+        elif len({row["group"] for row in self._held}) == MAX_FAILURES:
+            raise self._nothing_but_failures()
+
+    def _nothing_but_failures(self) -> RolloutError:
+        num_episodes, reason = len(self._held), self._held[-1]["reason"]
+        return RolloutError(f"the first {num_episodes} episodes failed, the last with {reason}; none of them counts")
 
     def _write_held(self) -> None:
         for row in self._held:

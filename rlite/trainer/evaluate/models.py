@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, writing
 from rlite.evaluation.journal import Journal, read_journal
 from rlite.evaluation.rows import Row
 from rlite.trainer.evaluate.options import EvalConfig
@@ -20,6 +21,8 @@ from rlite.trainer.generate import check_writes, model_folder
 RESULTS = "results.json"
 SAMPLES = "samples"
 """folder of the journals"""
+CACHE = "cache"
+"""folder of answers to tasks that have not ended"""
 _OF_MODELS = ("config.json", "config.yaml")
 """files of a model, and of a run, which may also hold results"""
 _GENERAL = ("latest", "best", "")
@@ -74,7 +77,7 @@ def earlier_result(given: str) -> EarlierResult | None:
         given: path of the folder.
 
     Raises:
-        ConfigError: the folder holds results of two models, or they cannot be read.
+        ConfigError: the folder holds results of two models, they cannot be read, or samples are missing.
     """
     file = Path(given).expanduser() / RESULTS
     if not file.is_file() or any((file.parent / name).exists() for name in _OF_MODELS):
@@ -87,7 +90,21 @@ def earlier_result(given: str) -> EarlierResult | None:
     if len(names) != 1:
         raise ConfigError(f"{file}: results of {', '.join(names)}; expected those of one model")
     settings, lines = read_journal(file.parent / SAMPLES / f"{names[0]}.jsonl")
-    return EarlierResult(names[0], models[names[0]]["model"], settings, lines)
+    found = EarlierResult(names[0], models[names[0]]["model"], settings, lines)
+    if num_missing := _num_expected(settings) - len(lines):
+        what = "tasks" if is_of_tasks(found) else "samples"
+        raise ConfigError(
+            f"{file.parent}: an unfinished evaluation: {num_missing} of {_num_expected(settings)} {what} are missing; "
+            "finish it first, by the command that began it (without overwrite=true)"
+        )
+    return found
+
+
+def _num_expected(settings: Mapping[str, Any]) -> int:
+    """Return the number of lines of a journal that is complete."""
+    if tasks := settings["tasks"]:
+        return len(tasks["tasks"])
+    return settings["questions"]["number"] * settings["sampling"]["samples"]
 
 
 def candidate(
@@ -113,6 +130,24 @@ def candidate(
     journal = Journal(folder / SAMPLES / f"{name}.jsonl", own, options.overwrite)
     journals.callback(journal.close)
     return Candidate(name, model, own, journal)
+
+
+def begin(candidates: Sequence[Candidate], folder: Path) -> None:
+    """Begin the journals, after all checks. Of a model that begins anew, former results and answers are removed.
+
+    Args:
+        candidates: models that answer now.
+        folder: of the evaluation.
+
+    Raises:
+        StorageError: a file cannot be written.
+    """
+    for each in candidates:
+        if each.journal.is_new:
+            with writing(folder / RESULTS):
+                (folder / RESULTS).unlink(missing_ok=True)
+            shutil.rmtree(folder / CACHE / each.name, ignore_errors=True)
+        each.journal.begin()
 
 
 def names_of(options: EvalConfig) -> list[str]:

@@ -21,6 +21,11 @@ SHORT = {"data": "data.path", "reward": "reward.path", "env": "env_path"}
 """short names of options"""
 
 
+def default_temperature(samples: int) -> float:
+    """Return the temperature of answers to each prompt: one is greedy, several are drawn."""
+    return 0.0 if samples == 1 else 1.0
+
+
 class EvalDataOptions(Options):
     """The prompts to answer."""
 
@@ -108,7 +113,7 @@ class EvalConfig(LaunchOptions):
     name: str | None = None
     """name of the evaluation in the record; default: that of the model's folder"""
     overwrite: bool = False
-    """replace the samples that out holds"""
+    """replace the samples that out holds; leave it out to continue an interrupted command"""
     record_tokens: Natural = 16
     """first prompts whose answers are recorded with their tokens"""
     timeout: Seconds = 3600.0
@@ -152,7 +157,7 @@ class EvalConfig(LaunchOptions):
             yield f"samples={self.samples}: a task says itself how many answers it takes; leave samples out"
         if not self.tasks and (self.num_fewshot is not None or self.task_path is not None or self.chat):
             yield "num_fewshot, task_path and chat are of tasks; give tasks=[NAME], or leave them out"
-        if self.k is not None and self.k > self.samples:
+        if sources and self.k is not None and self.k > self.samples:
             yield f"k={self.k}: expected at most samples={self.samples}, the answers to each prompt"
         if self.samples > 1 and self.temperature == 0:
             yield f"samples={self.samples} temperature=0: all answers to a prompt would be the same; sample above 0"
@@ -176,10 +181,9 @@ class EvalConfig(LaunchOptions):
     @property
     def sampling(self) -> GenerationHyperparameters:
         """Sampling of the answers."""
-        default = 0.0 if self.samples == 1 else 1.0
         return GenerationHyperparameters(
             max_new_tokens=self.max_new_tokens,
-            temperature=default if self.temperature is None else self.temperature,
+            temperature=default_temperature(self.samples) if self.temperature is None else self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             stop=tuple(self.stop),

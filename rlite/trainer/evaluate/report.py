@@ -9,19 +9,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rlite.evaluation.results import EvaluationResult
+from rlite.evaluation.results import EvaluatedModel, EvaluationResult
 from rlite.rollout.collector.lost import in_a_line
-from rlite.trainer.evaluate.options import EvalConfig
+from rlite.trainer.evaluate.options import default_temperature
 from rlite.wording import counted
 
 
-def print_result(result: EvaluationResult, options: EvalConfig) -> None:
-    """Print metrics and comparison.
-
-    Args:
-        result: of the evaluation.
-        options: of the command.
-    """
+def print_result(result: EvaluationResult) -> None:
+    """Print metrics and comparison."""
     console = Console(highlight=False, markup=False, emoji=False)
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("metric")
@@ -29,7 +24,7 @@ def print_result(result: EvaluationResult, options: EvalConfig) -> None:
         table.add_column(model.name, justify="right")
     for name in shown_metrics([model.metrics for model in result.models]):
         table.add_row(name, *(shown(name, model.metrics) for model in result.models))
-    console.print(title(result, options), soft_wrap=True)
+    console.print(title(result), soft_wrap=True)
     console.print(table)
     for model in result.models:
         if reasons := Counter(in_a_line(sample.reason) for sample in model.samples if sample.score is None):
@@ -39,27 +34,26 @@ def print_result(result: EvaluationResult, options: EvalConfig) -> None:
         console.print(sentence, soft_wrap=True)
 
 
-def title(result: EvaluationResult, options: EvalConfig) -> str:
-    """Return what was measured, in words and numbers.
-
-    Args:
-        result: of the evaluation.
-        options: of the command.
-    """
-    num_items = len({sample.item for sample in result.samples})
-    if options.tasks:
-        return f"{num_items} questions of {', '.join(options.tasks)}"
-    num_samples = len(result.samples) // num_items
-    return f"{counted(num_items, 'prompt')} x {counted(num_samples, 'sample')}{sampling(options)}"
+def title(result: EvaluationResult) -> str:
+    """Return what was measured, in words and numbers: a line, or one for each model if they differ."""
+    told = {model.name: questions(model) for model in result.models}
+    if len(set(told.values())) == 1:
+        return questions(result.models[0])
+    return "\n".join(f"{name}: {own}" for name, own in told.items())
 
 
-def sampling(options: EvalConfig) -> str:
-    """Return how the answers are sampled, in words; "" if nothing was generated."""
-    if not options.sources_of_scores:
-        return ""
-    chosen = options.sampling
-    default = f" (the default of samples={options.samples})" if options.temperature is None else ""
-    return f", temperature {chosen.temperature:g}{default}, at most {chosen.max_new_tokens} new tokens"
+def questions(model: EvaluatedModel) -> str:
+    """Return what a model was asked, and how its answers were sampled."""
+    num_items = len({sample.item for sample in model.samples})
+    if tasks := model.settings.get("tasks"):
+        return f"{num_items} questions of {', '.join(tasks['tasks'])}"
+    own = model.settings["sampling"]
+    num_samples, temperature = own["samples"], own["temperature"]
+    default = f" (the default of samples={num_samples})" if temperature == default_temperature(num_samples) else ""
+    return (
+        f"{counted(num_items, 'prompt')} x {counted(num_samples, 'sample')}, temperature {temperature:g}{default}, "
+        f"at most {own['max_new_tokens']} new tokens"
+    )
 
 
 def shown_metrics(models: Sequence[Mapping[str, float]]) -> list[str]:
@@ -87,8 +81,9 @@ def difference(result: EvaluationResult) -> str | None:
         return None
     first, second = (model.name for model in result.models)
     interval = "" if found.low is None else f" [{found.low:+.4f}, {found.high:+.4f}]"
+    level = f"{100 * found.confidence:g}%"
     return (
-        f"accuracy of {second} - {first}: {found.difference:+.4f}{interval} ({found.confidence:.0%} interval, paired "
-        f"bootstrap over {found.num_items} items), p = {found.p_value:.2g} (two-sided sign-flip test); better at "
-        f"{found.better} items, worse at {found.worse}"
+        f"accuracy of {second} - {first}: {found.difference:+.4f}{interval} ({level} interval, paired bootstrap over "
+        f"{found.num_items} items), p = {found.p_value:.2g} (two-sided sign-flip test); better at {found.better} "
+        f"items, worse at {found.worse}"
     )

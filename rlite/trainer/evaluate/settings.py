@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlite import config
 from rlite.nn.huggingface import local_checkpoint
+from rlite.trainer.evaluate.code import code_of, digest
 from rlite.trainer.evaluate.options import EvalConfig
+from rlite.trainer.given import Given
 
 WEIGHTS = (".safetensors", ".bin", ".json", ".jinja", ".model")
 """files of a checkpoint that decide its answers"""
@@ -22,24 +23,24 @@ _SAMPLED_BY = ("samples", "seed", "executor", "dtype", "deterministic", "max_mod
 _REWARD = ("path", "weight", "timeout", "memory_limit_gib", "in_process")
 
 
-def settings_of(options: EvalConfig, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def settings_of(options: EvalConfig, given: Given, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the settings that decide the samples, except for the model's, as values of JSON.
 
     Args:
         options: of the command.
+        given: rewards of a program, in place of those that the paths name.
         rows: the prompts, as they are asked.
     """
     plain = config.to_container(options)
     sampling = {name: getattr(options.sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k")}
     rewards = {name: {key: own[key] for key in _REWARD} for name, own in plain["reward"].items()}
-    paths = [*(own["path"].rpartition(":")[0] for own in rewards.values()), options.env_path or ""]
     return {
-        "questions": {"number": len(rows), "content": _digest(_text(row) for row in rows)} if rows else {},
+        "questions": {"number": len(rows), "content": digest(_text(row) for row in rows)} if rows else {},
         "chat_template_options": plain["data"]["chat_template_options"],
         "scores": {
             "reward": rewards,
             **{name: plain[name] for name in _SCORED_BY},
-            "code": {path: _digest([Path(path).read_bytes()]) for path in paths if Path(path).is_file()},
+            "code": code_of(options, given),
         },
         "tasks": _tasks(plain) if options.tasks else {},
         "sampling": {**sampling, "stop": plain["stop"], **{name: plain[name] for name in _SAMPLED_BY}},
@@ -51,22 +52,14 @@ def model_settings(folder: str) -> dict[str, str]:
     path = local_checkpoint(folder).resolve()
     files = sorted(file for file in path.iterdir() if file.suffix in WEIGHTS and file.is_file())
     stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
-    return {"folder": str(path), "files": _digest(stamps)}
+    return {"folder": str(path), "files": digest(stamps)}
 
 
 def _tasks(plain: Mapping[str, Any]) -> dict[str, Any]:
     files = sorted(Path(plain["task_path"]).rglob("*")) if plain["task_path"] else []
     own = [file.read_bytes() for file in files if file.suffix in TASK_FILES]
-    return {**{name: plain[name] for name in _TASKS}, "task_path": _digest(own)}
+    return {**{name: plain[name] for name in _TASKS}, "task_path": digest(own)}
 
 
 def _text(row: Mapping[str, Any]) -> str:
     return json.dumps(row, sort_keys=True, default=str)
-
-
-def _digest(parts: Iterable[str | bytes]) -> str:
-    made = hashlib.sha256()
-    for part in parts:
-        content = part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass")
-        made.update(hashlib.sha256(content).digest())
-    return made.hexdigest()[:16]

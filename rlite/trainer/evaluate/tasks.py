@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
@@ -12,12 +11,10 @@ from typing import Any
 from rlite.errors import ConfigError, did_you_mean
 from rlite.evaluation.rows import Row
 from rlite.trainer.evaluate.generation import build_engine
-from rlite.trainer.evaluate.models import Candidate
+from rlite.trainer.evaluate.models import CACHE, Candidate
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.evaluate.questions import MAX_MODEL_LEN, context_limit, model_tokenizer
 
-CACHE = "cache"
-"""folder of answers to tasks that have not ended"""
 HARNESS = "rlite.evaluation.lm_eval"
 """module that imports the harness"""
 
@@ -64,8 +61,6 @@ class TaskAnswers:
         done = {line["task"] for line in candidate.journal.lines}
         self.missing = [name for name in options.tasks if name not in done]
         """tasks that have not ended"""
-        if not candidate.journal.lines and options.overwrite:
-            shutil.rmtree(self._cache, ignore_errors=True)
         model_tokenizer(candidate.model, options)
 
     def run(self) -> None:

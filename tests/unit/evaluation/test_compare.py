@@ -28,13 +28,20 @@ def of(scores: dict[str, list[float | None]]) -> list[Sample]:
 
 def test_the_difference_is_that_of_the_accuracies_also_with_failed_samples() -> None:
     first = of({"a": [0, 1, 1], "b": [None, 0, 0], "c": [1, 1, 1]})
-    second = of({"c": [1, 0, None], "a": [1, 1, 1], "b": [-1, 1, 1]})
+    second = of({"c": [1, 0, None], "a": [1, 1, 1], "b": [0, 1, 1]})
     found = compare(first, second)
     assert found.difference == pytest.approx(summary(second)["accuracy"] - summary(first)["accuracy"])
     assert (found.num_items, found.better, found.worse) == (3, 2, 1)
     assert found.low is not None
     assert found.high is not None
     assert found.low <= found.difference <= found.high
+
+
+def test_failures_of_both_models_are_equal_whatever_their_lowest_scores() -> None:
+    first = of({"a": [None], "b": [-1], "c": [1]})
+    second = of({"a": [None], "b": [0.5], "c": [1]})
+    assert paired_differences(first, second).tolist() == [0, 1.5, 0]
+    assert paired_differences(second, first).tolist() == [0, -1.5, 0]
 
 
 def test_the_interval_is_that_of_all_resamples() -> None:

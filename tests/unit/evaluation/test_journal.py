@@ -15,6 +15,7 @@ LINES = [{"item": "a", "score": 1.0}, {"item": "\u202e\ud800 <b>", "score": None
 
 def journal(path: Path, settings: dict = SETTINGS, lines: list = LINES) -> None:
     made = Journal(path, settings)
+    made.begin()
     for line in lines:
         made.append(line)
     made.close()
@@ -24,6 +25,7 @@ def test_a_journal_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "samples" / "a.jsonl"
     journal(path)
     continued = Journal(path, SETTINGS)
+    continued.begin()
     assert continued.lines == LINES
     continued.append({"item": "c"})
     continued.close()
@@ -38,6 +40,7 @@ def test_a_line_that_was_cut_off_is_removed(cut: int, tmp_path: Path) -> None:
     kept = whole[:-cut].count(b"\n") - 1
     assert read_journal(path)[1] == LINES[:kept]
     continued = Journal(path, SETTINGS)
+    continued.begin()
     assert continued.lines == LINES[:kept]
     for line in LINES[kept:]:
         continued.append(line)
@@ -68,7 +71,10 @@ def test_another_file_is_refused_and_left_as_it_is(content: bytes, message: str,
     with pytest.raises(ConfigError, match=message):
         Journal(path, SETTINGS)
     assert path.read_bytes() == content
-    Journal(path, SETTINGS, overwrite=True).close()
+    anew = Journal(path, SETTINGS, overwrite=True)
+    assert path.read_bytes() == content, "`begin` is the first change"
+    anew.begin()
+    anew.close()
     assert read_journal(path) == (SETTINGS, [])
 
 

@@ -137,7 +137,7 @@ def test_summary_lets_the_first_k_samples_vote() -> None:
     ("given", "message"),
     [
         ({}, "an evaluation without samples"),
-        ({"a": [1.0] * 4, "b": [1.0] * 3}, r"pass@4: item b has 3 sample\(s\); expected at least 4"),
+        ({"a": [1.0] * 4, "b": [1.0] * 3}, r"pass@4: item b has 3 samples; expected at least 4"),
     ],
 )
 def test_too_few_samples_are_refused(given: dict[str, list[float | None]], message: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +15,16 @@ from rlite.errors import ConfigError, DataError
 from rlite.evaluation.compare import Comparison
 from rlite.evaluation.results import EvaluatedModel, EvaluationResult
 from rlite.evaluation.samples import Sample
+from rlite.rollout import RewardFunction, from_trl
+from rlite.rollout.registry import REWARDS, WORKFLOWS
+from rlite.trainer.evaluate.code import code_of, digest_of
+from rlite.trainer.evaluate.command import advice
 from rlite.trainer.evaluate.models import names_of
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.evaluate.questions import item_ids
 from rlite.trainer.evaluate.report import difference, shown, shown_metrics, title
 from rlite.trainer.evaluate.tasks import find_tasks, task_metrics, task_rows
+from rlite.trainer.given import NOTHING, Given
 
 
 def options(*arguments: str) -> EvalConfig:
@@ -43,7 +51,7 @@ def test_several_samples_are_drawn_and_one_is_greedy(arguments: list[str], tempe
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["samples=2", "k=3"], "k=3: expected at most samples=2"),
+        (["reward=my.py:f", "samples=2", "k=3"], "k=3: expected at most samples=2"),
         (["tasks=x", "samples=2"], "a task says itself how many answers it takes"),
         (["tasks=x", "data=t.jsonl"], "tasks bring their own questions"),
         (["chat=true"], "are of tasks"),
@@ -80,11 +88,16 @@ def test_items_are_named_by_their_id_or_their_number_and_by_no_name_twice() -> N
 def result(comparison: Comparison | None = None) -> EvaluationResult:
     samples = [Sample(str(item), sample, 1.0) for item in range(3) for sample in range(2)]
     metrics = {"accuracy": 0.5, "standard_error": 0.125, **{f"pass@{k}": 0.5 for k in range(1, 7)}, "num_errors": 2.0}
-    return EvaluationResult([EvaluatedModel(name, "m", metrics, samples) for name in "ab"], comparison)
+    return EvaluationResult([EvaluatedModel(name, "m", metrics, samples, sampled(2, 1.0)) for name in "ab"], comparison)
+
+
+def sampled(samples: int, temperature: float) -> dict[str, Any]:
+    """Return settings of an evaluation."""
+    return {"sampling": {"samples": samples, "temperature": temperature, "max_new_tokens": 1024}}
 
 
 def test_the_table_says_how_answers_were_sampled_and_some_of_the_ks() -> None:
-    assert title(result(), options("a", "--env", "x.py", "samples=2")) == (
+    assert title(result()) == (
         "3 prompts x 2 samples, temperature 1 (the default of samples=2), at most 1024 new tokens"
     )
     metrics = result().metrics
@@ -94,12 +107,23 @@ def test_the_table_says_how_answers_were_sampled_and_some_of_the_ks() -> None:
     ]
 
 
+def test_models_that_were_sampled_in_other_ways_are_described_one_by_one() -> None:
+    first, second = result().models
+    earlier = replace(first, samples=first.samples[::2], settings=sampled(1, 0.6))
+    assert title(EvaluationResult([earlier, second])).splitlines() == [
+        "a: 3 prompts x 1 sample, temperature 0.6, at most 1024 new tokens",
+        "b: 3 prompts x 2 samples, temperature 1 (the default of samples=2), at most 1024 new tokens",
+    ]
+    assert title(EvaluationResult([replace(first, settings={"tasks": {"tasks": ["gsm8k"]}})])) == "3 questions of gsm8k"
+
+
 def test_the_difference_is_told_with_its_interval_and_test() -> None:
     assert difference(result()) is None
     assert difference(result(Comparison(0.25, 0.1, 0.375, 0.95, 0.012, 40, 12, 3))) == (
         "accuracy of b - a: +0.2500 [+0.1000, +0.3750] (95% interval, paired bootstrap over 40 items), p = 0.012 "
         "(two-sided sign-flip test); better at 12 items, worse at 3"
     )
+    assert "(99.5% interval" in str(difference(result(Comparison(0.25, 0.1, 0.375, 0.995, 0.012, 40, 12, 3))))
     assert " [" not in str(difference(result(Comparison(1.0, None, None, 0.95, 1.0, 1, 1, 0))))
 
 
@@ -133,3 +157,63 @@ def test_a_missing_harness_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match="missing package lm_eval"):
         find_tasks(options("a", "tasks=x"))
+
+
+def program_function(body: str, file: str = "<program>", module: str = "__main__") -> Any:
+    """Return the function `own` of a program."""
+    names: dict[str, Any] = {"__name__": module}
+    exec(compile(f"def own(completions, **row):\n    {body}\n", file, "exec"), names)
+    return names["own"]
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda function: function,
+        lambda function: functools.partial(function, scale=2),
+        lambda function: functools.wraps(function)(lambda *args: None),
+        lambda function: type("Scorer", (), {"__call__": function})(),
+        lambda function: RewardFunction(function, in_process=True),
+        from_trl,
+    ],
+)
+def test_changed_code_of_a_programs_reward_has_another_digest(wrapped: Any) -> None:
+    first, same, changed = (wrapped(program_function(f"return {score}")) for score in ("1.0", "1.0", "0.5"))
+    config = options("a", "data=t.jsonl", "reward=__main__:own")
+    digests = [code_of(config, Given(rewards={"own": each})) for each in (first, same, changed)]
+    assert digests[0] == digests[1]
+    assert digests[0] != digests[2]
+
+
+def test_changed_code_of_a_module_or_a_registered_name_has_another_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "scores_of_module.py"
+    module.write_text("def own(completions, **row):\n    return 1.0\n")
+    config = options("a", "data=t.jsonl", "reward=scores_of_module:own")
+    before = code_of(config, NOTHING)
+    function = sys.modules["scores_of_module"].own
+    monkeypatch.setitem(REWARDS, "registered", function)
+    monkeypatch.setitem(WORKFLOWS, "registered", function)
+    named = [options("a", "data=t.jsonl", "reward=registered"), options("a", "workflow=registered")]
+    registered = [code_of(each, NOTHING) for each in named]
+    module.write_text("def own(completions, **row):\n    return 0.5\n")
+    assert before.keys() == {"scores_of_module:own"}
+    assert code_of(config, NOTHING) != before
+    for each, digests in zip(named, registered, strict=True):
+        assert digests.keys() == {"registered"}
+        assert code_of(each, NOTHING) != digests
+
+
+def test_code_that_cannot_be_read_equals_no_other() -> None:
+    assert digest_of(len) != digest_of(len)
+
+
+def test_an_interrupted_command_is_not_advised_to_overwrite_its_samples() -> None:
+    assert advice(options("a", "out=x")) == "Finished samples are in x; the same command continues."
+    assert "x; the same command without overwrite=true continues" in advice(options("a", "out=x", "overwrite=true"))
+
+
+def test_k_of_earlier_results_is_not_bound_by_the_default_of_samples() -> None:
+    assert options("runs/eval-before", "runs/eval-after", "k=3").k == 3
