@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlite.errors import StorageError
 from rlite.observability.record.files import path_of, record_files, write_table
 from rlite.observability.record.rewrite import compact, drop_later, strip
 from rlite.observability.record.schema import ROWS, TOKENS, VERSION_KEY
@@ -99,6 +101,47 @@ def test_a_damaged_file_is_named_and_disturbs_nothing(tmp_path: Path, caplog: py
     assert "train-00000003.rows.parquet" in caplog.text
     assert len([name for name in names(tmp_path) if "rows" in name]) == 100
     assert steps(tmp_path, kind="tokens") == list(range(1, 101))
+
+
+def damage(path: Path) -> None:
+    """Damage the first page of a file, which pyarrow finds when it reads the rows, and tells as OSError."""
+    content = bytearray(path.read_bytes())
+    content[4:40] = b"\xff" * 36
+    path.write_bytes(content)
+    with pytest.raises(OSError, match=r"."):
+        pq.ParquetFile(path).read_row_group(0)
+
+
+def test_damaged_pages_do_not_end_a_run_and_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in range(1, 101):
+        write(tmp_path, step, segments=[{"role": "model", "text": "4"}])
+    damaged = path_of(tmp_path, "train", "rows", 3, 3)
+    damage(damaged)
+    for _ in range(2):
+        compact(tmp_path, before=101)
+    assert not strip(next(file for file in record_files(tmp_path) if file.path == damaged))
+    assert caplog.text.count("train-00000003.rows.parquet cannot be read") == 1
+    assert damaged.exists()
+    assert steps(tmp_path, kind="tokens") == list(range(1, 101))
+
+
+def test_a_merged_file_with_damaged_pages_does_not_block_a_resume(tmp_path: Path) -> None:
+    for step in range(1, 101):
+        write(tmp_path, step)
+    compact(tmp_path, before=101)
+    damage(path_of(tmp_path, "train", "rows", 1, 100))
+    drop_later(tmp_path, 60)
+    assert "train-00000001-00000100.rows.damaged" in names(tmp_path)
+    assert steps(tmp_path, kind="tokens") == list(range(1, 61))
+
+
+def test_a_full_disk_is_still_an_error_of_writing(tmp_path: Path) -> None:
+    for step in range(1, 101):
+        write(tmp_path, step)
+    target = path_of(tmp_path, "train", "rows", 1, 100)
+    target.with_name(f".{target.name}.{os.getpid()}.partial").mkdir()
+    with pytest.raises(StorageError, match="train-00000001-00000100"):
+        compact(tmp_path, before=101)
 
 
 def test_a_damaged_file_of_later_steps_is_set_aside(tmp_path: Path) -> None:
