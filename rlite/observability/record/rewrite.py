@@ -33,7 +33,8 @@ def compact(folder: Path, before: int) -> None:
 
     Args:
         folder: the run's folder.
-        before: last step that may be merged: no run will be resumed before it.
+        before: step after the last step that may be merged. It may still be recorded: the evaluation after a step
+            comes later than the step's own rows.
 
     Raises:
         StorageError: a file cannot be written.
@@ -42,7 +43,7 @@ def compact(folder: Path, before: int) -> None:
     def hundred_of(file: RecordFile) -> tuple[str, str, int]:
         return file.source, file.kind, (file.first - 1) // HUNDRED
 
-    due = [file for file in record_files(folder) if file.first > 0 and (hundred_of(file)[2] + 1) * HUNDRED <= before]
+    due = [file for file in record_files(folder) if file.first > 0 and (hundred_of(file)[2] + 1) * HUNDRED < before]
     for (source, kind, number), parts in groupby(sorted(due, key=hundred_of), key=hundred_of):
         if len(own := sorted(parts, key=lambda file: file.first)) > 1:
             target = path_of(folder, source, kind, number * HUNDRED + 1, (number + 1) * HUNDRED)

@@ -100,7 +100,7 @@ class FileRecorder:
         )
 
     def compact(self, before: int) -> None:
-        """Merge the files of full hundreds of steps up to `before`."""
+        """Merge the files of full hundreds of steps before step `before`."""
         self._writer.compact(before)
 
     def flush(self) -> None:

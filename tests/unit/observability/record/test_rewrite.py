@@ -37,9 +37,9 @@ def test_full_hundreds_before_the_oldest_checkpoint_become_one_file(tmp_path: Pa
         write(tmp_path, step)
     for step in (0, 50, 100, 150):
         write(tmp_path, step, "eval.test")
-    compact(tmp_path, before=199)
-    assert len(names(tmp_path)) == 2 * (1 + 105 + 1 + 2), "steps 101 to 200 are not full before step 200"
     compact(tmp_path, before=200)
+    assert len(names(tmp_path)) == 2 * (1 + 105 + 1 + 2), "step 200 may still be evaluated"
+    compact(tmp_path, before=201)
     assert [name for name in names(tmp_path) if name.endswith("rows.parquet")] == [
         *("eval.test-00000000.rows.parquet", "eval.test-00000001-00000100.rows.parquet"),
         *("eval.test-00000150.rows.parquet",),
@@ -58,17 +58,27 @@ def test_a_reader_sees_each_step_once_while_files_are_merged(tmp_path: Path) -> 
         write(tmp_path, step)
     single = path_of(tmp_path, "train", "rows", 7, 7)
     content = single.read_bytes()
-    compact(tmp_path, before=100)
+    compact(tmp_path, before=101)
     single.write_bytes(content)  # as if it had been killed before it deleted the merged files
     assert steps(tmp_path) == list(range(1, 101))
     drop_later(tmp_path, 100)
     assert not single.exists()
 
 
+def test_an_evaluation_after_the_last_step_of_a_hundred_is_kept(tmp_path: Path) -> None:
+    for step in (50, 75):
+        write(tmp_path, step, "eval.test")
+    compact(tmp_path, before=100)
+    write(tmp_path, 100, "eval.test")
+    for before in (100, 101):
+        compact(tmp_path, before)
+        assert steps(tmp_path, "eval.test") == [50, 75, 100]
+
+
 def test_a_resumed_run_drops_later_steps_and_cuts_merged_files(tmp_path: Path) -> None:
     for step in range(1, 106):
         write(tmp_path, step)
-    compact(tmp_path, before=100)
+    compact(tmp_path, before=101)
     (tmp_path / "record" / ".train-00000106.rows.parquet.1.partial").touch()
     drop_later(tmp_path, 60)
     assert names(tmp_path) == [f"train-00000001-00000060.{kind}.parquet" for kind in ("rows", "tokens")]
@@ -97,7 +107,7 @@ def test_a_damaged_file_is_named_and_disturbs_nothing(tmp_path: Path, caplog: py
     for step in range(1, 101):
         write(tmp_path, step)
     path_of(tmp_path, "train", "rows", 3, 3).write_bytes(b"cut off")
-    compact(tmp_path, before=100)
+    compact(tmp_path, before=101)
     assert "train-00000003.rows.parquet" in caplog.text
     assert len([name for name in names(tmp_path) if "rows" in name]) == 100
     assert steps(tmp_path, kind="tokens") == list(range(1, 101))
