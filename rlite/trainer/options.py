@@ -439,7 +439,7 @@ class TrainerOptions(RunOptions):
     record: Literal["all", "sample", "none"] = "sample"
     """what record/ keeps of the rollouts: all; sample, a row of every rollout, and texts and tokens of 2 groups of each
     status in each step, and of all groups of steps 1, 11, 21, ...; or none"""
-    record_limit: Positive = 4.0
+    record_limit: Annotated[float, Gt(0), Le(2**20)] = 4.0
     """GiB that record/ may take; beyond it the texts and tokens of the oldest steps are deleted, then their rows"""
 
 

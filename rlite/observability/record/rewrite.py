@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 
@@ -22,12 +24,17 @@ HUNDRED = 100
 """steps that a compacted file holds"""
 
 
+class _UnreadableError(Exception):
+    """A source cannot be read."""
+
+
 def compact(folder: Path, before: int) -> None:
     """Merge the files of each full hundred of steps, from step 1 on, into one file for each source and kind.
 
     Args:
         folder: the run's folder.
-        before: last step that may be merged: no run will be resumed before it.
+        before: step after the last step that may be merged. It may still be recorded: the evaluation after a step
+            comes later than the step's own rows.
 
     Raises:
         StorageError: a file cannot be written.
@@ -36,7 +43,7 @@ def compact(folder: Path, before: int) -> None:
     def hundred_of(file: RecordFile) -> tuple[str, str, int]:
         return file.source, file.kind, (file.first - 1) // HUNDRED
 
-    due = [file for file in record_files(folder) if file.first > 0 and (hundred_of(file)[2] + 1) * HUNDRED <= before]
+    due = [file for file in record_files(folder) if file.first > 0 and (hundred_of(file)[2] + 1) * HUNDRED < before]
     for (source, kind, number), parts in groupby(sorted(due, key=hundred_of), key=hundred_of):
         if len(own := sorted(parts, key=lambda file: file.first)) > 1:
             target = path_of(folder, source, kind, number * HUNDRED + 1, (number + 1) * HUNDRED)
@@ -74,7 +81,7 @@ def strip(file: RecordFile) -> bool:
         file: a file of tokens is deleted, and a file of rows loses its texts.
 
     Returns:
-        False if the file has no texts.
+        False if the file has no texts, or cannot be read.
 
     Raises:
         StorageError: a file cannot be written or deleted.
@@ -103,7 +110,7 @@ def delete(file: RecordFile) -> bool:
 def _has_texts(path: Path) -> bool:
     try:
         column = pq.read_table(path, columns=["segments"])["segments"]
-    except (pa.ArrowException, OSError):
+    except (pa.ArrowException, OSError, ValueError):
         return False
     return column.null_count < len(column)
 
@@ -119,7 +126,10 @@ def _rewrite(
     """Write the changed rows of files into one file, one row group at a time.
 
     Returns:
-        False if a source cannot be read. It stays as it is, and a warning names it.
+        False if a source cannot be read. The sources stay as they are, and one warning names the unreadable source.
+
+    Raises:
+        StorageError: the target cannot be written.
     """
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     with writing(target):
@@ -127,8 +137,8 @@ def _rewrite(
             _copy(sources, partial, change)
             files.sync(partial)
             os.replace(partial, target)
-        except pa.ArrowException as error:
-            logger.warning("%s cannot be read and is left as it is: %s", ", ".join(map(str, sources)), error)
+        except _UnreadableError as error:
+            _warn_once(str(error))
             return False
         finally:
             partial.unlink(missing_ok=True)
@@ -137,14 +147,41 @@ def _rewrite(
 
 
 def _copy(sources: Sequence[Path], partial: Path, change: Callable[[pa.Table], pa.Table]) -> None:
-    schema = pq.read_schema(sources[0])
+    with _reading(sources[0]):
+        schema = pq.read_schema(sources[0])
     with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         for source in sources:
-            with pq.ParquetFile(source) as file:
-                for number in range(file.num_row_groups):
-                    table = change(file.read_row_group(number))
-                    if len(table):
-                        writer.write_table(table.cast(schema))
+            for table in _changed(source, schema, change):
+                if len(table):
+                    writer.write_table(table)
+
+
+def _changed(source: Path, schema: pa.Schema, change: Callable[[pa.Table], pa.Table]) -> Iterator[pa.Table]:
+    with _reading(source), pq.ParquetFile(source) as file:
+        for number in range(file.num_row_groups):
+            yield change(file.read_row_group(number)).cast(schema)
+
+
+@contextmanager
+def _reading(source: Path) -> Iterator[None]:
+    """Convert the errors that pyarrow raises for a damaged file.
+
+    Yields:
+        None.
+
+    Raises:
+        _UnreadableError: the file cannot be read.
+    """
+    try:
+        yield
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _UnreadableError(f"{source} cannot be read and is left as it is: {error}") from error
+
+
+@cache
+def _warn_once(message: str) -> None:
+    """Log a warning the first time: every later compaction finds the same damage."""
+    logger.warning("%s", message)
 
 
 def _delete(paths: Iterable[Path]) -> None:

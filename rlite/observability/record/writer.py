@@ -65,7 +65,7 @@ class RecordWriter:
         """Merge the files of full hundreds of steps, as `rewrite.compact` does, in the background.
 
         Args:
-            before: last step that may be merged.
+            before: step after the last step that may be merged.
 
         Raises:
             StorageError: an earlier step could not be written, or not in time.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from rlite.rollout.collector.ended import Ended
 from rlite.rollout.record.tables import make_tables
 from rlite.rollout.record.texts import TokenTexts
 
+logger = logging.getLogger(__name__)
 Amount = Literal["all", "sample", "none"]
 """what is recorded: everything; a row of every rollout, and some texts and tokens; nothing"""
 NUM_GROUPS = 2
@@ -62,6 +64,7 @@ class FileRecorder:
     def __init__(self, folder: Path, tokenizer: Any, is_whole: bool, limit: int) -> None:
         self._texts = TokenTexts(copy.deepcopy(tokenizer))
         self._is_whole = is_whole
+        self._has_warned = False
         self._writer = RecordWriter(folder, limit)
 
     @property
@@ -80,7 +83,7 @@ class FileRecorder:
         ordered = sorted(groups, key=lambda group: group.group)
         shown = range(len(ordered)) if self._is_whole else sampled(step, ordered)
         if ordered:
-            self._writer.write(TRAIN, step, lambda: make_tables(step, ordered, self._texts, shown, batch))
+            self._writer.write(TRAIN, step, lambda: make_tables(step, ordered, self._texts, shown, batch, self._warn))
 
     def record_evaluation(self, name: str, step: int, episodes: Sequence[Ended]) -> None:
         """Record an evaluation.
@@ -92,10 +95,12 @@ class FileRecorder:
         """
         is_shown = [self._is_whole or episode.group < NUM_PROMPTS for episode in episodes]
         shown = {place for place, is_one in enumerate(is_shown) if is_one}
-        self._writer.write(f"eval.{name}", step, lambda: make_tables(step, episodes, self._texts, shown))
+        self._writer.write(
+            f"eval.{name}", step, lambda: make_tables(step, episodes, self._texts, shown, None, self._warn)
+        )
 
     def compact(self, before: int) -> None:
-        """Merge the files of full hundreds of steps up to `before`."""
+        """Merge the files of full hundreds of steps before step `before`."""
         self._writer.compact(before)
 
     def flush(self) -> None:
@@ -105,6 +110,12 @@ class FileRecorder:
     def close(self) -> None:
         """Wait until everything is on disk, and end the thread."""
         self._writer.close()
+
+    def _warn(self, message: str) -> None:
+        """Log the first trajectory that is not recorded; thousands may follow."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s; further ones are not reported", message)
 
 
 Recorder = FileRecorder | NoRecorder

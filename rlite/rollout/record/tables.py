@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from rlite.batch import NAMED_REWARD
 from rlite.observability.record.schema import ROWS, TOKENS
@@ -20,6 +23,7 @@ from rlite.rollout.collector.lost import in_a_line
 from rlite.rollout.episode import Episode
 from rlite.rollout.record.texts import TokenTexts
 
+logger = logging.getLogger(__name__)
 MAX_EVENTS = 256
 """events of an episode that are recorded, the first"""
 SHORTEST = 1e-3
@@ -28,6 +32,10 @@ MAX_REASON = 500
 """characters of a reason"""
 TRAINED = {"trainer_logprobs": "old_logprobs", "advantages": "advantages", "entropy": "entropy"}
 """columns of tokens that the trainer makes, by their keys in the batch"""
+SEQUENCE = {"ids": "input_ids", "mask": "loss_mask", "versions": "versions", "logprobs": "logprobs"}
+"""columns of tokens that a trajectory has, by their keys"""
+OF_TRAJECTORY = ("attention_mask", "rewards", "scores", "num_turns", "num_tool_calls", "num_tool_errors", "truncated")
+"""further keys of a trajectory that are recorded, beside the parts of its reward"""
 
 
 class TrainedBatch:
@@ -39,8 +47,8 @@ class TrainedBatch:
 
     def __init__(self, batch: TensorDict) -> None:
         self._rows: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self._columns = {name: batch[key].float().numpy() for name, key in TRAINED.items() if key in batch}
-        self._columns["loss_mask"] = batch["loss_mask"].bool().numpy()
+        self._columns = {name: as_array(batch[key].float()) for name, key in TRAINED.items() if key in batch}
+        self._columns["loss_mask"] = as_array(batch["loss_mask"].bool())
         groups = batch["group_ids"].tolist()
         sequences = batch["sequence_index"].tolist() if "sequence_index" in batch else [0] * len(groups)
         samples: dict[int, int] = defaultdict(lambda: -1)
@@ -72,21 +80,31 @@ class TrainedBatch:
         return float(values.mean()) if len(values) else None
 
 
+def as_array(values: Tensor) -> np.ndarray:
+    """Return the values of a tensor of any device; NumPy has no bfloat16, so float32 takes its place."""
+    values = values.detach().cpu()
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+
+
 class Arrays:
-    """A trajectory as arrays.
+    """The recorded keys of a trajectory as arrays.
 
     Args:
         trajectory: the trajectory.
     """
 
     def __init__(self, trajectory: TensorDict) -> None:
-        self.columns: dict[str, np.ndarray] = {key: trajectory[key].numpy() for key in map(str, trajectory.keys())}
+        recorded = {*SEQUENCE.values(), *OF_TRAJECTORY}
+        self.columns: dict[str, np.ndarray] = {
+            key: as_array(trajectory[key])
+            for key in map(str, trajectory.keys())
+            if key in recorded or key.startswith(NAMED_REWARD)
+        }
         self.sequences = list(self._sequences())
         """columns of each sequence without padding: ids, mask, versions, and logprobs if there are some"""
 
     def _sequences(self) -> Iterator[dict[str, np.ndarray]]:
-        names = {"ids": "input_ids", "mask": "loss_mask", "versions": "versions", "logprobs": "logprobs"}
-        columns = {name: self.columns[key] for name, key in names.items() if key in self.columns}
+        columns = {name: self.columns[key] for name, key in SEQUENCE.items() if key in self.columns}
         columns.setdefault("mask", np.zeros_like(columns["ids"]))
         columns["mask"] = columns["mask"].astype(bool)
         columns.setdefault("versions", np.where(columns["mask"], 0, -1))
@@ -99,19 +117,24 @@ class Arrays:
 
     def count(self, key: str) -> int | None:
         """Return a number of the whole trajectory; None if it is not given."""
-        return int(self.columns[key][0]) if key in self.columns else None
+        return int(self.columns[key].flatten()[0]) if key in self.columns else None
 
     def parts(self) -> list[tuple[str, float]]:
         """Return the parts of the reward that count, by name."""
         names = sorted(key for key in self.columns if key.startswith(NAMED_REWARD))
-        values = [(name.removeprefix(NAMED_REWARD), float(self.columns[name][0])) for name in names]
+        values = [(name.removeprefix(NAMED_REWARD), float(self.columns[name].flatten()[0])) for name in names]
         return [(_clean(name), value) for name, value in values if not math.isnan(value)]
 
 
 def make_tables(
-    step: int, groups: Sequence[Ended], texts: TokenTexts, shown: Collection[int], batch: TensorDict | None = None
+    step: int,
+    groups: Sequence[Ended],
+    texts: TokenTexts,
+    shown: Collection[int],
+    batch: TensorDict | None = None,
+    warn: Callable[[str], None] = logger.warning,
 ) -> Tables:
-    """Return the tables of a step.
+    """Return the tables of a step. A trajectory that cannot be read has a row without its columns.
 
     Args:
         step: of the run.
@@ -119,6 +142,7 @@ def make_tables(
         texts: decodes the sequences.
         shown: places in `groups` of the groups whose texts and tokens are recorded.
         batch: the batch that was trained on.
+        warn: is told of each trajectory that cannot be read.
     """
     trained = None if batch is None else TrainedBatch(batch)
     rows: list[dict[str, Any]] = []
@@ -126,11 +150,17 @@ def make_tables(
     for place, group in enumerate(groups):
         for number, episode in enumerate(group.episodes):
             key = {"step": step, "group": group.group, "sample": group.first_sample + number}
-            made = None if episode.trajectory is None else Arrays(episode.trajectory)
-            own = _tokens(key, made, texts, trained) if made is not None and place in shown else []
+            columns: dict[str, Any] = {}
+            own: list[dict[str, Any]] = []
+            if episode.trajectory is not None:
+                try:
+                    columns, own = _read(key, episode.trajectory, place in shown, texts, trained)
+                except Exception as error:  # a workflow's keys may hold anything
+                    place_of = f"step {step}, group {key['group']}, sample {key['sample']}"
+                    warn(f"{place_of}: the record has a row without the trajectory: {error!r}")
             advantage = None if trained is None else trained.advantage(key["group"], key["sample"])
             segments = _segments(own) if place in shown else None
-            rows.append({**key, **_row(group, number, made), "advantage": advantage, "segments": segments})
+            rows.append({**key, **_row(group, number), **columns, "advantage": advantage, "segments": segments})
             tokens += own
     return {
         "rows": pa.Table.from_pylist(rows, schema=ROWS),
@@ -138,7 +168,17 @@ def make_tables(
     }
 
 
-def _row(group: Ended, number: int, made: Arrays | None) -> dict[str, Any]:
+def _read(
+    key: Mapping[str, int], trajectory: TensorDict, is_shown: bool, texts: TokenTexts, trained: TrainedBatch | None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a trajectory's columns of ROWS, and its rows of TOKENS if it is shown."""
+    made = Arrays(trajectory)
+    columns = _of_trajectory(made)
+    pa.RecordBatch.from_pylist([columns], ROWS)  # raises for a number that a column cannot hold
+    return columns, _tokens(key, made, texts, trained) if is_shown else []
+
+
+def _row(group: Ended, number: int) -> dict[str, Any]:
     episode = group.episodes[number]
     return {
         "item": _clean(group.item),
@@ -147,7 +187,6 @@ def _row(group: Ended, number: int, made: Arrays | None) -> dict[str, Any]:
         "response_tokens": group.num_tokens.get(number, 0),
         "answer": None if episode.answer is None else _clean(episode.answer),
         **_times(episode),
-        **({} if made is None else _of_trajectory(made)),
     }
 
 

@@ -10,7 +10,6 @@ from typing import Self
 
 from tensordict import TensorDict
 
-from rlite.errors import StorageError
 from rlite.observability.record.schema import Status
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.lost import NOT_ACCEPTED
@@ -111,12 +110,12 @@ class RunRecord:
             StorageError: the record could not be written, and the block has raised nothing.
         """
         reason = "the run ended" if kind is None else f"the run ended with {kind.__name__}"
-        ended = [decided(group, frozenset(), reason) for group in self._collector.take_ended()]
         try:
+            ended = [decided(group, frozenset(), reason) for group in self._collector.take_ended()]
             self._recorder.record(self._run.step + 1, [*ended, *self._collector.under_way(reason)])
             self._recorder.close()
             self._recorder = NoRecorder()  # the trainer may still be asked to evaluate
-        except StorageError:
+        except Exception:  # of any kind: the block's own error must not be hidden
             if error is None:
                 raise
             logger.exception("the end of the record could not be written")

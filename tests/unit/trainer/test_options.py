@@ -268,3 +268,9 @@ def test_wrong_parameter_groups_are_refused_by_their_whole_key(arguments, messag
 )
 def test_help_names_every_choice(options, key, known):
     assert set(known) <= set(re.findall(r"\w+", describe(options, key)))
+
+
+@pytest.mark.parametrize("limit", [".inf", ".nan", "1.0e+300", "0"])
+def test_a_record_has_a_limit_that_can_be_counted_in_bytes(limit):
+    with pytest.raises(ConfigError, match=r"trainer\.record_limit"):
+        load(PpoConfig, [*PPO, f"trainer.record_limit={limit}"])

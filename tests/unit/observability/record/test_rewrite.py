@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlite.errors import StorageError
 from rlite.observability.record.files import path_of, record_files, write_table
 from rlite.observability.record.rewrite import compact, drop_later, strip
 from rlite.observability.record.schema import ROWS, TOKENS, VERSION_KEY
@@ -35,9 +37,9 @@ def test_full_hundreds_before_the_oldest_checkpoint_become_one_file(tmp_path: Pa
         write(tmp_path, step)
     for step in (0, 50, 100, 150):
         write(tmp_path, step, "eval.test")
-    compact(tmp_path, before=199)
-    assert len(names(tmp_path)) == 2 * (1 + 105 + 1 + 2), "steps 101 to 200 are not full before step 200"
     compact(tmp_path, before=200)
+    assert len(names(tmp_path)) == 2 * (1 + 105 + 1 + 2), "step 200 may still be evaluated"
+    compact(tmp_path, before=201)
     assert [name for name in names(tmp_path) if name.endswith("rows.parquet")] == [
         *("eval.test-00000000.rows.parquet", "eval.test-00000001-00000100.rows.parquet"),
         *("eval.test-00000150.rows.parquet",),
@@ -56,17 +58,27 @@ def test_a_reader_sees_each_step_once_while_files_are_merged(tmp_path: Path) -> 
         write(tmp_path, step)
     single = path_of(tmp_path, "train", "rows", 7, 7)
     content = single.read_bytes()
-    compact(tmp_path, before=100)
+    compact(tmp_path, before=101)
     single.write_bytes(content)  # as if it had been killed before it deleted the merged files
     assert steps(tmp_path) == list(range(1, 101))
     drop_later(tmp_path, 100)
     assert not single.exists()
 
 
+def test_an_evaluation_after_the_last_step_of_a_hundred_is_kept(tmp_path: Path) -> None:
+    for step in (50, 75):
+        write(tmp_path, step, "eval.test")
+    compact(tmp_path, before=100)
+    write(tmp_path, 100, "eval.test")
+    for before in (100, 101):
+        compact(tmp_path, before)
+        assert steps(tmp_path, "eval.test") == [50, 75, 100]
+
+
 def test_a_resumed_run_drops_later_steps_and_cuts_merged_files(tmp_path: Path) -> None:
     for step in range(1, 106):
         write(tmp_path, step)
-    compact(tmp_path, before=100)
+    compact(tmp_path, before=101)
     (tmp_path / "record" / ".train-00000106.rows.parquet.1.partial").touch()
     drop_later(tmp_path, 60)
     assert names(tmp_path) == [f"train-00000001-00000060.{kind}.parquet" for kind in ("rows", "tokens")]
@@ -95,10 +107,51 @@ def test_a_damaged_file_is_named_and_disturbs_nothing(tmp_path: Path, caplog: py
     for step in range(1, 101):
         write(tmp_path, step)
     path_of(tmp_path, "train", "rows", 3, 3).write_bytes(b"cut off")
-    compact(tmp_path, before=100)
+    compact(tmp_path, before=101)
     assert "train-00000003.rows.parquet" in caplog.text
     assert len([name for name in names(tmp_path) if "rows" in name]) == 100
     assert steps(tmp_path, kind="tokens") == list(range(1, 101))
+
+
+def damage(path: Path) -> None:
+    """Damage the first page of a file, which pyarrow finds when it reads the rows, and tells as OSError."""
+    content = bytearray(path.read_bytes())
+    content[4:40] = b"\xff" * 36
+    path.write_bytes(content)
+    with pytest.raises(OSError, match=r"."):
+        pq.ParquetFile(path).read_row_group(0)
+
+
+def test_damaged_pages_do_not_end_a_run_and_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in range(1, 101):
+        write(tmp_path, step, segments=[{"role": "model", "text": "4"}])
+    damaged = path_of(tmp_path, "train", "rows", 3, 3)
+    damage(damaged)
+    for _ in range(2):
+        compact(tmp_path, before=101)
+    assert not strip(next(file for file in record_files(tmp_path) if file.path == damaged))
+    assert caplog.text.count("train-00000003.rows.parquet cannot be read") == 1
+    assert damaged.exists()
+    assert steps(tmp_path, kind="tokens") == list(range(1, 101))
+
+
+def test_a_merged_file_with_damaged_pages_does_not_block_a_resume(tmp_path: Path) -> None:
+    for step in range(1, 101):
+        write(tmp_path, step)
+    compact(tmp_path, before=101)
+    damage(path_of(tmp_path, "train", "rows", 1, 100))
+    drop_later(tmp_path, 60)
+    assert "train-00000001-00000100.rows.damaged" in names(tmp_path)
+    assert steps(tmp_path, kind="tokens") == list(range(1, 61))
+
+
+def test_a_full_disk_is_still_an_error_of_writing(tmp_path: Path) -> None:
+    for step in range(1, 101):
+        write(tmp_path, step)
+    target = path_of(tmp_path, "train", "rows", 1, 100)
+    target.with_name(f".{target.name}.{os.getpid()}.partial").mkdir()
+    with pytest.raises(StorageError, match="train-00000001-00000100"):
+        compact(tmp_path, before=101)
 
 
 def test_a_damaged_file_of_later_steps_is_set_aside(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,12 @@ from rlite.observability.record.schema import ROWS, TOKENS, Status
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.group import Group
-from rlite.rollout.record.recorder import NUM_GROUPS, sampled
+from rlite.rollout.record.recorder import NUM_GROUPS, FileRecorder, sampled
 from rlite.rollout.record.tables import MAX_EVENTS, make_tables
 from rlite.rollout.record.texts import TokenTexts
-from rlite.rollout.trajectories import TokenHistory, join_histories, of_trajectory, pad_trajectories
+from rlite.rollout.trajectories import TokenHistory, check_trajectory, join_histories, of_trajectory, pad_trajectories
 from rlite.rollout.workflow import RolloutWorkflow
+from tests.recorded import recorded
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +192,48 @@ def test_an_evaluation_of_a_workflow_without_masks_has_rows(texts: TokenTexts) -
     (row,) = made["rows"].to_pylist()
     assert (row["reward"], row["prompt_tokens"], row["version_min"], row["truncated"]) == (0.5, 2, None, None)
     assert made["tokens"].to_pylist()[0]["logprobs"] is None
+
+
+def test_keys_of_a_workflow_do_not_stop_the_record(texts: TokenTexts) -> None:
+    trajectory = turns("a", "bc", num_turns=2.0)
+    trajectory["logprobs"] = trajectory["logprobs"].bfloat16().requires_grad_()
+    trajectory["scores"] = torch.tensor([2.0], dtype=torch.bfloat16)
+    trajectory["reward/format"], trajectory["num_tool_calls"] = torch.full((1, 3), 0.25), torch.ones(1, 3)
+    trajectory["own"] = torch.ones(1, dtype=torch.bfloat16)
+    check_trajectory(trajectory)
+    made = make_tables(1, [ended(0, trajectory)], texts, [0], warn=pytest.fail)
+    (row,) = made["rows"].to_pylist()
+    assert (row["score"], row["reward_parts"], row["tool_calls"]) == (2.0, [("format", 0.25)], 1)
+    assert made["tokens"].to_pylist()[0]["logprobs"] == [0.0, -0.5, -0.5]
+
+
+def test_a_trajectory_that_cannot_be_read_has_a_row_without_columns(texts: TokenTexts) -> None:
+    empty_part, too_large, fine = turns("a", "b"), turns("a", "b", num_turns=1e12), turns("a", "b")
+    empty_part["reward/format"] = torch.ones(1, 0)
+    said: list[str] = []
+    made = make_tables(7, [ended(3, empty_part, too_large, fine)], texts, [0], warn=said.append)
+    rows = made["rows"].to_pylist()
+    assert [(row["sample"], row["reward"], row["turns"]) for row in rows] == [
+        (0, None, None),
+        (1, None, None),
+        (2, 0.5, 1),
+    ]
+    assert [row["sample"] for row in made["tokens"].to_pylist()] == [2]
+    assert ["step 7, group 3, sample 0" in said[0], "IndexError" in said[0], "sample 1" in said[1], len(said)] == [
+        *(True, True, True, 2)
+    ]
+
+
+def test_the_first_trajectory_that_is_not_recorded_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    unreadable = turns("a", "b", num_turns=1e12)
+    recorder = FileRecorder(tmp_path, byte_tokenizer(), is_whole=True, limit=2**30)
+    recorder.record(1, [ended(0, unreadable)])
+    recorder.record_evaluation("test", 1, [ended(0, unreadable, status="evaluated")])
+    recorder.close()
+    assert [record.getMessage()[:6] for record in caplog.records] == ["step 1"]
+    assert [row["reward"] for row in recorded(tmp_path)] == [None]
 
 
 def test_a_sample_has_the_first_groups_of_each_status_and_every_tenth_step_whole() -> None:

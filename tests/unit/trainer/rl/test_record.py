@@ -112,6 +112,19 @@ def test_a_run_that_fails_records_what_it_had_begun(made: Any, tmp_path: Path) -
     assert all(row["reward"] is not None for row in rows)
 
 
+def test_an_error_of_the_record_does_not_hide_why_a_run_failed(made: Any, caplog: pytest.LogCaptureFixture) -> None:
+    parts = made(0)
+
+    def fail() -> None:
+        with parts.record:
+            parts.record.evaluation("test", 1, [SimpleNamespace(group=0)])  # no group
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        fail()
+    assert "the end of the record could not be written" in caplog.text
+
+
 def test_all_texts_are_there_only_if_all_are_asked_for(made: Any, tmp_path: Path) -> None:
     parts = made(0, record="all")
     with parts.record:
