@@ -138,6 +138,6 @@ def test_nothing_more_is_scored_for_a_client_that_left_or_a_session_that_ended(i
         with contextlib.suppress(asyncio.CancelledError), pytest.raises(ApiError, match="session has ended"):
             await asking
         assert all(turn.is_aborted for turn in session.recording.turns)
-        return len(engine.scored)
+        return sum(len(ids) for prompts in engine.scored for ids in prompts)
 
-    assert asyncio.run(scored()) == 1
+    assert 0 < asyncio.run(scored()) <= SLICE_TOKENS
