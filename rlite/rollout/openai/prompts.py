@@ -47,8 +47,10 @@ class ChatPrompts:
         """Return the prompts of a request. A conversation is one prompt. Errors are those of `chat`."""
         if request.messages is not None:
             return [self.chat(request.messages, request.tools, turns)]
-        # an echoed text is scored with the tokens of the text, not with the tokens that an earlier turn sampled
-        return [self.text(prompt, () if request.is_echo else turns) for prompt in request.prompts]
+        # an echoed text is scored with the tokens of the text, not with the tokens that an earlier turn sampled, and
+        # prompts of a list are not searched for earlier turns: that would take prompts times turns
+        is_continuing = len(request.prompts) == 1 and not request.is_echo
+        return [self.text(prompt, turns if is_continuing else ()) for prompt in request.prompts]
 
     def chat(self, messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -> Prompt:
         """Return the prompt for the answer to a conversation.
@@ -78,16 +80,15 @@ class ChatPrompts:
         raw = [turn for turn in reversed(turns) if turn.messages is None and not turn.is_aborted]
         if isinstance(prompt, str):
             _check_text(prompt, "prompt")
-            for turn in sorted(raw, key=lambda turn: -len(turn.prompt_text + turn.text)):
-                said = turn.prompt_text + turn.text
-                if turn.prompt_text and len(prompt) > len(said) and prompt.startswith(said):
-                    rest = bounded_tokens(self.tokenizer, prompt[len(said) :], self._limit)
-                    return Prompt(turn.sequence + rest, prompt, turn)
+            begun = [turn for turn in raw if _begins_with(prompt, turn)]
+            if longest := max(begun, key=lambda turn: len(turn.prompt_text) + len(turn.text), default=None):
+                said = len(longest.prompt_text) + len(longest.text)
+                rest = bounded_tokens(self.tokenizer, prompt[said:], self._limit)
+                return Prompt(longest.sequence + rest, prompt, longest)
             return Prompt(raw_prompts(self.tokenizer, [prompt], self._limit)[0], prompt, None)
-        for turn in sorted(raw, key=lambda turn: -len(turn.sequence)):
-            if prompt[: len(turn.sequence)] == turn.sequence:
-                return Prompt(prompt, "", turn)
-        return Prompt(prompt, "", None)
+        begun = [turn for turn in raw if prompt[: len(turn.prompt_ids)] == turn.prompt_ids]
+        begun = [turn for turn in begun if prompt[: len(turn.sequence)] == turn.sequence]
+        return Prompt(prompt, "", max(begun, key=lambda turn: len(turn.sequence), default=None))
 
     def _rest(self, turn: Turn, messages: Sequence[Message], text: str) -> str | None:
         """Return the part of the rendered `text` after the model's answer in `turn`.
@@ -126,6 +127,13 @@ class ChatPrompts:
         if turn.finish_reason != "stop" or self.tokenizer.decode(last, skip_special_tokens=True):
             return tokens
         return tokens[1:] if tokens[:1] == last else None
+
+
+def _begins_with(prompt: str, turn: Turn) -> bool:
+    """Return whether a prompt is a turn's text and more."""
+    if not turn.prompt_text or len(prompt) <= len(turn.prompt_text) + len(turn.text):
+        return False
+    return prompt.startswith(turn.prompt_text) and prompt.startswith(turn.text, len(turn.prompt_text))
 
 
 def _check_shown(messages: Sequence[Message], tools: Any, text: str) -> None:

@@ -6,17 +6,22 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any
 
 from rlite.data.chat.template import Message
+from rlite.rollout.background import beside_loop
 from rlite.rollout.openai.prompts import Prompt
 from rlite.rollout.openai.recording import Turn
 from rlite.rollout.openai.requests import ApiError, ModelRequest
 from rlite.rollout.tools.formats import ToolCall, numbered
 from rlite.rollout.workflow import Tokenizer
 from rlite.types import PromptLogprobs, TokenChunk
+
+SHOWN_CHARACTERS = 100
+"""of a token and its log-probabilities in a response, about"""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,12 @@ class Exchange:
         prompt = self.prompt(index)
         return (prompt.text or self.tokenizer.decode(prompt.token_ids)) if self.request.is_echo else ""
 
+    @cached_property
+    def token_text(self) -> Callable[[int], str]:
+        """The text of a token. Each token is decoded once."""
+        decode = self.tokenizer.decode
+        return cache(lambda token: decode([token]))
+
     def around(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
         """Return a response, or one chunk of it."""
         kind = "text_completion"
@@ -100,8 +111,10 @@ class Reply:
             try:
                 async for message in self.messages:
                     is_begun = True
-                    text = json.dumps(message)
-                    yield _event(text) if self.is_stream else text.encode()
+                    if self.is_stream:
+                        yield _event(json.dumps(message))
+                    else:
+                        yield await beside_loop(_num_shown(message) * SHOWN_CHARACTERS, _encoded, message)
             except ApiError as error:
                 if not is_begun:
                     raise
@@ -189,6 +202,17 @@ async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> A
         yield {**exchange.around([], is_chunk=True), "usage": exchange.usage(num_output)}
 
 
+def _num_shown(message: dict[str, Any]) -> int:
+    """Return a bound on the log-probabilities in a whole response."""
+    num_choices = sum(choice["logprobs"] is not None for choice in message["choices"])
+    return num_choices * message["usage"]["total_tokens"]
+
+
+def _encoded(message: dict[str, Any]) -> bytes:
+    """Return JSON. Unlike `json.dumps`, this lets other threads run meanwhile."""
+    return "".join(json.JSONEncoder().iterencode(message)).encode()
+
+
 def _event(data: str) -> bytes:
     return f"data: {data}\n\n".encode()
 
@@ -223,7 +247,7 @@ def logprobs(exchange: Exchange, tokens: Sequence[tuple[int, float]]) -> dict[st
     """Return log-probabilities of sampled tokens in the form of the interface; None if the request has not asked."""
     if not exchange.request.has_logprobs:
         return None
-    texts = [exchange.tokenizer.decode([token]) for token, _ in tokens]
+    texts = [exchange.token_text(token) for token, _ in tokens]
     values = [value for _, value in tokens]
     if exchange.request.is_chat:
         # a token that is half a character has no text, and decoding does not tell its bytes
@@ -244,7 +268,7 @@ def scored_logprobs(exchange: Exchange, turn: Turn, scored: PromptLogprobs) -> d
         turn: the answer. Its own log-probabilities are those of generation.
         scored: log-probabilities of the prompt and of the answer, of which the last token may be missing.
     """
-    num_prompt, decode = len(turn.prompt_ids), exchange.tokenizer.decode
+    num_prompt, text_of = len(turn.prompt_ids), exchange.token_text
     ids = [*turn.prompt_ids, *turn.output_ids]
     values: list[Any] = [None, *scored.logprobs[: num_prompt - 1], *turn.logprobs]
     top: list[dict[str, float] | None] = [None]
@@ -253,10 +277,10 @@ def scored_logprobs(exchange: Exchange, turn: Turn, scored: PromptLogprobs) -> d
     for token, value, (likely, likely_logprobs) in zip(ids[1:], values[1:], places, strict=True):
         entries: dict[str, float] = {}
         for other, logprob in zip([*likely, token], [*likely_logprobs, value], strict=True):
-            entries.setdefault(decode([other]), logprob)  # of tokens with the same text, the most likely
+            entries.setdefault(text_of(other), logprob)  # of tokens with the same text, the most likely
         top.append(entries)
     first = 0 if exchange.request.is_echo else num_prompt
-    texts = [decode([token]) for token in ids[first:]]
+    texts = [text_of(token) for token in ids[first:]]
     shown = top[first:] if exchange.request.num_top else None
     return {"tokens": texts, "token_logprobs": values[first:], "top_logprobs": shown, "text_offset": _starts(texts)}
 

@@ -20,6 +20,7 @@ from rlite.rollout.openai.prompts import ChatPrompts
 from rlite.rollout.openai.recording import Recording, RecordingOwner, Turn
 from rlite.rollout.openai.requests import ApiError, ModelRequest, parse_json, read_chat, read_completion, unknown_model
 from rlite.rollout.openai.responses import Choice, Delta, Exchange, Reply
+from rlite.rollout.openai.scores import check_num_scored, sequences, slices
 from rlite.rollout.openai.text import TextStream
 from rlite.rollout.tools.formats import ToolCallFormat
 from rlite.rollout.tools.probe import tool_call_format
@@ -147,6 +148,7 @@ class AgentSession(RecordingOwner):
             self._check_format(request)
             self._check_scores(request)
             prompts = self._prompts.of(request, self.recording.turns)
+            check_num_scored(request, [len(prompt.token_ids) for prompt in prompts], self._limit)
         id = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         tokenizer = self._prompts.tokenizer
         exchange = Exchange(request=request, prompts=prompts, model=self.model, tokenizer=tokenizer, id=id)
@@ -192,7 +194,10 @@ class AgentSession(RecordingOwner):
                 else:
                     choices = [event async for event in events if isinstance(event, Choice)]
                     choices.sort(key=lambda choice: choice.index)
-                    yield responses.whole(exchange, choices, await self._scores(exchange, choices))
+                    scores = await self._scores(exchange, choices)
+                    num_shown = sum(map(len, sequences(choices))) if exchange.request.has_logprobs else 0
+                    size = num_shown * responses.SHOWN_CHARACTERS
+                    yield await beside_loop(size, responses.whole, exchange, choices, scores)
         except BaseException:  # also GeneratorExit: the client will ask again, and must not count twice
             for turn in exchange.turns:
                 turn.is_aborted = True
@@ -244,16 +249,20 @@ class AgentSession(RecordingOwner):
         """Return log-probabilities of the prompt and the answer of each choice, None if the request needs none.
 
         Raises:
-            ApiError: the engine cannot compute them.
+            ApiError: the engine cannot compute them, or the session has ended.
         """
         if not exchange.request.needs_scores:
             return None
-        sequences = [choice.turn.sequence for choice in choices]
         room = None if self._limit is None else self._limit - 1  # a full context is scored but for its last token
-        try:
-            return await self.engine.ascore([ids[:room] for ids in sequences], exchange.request.num_top)  # type: ignore[attr-defined]
-        except Exception as error:
-            raise self._error(error) from error
+        scores: list[PromptLogprobs] = []
+        for part in slices([ids[:room] for ids in sequences(choices)]):
+            if self._is_closed:
+                raise _closed()
+            try:
+                scores += await self.engine.ascore(part, exchange.request.num_top)  # type: ignore[attr-defined]
+            except Exception as error:
+                raise self._error(error) from error
+        return scores
 
     async def _choose(
         self, index: int, exchange: Exchange, gconfig: GenerationHyperparameters, say: Callable[[Delta], None]

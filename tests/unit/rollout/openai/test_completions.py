@@ -63,6 +63,17 @@ def test_an_echoed_text_is_not_read_as_the_continuation_of_an_earlier_answer() -
     assert (echoed.parent, other.parent) == (None, first)
 
 
+def test_only_a_prompt_that_is_alone_is_searched_for_earlier_turns() -> None:
+    session = AgentSession(Speaker(["one"], TOKENIZER), TOKENIZER)
+    complete(session, prompt="say: ")
+    [first] = session.recording.turns
+    for prompt in ("say: one, more", [*first.sequence, 72]):
+        complete(session, prompt=prompt)
+        assert session.recording.turns[-1].parent is first
+        complete(session, prompt=[prompt, prompt])
+        assert [turn.parent for turn in session.recording.turns[-2:]] == [None, None]
+
+
 def test_a_session_that_does_not_record_keeps_no_turns() -> None:
     session = AgentSession(Speaker(["one"], TOKENIZER), TOKENIZER, is_recording=False)
     assert complete(session, prompt="say: ")["choices"][0]["text"] == "one"
