@@ -13,7 +13,7 @@ from rlite.viewer.advisories import advisories
 from rlite.viewer.lanes import timeline
 from rlite.viewer.query import Query, UnknownPlace
 from rlite.viewer.run import ViewedRun, flat
-from rlite.viewer.tables import columns, counts_by_step, means_by_step, plain_row, rounded, select
+from rlite.viewer.tables import columns, counts_by_step, evaluated_scores, means_by_step, plain_row, rounded, select
 
 TRAIN = "train"
 USED = ("trained", "evaluated")
@@ -80,7 +80,7 @@ def _series(run: ViewedRun, query: Query) -> dict[str, Any]:
 def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
     tables = {source: run.record.table(source) for source in run.record.sources}
     means = {
-        source: means_by_step(table, table["reward"] if source == TRAIN else _scores(table))
+        source: means_by_step(table, table["reward"] if source == TRAIN else evaluated_scores(table))
         for source, table in tables.items()
     }
     first = next(iter(tables), TRAIN)  # the evaluation, if there was no training
@@ -218,11 +218,6 @@ def _ledger_rows(run: ViewedRun, query: Query) -> dict[str, Any]:
 
 def _lost(table: pa.Table) -> pa.Table:
     return table.filter(pc.invert(pc.is_in(table["status"], pa.array(USED))))
-
-
-def _scores(table: pa.Table) -> pa.ChunkedArray:
-    """Return what an evaluation counts: scores, else rewards, and 0 for failed episodes."""
-    return pc.coalesce(table["score"], table["reward"], 0.0)
 
 
 def _value_counts(column: pa.ChunkedArray) -> Iterator[tuple[str, int]]:

@@ -77,6 +77,20 @@ def means_by_step(table: pa.Table, values: pa.ChunkedArray) -> dict[str, list[An
     return found
 
 
+def evaluated_scores(table: pa.Table) -> pa.ChunkedArray:
+    """Return the numbers that an evaluation averages: scores, else rewards.
+
+    A failed episode counts 0, or the lowest number of its step if that is below 0, as in `rlite.evaluation.metrics`.
+    """
+    is_evaluated = pc.equal(table["status"], "evaluated")
+    known = pc.if_else(is_evaluated, pc.coalesce(table["score"], table["reward"]), None)
+    values = known.to_numpy()
+    _, place = np.unique(table["step"].to_numpy(), return_inverse=True)
+    lowest = np.zeros(len(values))
+    np.fmin.at(lowest, place, values)
+    return pa.chunked_array([np.where(known.is_null().to_numpy(), lowest[place], values)])
+
+
 def counts_by_step(table: pa.Table, column: str) -> dict[str, Any]:
     """Return how often each value of a column is there in each step."""
     counts = table.group_by(["step", column]).aggregate([([], "count_all")]).to_pylist()

@@ -87,6 +87,19 @@ def test_held_out_means_count_failed_episodes_as_wrong(tmp_path: Path) -> None:
     assert means == {"steps": [5], "values": [0.5], "errors": [0.5], "counts": [2]}
 
 
+def test_a_failed_episode_counts_the_lowest_score_of_its_step_if_that_is_negative(tmp_path: Path) -> None:
+    base = {"sample": 0, "item": "", "reason": ""}
+    scores = {(5, 0): -1.0, (5, 1): 0.5, (6, 0): 0.5}
+    given = [
+        {**base, "step": step, "group": group, "status": "evaluated", "score": score}
+        for (step, group), score in scores.items()
+    ]
+    given += [{**base, "step": step, "group": 9, "status": "failed", "reward": 1.0} for step in (5, 6)]
+    write_table(tmp_path, "eval.math", 5, "rows", pa.Table.from_pylist(given, schema=ROWS))
+    means = ask(open_runs([str(tmp_path)]), "overview")["sources"]["eval.math"]
+    assert means["values"] == [-0.5, 0.25]
+
+
 def test_standard_errors_are_clustered_by_group() -> None:
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(20), 8)
