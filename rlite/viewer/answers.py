@@ -13,7 +13,16 @@ from rlite.viewer.advisories import advisories
 from rlite.viewer.lanes import timeline
 from rlite.viewer.query import Query, UnknownPlace
 from rlite.viewer.run import ViewedRun, flat
-from rlite.viewer.tables import columns, counts_by_step, evaluated_scores, means_by_step, plain_row, rounded, select
+from rlite.viewer.tables import (
+    columns,
+    counts_by_step,
+    evaluated_scores,
+    means_by_step,
+    plain_row,
+    rounded,
+    select,
+    train_rewards,
+)
 
 TRAIN = "train"
 USED = ("trained", "evaluated")
@@ -80,17 +89,23 @@ def _series(run: ViewedRun, query: Query) -> dict[str, Any]:
 def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
     tables = {source: run.record.table(source) for source in run.record.sources}
     means = {
-        source: means_by_step(table, table["reward"] if source == TRAIN else evaluated_scores(table))
+        source: means_by_step(table, train_rewards(table) if source == TRAIN else evaluated_scores(table))
         for source, table in tables.items()
     }
     first = next(iter(tables), TRAIN)  # the evaluation, if there was no training
-    statuses = dict(_value_counts(run.record.table(first)["status"]))
+    table = run.record.table(first)
     return {
         "sources": means,
-        "statuses": statuses,
-        "statuses_by_step": counts_by_step(run.record.table(first), "status"),
-        "advisories": advisories(run.metrics, statuses),
+        "statuses": dict(_value_counts(table["status"])),
+        "statuses_by_step": counts_by_step(table, "status"),
+        "advisories": advisories(run.metrics, dict(_value_counts(_finished(run, table)["status"]))),
     }
+
+
+def _finished(run: ViewedRun, table: pa.Table) -> pa.Table:
+    """Return the rows of finished steps. A run that ends records what is under way in the step after its last."""
+    last = run.metrics.last_step
+    return table.filter(pc.less_equal(table["step"], last)) if last else table
 
 
 def _rows(run: ViewedRun, query: Query) -> dict[str, Any]:

@@ -77,6 +77,11 @@ def means_by_step(table: pa.Table, values: pa.ChunkedArray) -> dict[str, list[An
     return found
 
 
+def train_rewards(table: pa.Table) -> pa.ChunkedArray:
+    """Return the rewards of training; null for rollouts that the end of the run, or the engine, has aborted."""
+    return pc.if_else(pc.equal(table["status"], "aborted"), None, table["reward"])
+
+
 def evaluated_scores(table: pa.Table) -> pa.ChunkedArray:
     """Return the numbers that an evaluation averages: scores, else rewards.
 

@@ -286,6 +286,21 @@ def test_the_page_follows_a_run(chromium: Browser, tmp_path: Path) -> None:
         page.context.close()
 
 
+def test_a_finished_run_opens_at_its_last_step_and_not_at_what_was_under_way(chromium: Browser, tmp_path: Path) -> None:
+    shape = Shape(steps=2, groups=2, samples=2)
+    folder = write_run(tmp_path / "ended", shape)
+    write_step(folder, 3, shape)
+    with serving([str(folder)]) as url:
+        page = chromium.page()
+        page.goto(f"{url}#/rollouts")
+        chromium.wait_until_shown(page, "#/rollouts")
+        assert page.get_by_label("step", exact=True).input_value() == "2"
+        page.goto(f"{url}#/sample")
+        chromium.wait_until_shown(page, "#/sample")
+        assert "train · step 2" in page.locator(".crumbs").inner_text()
+        page.context.close()
+
+
 def test_the_export_opens_from_a_file(chromium: Browser, folders: list[Path], tmp_path: Path) -> None:
     path = tmp_path / "out.html"
     export(open_runs([str(folder) for folder in folders]), path, [], 30)

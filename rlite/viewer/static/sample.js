@@ -2,7 +2,7 @@
 
 import { ask } from "viewer/api";
 import { range, scale } from "viewer/colors";
-import { card, empty, h, key, longText, number, rowsOf, seconds, svg, words } from "viewer/dom";
+import { card, empty, h, key, longText, newest, number, rowsOf, seconds, svg, words } from "viewer/dom";
 import { noRecord, statusChip } from "viewer/rollouts";
 import { tokenView } from "viewer/tokens";
 
@@ -18,7 +18,7 @@ export async function render(parameters, app) {
   if (!about || !Object.keys(about.sources).length) return { body: about ? noRecord(about) : empty("No such run") };
   const source = about.sources[parameters.source] ? parameters.source : Object.keys(about.sources)[0];
   const steps = about.sources[source].steps;
-  const step = parameters.step === undefined ? steps.at(-1) : Number(parameters.step);
+  const step = parameters.step === undefined ? newest(steps, about) : Number(parameters.step);
   const { group, sample } = parameters;
   if (group !== undefined && sample !== undefined) ask("sample", { run, source, step, group, sample }).catch(() => {}); // at once with the rows
   const rows = rowsOf((await ask("rows", { run, source, step })).columns);

@@ -100,6 +100,24 @@ def test_a_failed_episode_counts_the_lowest_score_of_its_step_if_that_is_negativ
     assert means["values"] == [-0.5, 0.25]
 
 
+def test_groups_under_way_at_the_end_count_neither_as_rewards_nor_as_lost(tmp_path: Path) -> None:
+    base = {"sample": 0, "item": "", "reason": ""}
+    write_table(
+        tmp_path,
+        "train",
+        1,
+        "rows",
+        pa.Table.from_pylist([{**base, "step": 1, "group": 0, "status": "trained", "reward": 1.0}], schema=ROWS),
+    )
+    aborted = [{**base, "step": 2, "group": group, "status": "aborted", "reward": 0.0} for group in (1, 2)]
+    write_table(tmp_path, "train", 2, "rows", pa.Table.from_pylist(aborted, schema=ROWS))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    overview = ask(open_runs([str(tmp_path)]), "overview")
+    assert overview["sources"]["train"]["steps"] == [1]
+    assert overview["advisories"] == []
+    assert overview["statuses"] == {"trained": 1, "aborted": 2}
+
+
 def test_standard_errors_are_clustered_by_group() -> None:
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(20), 8)
