@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from rlite.viewer.advisories import advisories
 from rlite.viewer.lanes import timeline
+from rlite.viewer.plain import jsonable
 from rlite.viewer.query import Query, UnknownPlace
 from rlite.viewer.run import ViewedRun, flat
 from rlite.viewer.tables import (
@@ -41,7 +42,7 @@ LIVE_S = 60.0
 
 
 def answer(runs: Sequence[ViewedRun], name: str, query: Query) -> Any:
-    """Return the answer to a question.
+    """Return the answer to a question, in values that JSON has.
 
     Args:
         runs: the runs that are shown.
@@ -53,13 +54,13 @@ def answer(runs: Sequence[ViewedRun], name: str, query: Query) -> Any:
         DataError: a parameter has a wrong form.
     """
     if name == "runs":
-        return [_about(run) for run in runs]
+        return jsonable([_about(run) for run in runs])
     if name not in QUESTIONS:
         raise UnknownPlace(f"no question {name[:40]!r}")
     number = query.whole("run")
     if not 0 <= number < len(runs):
         raise UnknownPlace(f"run={number}: there are {len(runs)} runs")
-    return QUESTIONS[name](runs[number], query)
+    return jsonable(QUESTIONS[name](runs[number], query))
 
 
 def _about(run: ViewedRun) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def _rows(run: ViewedRun, query: Query) -> dict[str, Any]:
     return {"columns": columns(select(run.record.table(source), step=step))}
 
 
-def _sample(run: ViewedRun, query: Query) -> dict[str, Any]:
+def _sample(run: ViewedRun, query: Query) -> Any:
     source, step = _source(run, query), query.whole("step")
     place = query.whole("group"), query.whole("sample")
     rows = run.record.rollouts(source, step, place)
@@ -122,14 +123,14 @@ def _sample(run: ViewedRun, query: Query) -> dict[str, Any]:
     return sample_answer(rows[0], run.record.tokens(source, step, place))
 
 
-def sample_answer(row: Mapping[str, Any], sequences: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the answer to the question for one rollout.
+def sample_answer(row: Mapping[str, Any], sequences: Iterable[Mapping[str, Any]]) -> Any:
+    """Return the answer to the question for one rollout, in values that JSON has.
 
     Args:
         row: the rollout's row.
         sequences: its recorded sequences.
     """
-    return {"row": plain_row(row), "sequences": [_sequence(each) for each in sequences]}
+    return jsonable({"row": plain_row(row), "sequences": [_sequence(each) for each in sequences]})
 
 
 def _group(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
@@ -196,8 +197,8 @@ def _item(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
     ]
 
 
-def _config(run: ViewedRun, query: Query) -> dict[str, Any]:
-    return dict(flat(run.config))
+def _config(run: ViewedRun, query: Query) -> Any:
+    return jsonable(dict(flat(run.config)), not_finite=str)
 
 
 def _timeline(run: ViewedRun, query: Query) -> dict[str, Any] | None:

@@ -108,10 +108,8 @@ def counts_by_step(table: pa.Table, column: str) -> dict[str, Any]:
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one row as JSON can hold it."""
-    made = {name: _finite(value) if isinstance(value, float) else value for name, value in row.items()}
-    made[PARTS] = {name: _finite(value) for name, value in row.get(PARTS) or ()}
-    return made
+    """Return one row with the parts of its reward by name."""
+    return {**row, PARTS: dict(row.get(PARTS) or ())}
 
 
 def _clustered_error(residuals: np.ndarray, number: int) -> float:

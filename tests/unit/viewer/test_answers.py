@@ -13,6 +13,7 @@ from rlite.errors import DataError
 from rlite.observability.record.files import write_table
 from rlite.observability.record.schema import ROWS
 from rlite.viewer.answers import MAX_HITS, QUESTIONS, answer
+from rlite.viewer.export import export
 from rlite.viewer.query import Query, UnknownPlace
 from rlite.viewer.run import ViewedRun, open_runs
 from rlite.viewer.tables import means_by_step
@@ -137,6 +138,23 @@ def test_values_that_are_not_finite_become_null(tmp_path: Path) -> None:
     assert columns["reward"] == columns["advantage"] == columns["reward/a"] == [None]
     assert ask(runs, "sample", source="train", step=1, group=0, sample=0)["row"]["reward_parts"] == {"a": None}
     ask(runs, "overview")
+
+
+def test_values_that_json_has_not_break_no_answer(tmp_path: Path) -> None:
+    row = {"step": 1, "group": 0, "sample": 0, "item": "", "status": "failed", "reason": "", "reward": math.inf}
+    row |= {"events": [{"name": "queue", "start": 0.0, "end": math.nan}]}
+    write_table(tmp_path, "train", 1, "rows", pa.Table.from_pylist([row], schema=ROWS))
+    (tmp_path / "config.yaml").write_text("actor: {limit: .inf, began: 2026-01-02, all: [.nan, {2026-01-02: 1}]}\n")
+    runs = open_runs([str(tmp_path)])
+    assert ask(runs, "config") == {
+        "actor.limit": "inf",
+        "actor.began": "2026-01-02",
+        "actor.all": ["nan", {"2026-01-02": 1}],
+    }
+    assert ask(runs, "ledger", source="train")["reasons"][0]["reward_mean"] is None
+    assert ask(runs, "items")["items"]["reward_mean"] == [None]
+    assert ask(runs, "sample", source="train", step=1, group=0, sample=0)["row"]["events"][0]["end"] is None
+    export(runs, tmp_path / "out.html", [], 1)
 
 
 @pytest.mark.parametrize(
