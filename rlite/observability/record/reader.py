@@ -162,7 +162,7 @@ def is_recorded(folder: Path) -> bool:
 def _stamp(path: Path) -> Stamp | None:
     try:
         found = path.stat()
-    except FileNotFoundError:
+    except OSError:
         return None
     return found.st_mtime_ns, found.st_size
 
