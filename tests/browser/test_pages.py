@@ -286,6 +286,26 @@ def test_the_page_follows_a_run(chromium: Browser, tmp_path: Path) -> None:
         page.context.close()
 
 
+def test_a_page_that_nobody_sees_holds_no_connection(chromium: Browser, url: str) -> None:
+    page = chromium.page()
+    page.add_init_script(
+        "window.streams = [];"
+        "window.EventSource = class extends EventSource { constructor(a) { super(a); window.streams.push(this); } };"
+    )
+    page.goto(url)
+    page.wait_for_function("window.streams.length === 1")
+    for is_hidden, states in ((True, "2"), (False, "2,1")):
+        page.evaluate(
+            "hidden => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });"
+            "document.dispatchEvent(new Event('visibilitychange')); }",
+            is_hidden,
+        )
+        page.wait_for_function(
+            "states => window.streams.map((stream) => stream.readyState).join() === states", arg=states
+        )
+    page.context.close()
+
+
 def test_a_finished_run_opens_at_its_last_step_and_not_at_what_was_under_way(chromium: Browser, tmp_path: Path) -> None:
     shape = Shape(steps=2, groups=2, samples=2)
     folder = write_run(tmp_path / "ended", shape)
