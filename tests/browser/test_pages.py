@@ -293,7 +293,7 @@ def test_a_page_that_nobody_sees_holds_no_connection(chromium: Browser, url: str
         "window.EventSource = class extends EventSource { constructor(a) { super(a); window.streams.push(this); } };"
     )
     page.goto(url)
-    page.wait_for_function("window.streams.length === 1")
+    page.wait_for_function("() => window.streams.length === 1")
     for is_hidden, states in ((True, "2"), (False, "2,1")):
         page.evaluate(
             "hidden => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });"
