@@ -37,8 +37,6 @@ PAGE = 200
 CONTEXT = 60
 """characters on each side of a hit"""
 TOKEN_VALUES = ("logprobs", "trainer_logprobs", "advantages", "entropy")
-LIVE_S = 60.0
-"""seconds without a change after which a run no longer counts as live"""
 
 
 def answer(runs: Sequence[ViewedRun], name: str, query: Query) -> Any:
@@ -75,7 +73,6 @@ def _about(run: ViewedRun) -> dict[str, Any]:
         "last_step": run.metrics.last_step,
         "sources": sources,
         "problems": run.problems,
-        "is_live": run.seconds_since_change < LIVE_S,
         "changed_at": run.changed_at,
         "has_trace": run.trace.path.exists(),
         "metrics": sorted(run.metrics.series),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,11 +64,6 @@ class ViewedRun:
         if self.metrics.num_torn:
             found.append(f"{FILE}: {self.metrics.num_torn} lines are no metrics")
         return [text for text in (self._config_problem, self._refresh_problem, *found, *self.trace.problems) if text]
-
-    @property
-    def seconds_since_change(self) -> float:
-        """Seconds since the newest change of the record or the metrics."""
-        return max(0.0, time.time() - self.changed_at)
 
 
 def open_runs(folders: list[str]) -> list[ViewedRun]:

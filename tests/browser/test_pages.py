@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import pyarrow as pa
 import pytest
 
+from rlite.observability.record.files import write_table
+from rlite.observability.record.schema import ROWS
 from rlite.viewer.export import export
 from rlite.viewer.run import open_runs
 from tests.recorded_run import Shape, write_run, write_step
@@ -306,6 +309,19 @@ def test_a_page_that_nobody_sees_holds_no_connection(chromium: Browser, url: str
     page.context.close()
 
 
+def test_a_run_without_changes_stops_being_live(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "quiet", Shape(steps=1, groups=1, samples=1))
+    with serving([str(folder)]) as url:
+        page = chromium.page()
+        page.clock.install()
+        page.goto(url)
+        page.wait_for_selector("#runs .live")
+        page.clock.fast_forward("02:00")
+        page.wait_for_selector("#runs .live", state="detached")
+        assert page.locator("#runs small").inner_text() == "2 min ago"
+        page.context.close()
+
+
 def test_a_finished_run_opens_at_its_last_step_and_not_at_what_was_under_way(chromium: Browser, tmp_path: Path) -> None:
     shape = Shape(steps=2, groups=2, samples=2)
     folder = write_run(tmp_path / "ended", shape)
@@ -318,6 +334,19 @@ def test_a_finished_run_opens_at_its_last_step_and_not_at_what_was_under_way(chr
         page.goto(f"{url}#/sample")
         chromium.wait_until_shown(page, "#/sample")
         assert "train · step 2" in page.locator(".crumbs").inner_text()
+        page.context.close()
+
+
+def test_an_episode_of_many_stages_tells_its_whole_seconds(chromium: Browser, tmp_path: Path) -> None:
+    events = [{"name": "generate", "start": 0.1 * index, "end": 0.1 * index + 0.1} for index in range(256)]
+    row = {"step": 1, "group": 0, "sample": 0, "item": "a", "status": "trained", "reason": "", "events": events}
+    rows = pa.Table.from_pylist([row | {"seconds_generate": 600.0}], schema=ROWS)
+    write_table(tmp_path, "train", 1, "rows", rows)
+    with serving([str(tmp_path)]) as url:
+        page = chromium.page()
+        page.goto(f"{url}#/sample")
+        assert page.locator("p.legend").inner_text().strip() == "generate 10.0 min"
+        assert "the first 256 stages" in page.locator(".note").inner_text()
         page.context.close()
 
 

@@ -137,9 +137,8 @@ class RecordReader:
 
     def _parts(self, source: str) -> Iterable[pa.Table]:
         for file in self._holders(source, "rows"):
-            if file.path not in self._scalars:
-                found = self._read(file, SCALARS, SCALARS.names)
-                self._scalars |= {file.path: table for table in found}
+            if file.path not in self._scalars and (found := self._read(file, SCALARS, SCALARS.names)):
+                self._scalars[file.path] = found[0]
             if file.path in self._scalars:
                 yield self._scalars[file.path]
 

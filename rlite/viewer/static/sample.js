@@ -9,6 +9,7 @@ import { tokenView } from "viewer/tokens";
 const TABS = { conversation: "Conversation", tokens: "Tokens", siblings: "Side by side" };
 const ROLES = { prompt: "Prompt", model: "Model", environment: "Environment" };
 const STAGES = { queue: "#94a3b8", generate: "#2563eb", environment: "#e8710a", reward: "#0f9d76" };
+const MAX_EVENTS = 256; // stages of an episode that are recorded
 const TOOL_CALL = /(<tool_call>[\s\S]*?<\/tool_call>)/;
 const FACTS = ["item", "answer", "score", "advantage", "turns", "tool_calls", "tool_errors", "prompt_tokens", "response_tokens", "truncated"];
 
@@ -164,7 +165,7 @@ function episode({ row }) {
   const names = [...new Set(events.map((event) => event.name))];
   const bars = events.map((event) => svg("rect", { x: (300 * event.start) / end, y: 4 + 20 * names.indexOf(event.name), width: Math.max(1, (300 * (event.end - event.start)) / end), height: 14, rx: 2, fill: STAGES[event.name] ?? "#64748b" },
     svg("title", {}, `${event.name}: ${seconds(event.end - event.start)}, from ${seconds(event.start)}`)));
-  const total = (name) => events.filter((event) => event.name === name).reduce((sum, event) => sum + event.end - event.start, 0);
-  const legend = names.map((name) => key(STAGES[name] ?? "#64748b", `${name} ${seconds(total(name))}`));
-  return card("Episode", svg("svg", { viewBox: `0 0 300 ${4 + 20 * names.length}`, class: "episode", role: "img", "aria-label": "timeline of the episode" }, bars), h("p", { class: "legend" }, legend, h("span", {}, `in all ${seconds(end)}`)));
+  const legend = names.map((name) => key(STAGES[name] ?? "#64748b", `${name} ${seconds(row[`seconds_${name}`])}`));
+  const cut = events.length === MAX_EVENTS && h("p", { class: "note" }, `The picture shows the first ${MAX_EVENTS} stages; the seconds count all.`);
+  return card("Episode", svg("svg", { viewBox: `0 0 300 ${4 + 20 * names.length}`, class: "episode", role: "img", "aria-label": "timeline of the episode" }, bars), h("p", { class: "legend" }, legend, !cut && h("span", {}, `in all ${seconds(end)}`)), cut);
 }
