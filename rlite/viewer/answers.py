@@ -18,6 +18,7 @@ from rlite.viewer.tables import (
     columns,
     counts_by_step,
     evaluated_scores,
+    lost_rows,
     means_by_step,
     plain_row,
     rounded,
@@ -26,14 +27,13 @@ from rlite.viewer.tables import (
 )
 
 TRAIN = "train"
-USED = ("trained", "evaluated")
-"""statuses of rollouts that are not in the ledger"""
 MAX_HITS = 200
 """of a search"""
 MAX_ITEMS = 500
-MAX_REASONS = 300
+MAX_KINDS = 300
+"""of reasons"""
 PAGE = 200
-"""rows of the ledger that are sent together"""
+"""rows or reasons of the ledger that are sent together"""
 CONTEXT = 60
 """characters on each side of a hit"""
 TOKEN_VALUES = ("logprobs", "trainer_logprobs", "advantages", "entropy")
@@ -204,33 +204,45 @@ def _timeline(run: ViewedRun, query: Query) -> dict[str, Any] | None:
 
 
 def _ledger(run: ViewedRun, query: Query) -> dict[str, Any]:
-    source = _source(run, query)
-    table = run.record.table(source)
-    lost = _lost(table)
-    wanted = [([], "count_all"), ("step", "min"), ("step", "max"), ("step", "list"), ("reward", "mean")]
-    reasons = lost.group_by(["status", "reason"]).aggregate(wanted).sort_by([("count_all", "descending")])
-    found = reasons.drop_columns(["step_list"]).slice(0, MAX_REASONS).to_pylist()
-    for row, steps in zip(found, reasons["step_list"], strict=False):
-        row["steps"] = dict(sorted(Counter(steps.as_py()).items()))
+    table = run.record.table(_source(run, query))
+    lost = lost_rows(table)
+    kinds = _amounts(lost, "kind")
     return {
         "rollouts": table.num_rows,
         "lost": lost.num_rows,
         "statuses": dict(_value_counts(table["status"])),
         "by_step": counts_by_step(table, "status"),
-        "reasons": found,
-        "num_reasons": reasons.num_rows,
+        "kinds": _with_steps(kinds.slice(0, MAX_KINDS)),
+        "num_kinds": kinds.num_rows,
     }
 
 
+def _ledger_reasons(run: ViewedRun, query: Query) -> dict[str, Any]:
+    lost = lost_rows(run.record.table(_source(run, query)))
+    reasons = _amounts(select(lost, status=query.text("status"), kind=query.text("kind")), "reason")
+    return {"reasons": _with_steps(reasons.slice(query.whole("offset"), PAGE)), "number": reasons.num_rows}
+
+
 def _ledger_rows(run: ViewedRun, query: Query) -> dict[str, Any]:
-    table = _lost(run.record.table(_source(run, query)))
+    table = lost_rows(run.record.table(_source(run, query)))
     own = select(table, status=query.text("status"), reason=query.text("reason"))
     offset = query.whole("offset")
     return {"columns": columns(own.slice(offset, PAGE)), "number": own.num_rows}
 
 
-def _lost(table: pa.Table) -> pa.Table:
-    return table.filter(pc.invert(pc.is_in(table["status"], pa.array(USED))))
+def _amounts(lost: pa.Table, key: str) -> pa.Table:
+    """Return how many rollouts were lost by status and key, the most first, with their steps."""
+    wanted = [([], "count_all"), ("step", "min"), ("step", "max"), ("step", "list"), ("reward", "mean")]
+    wanted += [("reason", "min"), ("reason", "count_distinct")] if key == "kind" else []
+    order = [("count_all", "descending"), ("status", "ascending"), (key, "ascending")]
+    return lost.group_by(["status", key]).aggregate(wanted).sort_by(order)
+
+
+def _with_steps(amounts: pa.Table) -> list[dict[str, Any]]:
+    rows = amounts.drop_columns(["step_list"]).to_pylist()
+    for row, steps in zip(rows, amounts["step_list"], strict=True):
+        row["steps"] = dict(sorted(Counter(steps.as_py()).items()))
+    return rows
 
 
 def _value_counts(column: pa.ChunkedArray) -> Iterator[tuple[str, int]]:
@@ -267,6 +279,7 @@ QUESTIONS: dict[str, Callable[[ViewedRun, Query], Any]] = {
     "config": _config,
     "timeline": _timeline,
     "ledger": _ledger,
+    "ledger_reasons": _ledger_reasons,
     "ledger_rows": _ledger_rows,
 }
 """questions about one run"""

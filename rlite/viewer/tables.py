@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 PARTS = "reward_parts"
+USED = ("trained", "evaluated")
+"""statuses of rollouts that are not in the ledger"""
 DIGITS = 5
 
 
@@ -104,6 +106,15 @@ def counts_by_step(table: pa.Table, column: str) -> dict[str, Any]:
     for row in counts:
         found.setdefault(str(row[column]), [0] * len(steps))[place[row["step"]]] = row["count_all"]
     return {"steps": steps, "counts": found}
+
+
+def lost_rows(table: pa.Table) -> pa.Table:
+    """Return the rows of the ledger, with the kind of each reason: its text before the first colon."""
+    lost = table.filter(pc.invert(pc.is_in(table["status"], pa.array(USED))))
+    reasons = pc.fill_null(lost["reason"], "")
+    kinds = pc.replace_substring_regex(reasons, r"^sample \d+ of the group: ", "")
+    kinds = pc.replace_substring_regex(kinds, r"(?s):.*", "")
+    return lost.set_column(lost.column_names.index("reason"), "reason", reasons).append_column("kind", kinds)
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:

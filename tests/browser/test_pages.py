@@ -245,6 +245,20 @@ def test_the_ledger_leads_to_each_lost_rollout(show: Any) -> None:
     assert "filtered" in page.locator(".headline").inner_text()
 
 
+def test_reasons_of_one_kind_lie_below_each_other(chromium: Browser, tmp_path: Path) -> None:
+    base = {"step": 1, "sample": 0, "item": "", "status": "failed"}
+    rows = [{**base, "group": group, "reason": f"ValueError: line {group}"} for group in range(205)]
+    write_table(tmp_path, "train", 1, "rows", pa.Table.from_pylist(rows, schema=ROWS))
+    with serving([str(tmp_path)]) as url:
+        page = chromium.page()
+        page.goto(f"{url}#/ledger")
+        page.locator("summary", has_text="ValueError (205 reasons)").click()
+        page.get_by_role("button", name="Show more of 205").click()
+        page.locator("summary", has_text="ValueError: line 204").click()
+        assert page.locator("details[open] .chip").inner_text() == "step 1 · group 204 · sample 0"
+        page.context.close()
+
+
 def test_pages_are_light_or_dark(chromium: Browser, url: str) -> None:
     def is_dark() -> bool:
         colour = page.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -12,7 +12,7 @@ import pytest
 from rlite.errors import DataError
 from rlite.observability.record.files import write_table
 from rlite.observability.record.schema import ROWS
-from rlite.viewer.answers import MAX_HITS, QUESTIONS, answer
+from rlite.viewer.answers import MAX_HITS, PAGE, QUESTIONS, answer
 from rlite.viewer.export import export
 from rlite.viewer.query import Query, UnknownPlace
 from rlite.viewer.run import ViewedRun, open_runs
@@ -65,12 +65,25 @@ def test_a_search_finds_texts_in_any_case_and_shows_where(runs: list[ViewedRun])
 def test_the_ledger_accounts_for_every_rollout(runs: list[ViewedRun]) -> None:
     ledger = ask(runs, "ledger", source="train")
     assert ledger["rollouts"] == sum(ledger["statuses"].values()) == 256
-    assert ledger["lost"] == sum(row["count_all"] for row in ledger["reasons"]) == 256 - ledger["statuses"]["trained"]
-    for row in ledger["reasons"]:
+    assert ledger["lost"] == sum(row["count_all"] for row in ledger["kinds"]) == 256 - ledger["statuses"]["trained"]
+    for row in ledger["kinds"]:
         assert sum(row["steps"].values()) == row["count_all"]
-        places = ask(runs, "ledger_rows", source="train", status=row["status"], reason=row["reason"], offset=0)
+        places = ask(runs, "ledger_rows", source="train", status=row["status"], reason=row["reason_min"], offset=0)
         assert places["number"] == row["count_all"]
         assert set(places["columns"]["status"]) == {row["status"]}
+
+
+def test_the_ledger_joins_reasons_of_one_kind_and_pages_them(tmp_path: Path) -> None:
+    base = {"step": 1, "sample": 0, "item": "", "status": "failed"}
+    reasons = [f"sample {index % 2} of the group: ValueError: line {index}\nmore: text" for index in range(PAGE + 5)]
+    given = [{**base, "group": group, "reason": reason} for group, reason in enumerate([*reasons, "TimeoutError"])]
+    write_table(tmp_path, "train", 1, "rows", pa.Table.from_pylist(given, schema=ROWS))
+    runs = open_runs([str(tmp_path)])
+    kinds = ask(runs, "ledger", source="train")["kinds"]
+    assert [(row["kind"], row["count_all"]) for row in kinds] == [("ValueError", PAGE + 5), ("TimeoutError", 1)]
+    place = {"source": "train", "status": "failed", "kind": "ValueError"}
+    pages = [ask(runs, "ledger_reasons", offset=offset, **place)["reasons"] for offset in (0, PAGE)]
+    assert {row["reason"] for page in pages for row in page} == set(reasons)
 
 
 def test_a_prompt_is_followed_over_steps(runs: list[ViewedRun]) -> None:
@@ -151,7 +164,7 @@ def test_values_that_json_has_not_break_no_answer(tmp_path: Path) -> None:
         "actor.began": "2026-01-02",
         "actor.all": ["nan", {"2026-01-02": 1}],
     }
-    assert ask(runs, "ledger", source="train")["reasons"][0]["reward_mean"] is None
+    assert ask(runs, "ledger", source="train")["kinds"][0]["reward_mean"] is None
     assert ask(runs, "items")["items"]["reward_mean"] == [None]
     assert ask(runs, "sample", source="train", step=1, group=0, sample=0)["row"]["events"][0]["end"] is None
     export(runs, tmp_path / "out.html", [], 1)
