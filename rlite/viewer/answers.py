@@ -11,28 +11,36 @@ import pyarrow.compute as pc
 
 from rlite.viewer.advisories import advisories
 from rlite.viewer.lanes import timeline
+from rlite.viewer.plain import jsonable
 from rlite.viewer.query import Query, UnknownPlace
 from rlite.viewer.run import ViewedRun, flat
-from rlite.viewer.tables import columns, counts_by_step, means_by_step, plain_row, rounded, select
+from rlite.viewer.tables import (
+    columns,
+    counts_by_step,
+    evaluated_scores,
+    lost_rows,
+    means_by_step,
+    plain_row,
+    rounded,
+    select,
+    train_rewards,
+)
 
 TRAIN = "train"
-USED = ("trained", "evaluated")
-"""statuses of rollouts that are not in the ledger"""
 MAX_HITS = 200
 """of a search"""
 MAX_ITEMS = 500
-MAX_REASONS = 300
+MAX_KINDS = 300
+"""of reasons"""
 PAGE = 200
-"""rows of the ledger that are sent together"""
+"""rows or reasons of the ledger that are sent together"""
 CONTEXT = 60
 """characters on each side of a hit"""
 TOKEN_VALUES = ("logprobs", "trainer_logprobs", "advantages", "entropy")
-LIVE_S = 60.0
-"""seconds without a change after which a run no longer counts as live"""
 
 
 def answer(runs: Sequence[ViewedRun], name: str, query: Query) -> Any:
-    """Return the answer to a question.
+    """Return the answer to a question, in values that JSON has.
 
     Args:
         runs: the runs that are shown.
@@ -44,13 +52,13 @@ def answer(runs: Sequence[ViewedRun], name: str, query: Query) -> Any:
         DataError: a parameter has a wrong form.
     """
     if name == "runs":
-        return [_about(run) for run in runs]
+        return jsonable([_about(run) for run in runs])
     if name not in QUESTIONS:
         raise UnknownPlace(f"no question {name[:40]!r}")
     number = query.whole("run")
     if not 0 <= number < len(runs):
         raise UnknownPlace(f"run={number}: there are {len(runs)} runs")
-    return QUESTIONS[name](runs[number], query)
+    return jsonable(QUESTIONS[name](runs[number], query))
 
 
 def _about(run: ViewedRun) -> dict[str, Any]:
@@ -65,7 +73,6 @@ def _about(run: ViewedRun) -> dict[str, Any]:
         "last_step": run.metrics.last_step,
         "sources": sources,
         "problems": run.problems,
-        "is_live": run.seconds_since_change < LIVE_S,
         "changed_at": run.changed_at,
         "has_trace": run.trace.path.exists(),
         "metrics": sorted(run.metrics.series),
@@ -80,17 +87,23 @@ def _series(run: ViewedRun, query: Query) -> dict[str, Any]:
 def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
     tables = {source: run.record.table(source) for source in run.record.sources}
     means = {
-        source: means_by_step(table, table["reward"] if source == TRAIN else _scores(table))
+        source: means_by_step(table, train_rewards(table) if source == TRAIN else evaluated_scores(table))
         for source, table in tables.items()
     }
     first = next(iter(tables), TRAIN)  # the evaluation, if there was no training
-    statuses = dict(_value_counts(run.record.table(first)["status"]))
+    table = run.record.table(first)
     return {
         "sources": means,
-        "statuses": statuses,
-        "statuses_by_step": counts_by_step(run.record.table(first), "status"),
-        "advisories": advisories(run.metrics, statuses),
+        "statuses": dict(_value_counts(table["status"])),
+        "statuses_by_step": counts_by_step(table, "status"),
+        "advisories": advisories(run.metrics, dict(_value_counts(_finished(run, table)["status"]))),
     }
+
+
+def _finished(run: ViewedRun, table: pa.Table) -> pa.Table:
+    """Return the rows of finished steps. A run that ends records what is under way in the step after its last."""
+    last = run.metrics.last_step
+    return table.filter(pc.less_equal(table["step"], last)) if last else table
 
 
 def _rows(run: ViewedRun, query: Query) -> dict[str, Any]:
@@ -98,7 +111,7 @@ def _rows(run: ViewedRun, query: Query) -> dict[str, Any]:
     return {"columns": columns(select(run.record.table(source), step=step))}
 
 
-def _sample(run: ViewedRun, query: Query) -> dict[str, Any]:
+def _sample(run: ViewedRun, query: Query) -> Any:
     source, step = _source(run, query), query.whole("step")
     place = query.whole("group"), query.whole("sample")
     rows = run.record.rollouts(source, step, place)
@@ -107,14 +120,14 @@ def _sample(run: ViewedRun, query: Query) -> dict[str, Any]:
     return sample_answer(rows[0], run.record.tokens(source, step, place))
 
 
-def sample_answer(row: Mapping[str, Any], sequences: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the answer to the question for one rollout.
+def sample_answer(row: Mapping[str, Any], sequences: Iterable[Mapping[str, Any]]) -> Any:
+    """Return the answer to the question for one rollout, in values that JSON has.
 
     Args:
         row: the rollout's row.
         sequences: its recorded sequences.
     """
-    return {"row": plain_row(row), "sequences": [_sequence(each) for each in sequences]}
+    return jsonable({"row": plain_row(row), "sequences": [_sequence(each) for each in sequences]})
 
 
 def _group(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
@@ -181,8 +194,8 @@ def _item(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
     ]
 
 
-def _config(run: ViewedRun, query: Query) -> dict[str, Any]:
-    return dict(flat(run.config))
+def _config(run: ViewedRun, query: Query) -> Any:
+    return jsonable(dict(flat(run.config)), not_finite=str)
 
 
 def _timeline(run: ViewedRun, query: Query) -> dict[str, Any] | None:
@@ -191,38 +204,45 @@ def _timeline(run: ViewedRun, query: Query) -> dict[str, Any] | None:
 
 
 def _ledger(run: ViewedRun, query: Query) -> dict[str, Any]:
-    source = _source(run, query)
-    table = run.record.table(source)
-    lost = _lost(table)
-    wanted = [([], "count_all"), ("step", "min"), ("step", "max"), ("step", "list"), ("reward", "mean")]
-    reasons = lost.group_by(["status", "reason"]).aggregate(wanted).sort_by([("count_all", "descending")])
-    found = reasons.drop_columns(["step_list"]).slice(0, MAX_REASONS).to_pylist()
-    for row, steps in zip(found, reasons["step_list"], strict=False):
-        row["steps"] = dict(sorted(Counter(steps.as_py()).items()))
+    table = run.record.table(_source(run, query))
+    lost = lost_rows(table)
+    kinds = _amounts(lost, "kind")
     return {
         "rollouts": table.num_rows,
         "lost": lost.num_rows,
         "statuses": dict(_value_counts(table["status"])),
         "by_step": counts_by_step(table, "status"),
-        "reasons": found,
-        "num_reasons": reasons.num_rows,
+        "kinds": _with_steps(kinds.slice(0, MAX_KINDS)),
+        "num_kinds": kinds.num_rows,
     }
 
 
+def _ledger_reasons(run: ViewedRun, query: Query) -> dict[str, Any]:
+    lost = lost_rows(run.record.table(_source(run, query)))
+    reasons = _amounts(select(lost, status=query.text("status"), kind=query.text("kind")), "reason")
+    return {"reasons": _with_steps(reasons.slice(query.whole("offset"), PAGE)), "number": reasons.num_rows}
+
+
 def _ledger_rows(run: ViewedRun, query: Query) -> dict[str, Any]:
-    table = _lost(run.record.table(_source(run, query)))
+    table = lost_rows(run.record.table(_source(run, query)))
     own = select(table, status=query.text("status"), reason=query.text("reason"))
     offset = query.whole("offset")
     return {"columns": columns(own.slice(offset, PAGE)), "number": own.num_rows}
 
 
-def _lost(table: pa.Table) -> pa.Table:
-    return table.filter(pc.invert(pc.is_in(table["status"], pa.array(USED))))
+def _amounts(lost: pa.Table, key: str) -> pa.Table:
+    """Return how many rollouts were lost by status and key, the most first, with their steps."""
+    wanted = [([], "count_all"), ("step", "min"), ("step", "max"), ("step", "list"), ("reward", "mean")]
+    wanted += [("reason", "min"), ("reason", "count_distinct")] if key == "kind" else []
+    order = [("count_all", "descending"), ("status", "ascending"), (key, "ascending")]
+    return lost.group_by(["status", key]).aggregate(wanted).sort_by(order)
 
 
-def _scores(table: pa.Table) -> pa.ChunkedArray:
-    """Return what an evaluation counts: scores, else rewards, and 0 for failed episodes."""
-    return pc.coalesce(table["score"], table["reward"], 0.0)
+def _with_steps(amounts: pa.Table) -> list[dict[str, Any]]:
+    rows = amounts.drop_columns(["step_list"]).to_pylist()
+    for row, steps in zip(rows, amounts["step_list"], strict=True):
+        row["steps"] = dict(sorted(Counter(steps.as_py()).items()))
+    return rows
 
 
 def _value_counts(column: pa.ChunkedArray) -> Iterator[tuple[str, int]]:
@@ -259,6 +279,7 @@ QUESTIONS: dict[str, Callable[[ViewedRun, Query], Any]] = {
     "config": _config,
     "timeline": _timeline,
     "ledger": _ledger,
+    "ledger_reasons": _ledger_reasons,
     "ledger_rows": _ledger_rows,
 }
 """questions about one run"""

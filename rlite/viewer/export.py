@@ -42,7 +42,7 @@ def export(runs: Sequence[ViewedRun], path: Path, steps: Sequence[int], limit_mb
     answers = Answers(runs)
     answers.ask_overview()
     num_texts = answers.ask_samples(steps, limit_mb * MEGABYTE)
-    content = single_page(gzip.compress(json.dumps(answers.found).encode(), mtime=0)).encode()
+    content = single_page(gzip.compress(json.dumps(answers.found, allow_nan=False).encode(), mtime=0)).encode()
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace(path, content)
@@ -133,9 +133,10 @@ class Answers:
     def _ask_source(self, run: int, source: str, steps: Sequence[int]) -> None:
         for step in steps:
             self.ask("rows", run=run, source=source, step=step)
-        for row in self.ask("ledger", run=run, source=source)["reasons"]:
-            reason = {"status": row["status"], "reason": row["reason"]}
-            self.ask("ledger_rows", run=run, source=source, offset=0, **reason)
+        for row in self.ask("ledger", run=run, source=source)["kinds"]:
+            place = {"run": run, "source": source, "status": row["status"], "offset": 0}
+            for own in self.ask("ledger_reasons", kind=row["kind"], **place)["reasons"]:
+                self.ask("ledger_rows", reason=own["reason"], **place)
 
 
 def _question(name: str, **parameters: Any) -> str:

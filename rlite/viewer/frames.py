@@ -42,6 +42,7 @@ class RunFrames:
             steps: steps to read; None for all.
             source: `train`, or `eval.NAME`.
         """
+        self._record.refresh()
         frames = [table.to_pandas() for table in self._record.segments(source, steps)]
         columns = ["step", "group", "sample", "segments"]
         return (pd.concat(frames) if frames else pd.DataFrame(columns=columns)).dropna().reset_index(drop=True)
@@ -53,6 +54,7 @@ class RunFrames:
             steps: steps to read; None for all.
             source: `train`, or `eval.NAME`.
         """
+        self._record.refresh()
         return self._record.token_table(source, steps).to_pandas()
 
 

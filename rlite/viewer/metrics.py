@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 FILE = "metrics.jsonl"
+MAX_STEP = 2**31 - 1
+"""of a record, whose steps are 32-bit integers"""
 MAX_POINTS = 2000
 """of one series on a page"""
 
@@ -67,14 +69,21 @@ class MetricsLog:
     def _add(self, line: bytes) -> None:
         try:
             row: Mapping[str, Any] = json.loads(line)
-            step = int(row["step"])
+            step = _step(row["step"])
             values = {name: _finite(value) for name, value in row.items() if name != "step"}
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
             self.num_torn += 1
             return
         self.last_step = max(self.last_step, step)
         for name, value in values.items():
             self.series.setdefault(name, {})[step] = value
+
+
+def _step(value: Any) -> int:
+    step = int(value)
+    if abs(step) > MAX_STEP:
+        raise ValueError(f"step={step}")
+    return step
 
 
 def _finite(value: Any) -> float | None:

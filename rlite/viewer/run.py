@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,23 @@ class ViewedRun:
         self.trace = TraceLog(folder / TRACE)
         self.config: dict[str, Any] = {}
         self._config_problem = ""
+        self._refresh_problem = ""
         self.changed_at = 0.0
         """Unix time of the newest change"""
 
     def refresh(self) -> bool:
-        """Read what is new.
+        """Read what is new. An unforeseen error becomes a problem of this run, so that other runs are still followed.
 
         Returns:
             True if the record or the metrics have changed.
         """
+        try:
+            changed, self._refresh_problem = self._refresh(), ""
+        except Exception as error:
+            changed, self._refresh_problem = False, f"cannot be followed: {type(error).__name__}: {error}"
+        return changed
+
+    def _refresh(self) -> bool:
         if not self.config:
             self.config, self._config_problem = _read_config(self.folder / CONFIG)
         changed = [self.metrics.refresh(), self.record.refresh()]
@@ -56,12 +63,7 @@ class ViewedRun:
         found = [f"{name}: {reason}" for name, reason in sorted(self.record.problems.items())]
         if self.metrics.num_torn:
             found.append(f"{FILE}: {self.metrics.num_torn} lines are no metrics")
-        return [text for text in (self._config_problem, *found, *self.trace.problems) if text]
-
-    @property
-    def seconds_since_change(self) -> float:
-        """Seconds since the newest change of the record or the metrics."""
-        return max(0.0, time.time() - self.changed_at)
+        return [text for text in (self._config_problem, self._refresh_problem, *found, *self.trace.problems) if text]
 
 
 def open_runs(folders: list[str]) -> list[ViewedRun]:
@@ -111,7 +113,7 @@ def _read_config(path: Path) -> tuple[dict[str, Any], str]:
         found = yaml.safe_load(path.read_bytes())
     except FileNotFoundError:
         return {}, ""
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         return {}, f"{CONFIG}: cannot be read: {str(error).splitlines()[0]}"
     return (found, "") if isinstance(found, dict) else ({}, f"{CONFIG}: not the config of a run")
 

@@ -143,7 +143,7 @@ class PageServer:
         return web.Response(text=text, content_type="application/json")
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Return a stream that tells a page of changes, as server-sent events.
+        """Return a stream that tells a page of changes, as server-sent events. The first is sent at once.
 
         Raises:
             HTTPServiceUnavailable: too many pages are open.
@@ -154,7 +154,7 @@ class PageServer:
         self._num_streams += 1
         try:
             await stream.prepare(request)
-            seen = self._num_changes
+            seen = -1  # what changed before a page has connected is news to it
             while True:
                 await self._wait_for_change(seen)
                 is_new, seen = self._num_changes != seen, self._num_changes

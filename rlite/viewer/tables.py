@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 PARTS = "reward_parts"
+USED = ("trained", "evaluated")
+"""statuses of rollouts that are not in the ledger"""
 DIGITS = 5
 
 
@@ -55,7 +57,8 @@ def rounded(values: Sequence[Any] | None) -> list[float | None] | None:
 def means_by_step(table: pa.Table, values: pa.ChunkedArray) -> dict[str, list[Any]]:
     """Return mean and standard error of values for each step.
 
-    The standard error is clustered by group, because the rollouts of a group answer one prompt.
+    The standard error is clustered by group, because the rollouts of a group answer one prompt. It is not finite for a
+    step with one group.
 
     Args:
         table: rows.
@@ -63,18 +66,35 @@ def means_by_step(table: pa.Table, values: pa.ChunkedArray) -> dict[str, list[An
     """
     known = pc.is_valid(values)
     data = pa.table({"step": table["step"], "group": table["group"], "value": values}).filter(known)
-    sums = data.group_by(["step", "group"]).aggregate([("value", "sum"), ("value", "count")])
-    steps, totals, counts = (sums[name].to_numpy() for name in ("step", "value_sum", "value_count"))
-    found: dict[str, list[Any]] = {"steps": [], "values": [], "errors": [], "counts": []}
-    for step in np.unique(steps):
-        own = steps == step
-        number = counts[own].sum()
-        mean = totals[own].sum() / number
-        found["steps"].append(int(step))
-        found["values"].append(_finite(mean))
-        found["errors"].append(_finite(_clustered_error(totals[own] - mean * counts[own], number)))
-        found["counts"].append(int(number))
-    return found
+    sums = data.group_by(["step", "group"]).aggregate([("value", "sum"), ("value", "count")]).sort_by("step")
+    rows, totals, counts = (sums[name].to_numpy() for name in ("step", "value_sum", "value_count"))
+    steps, first, clusters = np.unique(rows, return_index=True, return_counts=True)
+    numbers = np.add.reduceat(counts, first)
+    with np.errstate(invalid="ignore", divide="ignore"):  # a reward is not finite, or a step has one group
+        means = np.add.reduceat(totals, first) / numbers
+        squares = np.add.reduceat((totals - np.repeat(means, clusters) * counts) ** 2, first)
+        errors = np.sqrt(clusters / (clusters - 1) * squares) / numbers  # Liang and Zeger, 1986
+    found = {"steps": steps, "values": means, "errors": errors, "counts": numbers}
+    return {name: own.tolist() for name, own in found.items()}
+
+
+def train_rewards(table: pa.Table) -> pa.ChunkedArray:
+    """Return the rewards of training; null for rollouts that the end of the run, or the engine, has aborted."""
+    return pc.if_else(pc.equal(table["status"], "aborted"), None, table["reward"])
+
+
+def evaluated_scores(table: pa.Table) -> pa.ChunkedArray:
+    """Return the numbers that an evaluation averages: scores, else rewards.
+
+    A failed episode counts 0, or the lowest number of its step if that is below 0, as in `rlite.evaluation.metrics`.
+    """
+    is_evaluated = pc.equal(table["status"], "evaluated")
+    known = pc.if_else(is_evaluated, pc.coalesce(table["score"], table["reward"]), None)
+    values = known.to_numpy()
+    _, place = np.unique(table["step"].to_numpy(), return_inverse=True)
+    lowest = np.zeros(len(values))
+    np.fmin.at(lowest, place, values)
+    return pa.chunked_array([np.where(known.is_null().to_numpy(), lowest[place], values)])
 
 
 def counts_by_step(table: pa.Table, column: str) -> dict[str, Any]:
@@ -88,20 +108,15 @@ def counts_by_step(table: pa.Table, column: str) -> dict[str, Any]:
     return {"steps": steps, "counts": found}
 
 
+def lost_rows(table: pa.Table) -> pa.Table:
+    """Return the rows of the ledger, with the kind of each reason: its text before the first colon."""
+    lost = table.filter(pc.invert(pc.is_in(table["status"], pa.array(USED))))
+    reasons = pc.fill_null(lost["reason"], "")
+    kinds = pc.replace_substring_regex(reasons, r"^sample \d+ of the group: ", "")
+    kinds = pc.replace_substring_regex(kinds, r"(?s):.*", "")
+    return lost.set_column(lost.column_names.index("reason"), "reason", reasons).append_column("kind", kinds)
+
+
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one row as JSON can hold it."""
-    made = {name: _finite(value) if isinstance(value, float) else value for name, value in row.items()}
-    made[PARTS] = {name: _finite(value) for name, value in row.get(PARTS) or ()}
-    return made
-
-
-def _clustered_error(residuals: np.ndarray, number: int) -> float:
-    """Return the standard error of a mean from the summed residuals of each cluster (Liang and Zeger, 1986)."""
-    clusters = len(residuals)
-    if clusters < 2:
-        return math.nan
-    return math.sqrt(clusters / (clusters - 1) * float((residuals**2).sum())) / number
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)
+    """Return one row with the parts of its reward by name."""
+    return {**row, PARTS: dict(row.get(PARTS) or ())}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 TRACE = "trace.json"
 MAX_EVENTS = 300_000
 """events that are read; Perfetto opens the others"""
+MAX_TIME = 1e16
+"""microseconds: three hundred years"""
 
 
 class TraceLog:
@@ -32,7 +35,10 @@ class TraceLog:
             return []
         stamp = (state.st_mtime_ns, state.st_size)
         if stamp != self._stamp:
-            self._events, self._stamp = self._read(), stamp
+            try:
+                self._events, self._stamp = self._read(), stamp
+            except OSError as error:
+                self._events, self.problems = [], [f"{TRACE}: cannot be read: {error.strerror or error}"]
         return self._events
 
     def _read(self) -> list[dict[str, Any]]:
@@ -48,15 +54,24 @@ class TraceLog:
                     return events
                 try:
                     events.append(_checked(json.loads(text)))
-                except (ValueError, LookupError, TypeError):
+                except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
                     num_torn += 1
         self.problems = [f"{TRACE}: {num_torn} lines cannot be read"] if num_torn else []
         return events
 
 
 def _checked(event: Any) -> dict[str, Any]:
-    """Return an event whose times are numbers."""
-    if event["ph"] in ("X", "b", "e"):
-        event["ts"] = float(event["ts"])
-        event["dur"] = float(event.get("dur", 0.0))
-    return event
+    """Return an event that has what lanes need: names and places, and times that are numbers."""
+    made = {**event, "ph": str(event["ph"]), "name": str(event["name"])}
+    made |= {"pid": int(event["pid"]), "tid": int(event["tid"])}
+    if made["ph"] == "M":
+        return made | {"args": {"name": str(event["args"]["name"])}}
+    if made["ph"] in ("b", "e"):
+        made["id"] = str(event["id"])
+    return made | {"ts": _microseconds(event["ts"]), "dur": _microseconds(event.get("dur", 0.0))}
+
+
+def _microseconds(value: Any) -> float:
+    if not math.isfinite(number := float(value)) or abs(number) > MAX_TIME:
+        raise ValueError(f"{number} microseconds")
+    return number

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import pyarrow as pa
 import pytest
 
+from rlite.observability.record.files import write_table
+from rlite.observability.record.schema import ROWS
 from rlite.viewer.export import export
 from rlite.viewer.run import open_runs
 from tests.recorded_run import Shape, write_run, write_step
@@ -242,6 +245,20 @@ def test_the_ledger_leads_to_each_lost_rollout(show: Any) -> None:
     assert "filtered" in page.locator(".headline").inner_text()
 
 
+def test_reasons_of_one_kind_lie_below_each_other(chromium: Browser, tmp_path: Path) -> None:
+    base = {"step": 1, "sample": 0, "item": "", "status": "failed"}
+    rows = [{**base, "group": group, "reason": f"ValueError: line {group}"} for group in range(205)]
+    write_table(tmp_path, "train", 1, "rows", pa.Table.from_pylist(rows, schema=ROWS))
+    with serving([str(tmp_path)]) as url:
+        page = chromium.page()
+        page.goto(f"{url}#/ledger")
+        page.locator("summary", has_text="ValueError (205 reasons)").click()
+        page.get_by_role("button", name="Show more of 205").click()
+        page.locator("summary", has_text="ValueError: line 204").click()
+        assert page.locator("details[open] .chip").inner_text() == "step 1 · group 204 · sample 0"
+        page.context.close()
+
+
 def test_pages_are_light_or_dark(chromium: Browser, url: str) -> None:
     def is_dark() -> bool:
         colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -283,6 +300,67 @@ def test_the_page_follows_a_run(chromium: Browser, tmp_path: Path) -> None:
         at(page, "#/overview")
         legend = page.locator('[data-chart="Training reward"] .u-legend')
         assert legend.locator(".u-value").first.inner_text() == "3"
+        page.context.close()
+
+
+def test_a_page_that_nobody_sees_holds_no_connection(chromium: Browser, url: str) -> None:
+    page = chromium.page()
+    page.add_init_script(
+        "window.streams = [];"
+        "window.EventSource = class extends EventSource { constructor(a) { super(a); window.streams.push(this); } };"
+    )
+    page.goto(url)
+    page.wait_for_function("() => window.streams.length === 1")
+    for is_hidden, states in ((True, "2"), (False, "2,1")):
+        page.evaluate(
+            "hidden => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });"
+            "document.dispatchEvent(new Event('visibilitychange')); }",
+            is_hidden,
+        )
+        page.wait_for_function(
+            "states => window.streams.map((stream) => stream.readyState).join() === states", arg=states
+        )
+    page.context.close()
+
+
+def test_a_run_without_changes_stops_being_live(chromium: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "quiet", Shape(steps=1, groups=1, samples=1))
+    with serving([str(folder)]) as url:
+        page = chromium.page()
+        page.clock.install()
+        page.goto(url)
+        page.wait_for_selector("#runs .live")
+        page.clock.fast_forward("02:00")
+        page.wait_for_selector("#runs .live", state="detached")
+        assert page.locator("#runs small").inner_text() == "2 min ago"
+        page.context.close()
+
+
+def test_a_finished_run_opens_at_its_last_step_and_not_at_what_was_under_way(chromium: Browser, tmp_path: Path) -> None:
+    shape = Shape(steps=2, groups=2, samples=2)
+    folder = write_run(tmp_path / "ended", shape)
+    write_step(folder, 3, shape)
+    with serving([str(folder)]) as url:
+        page = chromium.page()
+        page.goto(f"{url}#/rollouts")
+        chromium.wait_until_shown(page, "#/rollouts")
+        assert page.get_by_label("step", exact=True).input_value() == "2"
+        page.goto(f"{url}#/sample")
+        chromium.wait_until_shown(page, "#/sample")
+        assert "train · step 2" in page.locator(".crumbs").inner_text()
+        page.context.close()
+
+
+def test_an_episode_of_many_stages_tells_its_whole_seconds(chromium: Browser, tmp_path: Path) -> None:
+    events = [{"name": "generate", "start": 0.1 * index, "end": 0.1 * index + 0.1} for index in range(256)]
+    row = {"step": 1, "group": 0, "sample": 0, "item": "a", "status": "trained", "reason": "", "events": events}
+    rows = pa.Table.from_pylist([row | {"seconds_generate": 600.0}], schema=ROWS)
+    write_table(tmp_path, "train", 1, "rows", rows)
+    with serving([str(tmp_path)]) as url:
+        page = chromium.page()
+        page.goto(f"{url}#/sample")
+        assert page.locator("p.legend").inner_text().strip() == "generate 10.0 min"
+        assert "the first 256 stages" in page.locator(".note").inner_text()
         page.context.close()
 
 

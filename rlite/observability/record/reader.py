@@ -6,6 +6,8 @@ A record may grow, be compacted, or be cut off by a crash while it is read. File
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +41,19 @@ class RecordReader:
         self._files: dict[Path, tuple[RecordFile, Stamp]] = {}
         self._scalars: dict[Path, pa.Table] = {}
         self._tables: dict[str, pa.Table] = {}
+        self._has_news = False
 
     def refresh(self) -> bool:
         """Look for new, replaced and deleted files.
 
         Returns:
-            True if there are any.
+            True if there are any since the last call.
         """
+        self._look()
+        has_news, self._has_news = self._has_news, False
+        return has_news
+
+    def _look(self) -> None:
         found = {file.path: (file, stamp) for file in record_files(self.folder) if (stamp := _stamp(file.path))}
         changed = {path for path in {*found, *self._files} if found.get(path) != self._files.get(path)}
         for path in changed:
@@ -54,7 +62,7 @@ class RecordReader:
         self._files = found
         if changed:
             self._tables.clear()
-        return bool(changed)
+            self._has_news = True
 
     @property
     def sources(self) -> list[str]:
@@ -64,7 +72,9 @@ class RecordReader:
     def table(self, source: str) -> pa.Table:
         """Return all rows of a source without texts and events, in the order of step, group and sample."""
         if source not in self._tables:
-            parts = list(self._parts(source))
+            files, parts = self._files, list(self._parts(source))
+            if self._files is not files:  # some were merged meanwhile
+                return self.table(source)
             joined = pa.concat_tables(parts) if parts else SCALARS.empty_table()
             self._tables[source] = joined.sort_by([(key, "ascending") for key in ("step", "group", "sample")])
         return self._tables[source]
@@ -78,9 +88,7 @@ class RecordReader:
         """
         chosen = None if steps is None else pc.field("step").isin(list(steps))
         for file in self._holders(source, "rows", steps):
-            table = self._read(file, ROWS, ["step", "group", "sample", "segments"], chosen)
-            if table is not None:
-                yield table
+            yield from self._read(file, ROWS, ["step", "group", "sample", "segments"], chosen)
 
     def rollouts(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:
         """Return rollouts of a step with all their columns.
@@ -106,7 +114,7 @@ class RecordReader:
         """Return all recorded sequences of some steps; None for all steps."""
         chosen = None if steps is None else pc.field("step").isin(list(steps))
         found = [self._read(file, TOKENS, None, chosen) for file in self._holders(source, "tokens", steps)]
-        return pa.concat_tables([TOKENS.empty_table(), *(table for table in found if table is not None)])
+        return pa.concat_tables([TOKENS.empty_table(), *chain.from_iterable(found)])
 
     def _of_step(
         self, source: str, kind: Kind, schema: pa.Schema, step: int, place: Place | None
@@ -115,9 +123,9 @@ class RecordReader:
         if place is not None:
             chosen &= (pc.field("group") == place[0]) & (pc.field("sample") == place[1])
         for file in self._holders(source, kind, [step]):
-            table = self._read(file, schema, None, chosen)
-            if table is not None and table.num_rows:
-                return table.to_pylist()
+            for table in self._read(file, schema, None, chosen):
+                if table.num_rows:
+                    return table.to_pylist()
         return []
 
     def _holders(self, source: str, kind: Kind, steps: Sequence[int] | None = None) -> list[RecordFile]:
@@ -129,29 +137,51 @@ class RecordReader:
 
     def _parts(self, source: str) -> Iterable[pa.Table]:
         for file in self._holders(source, "rows"):
-            table = self._scalars.get(file.path)
-            if table is None and (table := self._read(file, SCALARS, SCALARS.names)) is not None:
-                self._scalars[file.path] = table
-            if table is not None:
-                yield table
+            if file.path not in self._scalars and (found := self._read(file, SCALARS, SCALARS.names)):
+                self._scalars[file.path] = found[0]
+            if file.path in self._scalars:
+                yield self._scalars[file.path]
 
     def _read(
         self, file: RecordFile, schema: pa.Schema, columns: list[str] | None, chosen: pc.Expression | None = None
-    ) -> pa.Table | None:
-        """Return columns of a file in the form of `schema`; None, and a problem, if that cannot be."""
+    ) -> list[pa.Table]:
+        """Return columns of a file in the form of `schema`. A file that was merged is read from the one that holds it.
+
+        Returns:
+            One table; none, and a problem, if the file cannot be read.
+        """
+        try:
+            return self._read_file(file, schema, columns, chosen)
+        except FileNotFoundError:
+            self._look()
+        own = (pc.field("step") >= file.first) & (pc.field("step") <= file.last)
+        chosen = own if chosen is None else chosen & own
+        for wide in self._holders(file.source, file.kind, [file.first]):
+            with suppress(FileNotFoundError):
+                return self._read_file(wide, schema, columns, chosen)
+        return []
+
+    def _read_file(
+        self, file: RecordFile, schema: pa.Schema, columns: list[str] | None, chosen: pc.Expression | None
+    ) -> list[pa.Table]:
+        """Return one table, or none.
+
+        Raises:
+            FileNotFoundError: the file was merged, or deleted.
+        """
         try:
             found = pq.read_schema(file.path)
             if reason := _refusal(found):
                 self.problems[file.path.name] = reason
-                return None
+                return []
             wanted = [name for name in columns or schema.names if name in found.names]
             table = pq.read_table(file.path, columns=wanted, filters=chosen, partitioning=None)
-            return _conformed(table, pa.schema([schema.field(name) for name in columns or schema.names]))
-        except FileNotFoundError:  # compacted in this moment
-            return None
+            return [_conformed(table, pa.schema([schema.field(name) for name in columns or schema.names]))]
+        except FileNotFoundError:
+            raise
         except (OSError, pa.ArrowException, KeyError) as error:
             self.problems[file.path.name] = f"cannot be read: {str(error).splitlines()[0]}"
-            return None
+            return []
 
 
 def is_recorded(folder: Path) -> bool:
@@ -162,7 +192,7 @@ def is_recorded(folder: Path) -> bool:
 def _stamp(path: Path) -> Stamp | None:
     try:
         found = path.stat()
-    except FileNotFoundError:
+    except OSError:
         return None
     return found.st_mtime_ns, found.st_size
 

@@ -47,12 +47,21 @@ function lookUp(name, texts) {
   return carried[key];
 }
 
-// Calls `act` when the files of a run have changed.
+// Calls `act` when the files of a run have changed, and when the page is seen again. A page that nobody sees holds no
+// stream: a browser opens six connections to one server, for all its pages together.
 export function follow(act) {
   if (carried) return;
-  const events = new EventSource("/events");
-  events.addEventListener("message", () => {
+  let events = null;
+  const hear = () => {
     recent.clear();
     act();
-  });
+  };
+  const connect = () => {
+    events?.close();
+    if (document.hidden) return;
+    events = new EventSource("/events"); // its first message comes at once
+    events.addEventListener("message", hear);
+  };
+  document.addEventListener("visibilitychange", connect);
+  connect();
 }

@@ -74,6 +74,11 @@ export function words(status) {
   return String(status).replaceAll("_", " ");
 }
 
+// The newest finished step, else the newest step: the end of a run records what was under way in the step after its last.
+export function newest(steps, { last_step: last }) {
+  return steps.findLast((step) => step <= last) ?? steps.at(-1);
+}
+
 // An entry of a legend.
 export function key(color, text) {
   return h("span", { class: "key" }, h("i", { class: "swatch", style: { background: color } }), text);

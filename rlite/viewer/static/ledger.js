@@ -46,21 +46,32 @@ function chart({ by_step: { steps, counts } }) {
 }
 
 function reasons(ledger, place) {
-  if (!ledger.reasons.length) return card("Reasons", empty("Nothing was lost", "Every rollout was used."));
-  const most = ledger.reasons[0].count_all;
-  const rows = ledger.reasons.map((row) => reasonRow(row, most, place));
-  const note = ledger.num_reasons > ledger.reasons.length ? `the ${ledger.reasons.length} most frequent of ${number(ledger.num_reasons)} reasons` : "A click lists the rollouts of a reason.";
+  if (!ledger.kinds.length) return card("Reasons", empty("Nothing was lost", "Every rollout was used."));
+  const most = ledger.kinds[0].count_all;
+  const rows = ledger.kinds.map((row) => kindRow(row, most, place));
+  const note = ledger.num_kinds > ledger.kinds.length ? `the ${ledger.kinds.length} most frequent of ${number(ledger.num_kinds)} kinds` : "A click lists the rollouts of a reason.";
   return card("Reasons", h("p", { class: "note" }, note), h("div", { class: "reasons" }, rows));
 }
 
+// Reasons of one kind below each other; a single one stands for its kind.
+function kindRow(row, most, place) {
+  if (row.reason_count_distinct === 1) return reasonRow({ ...row, reason: row.reason_min }, most, place);
+  const why = `${row.kind || MEANINGS[row.status] || ""} (${number(row.reason_count_distinct)} reasons)`;
+  return opening(row, most, why, "kind", (list) => showReasons(list, row, place, 0));
+}
+
 function reasonRow(row, most, place) {
-  const list = h("div", { class: "places" });
+  return opening(row, most, row.reason || MEANINGS[row.status] || "", "places", (list) => showPlaces(list, row, place, 0));
+}
+
+function opening(row, most, why, kind, show) {
+  const list = h("div", { class: kind });
   const details = h("details", {},
     h("summary", {},
-      statusChip(row.status), h("span", { class: "why" }, row.reason || MEANINGS[row.status] || ""),
+      statusChip(row.status), h("span", { class: "why" }, why),
       spark(row.steps), h("small", {}, row.step_min === row.step_max ? `step ${row.step_min}` : `steps ${row.step_min} – ${row.step_max}`),
       h("span", { class: "amount" }, h("i", { class: "bar", style: { width: `${(100 * row.count_all) / most}%`, background: STATUS[row.status] ?? "#888" } })), h("b", {}, number(row.count_all))), list);
-  details.addEventListener("toggle", () => details.open && !list.childElementCount && showPlaces(list, row, place, 0));
+  details.addEventListener("toggle", () => details.open && !list.childElementCount && show(list));
   return details;
 }
 
@@ -73,13 +84,25 @@ function spark(steps) {
   return svg("svg", { viewBox: "0 0 80 18", class: "spark", "aria-hidden": "true" }, known.slice(0, 400).map(([step, count]) => svg("rect", { x: (step - first) * width, y: 18 - (16 * count) / most, width: Math.max(0.8, width - 0.5), height: (16 * count) / most })));
 }
 
-async function showPlaces(list, row, { run, source, app }, offset) {
+async function showReasons(list, row, place, offset) {
+  const { run, source } = place;
+  const answer = await ask("ledger_reasons", { run, source, status: row.status, kind: row.kind, offset }).catch((error) => ({ error, reasons: [], number: 0 }));
+  const own = answer.reasons.map((reason) => reasonRow(reason, row.count_all, place));
+  extend(list, own, answer, offset, (next) => showReasons(list, row, place, next));
+}
+
+async function showPlaces(list, row, place, offset) {
+  const { run, source, app } = place;
   const answer = await ask("ledger_rows", { run, source, status: row.status, reason: row.reason, offset }).catch((error) => ({ error, columns: {}, number: 0 }));
-  const rows = rowsOf(answer.columns);
-  const links = rows.map(({ step, group, sample, reward, item }) => h("a", { class: "chip", title: `item ${item}, reward ${number(reward)}`, href: app.link("sample", { run, source, step, group, sample }) }, `step ${step} · group ${group} · sample ${sample}`));
-  const next = offset + rows.length;
-  const more = next < answer.number && rows.length > 0 && h("button", { type: "button", class: "more", on: { click: (event) => { event.target.remove(); showPlaces(list, row, { run, source, app }, next); } } }, `Show more of ${number(answer.number)}`);
-  list.append(...links, ...[more, answer.error && answer.error.message].filter(Boolean));
+  const links = rowsOf(answer.columns).map(({ step, group, sample, reward, item }) => h("a", { class: "chip", title: `item ${item}, reward ${number(reward)}`, href: app.link("sample", { run, source, step, group, sample }) }, `step ${step} · group ${group} · sample ${sample}`));
+  extend(list, links, answer, offset, (next) => showPlaces(list, row, place, next));
+}
+
+// Adds a page of a list, with a button for the next one.
+function extend(list, own, answer, offset, show) {
+  const next = offset + own.length;
+  const more = next < answer.number && own.length > 0 && h("button", { type: "button", class: "more", on: { click: (event) => { event.target.remove(); show(next); } } }, `Show more of ${number(answer.number)}`);
+  list.append(...own, ...[more, answer.error && answer.error.message].filter(Boolean));
 }
 
 function percent(part, whole) {

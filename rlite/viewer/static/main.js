@@ -12,6 +12,8 @@ import * as timeline from "viewer/timeline";
 
 const PAGES = { overview, rollouts, sample, compare, timeline, ledger };
 const TITLES = { overview: "Overview", rollouts: "Rollouts", sample: "Sample", compare: "Compare", timeline: "Timeline", ledger: "Ledger" };
+const LIVE_S = 60; // without a change, after which a run no longer counts as live
+const LOOK_EVERY_MS = 5000; // at the clock
 const KEYS = [
   ["1 – 6", "pages"],
   ["← →", "sample: previous, next of the group; timeline: move"],
@@ -79,12 +81,20 @@ function showFrame(page) {
   const links = Object.entries(TITLES).map(([name, title], index) =>
     h("a", { href: linkTo(name), title: `key ${index + 1}`, "aria-current": name === page ? "page" : null }, title));
   fill(document.getElementById("nav"), links);
+  showRuns();
+}
+
+function showRuns() {
   const chips = app.runs.map((run, index) =>
     h("span", { class: "run", title: run.folder },
       h("i", { class: "dot", style: { background: SERIES[index % SERIES.length] } }),
       h("span", {}, run.name),
-      h("small", { class: run.is_live ? "live" : "" }, run.is_live ? "live" : run.changed_at ? ago(run.changed_at) : "")));
+      h("small", { class: isLive(run) ? "live" : "" }, isLive(run) ? "live" : run.changed_at ? ago(run.changed_at) : "")));
   fill(document.getElementById("runs"), chips);
+}
+
+function isLive(run) {
+  return !api.isExport() && Date.now() / 1000 - run.changed_at < LIVE_S;
 }
 
 // pages that show one step keep it when the reader goes from one to another
@@ -166,6 +176,7 @@ async function begin() {
   addEventListener("keydown", onKey);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
   await show();
+  setInterval(showRuns, LOOK_EVERY_MS);
   api.follow(() => hearNews().catch(() => {}));
 }
 

@@ -3,7 +3,7 @@
 import { ask, series } from "viewer/api";
 import { lineChart, stackChart } from "viewer/charts";
 import { SERIES, STATUS } from "viewer/colors";
-import { ago, card, empty, fill, groupedBy, h, number, seconds, words } from "viewer/dom";
+import { ago, card, empty, fill, groupedBy, h, newest, number, seconds, words } from "viewer/dom";
 
 // title, metrics, note; the charts that have no data are left out
 const CHARTS = [
@@ -86,7 +86,7 @@ function tiles({ run, color, series: metrics, sources, statuses }, several, app)
     tile(source.replace("eval.", "held out: "), `${number(means.values.at(-1), 3)}`, means.errors.at(-1) === null ? "" : `± ${number(means.errors.at(-1), 2)}`));
   const facts = [
     tile("step", number(run.last_step || null), run.changed_at ? `changed ${ago(run.changed_at)}` : ""),
-    tile("reward", number(sources.train?.values.at(-1) ?? last("reward"), 3), "last step"),
+    tile("reward", number(rewardOf(sources.train, run) ?? last("reward"), 3), "last step"),
     ...(evaluated.length ? evaluated : [tile("held out", number(last("accuracy"), 3), "accuracy")]),
     tile("tokens/s", number(last("tokens_per_second"), 3), ""),
     tile("step takes", seconds(last("seconds")), ""),
@@ -95,6 +95,11 @@ function tiles({ run, color, series: metrics, sources, statuses }, several, app)
   ];
   const title = several && h("h2", {}, h("i", { class: "dot", style: { background: color } }), run.name);
   return h("div", {}, title, h("div", { class: "tiles" }, facts.filter(Boolean)));
+}
+
+// Mean reward of the newest step.
+function rewardOf(recorded, run) {
+  return recorded?.values[recorded.steps.indexOf(newest(recorded.steps, run))];
 }
 
 // A figure; none if it is not known.

@@ -2,7 +2,7 @@
 
 import { ask, isExport } from "viewer/api";
 import { css, range, scale, STATUS } from "viewer/colors";
-import { card, empty, fill, groupedBy, h, key, number, rowsOf, select, svg, words } from "viewer/dom";
+import { card, empty, fill, groupedBy, h, key, newest, number, rowsOf, select, svg, words } from "viewer/dom";
 
 const BINS = 20;
 const SHOWN_ROWS = 100;
@@ -19,7 +19,7 @@ export async function render(parameters, app) {
   if (!sources.length) return { body: noRecord(about) };
   const source = about.sources[parameters.source] ? parameters.source : sources[0];
   const steps = about.sources[source].steps;
-  const step = steps.includes(Number(parameters.step)) ? Number(parameters.step) : steps.at(-1);
+  const step = steps.includes(Number(parameters.step)) ? Number(parameters.step) : newest(steps, about);
   const rows = rowsOf((await ask("rows", { run, source, step })).columns);
   const state = { app, run, source, step, steps, rows, parameters: { ...parameters, run, source, step } };
   const body = h("div", { class: "page" });

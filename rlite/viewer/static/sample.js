@@ -2,13 +2,14 @@
 
 import { ask } from "viewer/api";
 import { range, scale } from "viewer/colors";
-import { card, empty, h, key, longText, number, rowsOf, seconds, svg, words } from "viewer/dom";
+import { card, empty, h, key, longText, newest, number, rowsOf, seconds, svg, words } from "viewer/dom";
 import { noRecord, statusChip } from "viewer/rollouts";
 import { tokenView } from "viewer/tokens";
 
 const TABS = { conversation: "Conversation", tokens: "Tokens", siblings: "Side by side" };
 const ROLES = { prompt: "Prompt", model: "Model", environment: "Environment" };
 const STAGES = { queue: "#94a3b8", generate: "#2563eb", environment: "#e8710a", reward: "#0f9d76" };
+const MAX_EVENTS = 256; // stages of an episode that are recorded
 const TOOL_CALL = /(<tool_call>[\s\S]*?<\/tool_call>)/;
 const FACTS = ["item", "answer", "score", "advantage", "turns", "tool_calls", "tool_errors", "prompt_tokens", "response_tokens", "truncated"];
 
@@ -18,7 +19,7 @@ export async function render(parameters, app) {
   if (!about || !Object.keys(about.sources).length) return { body: about ? noRecord(about) : empty("No such run") };
   const source = about.sources[parameters.source] ? parameters.source : Object.keys(about.sources)[0];
   const steps = about.sources[source].steps;
-  const step = parameters.step === undefined ? steps.at(-1) : Number(parameters.step);
+  const step = parameters.step === undefined ? newest(steps, about) : Number(parameters.step);
   const { group, sample } = parameters;
   if (group !== undefined && sample !== undefined) ask("sample", { run, source, step, group, sample }).catch(() => {}); // at once with the rows
   const rows = rowsOf((await ask("rows", { run, source, step })).columns);
@@ -164,7 +165,7 @@ function episode({ row }) {
   const names = [...new Set(events.map((event) => event.name))];
   const bars = events.map((event) => svg("rect", { x: (300 * event.start) / end, y: 4 + 20 * names.indexOf(event.name), width: Math.max(1, (300 * (event.end - event.start)) / end), height: 14, rx: 2, fill: STAGES[event.name] ?? "#64748b" },
     svg("title", {}, `${event.name}: ${seconds(event.end - event.start)}, from ${seconds(event.start)}`)));
-  const total = (name) => events.filter((event) => event.name === name).reduce((sum, event) => sum + event.end - event.start, 0);
-  const legend = names.map((name) => key(STAGES[name] ?? "#64748b", `${name} ${seconds(total(name))}`));
-  return card("Episode", svg("svg", { viewBox: `0 0 300 ${4 + 20 * names.length}`, class: "episode", role: "img", "aria-label": "timeline of the episode" }, bars), h("p", { class: "legend" }, legend, h("span", {}, `in all ${seconds(end)}`)));
+  const legend = names.map((name) => key(STAGES[name] ?? "#64748b", `${name} ${seconds(row[`seconds_${name}`])}`));
+  const cut = events.length === MAX_EVENTS && h("p", { class: "note" }, `The picture shows the first ${MAX_EVENTS} stages; the seconds count all.`);
+  return card("Episode", svg("svg", { viewBox: `0 0 300 ${4 + 20 * names.length}`, class: "episode", role: "img", "aria-label": "timeline of the episode" }, bars), h("p", { class: "legend" }, legend, !cut && h("span", {}, `in all ${seconds(end)}`)), cut);
 }

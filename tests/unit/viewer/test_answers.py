@@ -12,7 +12,8 @@ import pytest
 from rlite.errors import DataError
 from rlite.observability.record.files import write_table
 from rlite.observability.record.schema import ROWS
-from rlite.viewer.answers import MAX_HITS, QUESTIONS, answer
+from rlite.viewer.answers import MAX_HITS, PAGE, QUESTIONS, answer
+from rlite.viewer.export import export
 from rlite.viewer.query import Query, UnknownPlace
 from rlite.viewer.run import ViewedRun, open_runs
 from rlite.viewer.tables import means_by_step
@@ -64,12 +65,25 @@ def test_a_search_finds_texts_in_any_case_and_shows_where(runs: list[ViewedRun])
 def test_the_ledger_accounts_for_every_rollout(runs: list[ViewedRun]) -> None:
     ledger = ask(runs, "ledger", source="train")
     assert ledger["rollouts"] == sum(ledger["statuses"].values()) == 256
-    assert ledger["lost"] == sum(row["count_all"] for row in ledger["reasons"]) == 256 - ledger["statuses"]["trained"]
-    for row in ledger["reasons"]:
+    assert ledger["lost"] == sum(row["count_all"] for row in ledger["kinds"]) == 256 - ledger["statuses"]["trained"]
+    for row in ledger["kinds"]:
         assert sum(row["steps"].values()) == row["count_all"]
-        places = ask(runs, "ledger_rows", source="train", status=row["status"], reason=row["reason"], offset=0)
+        places = ask(runs, "ledger_rows", source="train", status=row["status"], reason=row["reason_min"], offset=0)
         assert places["number"] == row["count_all"]
         assert set(places["columns"]["status"]) == {row["status"]}
+
+
+def test_the_ledger_joins_reasons_of_one_kind_and_pages_them(tmp_path: Path) -> None:
+    base = {"step": 1, "sample": 0, "item": "", "status": "failed"}
+    reasons = [f"sample {index % 2} of the group: ValueError: line {index}\nmore: text" for index in range(PAGE + 5)]
+    given = [{**base, "group": group, "reason": reason} for group, reason in enumerate([*reasons, "TimeoutError"])]
+    write_table(tmp_path, "train", 1, "rows", pa.Table.from_pylist(given, schema=ROWS))
+    runs = open_runs([str(tmp_path)])
+    kinds = ask(runs, "ledger", source="train")["kinds"]
+    assert [(row["kind"], row["count_all"]) for row in kinds] == [("ValueError", PAGE + 5), ("TimeoutError", 1)]
+    place = {"source": "train", "status": "failed", "kind": "ValueError"}
+    pages = [ask(runs, "ledger_reasons", offset=offset, **place)["reasons"] for offset in (0, PAGE)]
+    assert {row["reason"] for page in pages for row in page} == set(reasons)
 
 
 def test_a_prompt_is_followed_over_steps(runs: list[ViewedRun]) -> None:
@@ -85,6 +99,37 @@ def test_held_out_means_count_failed_episodes_as_wrong(tmp_path: Path) -> None:
     write_table(tmp_path, "eval.math", 5, "rows", pa.Table.from_pylist(given, schema=ROWS))
     means = ask(open_runs([str(tmp_path)]), "overview")["sources"]["eval.math"]
     assert means == {"steps": [5], "values": [0.5], "errors": [0.5], "counts": [2]}
+
+
+def test_a_failed_episode_counts_the_lowest_score_of_its_step_if_that_is_negative(tmp_path: Path) -> None:
+    base = {"sample": 0, "item": "", "reason": ""}
+    scores = {(5, 0): -1.0, (5, 1): 0.5, (6, 0): 0.5}
+    given = [
+        {**base, "step": step, "group": group, "status": "evaluated", "score": score}
+        for (step, group), score in scores.items()
+    ]
+    given += [{**base, "step": step, "group": 9, "status": "failed", "reward": 1.0} for step in (5, 6)]
+    write_table(tmp_path, "eval.math", 5, "rows", pa.Table.from_pylist(given, schema=ROWS))
+    means = ask(open_runs([str(tmp_path)]), "overview")["sources"]["eval.math"]
+    assert means["values"] == [-0.5, 0.25]
+
+
+def test_groups_under_way_at_the_end_count_neither_as_rewards_nor_as_lost(tmp_path: Path) -> None:
+    base = {"sample": 0, "item": "", "reason": ""}
+    write_table(
+        tmp_path,
+        "train",
+        1,
+        "rows",
+        pa.Table.from_pylist([{**base, "step": 1, "group": 0, "status": "trained", "reward": 1.0}], schema=ROWS),
+    )
+    aborted = [{**base, "step": 2, "group": group, "status": "aborted", "reward": 0.0} for group in (1, 2)]
+    write_table(tmp_path, "train", 2, "rows", pa.Table.from_pylist(aborted, schema=ROWS))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    overview = ask(open_runs([str(tmp_path)]), "overview")
+    assert overview["sources"]["train"]["steps"] == [1]
+    assert overview["advisories"] == []
+    assert overview["statuses"] == {"trained": 1, "aborted": 2}
 
 
 def test_standard_errors_are_clustered_by_group() -> None:
@@ -106,6 +151,23 @@ def test_values_that_are_not_finite_become_null(tmp_path: Path) -> None:
     assert columns["reward"] == columns["advantage"] == columns["reward/a"] == [None]
     assert ask(runs, "sample", source="train", step=1, group=0, sample=0)["row"]["reward_parts"] == {"a": None}
     ask(runs, "overview")
+
+
+def test_values_that_json_has_not_break_no_answer(tmp_path: Path) -> None:
+    row = {"step": 1, "group": 0, "sample": 0, "item": "", "status": "failed", "reason": "", "reward": math.inf}
+    row |= {"events": [{"name": "queue", "start": 0.0, "end": math.nan}]}
+    write_table(tmp_path, "train", 1, "rows", pa.Table.from_pylist([row], schema=ROWS))
+    (tmp_path / "config.yaml").write_text("actor: {limit: .inf, began: 2026-01-02, all: [.nan, {2026-01-02: 1}]}\n")
+    runs = open_runs([str(tmp_path)])
+    assert ask(runs, "config") == {
+        "actor.limit": "inf",
+        "actor.began": "2026-01-02",
+        "actor.all": ["nan", {"2026-01-02": 1}],
+    }
+    assert ask(runs, "ledger", source="train")["kinds"][0]["reward_mean"] is None
+    assert ask(runs, "items")["items"]["reward_mean"] == [None]
+    assert ask(runs, "sample", source="train", step=1, group=0, sample=0)["row"]["events"][0]["end"] is None
+    export(runs, tmp_path / "out.html", [], 1)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from rlite.errors import ConfigError
+from rlite.observability.record.files import write_table
+from rlite.observability.record.rewrite import compact
+from rlite.observability.record.schema import ROWS
 from rlite.viewer import load
 
 
@@ -25,6 +29,16 @@ def test_texts_and_tokens_are_read_by_step(recorded: Path) -> None:
     assert run.texts([3])["segments"][0][0]["role"] == "prompt"
     assert len(run.texts()) == 8 * 24
     assert len(run.texts(source="eval.countdown")) == 32
+
+
+def test_files_that_were_merged_after_the_run_was_loaded_are_read(tmp_path: Path) -> None:
+    for step in range(1, 101):
+        rows = [{"step": step, "group": 0, "sample": 0, "status": "trained", "segments": []}]
+        write_table(tmp_path, "train", step, "rows", pa.Table.from_pylist(rows, schema=ROWS))
+    run = load(tmp_path)
+    compact(tmp_path, 100)
+    assert run.texts([3, 7])["step"].tolist() == [3, 7]
+    assert len(run.texts()) == 100
 
 
 def test_a_folder_without_a_record_has_no_rows(tmp_path: Path) -> None:

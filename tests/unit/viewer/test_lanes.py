@@ -81,5 +81,32 @@ def test_a_torn_trace_shows_the_rest(tmp_path: Path) -> None:
     assert log.problems == ["trace.json: 1 lines cannot be read"]
 
 
+HOSTILE = [
+    {"ph": "X", "name": "a", "ts": 0, "dur": 1},
+    {**span("a", 0, 1), "ts": "inf"},
+    {**span("a", 0, 1), "dur": 1e300},
+    {**span("a", 0, 1), "pid": {}},
+    {"ph": "b", "name": "a", "ts": 0, "pid": 1, "tid": 1},
+    {"ph": "M", "name": "process_name", "pid": 1, "tid": 0},
+]
+
+
+@pytest.mark.parametrize("event", HOSTILE)
+def test_an_event_that_cannot_be_drawn_hides_no_other(tmp_path: Path, event: dict[str, Any]) -> None:
+    path = tmp_path / TRACE
+    path.write_text("[\n" + ",\n".join(map(json.dumps, [event, span("whole", 0, 1)])))
+    log = TraceLog(path)
+    [lane] = timeline(log.events())["lanes"]
+    assert [each[2] for each in lane["spans"]] == ["whole"]
+    assert log.problems == ["trace.json: 1 lines cannot be read"]
+
+
+def test_a_trace_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / TRACE).mkdir()
+    log = TraceLog(tmp_path / TRACE)
+    assert log.events() == []
+    assert log.problems == ["trace.json: cannot be read: Is a directory"]
+
+
 def test_an_empty_trace_has_no_lanes() -> None:
     assert timeline([])["lanes"] == []

@@ -30,6 +30,24 @@ def test_half_a_run_is_shown(tmp_path: Path) -> None:
     assert [problem.split(":")[0] for problem in run.problems] == ["config.yaml", "train-00000001.rows.parquet"]
 
 
+def test_a_run_that_cannot_be_followed_says_so_and_raises_nothing(tmp_path: Path) -> None:
+    (tmp_path / "record").mkdir()
+    [run] = open_runs([str(tmp_path)])
+    run.metrics.series = None  # type: ignore[assignment]  # stands for an error that nobody foresees
+    run.metrics.path.write_text('{"step": 1, "loss": 1}\n')
+    run.metrics._inode = run.metrics.path.stat().st_ino
+    assert not run.refresh()
+    assert run.problems == ["cannot be followed: AttributeError: 'NoneType' object has no attribute 'setdefault'"]
+
+
+@pytest.mark.parametrize("text", ["a: 2026-13-45", "[" * 10_000])
+def test_a_config_that_cannot_be_read_is_a_problem(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    [run] = open_runs([str(tmp_path)])
+    assert run.config == {}
+    assert run.problems[0].startswith("config.yaml: cannot be read: ")
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     for parent in ("a", "b"):
         (tmp_path / parent / "run" / "record").mkdir(parents=True)

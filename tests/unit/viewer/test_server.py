@@ -110,8 +110,9 @@ def test_a_page_hears_of_new_steps(url: str, growing: Path) -> None:
     connection.request("GET", "/events", headers=token(url))
     stream = connection.getresponse()
     assert stream.getheader("Content-Type") == "text/event-stream"
-    write_step(growing, 3, Shape(steps=3, groups=2, samples=2))
     lines = iter(stream.readline, b"")
+    assert next(lines).startswith(b"data:"), "what changed before is told at once"
+    write_step(growing, 3, Shape(steps=3, groups=2, samples=2))
     assert next(line for line in lines if line.startswith(b"data:"))
     steps = json.loads(get(url, "/api/runs", token(url))[1])[0]["sources"]["train"]["steps"]
     assert steps == [1, 2, 3]

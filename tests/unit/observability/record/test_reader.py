@@ -129,6 +129,25 @@ def test_a_file_that_is_compacted_while_it_is_read_is_no_problem(tmp_path: Path,
     assert reader.problems == {}
 
 
+def test_steps_that_were_merged_are_read_from_the_merged_file(tmp_path: Path, reader: RecordReader) -> None:
+    merged = path_of(tmp_path, "train-00000001-00000003.rows.parquet")
+    pq.write_table(rows(row(1), row(2), row(3)), merged)
+    for step in (1, 2):
+        path_of(tmp_path, f"train-{step:08d}.rows.parquet").unlink()
+    assert [table["step"].to_pylist() for table in reader.segments("train")] == [[1], [2]]
+    assert reader.refresh(), "nobody has heard of the merged file yet"
+    assert not reader.refresh()
+
+
+def test_rows_that_were_merged_are_read_from_the_merged_file(tmp_path: Path, reader: RecordReader) -> None:
+    merged = path_of(tmp_path, "train-00000001-00000003.rows.parquet")
+    pq.write_table(rows(row(1), row(2), row(3)), merged)
+    for step in (1, 2):
+        path_of(tmp_path, f"train-{step:08d}.rows.parquet").unlink()
+    assert reader.table("train")["step"].to_pylist() == [1, 2, 3]
+    assert reader.rollouts("train", 2)[0]["step"] == 2
+
+
 def test_columns_of_an_older_writer_are_null(tmp_path: Path) -> None:
     table = rows(row(1)).drop_columns(["answer", "events", "score"])
     write_table(tmp_path, "train", 1, "rows", table)
