@@ -128,7 +128,7 @@ class RecordReader:
                     return table.to_pylist()
         return []
 
-    def _holders(self, source: str, kind: Kind, steps: Sequence[int] | None = None) -> list[RecordFile]:
+    def _holders(self, source: str, kind: str, steps: Sequence[int] | None = None) -> list[RecordFile]:
         """Return the files that may have some steps."""
         own = [file for file, _ in self._files.values() if (file.source, file.kind) == (source, kind)]
         if steps is not None:
