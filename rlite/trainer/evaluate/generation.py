@@ -86,7 +86,7 @@ class Generation:
         self._has_succeeded |= episode.has_succeeded
         if self._has_succeeded:
             self._write_held()
-        elif len({row["group"] for row in self._held}) == MAX_FAILURES:
+        elif len({held["group"] for held in self._held}) == MAX_FAILURES:
             raise self._nothing_but_failures()
 
     def _nothing_but_failures(self) -> RolloutError:
