@@ -166,3 +166,23 @@ def with_aliases(tree: DictConfig, aliases: Mapping[str, str]) -> DictConfig:
                 leaf = groups.pop()
                 (OmegaConf.select(tree, ".".join(groups)) if groups else tree).pop(leaf)
     return tree
+
+
+class _Dumper(yaml.SafeDumper):
+    """Dumper that quotes every text that looks like a number: OmegaConf reads more numbers than yaml does."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    try:
+        float(text)
+    except ValueError:
+        return dumper.represent_str(text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'")
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def to_yaml(container: Mapping[str, Any]) -> bytes:
+    """Return plain values as yaml that `read_yaml` reads back as equal values."""
+    return yaml.dump(container, Dumper=_Dumper, sort_keys=False, allow_unicode=True).encode()

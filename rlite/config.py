@@ -32,7 +32,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin
 
-import yaml
 from annotated_types import Ge, Gt, Le, Unit
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -42,7 +41,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
 from rlite import files
-from rlite.arguments import NULLS, read_value, read_yaml, split_arguments, with_aliases
+from rlite.arguments import NULLS, read_value, read_yaml, split_arguments, to_yaml, with_aliases
 from rlite.errors import ConfigError, RliteError, UnknownOptionError
 from rlite.help import Manual, described, help_topic
 from rlite.suggestions import nearest_key
@@ -217,7 +216,7 @@ def save(config: Options, path: str | Path) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.replace(path, yaml.safe_dump(to_container(config), sort_keys=False, allow_unicode=True).encode())
+    files.replace(path, to_yaml(to_container(config)))
 
 
 def to_container(config: Any) -> Any:

@@ -9,7 +9,7 @@ from rlite.errors import did_you_mean
 
 MAX_SHOWN = 3
 ELSEWHERE: Mapping[str, Sequence[str]] = {
-    **dict.fromkeys(("steps", "max_steps", "num_steps", "total_training_steps"), ("total_steps", "n_epochs")),
+    **dict.fromkeys(("steps", "max_steps", "num_steps", "total_training_steps"), ("n_epochs", "total_steps")),
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "total_epochs"), ("n_epochs", "total_steps")),
     **dict.fromkeys(("save_steps", "save_interval"), ("save_freq",)),
     **dict.fromkeys(("eval_steps", "eval_freq", "eval_interval", "test_interval"), ("test_freq",)),

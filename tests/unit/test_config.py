@@ -322,6 +322,16 @@ def test_a_saved_config_loads_as_an_equal_one(tmp_path_factory, path, lr, stop, 
     assert load(Run, ["--config", str(saved)]) == config
 
 
+@pytest.mark.parametrize(
+    "text", ["0E0", "1e5", "-1E+3", "1_000", "1.5e3", "nan", "inf", "0x1f", "012", "1:30", "yes", "~"]
+)
+def test_a_text_that_looks_like_another_value_is_saved_as_a_text(tmp_path: Path, text: str) -> None:
+    sampling, data = Sampling(max_new_tokens=3, stop=[text]), Data(path=text)
+    config = Run(data=data, actor=Actor(), sampling=sampling, extra={"a": text}, save_dir="a/b")
+    save(config, tmp_path / "config.yaml")
+    assert load(Run, ["--config", str(tmp_path / "config.yaml")]) == config
+
+
 def test_a_child_inherits_only_what_it_leaves_open() -> None:
     actor = Actor(model_name="m", tp_size=2, optimizer=Optimizer(lr=1.0, clip=0.5))
     critic = Actor(tp_size=4, optimizer=Optimizer(lr=2.0))
