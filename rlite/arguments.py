@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -186,3 +186,23 @@ _Dumper.add_representer(str, _represent_text)
 def to_yaml(container: Mapping[str, Any]) -> bytes:
     """Return plain values as yaml that `read_yaml` reads back as equal values."""
     return yaml.dump(container, Dumper=_Dumper, sort_keys=False, allow_unicode=True).encode()
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings by their whole keys, such as `trainer.seed`.
+
+    Args:
+        tree: the mappings.
+        prefix: beginning of every key.
+    """
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def shown(value: Any) -> str:
+    """Return the value of an option for a message, cut if it is long."""
+    text = "null" if value is None else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -8,10 +8,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from rlite.arguments import flat, shown
 from rlite.errors import ConfigError, FolderInUse, writing
 
 VERSION = 1
@@ -128,9 +129,9 @@ def differences(there: Settings, here: Settings) -> list[str]:
         there: as they were read.
         here: others.
     """
-    before, now = dict(_flat(there)), dict(_flat(json.loads(json.dumps(here))))
+    before, now = dict(flat(there)), dict(flat(json.loads(json.dumps(here))))
     different = [
-        f"{key}: {_shown(before.get(key, NOT_SET))} there, {_shown(now.get(key, NOT_SET))} here"
+        f"{key}: {shown(before.get(key, NOT_SET))} there, {shown(now.get(key, NOT_SET))} here"
         for key in dict.fromkeys([*before, *now])
         if before.get(key, NOT_SET) != now.get(key, NOT_SET)
     ]
@@ -189,16 +190,3 @@ def _value(line: bytes, number: int, path: Path) -> Any:
         return json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{path}, line {number}: expected JSON: {error}; choose another folder") from error
-
-
-def _flat(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _shown(value: Any) -> str:
-    text = "null" if value is None else str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -20,18 +20,18 @@ if __name__ == "__main__":  # before the imports of this file, which load torch
 
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.evaluation.sets import EvaluationSet
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.generated import Generation, read_generated
-from rlite.trainer.given import NOTHING, Given
+from rlite.trainer.given import Given
 from rlite.trainer.held_out import prefixed
-from rlite.trainer.launch import serve_if_worker, session_of
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.rl.sets import logged_metrics
-from rlite.trainer.supervised import SupervisedTrainer, read_tokens
+from rlite.trainer.supervised import SupervisedTrainer
 
 
 class SftTrainer(SupervisedTrainer[SftConfig]):
@@ -88,21 +88,14 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         return metrics
 
     @classmethod
-    def train(cls, options: SftConfig, given: Given = NOTHING) -> dict[str, float]:
-        """Train in the program's session, or in one of its own.
+    def read_further(cls, options: SftConfig, given: Given) -> dict[str, Any]:
+        """Return the sets whose prompts the model answers.
 
         Args:
             options: the trainer's config.
             given: objects of a program, in place of what the options name.
-
-        Returns:
-            The metrics of the last step.
         """
-        serve_if_worker(options)
-        rows, test_rows = read_tokens(options, options.actor.model_name, cls.tokenise, cls.kind, given)
-        generated = read_generated(options, given)
-        with session_of(options):
-            return cls(options, rows, test_rows, given.callbacks, generated).fit()
+        return {"generated": read_generated(options, given)}
 
     def describe_loss(self) -> str:
         """Return the loss in words."""

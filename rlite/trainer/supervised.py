@@ -310,8 +310,19 @@ class SupervisedTrainer(ABC, Generic[C]):
         """
         serve_if_worker(options)
         rows, test_rows = read_tokens(options, getattr(options, cls.key).model_name, cls.tokenise, cls.kind, given)
+        further = cls.read_further(options, given)
         with session_of(options):
-            return cls(options, rows, test_rows, given.callbacks).fit()
+            return cls(options, rows, test_rows, given.callbacks, **further).fit()
+
+    @classmethod
+    def read_further(cls, options: C, given: Given) -> dict[str, Any]:
+        """Return further arguments of the trainer, which are read before the session begins.
+
+        Args:
+            options: the trainer's config.
+            given: objects of a program, in place of what the options name.
+        """
+        return {}
 
 
 def read_tokens(

@@ -9,11 +9,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rlite.arguments import flat
 from rlite.viewer.advisories import advisories
 from rlite.viewer.lanes import timeline
 from rlite.viewer.plain import jsonable
 from rlite.viewer.query import Query, UnknownPlace
-from rlite.viewer.run import ViewedRun, flat
+from rlite.viewer.run import ViewedRun
 from rlite.viewer.tables import (
     columns,
     counts_by_step,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +78,6 @@ def open_runs(folders: list[str]) -> list[ViewedRun]:
     for run in runs:
         run.refresh()
     return runs
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a config by their whole keys."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _no_run(path: Path) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from rlite.arguments import shown
 from rlite.checkpoint.atomic import discard
 from rlite.errors import ConfigError
 from rlite.observability.record.files import FOLDER as RECORD
@@ -104,14 +105,14 @@ def _differences(saved: Mapping[str, Any], options: Mapping[str, Any], load_ckpt
     """Return which options differ from the saved ones. An option that was not saved is newer, and does not count."""
     before, now = dict(_paths(saved)), dict(_paths(options))
     found = [
-        f"{key}: {_shown(before[key])} there, {_shown(now.get(key, NOT_SET))} here"
+        f"{key}: {shown(before[key])} there, {shown(now.get(key, NOT_SET))} here"
         for key in before
         if not {key, key.rpartition(".")[0]} & MAY_DIFFER and not (key in now and before[key] == now[key])
         if not isinstance(before[key], Mapping) or not before[key]  # of a group, its options
     ]
     if load_ckpt_from is not None and before.get("trainer.load_ckpt_from") not in (load_ckpt_from, *NEWEST):
         found.append(
-            f"trainer.load_ckpt_from: {_shown(before.get('trainer.load_ckpt_from'))} there, {load_ckpt_from} here"
+            f"trainer.load_ckpt_from: {shown(before.get('trainer.load_ckpt_from'))} there, {load_ckpt_from} here"
         )
     return found
 
@@ -122,8 +123,3 @@ def _paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
         yield f"{prefix}{key}", value
         if isinstance(value, Mapping):
             yield from _paths(value, f"{prefix}{key}.")
-
-
-def _shown(value: Any) -> str:
-    text = "null" if value is None else str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
