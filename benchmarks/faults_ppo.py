@@ -63,9 +63,9 @@ class FaultyPpoTrainer(PpoTrainer):
         super().start()
         self.wait_for_release()
 
-    def update(self, batch: TensorDict) -> None:
+    def update(self, batch: TensorDict) -> TensorDict:
         self.board.reach("training step", "TRAINER")
-        super().update(batch)
+        return super().update(batch)
 
     def sync(self) -> None:
         self.board.reach("weight sync", "TRAINER")

@@ -92,6 +92,7 @@ from rlite.algorithms.preference.reward_model import reward_model_loss
 from rlite.algorithms.preference.simpo import simpo
 from rlite.algorithms.reduce import (
     Mean,
+    PerToken,
     TokenLoss,
     aggregate,
     aggregation_weight,

@@ -44,6 +44,14 @@ class Mean:
         return float(self.total) / max(int(self.count), 1)
 
 
+@dataclass(frozen=True)
+class PerToken:
+    """Values of the tokens of a pack, which an engine returns as [N, L] if a loss reports them."""
+
+    values: Tokens
+    """of each token, at the token; without a gradient"""
+
+
 def aggregate(
     x: Tokens,
     mask: Mask,

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlite.algorithms.reduce import Mean
+from rlite.algorithms.reduce import Mean, PerToken
 from rlite.batch import RAGGED
 from rlite.data.microbatch_plan import PackingMethod, plan_microbatches
-from rlite.data.packs import check_batch, companions, sequence_lengths
+from rlite.data.packs import check_batch, companions, sequence_lengths, unpack
 from rlite.errors import ConfigError, DataError
 
 Loss = Callable[[Any, dict[str, Any]], Any]
-"""loss_fn(logits [T, V], data) -> mean loss, or (mean loss, dict of means to report, numbers or `Mean`); an OnLogprobs
-gets log-probabilities and entropies [T] instead of logits"""
+"""loss_fn(logits [T, V], data) -> mean loss, or (mean loss, dict of what to report: means, which are numbers or `Mean`,
+and values of tokens, which are `PerToken`); an OnLogprobs gets log-probabilities and entropies [T] instead of logits"""
 Weight = Callable[[dict[str, Any]], Any]
 """loss_weight_fn(data) -> weight of the pack's mean, e.g. its number of action tokens"""
 
@@ -132,13 +132,16 @@ class LossSums:
     def add(self, means: Mapping[str, Any], weight: float) -> None:
         """Add the means of a pack.
 
-        A `Mean` counts its own elements; a number counts `weight`. If `weight` is 0 the means may be NaN.
+        A `Mean` counts its own elements; a number counts `weight`. If `weight` is 0 the means may be NaN. A `PerToken`
+        is no mean, and is left out.
 
         Args:
-            means: means of the pack, by name.
+            means: what the loss of the pack reports, by name.
             weight: weight of the pack.
         """
         for key, mean in means.items():
+            if isinstance(mean, PerToken):
+                continue
             total, count = self._sums.get(key, (0.0, 0.0))
             if weight:
                 own = (mean.total, mean.count) if isinstance(mean, Mean) else (_number(mean) * weight, weight)
@@ -167,6 +170,39 @@ class LossSums:
             name: total / count if count else 0.0
             for name, total, count in zip(names, summed[::2], summed[1::2], strict=True)
         }
+
+
+class TokenValues:
+    """Values of the tokens of a share, which its loss reports as `PerToken`.
+
+    Args:
+        width: of the share.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._packs: list[tuple[list[int], Tensor, dict[str, Tensor]]] = []
+
+    def add(self, rows: list[int], cu_seqlens: Tensor, report: Mapping[str, Any]) -> None:
+        """Keep the values of a pack on its device.
+
+        Args:
+            rows: row numbers in the share; an empty microbatch has none.
+            cu_seqlens: where the rows begin and end, [n + 1].
+            report: what the loss of the pack reports.
+        """
+        values = {name: value.values for name, value in report.items() if isinstance(value, PerToken)}
+        if rows and values:
+            self._packs.append((rows, cu_seqlens, values))
+
+    def by_row(self) -> dict[str, dict[int, Tensor]]:
+        """Return the values of each row on CPU, padded with 0 to the width of the share, by name and row number."""
+        found: dict[str, dict[int, Tensor]] = {}
+        for rows, cu_seqlens, values in self._packs:
+            for name, value in values.items():
+                padded = unpack(value, cu_seqlens, self._width).cpu()
+                found.setdefault(name, {}).update(zip(rows, padded, strict=True))
+        return found
 
 
 def _number(value: Any) -> Tensor | float:

@@ -138,7 +138,7 @@ class RliteTrainEngine(TrainLifecycle):
 
     def train_batch(
         self, batch: Mapping[str, Tensor], loss_fn: Callable[..., Any], loss_weight_fn: Callable[..., Any]
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Make one optimizer step on a batch.
 
         The batch is balanced by tokens over ranks and packed into microbatches of at most `max_tokens_per_microbatch`.
@@ -147,8 +147,9 @@ class RliteTrainEngine(TrainLifecycle):
         Args:
             batch: right-padded TensorDict or dict: `input_ids`, `attention_mask` [N, L]; other keys [N, L, ...] or [N].
                 Rows of equal `pair_ids` [N], if present, share one microbatch, in the batch's order.
-            loss_fn: (logits [T, V], data) -> a mean, or (mean, dict of means to report). A reported number has the
-                weight of the loss, an `rlite.algorithms.Mean` the number of its own elements. `data` holds the batch's
+            loss_fn: (logits [T, V], data) -> a mean, or (mean, dict of what to report). A reported number has the
+                weight of the loss, an `rlite.algorithms.Mean` the number of its own elements, and an
+                `rlite.algorithms.PerToken` holds values of the tokens [T]. `data` holds the batch's
                 keys packed ([T, ...] and [n]) and `cu_seqlens` [n + 1], `position_ids` [T], `max_seqlen`. A loss_fn
                 marked with `rlite.algorithms.on_logprobs` gets log-probabilities and entropies [T], and no logits are
                 kept.
@@ -157,7 +158,8 @@ class RliteTrainEngine(TrainLifecycle):
         Returns:
             The batch's `loss`, the means that loss_fn reports, `grad_norm`, `lr`, `weight`, `num_tokens`,
                 `num_microbatches` per rank, and `is_skipped`. `is_skipped` is 1 if no step was made, because the weight
-                is 0, or the loss or a gradient is not finite.
+                is 0, or the loss or a gradient is not finite. A `PerToken` that loss_fn reports is there as [N, L],
+                padded with 0, if the executor returns values of tokens and the weight is not 0.
 
         Raises:
             DataError: the batch has another form, or a sequence is longer than a microbatch.
@@ -166,7 +168,7 @@ class RliteTrainEngine(TrainLifecycle):
 
     def forward_backward(
         self, batch: Mapping[str, Tensor], loss_fn: Callable[..., Any], loss_weight_fn: Callable[..., Any]
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Accumulate the gradients of a batch, for `optimizer_step`.
 
         After any number of calls the gradients are those of the weighted mean over all microbatches since the last
@@ -259,9 +261,12 @@ class RliteTrainEngine(TrainLifecycle):
 
     def _atomic(
         self, method: Callable[..., Any], batch: Mapping[str, Tensor], *functions: Callable[..., Any]
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         shares = self._split(method.__name__, batch)
-        stats = self._on_data_ranks(method, [(share, *functions) for share in shares])[0]
+        results = self._on_data_ranks(method, [(share, *functions) for share in shares])
+        stats, shape = dict(results[0]), batch["input_ids"].shape
+        for name in {name for result in results for name, value in result.items() if isinstance(value, Mapping)}:
+            stats[name] = join_rows(shares, [result.get(name, {}) for result in results], shape)
         num_tokens = float(sum(sequence_lengths(batch)))
         return {**stats, "num_microbatches": float(len(shares[0].microbatches)), "num_tokens": num_tokens}
 

@@ -76,7 +76,7 @@ class TrainExecutor(SourceWorker, Protocol):
 
     # -- atomic operations ---------------------------------------------------------------------------------------
 
-    def forward_backward(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
+    def forward_backward(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, Any]:
         """Accumulate the gradients of a batch, without a step.
 
         After any number of calls the gradients are those of the weighted mean over all microbatches since the last
@@ -89,7 +89,9 @@ class TrainExecutor(SourceWorker, Protocol):
             loss_weight_fn: weight of a pack's mean.
 
         Returns:
-            Over all ranks: the weighted means of the loss and of the values that loss_fn reports, and `weight`.
+            Over all ranks: the weighted means of the loss and of the means that loss_fn reports, and `weight`. For each
+                `PerToken` that loss_fn reports an executor may also return a dict from the numbers of the share's rows
+                to their values, which are as wide as the share.
         """
 
     def optimizer_step(self) -> dict[str, float]:
@@ -103,7 +105,7 @@ class TrainExecutor(SourceWorker, Protocol):
             ConfigError: the module has no optimizer.
         """
 
-    def train_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
+    def train_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, Any]:
         """Drop accumulated gradients, then call `forward_backward` and `optimizer_step`.
 
         Args:

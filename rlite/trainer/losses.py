@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlite import algorithms
-from rlite.algorithms import LossInputs, Mean, OnLogprobs, PairLoss, TokenLogprobs
+from rlite.algorithms import LossInputs, Mean, OnLogprobs, PairLoss, PerToken, TokenLogprobs
 from rlite.errors import ConfigError
 from rlite.trainer.options import PreferenceLossOptions, check_kl_loss
 from rlite.types import Aggregation, KLEstimator
@@ -80,6 +80,8 @@ class PolicyLoss(_TokenMean, _OnCounted):
     kl_coef: float = 0.0
     """weight of the KL to the reference; `data` then holds `ref_logprobs` [T]"""
     kl_estimator: KLEstimator = "k2"
+    returns_tokens: bool = False
+    """also report `trained_logprobs` and `entropies` of the tokens"""
 
     def __post_init__(self) -> None:
         if self.avg_level == "constant" and not self.max_new_tokens:
@@ -98,7 +100,7 @@ class PolicyLoss(_TokenMean, _OnCounted):
             )
         object.__setattr__(self, "policy_loss", function)
 
-    def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Mean]]:
+    def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Mean | PerToken]]:
         """Return the scalar loss of a pack, and its metrics.
 
         Args:
@@ -141,7 +143,17 @@ class PolicyLoss(_TokenMean, _OnCounted):
             loss = loss + self.kl_coef * report["kl"]
         if self.rejection:
             loss, report["rejected"] = torch.where(kept, loss, 0.0), (~kept).to(loss.dtype)
-        return self._mean(loss, mask, data), {key: Mean.of(value, mask) for key, value in report.items()}
+        means = {key: Mean.of(value, mask) for key, value in report.items()}
+        return self._mean(loss, mask, data), means | self._of_tokens(tokens, mask, cu_seqlens)
+
+    def _of_tokens(self, tokens: TokenLogprobs, mask: Tensor, cu_seqlens: Tensor) -> dict[str, PerToken]:
+        if not self.returns_tokens:
+            return {}
+        values = {"trained_logprobs": tokens.logprobs, "entropies": tokens.entropy}
+        return {
+            name: PerToken(algorithms.previous_token(torch.where(mask, value.detach(), 0.0), cu_seqlens))
+            for name, value in values.items()
+        }
 
     def select(self, batch: Mapping[str, Any], logprobs: Tensor) -> Tensor:
         """Return the tokens of a whole batch that the loss treats apart, if it is a loss of `SELECTIONS`.

@@ -27,6 +27,7 @@ import torch
 from tensordict import TensorDict
 
 from rlite import config
+from rlite.batch import with_keys
 from rlite.cluster.session import has_session
 from rlite.data.packs import sequence_lengths
 from rlite.data.prompts import PromptStream
@@ -66,6 +67,8 @@ SHOWN = (
     *("kl", "entropy", "grad_norm", "truncated", "logprob_drift"),
 )
 """metrics for the console, the most important first"""
+OF_TOKENS = ("trained_logprobs", "entropies")
+"""values of tokens that the loss returns for the record"""
 
 
 class PpoTrainer:
@@ -171,7 +174,7 @@ class PpoTrainer:
         batch = self.logprobs.with_old(batch)
         batch = self.with_advantages(batch)
         self.critic.update(batch)
-        self.update(batch)
+        batch = self.update(batch)
         self.sync()
         self.recovery.keep()
         return batch
@@ -209,18 +212,26 @@ class PpoTrainer:
         return compute_advantages(batch, options.adv, options.kl, is_single, self.kl.coef)
 
     @stats_tracker.record_timing("update")
-    def update(self, batch: TensorDict) -> None:
-        """Make the optimizer steps of one rollout batch."""
+    def update(self, batch: TensorDict) -> TensorDict:
+        """Make the optimizer steps of one rollout batch.
+
+        Returns:
+            The batch, with `trained_logprobs` and `entropies` [N, L] if the run is recorded.
+        """
         if self.run.step < self.options.actor.freeze_steps:
-            return
+            return batch
         actor, longest = self.engines.actor, self.options.inference_length()
         loss = replace(self.loss, kl_coef=self.kl.coef) if self.options.kl.type == "loss" else self.loss
         self.engines.move_to_device(actor)
         actor.train()
+        made: list[dict[str, Any]] = []
         for rows in torch.arange(len(batch)).tensor_split(min(self.options.actor.update_per_rollout, len(batch))):
             stats = actor.train_batch(with_selected(batch[rows], actor, loss, longest), loss, loss.weight)
             actor.step_lr_scheduler()
+            made.append({name: stats.pop(name) for name in OF_TOKENS if name in stats})
             stats_tracker.scalar(**loss_stats(stats))
+        columns = {name: torch.cat([each[name] for each in made]) for name in OF_TOKENS if all(name in m for m in made)}
+        return with_keys(batch, **columns)
 
     @stats_tracker.record_timing("sync")
     def sync(self) -> None:
@@ -369,6 +380,7 @@ def _loss(options: PpoConfig) -> PolicyLoss:
         entropy_coef=actor.entropy_coef,
         kl_coef=options.kl.coef if options.kl.type == "loss" else 0.0,
         kl_estimator=options.kl.loss_estimator,
+        returns_tokens=options.trainer.record != "none",
     )
 
 

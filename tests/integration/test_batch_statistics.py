@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from rlite import RliteTrainEngine
 from rlite.errors import ConfigError
-from rlite.trainer.losses import PolicyLoss, ValueLoss
+from rlite.trainer.losses import OwnLogprobs, PolicyLoss, ValueLoss
 from rlite.trainer.modules import critic_module, policy_module
 from rlite.trainer.options import OptimizerOptions
 from rlite.trainer.rl.selection import with_selected
@@ -118,6 +118,20 @@ def test_losses_that_choose_tokens_choose_among_the_whole_batch(
         assert stats == pytest.approx(steps[0][0], rel=1e-6)
         for key, tensor in steps[0][1].items():
             torch.testing.assert_close(weights[key], tensor, atol=1e-8, rtol=0)
+
+
+def test_values_of_tokens_are_those_of_a_forward_pass_whatever_the_split(engines: Any) -> None:
+    batch, loss = rollouts(), PolicyLoss(returns_tokens=True)
+    mask, entropies = batch["loss_mask"].bool(), []
+    for engine in engines(policy_module):
+        expected = torch.where(mask, engine.forward(batch, OwnLogprobs()), 0.0)
+        found = engine.train_batch(batch, loss, loss.weight)
+        torch.testing.assert_close(found["trained_logprobs"], expected)
+        assert torch.equal(found["entropies"] > 0, mask)
+        assert found["entropies"][mask].mean().item() == pytest.approx(found["entropy"])
+        entropies.append(found["entropies"])
+    for other in entropies[1:]:
+        torch.testing.assert_close(other, entropies[0])
 
 
 def sizes(outputs: torch.Tensor, data: Any) -> tuple[torch.Tensor, dict[str, float]]:

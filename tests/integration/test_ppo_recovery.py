@@ -31,11 +31,11 @@ class UnderFire(PpoTrainer):
 
     num_kills = 0
 
-    def update(self, batch: TensorDict) -> None:
+    def update(self, batch: TensorDict) -> TensorDict:
         if self.run.step == 1 and self.num_kills == 0:
             self.num_kills += 1
             kill(process_of(self.engines.actor, 1))
-        super().update(batch)
+        return super().update(batch)
 
     def sync(self) -> None:
         super().sync()

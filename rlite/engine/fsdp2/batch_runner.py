@@ -14,7 +14,7 @@ from torch import Tensor
 from rlite.algorithms.on_logprobs import OnLogprobs, TokenLogprobs
 from rlite.data.packs import Pack, companions, lazy_pack, unpack
 from rlite.engine.fsdp2.options import Fsdp2Options
-from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss
+from rlite.engine.microbatches import BatchShare, Loss, LossSums, TokenValues, Weight, call_loss
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.observability import stats_tracker
@@ -40,7 +40,7 @@ class BatchRunner:
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def train_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
+    def train_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, Any]:
         """Make one optimizer step on a batch; see `TrainExecutor.train_batch`.
 
         Args:
@@ -56,7 +56,7 @@ class BatchRunner:
         means = self.forward_backward(share, loss_fn, loss_weight_fn)
         return {**means, **self.optimizer_step()}
 
-    def forward_backward(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
+    def forward_backward(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, Any]:
         """Accumulate the gradients of a batch; see `TrainExecutor.forward_backward`.
 
         Args:
@@ -65,7 +65,7 @@ class BatchRunner:
             loss_weight_fn: weight of a pack's mean.
 
         Returns:
-            Weighted means over all ranks, by name, and `weight`.
+            Weighted means over all ranks, by name, and `weight`; for each `PerToken` the values of this rank's rows.
         """
         if not self._has_gradients():
             self._weight, self._is_finite = 0.0, True
@@ -75,6 +75,7 @@ class BatchRunner:
         if added == 0:
             return {"loss": 0.0, "weight": 0.0}
         before, total, sums = self._weight, self._weight + added, LossSums()
+        values = TokenValues(share.batch["attention_mask"].shape[1])
         try:
             if before:
                 self._scale_gradients(before / total)
@@ -83,18 +84,19 @@ class BatchRunner:
                 set_gradient_sync(self.module, is_last=not packs)
                 outputs, loss, means = self._loss(loss_fn, rows, data)
                 if weight == 0:
-                    values = outputs.logprobs if isinstance(outputs, TokenLogprobs) else outputs
-                    loss = values.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
+                    computed = outputs.logprobs if isinstance(outputs, TokenLogprobs) else outputs
+                    loss = computed.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
                 # FSDP averages gradients over ranks; the weights already divide by the whole batch
                 (loss * (weight / total * self._mesh.num_averaged)).backward()
                 sums.add(means, weight)
+                values.add(rows, data["cu_seqlens"], means)
             summed = sums.means(self._sum, self._mesh.dims.num_data_ranks)
         except Exception:  # a loss that raises must not leave its first microbatches to the next step
             forget_gradients(self.module)
             raise
         self._weight = total
         self._is_finite &= math.isfinite(summed["loss"])
-        return {**summed, "weight": added}
+        return {**summed, "weight": added, **values.by_row()}
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip gradients and make one optimizer step; see `TrainExecutor.optimizer_step`.

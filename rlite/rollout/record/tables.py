@@ -30,8 +30,13 @@ SHORTEST = 1e-3
 """seconds of the environment that make an event"""
 MAX_REASON = 500
 """characters of a reason"""
-TRAINED = {"trainer_logprobs": "old_logprobs", "advantages": "advantages", "entropy": "entropy"}
-"""columns of tokens that the trainer makes, by their keys in the batch"""
+TRAINED = {
+    "trained_logprobs": "trainer_logprobs",
+    "old_logprobs": "trainer_logprobs",
+    "advantages": "advantages",
+    "entropies": "entropy",
+}
+"""columns of tokens that the trainer makes, by the keys of a batch; a later key counts more than an earlier one"""
 SEQUENCE = {"ids": "input_ids", "mask": "loss_mask", "versions": "versions", "logprobs": "logprobs"}
 """columns of tokens that a trajectory has, by their keys"""
 OF_TRAJECTORY = ("attention_mask", "rewards", "scores", "num_turns", "num_tool_calls", "num_tool_errors", "truncated")
@@ -47,7 +52,7 @@ class TrainedBatch:
 
     def __init__(self, batch: TensorDict) -> None:
         self._rows: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self._columns = {name: as_array(batch[key].float()) for name, key in TRAINED.items() if key in batch}
+        self._columns = {name: as_array(batch[key].float()) for key, name in TRAINED.items() if key in batch}
         self._columns["loss_mask"] = as_array(batch["loss_mask"].bool())
         groups = batch["group_ids"].tolist()
         sequences = batch["sequence_index"].tolist() if "sequence_index" in batch else [0] * len(groups)
