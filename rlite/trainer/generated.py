@@ -58,12 +58,8 @@ class Generation:
             self._trained.cpu()
         self._serving = RliteInferenceEngine(self._options.actor.model_name, executor=own.executor)
         self._serving.build(
-            tensor_parallel_size=own.tp_size,
-            data_parallel_size=len(session.devices) // own.tp_size,
-            gpu_memory_utilization=own.gpu_memory_utilization,
-            max_num_seqs=own.max_num_seqs,
+            **own.build_options(len(session.devices)),
             max_model_len=_longest(self._sets.values()),
-            dtype=own.dtype,
             seed=self._options.trainer.seed,
             colocate_with=self._trained,
         )

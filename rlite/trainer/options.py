@@ -497,17 +497,43 @@ class SupervisedConfig(LaunchOptions):
         return f"{model} on {self.data.paths}, into {self.trainer.save_dir}"
 
 
-class GenerationOptions(Options):
-    """The engine that answers the prompts of evaluations."""
+class ServingOptions(Options):
+    """An engine that generates."""
 
     executor: str = "torch"
-    """inference executor"""
+    """inference executor, such as vllm"""
     tp_size: Count = 1
     """devices that share one replica"""
     dtype: str | None = None
     """type of the served weights; default: the checkpoint's"""
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.6
-    """share of a GPU's memory for generation, for which the trained model leaves the GPU"""
+    """share of a GPU's memory for generation"""
+    max_num_seqs: Count = 256
+    """sequences that a replica decodes at once"""
+    deterministic: bool = False
+    """the same tokens bit by bit, whatever else is generated; executor torch alone, slower"""
+
+    def build_options(self, num_devices: int) -> dict[str, Any]:
+        """Return keyword arguments of an inference engine's `build` that fills so many devices.
+
+        Args:
+            num_devices: a multiple of `tp_size`.
+        """
+        assert num_devices % self.tp_size == 0
+        own: dict[str, Any] = {"deterministic": True} if self.deterministic else {}  # other executors do not know it
+        return {
+            "tensor_parallel_size": self.tp_size,
+            "data_parallel_size": num_devices // self.tp_size,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "max_num_seqs": self.max_num_seqs,
+            "dtype": self.dtype,
+            **own,
+        }
+
+
+class GenerationOptions(ServingOptions):
+    """The engine that answers the prompts of evaluations. On GPUs the trained model leaves them meanwhile."""
+
     max_num_seqs: Count = 64
     """sequences that a replica decodes at once"""
     max_new_tokens: Count = 1024

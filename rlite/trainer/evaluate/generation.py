@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
 
 import rlite
 from rlite.engine.inference import RliteInferenceEngine
@@ -119,15 +118,5 @@ def build_engine(model: str, options: EvalConfig, max_model_len: int | None) -> 
     if world % options.tp_size:
         raise ConfigError(f"tp_size={options.tp_size} does not divide {world} devices")
     engine = RliteInferenceEngine(model, executor=options.executor)
-    own: dict[str, Any] = {"deterministic": True} if options.deterministic else {}
-    engine.build(
-        tensor_parallel_size=options.tp_size,
-        data_parallel_size=world // options.tp_size,
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        max_num_seqs=options.max_num_seqs,
-        max_model_len=max_model_len,
-        dtype=options.dtype,
-        seed=options.seed,
-        **own,
-    )
+    engine.build(**options.build_options(world), max_model_len=max_model_len, seed=options.seed)
     return engine

@@ -14,7 +14,7 @@ from rlite.config import Count, Natural, Options, Positive, Seconds, Share
 from rlite.data.source import Source
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
-from rlite.trainer.options import RESERVED_TEMPLATE_OPTIONS, Columns, LaunchOptions
+from rlite.trainer.options import RESERVED_TEMPLATE_OPTIONS, Columns, LaunchOptions, ServingOptions
 from rlite.types import GenerationHyperparameters
 
 SHORT = {"data": "data.path", "reward": "reward.path", "env": "env_path"}
@@ -49,7 +49,7 @@ class EvalDataOptions(Options):
         return Source(self.path or "", "data", self.columns, self.system_prompt)
 
 
-class EvalConfig(LaunchOptions):
+class EvalConfig(ServingOptions, LaunchOptions):
     """Options of `rlite eval CHECKPOINT [CHECKPOINT2]`."""
 
     help_example: ClassVar[str] = "runs/grpo --data test.jsonl --reward my.py:correct --samples 16 --out runs/eval"
@@ -120,20 +120,10 @@ class EvalConfig(LaunchOptions):
     """seconds for one attempt at an episode"""
     retries: Natural = 3
     """further attempts at an episode that raised; data and config errors are final"""
-    executor: str = "torch"
-    """inference executor, such as vllm"""
-    tp_size: Count = 1
-    """devices that share one replica"""
-    dtype: str | None = None
-    """type of the weights; default: the checkpoint's"""
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.9
-    """share of a GPU's memory"""
-    max_num_seqs: Count = 256
-    """sequences that a replica decodes at once"""
+    """share of a GPU's memory for generation"""
     max_model_len: Annotated[int, Ge(2)] | None = None
     """longest prompt and answers together, in tokens; default: as long as the longest prompt and max_new_tokens need"""
-    deterministic: bool = False
-    """the same tokens bit by bit, whatever else is generated; executor torch alone, slower"""
 
     @field_validator("reward", mode="wrap")
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge
 from pydantic import Field, field_validator
 
 import rlite
@@ -24,6 +24,7 @@ from rlite.trainer.options import (
     OptimizerName,
     ParameterGroupOptions,
     Power,
+    ServingOptions,
     TableOptions,
     TrainerOptions,
     check_kl_loss,
@@ -274,19 +275,9 @@ class SamplingOptions(EvaluationSamplingOptions):
     """texts that end a response"""
 
 
-class RolloutOptions(CollectorLimits):
+class RolloutOptions(ServingOptions, CollectorLimits):
     """The engine that generates, and environments or workflows in place of rewards."""
 
-    executor: str = "torch"
-    """inference executor"""
-    tp_size: int = 1
-    """devices that share one replica"""
-    dtype: str | None = None
-    """type of the served weights; default: the checkpoint's"""
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.6
-    """share of a GPU's memory for generation"""
-    max_num_seqs: Count = 256
-    """sequences that a replica decodes at once"""
     max_model_len: int | None = None
     """longest prompt and responses together, in tokens; default: as long as the longest prompt and max_new_tokens need;
     in several turns, or if prompts are not known before, as much as the models and devices can take"""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import rlite
 from rlite.engine.base import Engine
@@ -85,18 +84,9 @@ class Engines:
         return RliteInferenceEngine(name, executor=rollout.executor, max_replacements=rollout.max_replacements)
 
     def _build_inference(self, engine: RliteInferenceEngine, num_devices: int) -> None:
-        options, rollout = self._options, self._options.rollout
-        own_options: dict[str, Any] = {"deterministic": True} if rollout.deterministic else {}
-        engine.build(
-            tensor_parallel_size=rollout.tp_size,
-            data_parallel_size=num_devices // rollout.tp_size,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            max_num_seqs=rollout.max_num_seqs,
-            max_model_len=self._max_model_len,
-            dtype=rollout.dtype,
-            seed=options.trainer.seed,
-            **own_options,
-        )
+        options = self._options
+        own = options.rollout.build_options(num_devices)
+        engine.build(**own, max_model_len=self._max_model_len, seed=options.trainer.seed)
         engine.rollout_options = options.collector_options()
 
     @property
