@@ -158,11 +158,12 @@ def fill_with_nan(worker: Any) -> None:
 def break_weights_in_step(learner: Any, step: int) -> None:
     update = learner.update
 
-    def update_and_break(batch: Any) -> None:
-        update(batch)
+    def update_and_break(batch: Any) -> Any:
+        batch = update(batch)
         if learner.run.step + 1 == step:
             actor = learner.engines.actor.group
             apply_on_processes([(actor, 0, (actor.key(0),), ())], fill_with_nan, [actor], "break weights", 60)
+        return batch
 
     learner.update = update_and_break
 
