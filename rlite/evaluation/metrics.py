@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from rlite.errors import DataError
-from rlite.evaluation.samples import SOLVED_AT, Sample
+from rlite.evaluation.samples import SOLVED_AT, Sample, reaches
 from rlite.rollout.collector.lost import kind_of
 from rlite.wording import counted
 
@@ -51,7 +51,7 @@ def summary(samples: Sequence[Sample], ks: int = 1, solved_at: float = SOLVED_AT
 
 def is_solved(sample: Sample, solved_at: float = SOLVED_AT) -> bool:
     """Return whether a sample is finished and its score reaches `solved_at`."""
-    return sample.score is not None and sample.score >= solved_at
+    return sample.score is not None and reaches(sample.score, solved_at)
 
 
 def counted_scores(samples: Iterable[Sample], wrong: float = 0.0) -> list[float]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 SOLVED_AT = 1.0
 """score from which a sample counts as solved, for pass@k and majority@k"""
+ROUNDING = 2.0**-23
+"""relative rounding error of float32, in which scores are kept"""
 
 
 @dataclass(frozen=True)
@@ -26,3 +29,11 @@ class Sample:
     """answer that the reward has named; None if it names none"""
     length: int = 0
     """tokens that the model wrote"""
+
+
+def reaches(value: float, threshold: float) -> bool:
+    """Return whether a value is at least a threshold, or equal to it up to the rounding of float32.
+
+    Scores are kept in float32: a score of 0.7 is 0.699999988.
+    """
+    return value >= threshold or math.isclose(value, threshold, rel_tol=ROUNDING)

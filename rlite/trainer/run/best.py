@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rlite.errors import ConfigError, did_you_mean
+from rlite.evaluation.samples import reaches
 from rlite.trainer.held_out import KEY
 from rlite.trainer.options import RunOptions
 
@@ -91,7 +92,7 @@ class Thresholds:
 
     def _is_reached(self, name: str) -> bool:
         value, threshold = self.latest.get(name, math.nan), self._stop_at[name]
-        return value <= threshold if is_loss(name) else value >= threshold
+        return reaches(-value, -threshold) if is_loss(name) else reaches(value, threshold)
 
 
 def is_loss(metric: str) -> bool:

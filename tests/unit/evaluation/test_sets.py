@@ -78,6 +78,12 @@ def test_failed_episodes_count_as_wrong(graded: Graders) -> None:
     assert (metrics["num_errors"], metrics["errors/ValueError"]) == (5, 5)
 
 
+def test_a_float32_score_reaches_the_threshold_that_it_is_equal_to(graded: Graders) -> None:
+    found = graded([0.7], [0.69999])
+    metrics = replace(found, set=replace(found.set, solved_at=0.7)).metrics
+    assert metrics["pass@1"] == 0.5
+
+
 def test_an_evaluation_of_which_nothing_is_left_says_so_and_stops_nothing(graded: Graders) -> None:
     metrics = graded(*[[None]] * 20).metrics
     assert metrics == {"accuracy": 0.0, "pass@1": 0.0, "standard_error": 0.0, "num_errors": 20, "errors/ValueError": 20}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlite.errors import ConfigError
 from rlite.trainer.options import RunOptions
@@ -44,6 +45,15 @@ def test_a_run_stops_when_the_newest_values_reach_all_thresholds() -> None:
     assert goals.see({"math/accuracy": 0.8, "test_loss": 0.4}) == "", "the accuracy has fallen again"
     assert goals.see({"other": 1.0}) == ""
     assert goals.see({"math/accuracy": 0.9}) == "math/accuracy=0.9 reaches trainer.stop_at=0.9"
+
+
+def test_values_of_float32_scores_reach_the_threshold_that_they_are_equal_to() -> None:
+    accuracy = float(torch.tensor([0.7, 0.9]).double().mean())
+    assert accuracy < 0.8
+    assert Thresholds({"accuracy": 0.8}).see({"accuracy": accuracy})
+    assert not Thresholds({"accuracy": 0.8}).see({"accuracy": 0.79999})
+    assert Thresholds({"test_loss": 0.7}).see({"test_loss": 0.7 + 1e-8})
+    assert not Thresholds({"test_loss": 0.7}).see({"test_loss": 0.70001})
 
 
 def test_nothing_stops_a_run_without_thresholds() -> None:
