@@ -36,11 +36,26 @@ class Episode:
         self.failure = ""
         """error of the last attempt, if no attempt was left"""
         self.answer: str | None = None
-        """answer that the reward has named"""
+        """answer that the reward of the current attempt has named"""
+        self._answered_by: object = None
 
     def begin(self) -> None:
         """Begin the first attempt."""
         self.started = self._now()
+
+    def begin_attempt(self) -> None:
+        """Forget what an earlier attempt has answered."""
+        self.answer = self._answered_by = None
+
+    def take_answer(self, reward: object, answer: str | None) -> None:
+        """Keep the answer that a reward has named. Without one, the former answer of the same reward is removed.
+
+        Args:
+            reward: the function that has judged the episode.
+            answer: None if the reward names no answer.
+        """
+        if answer is not None or self._answered_by is reward:
+            self.answer, self._answered_by = answer, reward
 
     def end(self) -> None:
         """End the last attempt."""

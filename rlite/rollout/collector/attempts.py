@@ -98,6 +98,7 @@ class Episodes:
         recorded, name = group.episodes[number], type(group.workflow).__name__
         while True:
             num_attempts += 1
+            recorded.begin_attempt()
             limit = asyncio.timeout(self.options.request_timeout)
             try:
                 async with limit:

@@ -147,7 +147,7 @@ class RewardFunction:
         """
         with trace.task(self.what.removeprefix("the ")), in_reward():
             try:
-                return _noted(await self._attempt(self._compute, keywords, count=1))
+                return noted(self, await self._attempt(self._compute, keywords, count=1))
             except RewardError as error:
                 if "completions" in keywords:
                     error.add_note(f"completion: {shortened(keywords['completions'])}")
@@ -272,8 +272,13 @@ class RewardFunction:
                 result.set_result(value)
 
 
-def _noted(reward: float) -> float:
-    """Return a reward, after the current episode has taken the answer that it names."""
-    if isinstance(reward, Reward) and reward.answer is not None and (episode := current_episode()) is not None:
-        episode.answer = reward.answer
+def noted(source: object, reward: float) -> float:
+    """Return a reward, after the current episode has taken the answer that it names.
+
+    Args:
+        source: the reward function.
+        reward: a `Reward` if it names an answer.
+    """
+    if (episode := current_episode()) is not None:
+        episode.take_answer(source, reward.answer if isinstance(reward, Reward) else None)
     return reward

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rlite.rollout.rewards.adapters import TrlReward
 from rlite.rollout.rewards.errors import RewardInvalid
-from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.rewards.function import RewardFunction, noted
 from rlite.rollout.rewards.score import Reward
 
 
@@ -55,6 +55,7 @@ class WeightedRewards:
         reward.parts = values
         named = (task.result() for task in tasks.values())
         reward.answer = next((each.answer for each in named if isinstance(each, Reward) and each.answer), None)
+        noted(self, reward)
         return reward
 
 

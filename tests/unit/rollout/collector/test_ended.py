@@ -10,7 +10,15 @@ import pytest
 from tensordict import TensorDict
 
 from rlite.errors import CallTimeout, WorkerDied
-from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
+from rlite.rollout import (
+    CollectorOptions,
+    LLMRequest,
+    RewardFunction,
+    RolloutCollector,
+    RolloutWorkflow,
+    ScriptedEngine,
+    trajectory,
+)
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.lost import CANCELLED, NOT_ACCEPTED, RETURNED_NONE, STOPPED, TOO_OLD
 from rlite.rollout.collector.status import status_of
@@ -51,6 +59,30 @@ def collector() -> Iterator[Make]:
 
 def outcome(groups: list[Ended]) -> list[tuple[str, str | None, str]]:
     return [(group.item, group.status, group.reason.partition(":")[0]) for group in groups]
+
+
+class FlakyTool(RolloutWorkflow):
+    """The first attempt is judged and then fails; the second names no answer."""
+
+    def __init__(self) -> None:
+        self.num_attempts = 0
+        self.reward = RewardFunction(lambda completions, **_: {"score": 0.0, "answer": completions}, in_process=True)
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+        response = await engine.agenerate(LLMRequest(input_ids=[1, 2]))
+        self.num_attempts += 1
+        if self.num_attempts == 1:
+            await self.reward("?", "41", [1], [2])
+            raise ValueError("a tool failed")
+        return trajectory(response, reward=1.0)
+
+
+def test_the_answer_of_a_failed_attempt_is_not_kept(collector: Make) -> None:
+    rollouts = collector(request_retries=1)
+    rollouts.collect([{}], FlakyTool(), group_size=1)
+    [group] = rollouts.take_ended()
+    assert [episode.answer for episode in group.episodes] == [None]
+    assert group.episodes[0].trajectory is not None
 
 
 def test_each_group_is_kept_once_with_its_item_and_reason(collector: Make) -> None:

@@ -61,6 +61,39 @@ def test_a_sum_takes_the_answer_of_the_part_that_names_one() -> None:
     assert judged(WeightedRewards(parts), "a b") == (4.0, "b")
 
 
+def answer_after(reward: Any, *turns: str) -> str | None:
+    """The answer of an episode whose turns are judged one by one."""
+    episode = Episode(time.monotonic())
+
+    async def judge() -> None:
+        with running(episode):
+            for text in turns:
+                await reward(prompt="?", completions=text, prompt_ids=[1], completion_ids=[2])
+
+    asyncio.run(judge())
+    return episode.answer
+
+
+def test_a_last_turn_without_an_answer_removes_that_of_an_earlier_turn() -> None:
+    word = RewardFunction(last_word, in_process=True)
+    length = RewardFunction(lambda completions, **_: len(completions), in_process=True)
+    for reward in (word, WeightedRewards({"word": Part(word, 1.0), "length": Part(length, 1.0)})):
+        assert answer_after(reward, "it is 42") == "42"
+        assert answer_after(reward, "it is 42", "") is None
+        assert answer_after(reward, "", "it is 42") == "42"
+
+
+def test_a_reward_that_names_no_answers_leaves_those_of_another() -> None:
+    word = RewardFunction(last_word, in_process=True)
+    length = RewardFunction(lambda completions, **_: len(completions), in_process=True)
+
+    async def both(**arguments: Any) -> None:
+        await word(**arguments)
+        await length(**arguments)
+
+    assert answer_after(both, "it is 42") == "42"
+
+
 def test_gsm8k_names_the_number_whatever_its_form() -> None:
     assert score(gsm8k_reward("", "so #### $1,000.", [], [], answer="1000")) == {"score": 1.0, "answer": "1000"}
     assert score(gsm8k_reward("", "#### 0.50", [], [], answer="7")) == {"score": 0.0, "answer": "0.5"}
