@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from tensordict import TensorDict
 
-from rlite.batch import check_one_per_row
 from rlite.evaluation.episodes import EndedEpisode
 from rlite.evaluation.samples import Sample
+from rlite.evaluation.scores import measured, score_column
 from rlite.observability.record.files import write_table
 from rlite.observability.record.schema import ROWS, TOKENS
 from rlite.rollout.collector.ended import Ended
@@ -23,7 +24,7 @@ Row = dict[str, Any]
 
 
 def row_of(episode: EndedEpisode, item: str, texts: TokenTexts, has_tokens: bool) -> Row:
-    """Return the row of an episode.
+    """Return the row of an episode. What its sample needs is there even if the record cannot read the trajectory.
 
     Args:
         episode: has ended.
@@ -35,13 +36,26 @@ def row_of(episode: EndedEpisode, item: str, texts: TokenTexts, has_tokens: bool
         DataError: `scores` or `rewards` of the trajectory is missing, or not [N].
     """
     place, group = episode.place, episode.group
-    if (trajectory := group.episodes[0].trajectory) is not None:
-        check_one_per_row(trajectory, "scores" if "scores" in trajectory else "rewards")
+    trajectory = group.episodes[0].trajectory
+    own = {} if trajectory is None else _sample_columns(trajectory)
     status = "evaluated" if episode.has_succeeded else status_of(episode.reason, episode.error)
     ended = Ended(place.item, item, status, episode.reason, group.episodes, group.tokens, place.sample)
     tables = make_tables(0, [ended], texts, {0})
     (row,) = tables["rows"].to_pylist()
+    row |= own
     return row | {"tokens": tables["tokens"].to_pylist()} if has_tokens else row
+
+
+def _sample_columns(trajectory: TensorDict) -> Row:
+    """Return the columns of a row that its sample needs.
+
+    Raises:
+        DataError: `scores` or `rewards` is missing, or not [N].
+    """
+    made = measured(trajectory)
+    column = {"scores": "score", "rewards": "reward"}[score_column(trajectory)]
+    truncated = {"truncated": made["truncated"]} if "truncated" in trajectory else {}
+    return {column: made["score"], "response_tokens": made["length"], **truncated}
 
 
 def sample_of(row: Row) -> Sample:

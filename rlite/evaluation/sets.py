@@ -10,10 +10,10 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from rlite.batch import check_one_per_row
 from rlite.errors import DataError
 from rlite.evaluation.metrics import summary
 from rlite.evaluation.samples import SOLVED_AT, Sample
+from rlite.evaluation.scores import measured
 from rlite.rollout.collector.collector import Collected, RolloutCollector
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.workflow import RolloutWorkflow
@@ -101,26 +101,7 @@ def _sample(ended: Ended) -> Sample:
     own: dict[str, Any] = {"item": str(ended.group), "sample": ended.first_sample}  # two rows may have the same id
     if ended.reason or (trajectory := episode.trajectory) is None:
         return Sample(**own, score=None, reason=ended.reason)
-    return Sample(
-        **own,
-        score=_score(trajectory),
-        truncated="truncated" in trajectory and bool(trajectory["truncated"].any()),
-        answer=episode.answer,
-        length=int(trajectory["loss_mask"].sum()) if "loss_mask" in trajectory else 0,
-    )
-
-
-def _score(trajectory: TensorDict) -> float:
-    """Return the score of an episode.
-
-    Raises:
-        DataError: `scores` or `rewards` is missing, or not [N].
-    """
-    key = "scores" if "scores" in trajectory else "rewards"
-    if key not in trajectory:
-        raise DataError("an evaluated trajectory has neither scores nor rewards; expected one of them")
-    check_one_per_row(trajectory, key)
-    return float(trajectory[key][0])
+    return Sample(**own, answer=episode.answer, **measured(trajectory))
 
 
 def _check_one_version(batch: TensorDict, name: str) -> None:
