@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rlite.errors import DataError
+
 SOLVED_AT = 1.0
 """score from which a sample counts as solved, for pass@k and majority@k"""
 ROUNDING = 2.0**-23
@@ -13,7 +15,11 @@ ROUNDING = 2.0**-23
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer of the model to one item, with its score."""
+    """One answer of the model to one item, with its score.
+
+    Raises:
+        DataError: the score is not finite.
+    """
 
     item: str
     """name of the data item, which no other item has"""
@@ -29,6 +35,13 @@ class Sample:
     """answer that the reward has named; None if it names none"""
     length: int = 0
     """tokens that the model wrote"""
+
+    def __post_init__(self) -> None:
+        if self.score is not None and not math.isfinite(self.score):
+            raise DataError(
+                f"item {self.item}, sample {self.sample}: its score is {self.score}; expected a finite number, or None "
+                "with a reason"
+            )
 
 
 def reaches(value: float, threshold: float) -> bool:

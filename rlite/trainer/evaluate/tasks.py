@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
@@ -10,8 +11,9 @@ from typing import Any
 
 from rlite.errors import ConfigError, did_you_mean
 from rlite.evaluation.rows import Row
+from rlite.trainer.evaluate.folder import CACHE
 from rlite.trainer.evaluate.generation import build_engine
-from rlite.trainer.evaluate.models import CACHE, Candidate
+from rlite.trainer.evaluate.models import Candidate
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.evaluate.questions import MAX_MODEL_LEN, context_limit, model_tokenizer
 
@@ -97,13 +99,15 @@ class TaskAnswers:
 def task_metrics(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
     """Yield the metrics of tasks: TASK/METRIC and TASK/METRIC_stderr, with the harness's filter if it has a name.
 
+    A metric that is not finite, such as the standard error of a single question, is left out.
+
     Args:
         results: the harness's `results`, by task.
     """
     for task, own in results.items():
         for key, value in own.items():
             metric, _, name = key.partition(",")
-            if not isinstance(value, int | float) or not name:
+            if not isinstance(value, int | float) or not math.isfinite(value) or not name:
                 continue
             is_error = metric.endswith("_stderr")
             shown = metric.removesuffix("_stderr") + ("" if name == "none" else f",{name}")
@@ -113,21 +117,25 @@ def task_metrics(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str
 def task_rows(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Row]:
     """Yield a row of the record for each question whose first metric is a number, of the first filter of its task.
 
+    A number that is not finite is no score: the sample has failed.
+
     Args:
         samples: the harness's `samples`, by task.
     """
     for task, own in samples.items():
         for question in own:
-            score = question[question["metrics"][0]] if question["metrics"] else None
+            metric = question["metrics"][0] if question["metrics"] else ""
+            score = question.get(metric)
             if question["filter"] == own[0]["filter"] and isinstance(score, int | float):
+                is_finite = math.isfinite(score)
                 yield {
                     "step": 0,
                     "group": question["doc_id"],
                     "sample": 0,
                     "item": f"{task}/{question['doc_id']}",
-                    "status": "evaluated",
-                    "reason": "",
-                    "score": float(score),
+                    "status": "evaluated" if is_finite else "failed",
+                    "reason": "" if is_finite else f"{metric} is {score}",
+                    "score": float(score) if is_finite else None,
                     "segments": list(_segments(question)),
                     "ended": time.time(),
                 }

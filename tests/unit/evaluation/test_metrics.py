@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
 
@@ -143,3 +144,9 @@ def test_summary_lets_the_first_k_samples_vote() -> None:
 def test_too_few_samples_are_refused(given: dict[str, list[float | None]], message: str) -> None:
     with pytest.raises(DataError, match=message):
         summary(samples_of(given), ks=4)
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_not_finite_is_refused(score: float) -> None:
+    with pytest.raises(DataError, match=r"item a, sample 2: its score is -?(nan|inf); expected a finite number"):
+        Sample("a", 2, score)
