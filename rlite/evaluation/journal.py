@@ -5,15 +5,14 @@ A process that is killed loses the samples that were under way. A line that it c
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rlite.arguments import flat, shown
-from rlite.errors import ConfigError, FolderInUse, writing
+from rlite.errors import ConfigError, writing
 
 VERSION = 1
 """of the format"""
@@ -26,7 +25,9 @@ Settings = Mapping[str, Any]
 
 
 class Journal:
-    """The file to which the samples of one model go. Making it checks and locks the file; `begin` is the first change.
+    """The file to which the samples of one model go. Making it checks the file; `begin` is the first change.
+
+    Whoever makes it has the folder alone.
 
     Args:
         path: the file. One that exists is continued.
@@ -35,7 +36,6 @@ class Journal:
 
     Raises:
         ConfigError: the file holds samples of other settings, or is no journal.
-        FolderInUse: another process writes the file.
         StorageError: the file cannot be written.
     """
 
@@ -43,10 +43,9 @@ class Journal:
         self.path, self._settings = path, settings
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("r+b" if path.exists() else "w+b")
-        _lock(self._file, path)
+            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         whole = [] if overwrite else _whole_lines(self._file.read(), path)
-        header, *lines = [_value(line, number, path) for number, line in enumerate(whole, 1)] or [None]
+        header, lines = _values(whole, path)
         if header is not None:
             check_same(header, settings, path)
         self.lines: list[dict[str, Any]] = lines
@@ -80,7 +79,7 @@ class Journal:
         self.lines.append(dict(line))
 
     def close(self) -> None:
-        """Let other processes have the file."""
+        """Close the file."""
         self._file.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
@@ -99,11 +98,17 @@ def read_journal(path: Path) -> tuple[Settings, list[dict[str, Any]]]:
         whole = _whole_lines(path.read_bytes(), path)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
-    header, *lines = [_value(line, number, path) for number, line in enumerate(whole, 1)] or [None]
+    header, lines = _values(whole, path)
     return _check_header(header, path), lines
 
 
-def check_same(header: Any, settings: Settings, path: Path) -> None:
+def is_journal(path: Path) -> bool:
+    """Return whether a file holds the samples of an evaluation."""
+    with path.open("rb") as file:
+        return file.read(len(_BEGINNING)) == _BEGINNING
+
+
+def check_same(header: Mapping[str, Any], settings: Settings, path: Path) -> None:
     """Check that a journal was begun with these settings.
 
     Args:
@@ -139,34 +144,20 @@ def differences(there: Settings, here: Settings) -> list[str]:
     return different if num_more <= 0 else [*different[:MAX_SHOWN], f"and {num_more} more"]
 
 
-def _check_header(header: Any, path: Path) -> Settings:
+def _check_header(header: Mapping[str, Any] | None, path: Path) -> Settings:
     """Return the settings of a journal.
 
     Raises:
         ConfigError: it is no journal, or of another version.
     """
-    if not isinstance(header, dict) or "settings" not in header:
-        raise ConfigError(f"{path}: no samples in it")
+    if header is None or not isinstance(header.get("settings"), dict):
+        raise ConfigError(f"{path}: no settings of samples in it; choose another folder")
     if header.get("version") != VERSION:
         raise ConfigError(
             f"{path}: samples of format {header.get('version')}, and this version of rlite writes {VERSION}; choose "
             "another folder (out=FOLDER)"
         )
     return header["settings"]
-
-
-def _lock(file: IO[bytes], path: Path) -> None:
-    """Keep other processes out of a file until it is closed.
-
-    Raises:
-        FolderInUse: another process has it.
-    """
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise FolderInUse(f"{path}: another evaluation is under way there; choose another folder") from error
-        # a file system without locks
 
 
 def _whole_lines(content: bytes, path: Path) -> list[bytes]:
@@ -180,13 +171,26 @@ def _whole_lines(content: bytes, path: Path) -> list[bytes]:
     return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def _value(line: bytes, number: int, path: Path) -> Any:
+def _values(lines: Sequence[bytes], path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """Return the header of a journal, None without one, and its further lines.
+
+    Raises:
+        ConfigError: a line is no object of JSON.
+    """
+    header, *values = [_value(line, number, path) for number, line in enumerate(lines, 1)] or [None]
+    return header, values
+
+
+def _value(line: bytes, number: int, path: Path) -> dict[str, Any]:
     """Return the value of a line.
 
     Raises:
-        ConfigError: it is no JSON.
+        ConfigError: it is no object of JSON.
     """
     try:
-        return json.loads(line)
-    except ValueError as error:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}, line {number}: expected JSON: {error}; choose another folder") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}, line {number}: expected an object of JSON; choose another folder")
+    return value

@@ -9,10 +9,11 @@ from typing import Any
 import pyarrow as pa
 from tensordict import TensorDict
 
+from rlite.errors import writing
 from rlite.evaluation.episodes import EndedEpisode
 from rlite.evaluation.samples import Sample
 from rlite.evaluation.scores import measured, score_column
-from rlite.observability.record.files import write_table
+from rlite.observability.record.files import all_files, write_table
 from rlite.observability.record.schema import ROWS, TOKENS
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.status import status_of
@@ -72,7 +73,7 @@ def sample_of(row: Row) -> Sample:
 
 
 def write_record(folder: Path, name: str, rows: Iterable[Row]) -> None:
-    """Write the record of an evaluation, in the order of items and samples.
+    """Write the record of an evaluation, in the order of items and samples. A former record of the name is replaced.
 
     Args:
         folder: holds `record/`.
@@ -82,12 +83,34 @@ def write_record(folder: Path, name: str, rows: Iterable[Row]) -> None:
     Raises:
         StorageError: a file cannot be written.
     """
+    remove_record(folder, name)
     ordered = sorted(rows, key=lambda row: (row["group"], row["sample"]))
     table = pa.Table.from_pylist([_with_pairs(row) for row in ordered], schema=ROWS)
-    write_table(folder, f"eval.{name}", 0, "rows", table)
+    write_table(folder, source_of(name), 0, "rows", table)
     tokens = [own for row in ordered for own in row.get("tokens", ())]
     if tokens:
-        write_table(folder, f"eval.{name}", 0, "tokens", pa.Table.from_pylist(tokens, schema=TOKENS))
+        write_table(folder, source_of(name), 0, "tokens", pa.Table.from_pylist(tokens, schema=TOKENS))
+
+
+def remove_record(folder: Path, name: str) -> None:
+    """Remove the record of an evaluation.
+
+    Args:
+        folder: holds `record/`.
+        name: name of the evaluation.
+
+    Raises:
+        StorageError: a file cannot be removed.
+    """
+    for file in all_files(folder):
+        if file.source == source_of(name):
+            with writing(file.path):
+                file.path.unlink(missing_ok=True)
+
+
+def source_of(name: str) -> str:
+    """Return the source in the record of an evaluation."""
+    return f"eval.{name}"
 
 
 def _with_pairs(row: Row) -> Row:

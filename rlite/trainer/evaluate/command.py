@@ -25,18 +25,10 @@ from rlite.evaluation.journal import differences
 from rlite.evaluation.metrics import summary
 from rlite.evaluation.results import EvaluatedModel, EvaluationResult
 from rlite.evaluation.rows import sample_of, write_record
+from rlite.trainer.evaluate.earlier import EarlierResult, earlier_result
+from rlite.trainer.evaluate.folder import RESULTS, check_alone, held, remove_others
 from rlite.trainer.evaluate.generation import Generation
-from rlite.trainer.evaluate.models import (
-    RESULTS,
-    Answered,
-    Candidate,
-    begin,
-    candidate,
-    earlier_result,
-    is_of_tasks,
-    names_of,
-    rows_of,
-)
+from rlite.trainer.evaluate.models import Answered, Candidate, begin, candidate, is_of_tasks, names_of, rows_of
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.evaluate.questions import Items, read_questions
 from rlite.trainer.evaluate.report import print_result
@@ -85,7 +77,9 @@ def _find_models(options: EvalConfig, given: Given, folder: Path, journals: Exit
     """Return the models with all their samples. Those that are missing are generated now."""
     names = names_of(options)
     asked = dict(zip(names, filter(None, (options.model, options.other)), strict=True))
-    earlier = {name: replace(found, name=name) for name in names if (found := earlier_result(asked[name]))}
+    if not options.overwrite:
+        check_alone(folder, names)
+    earlier = {name: found for name in names if (found := _earlier(asked[name], name, folder))}
     if len(earlier) == len(asked):
         return list(earlier.values())
     items, answers_of = _source(options, given, folder)
@@ -97,9 +91,23 @@ def _find_models(options: EvalConfig, given: Given, folder: Path, journals: Exit
     check_comparable(models)
     candidates = [each for each in models if isinstance(each, Candidate)]
     answers = [answers_of(each) for each in candidates]
+    remove_others(folder, names)
     begin(candidates, folder)
     _generate(answers, options)
     return models
+
+
+def _earlier(given: str, name: str, folder: Path) -> EarlierResult | None:
+    """Return the result of an earlier evaluation under a name; None if the path is none.
+
+    Raises:
+        ConfigError: the result cannot be used, or it is in the folder that this evaluation writes.
+    """
+    if (found := earlier_result(given)) is None:
+        return None
+    if folder.resolve() == Path(given).expanduser().resolve():
+        raise ConfigError(f"out={folder}: it holds the earlier evaluation that is read; choose another folder")
+    return replace(found, name=name)
 
 
 def _source(options: EvalConfig, given: Given, folder: Path) -> tuple[Items, Callable[[Candidate], Answers]]:
@@ -185,11 +193,12 @@ def write_results(folder: Path, models: Sequence[Answered], result: EvaluationRe
     Raises:
         StorageError: a file cannot be written.
     """
+    remove_others(folder, [model.name for model in models])
     for model in models:
         write_record(folder, model.name, rows_of(model))
     written = {**result.to_json(), "settings": {model.name: model.settings for model in models}}
     with writing(folder / RESULTS):
-        files.replace(folder / RESULTS, json.dumps(written, indent=2).encode())
+        files.replace(folder / RESULTS, json.dumps(written, indent=2, allow_nan=False).encode())
 
 
 @contextmanager
@@ -198,9 +207,15 @@ def _folder(options: EvalConfig) -> Iterator[Path]:
 
     Yields:
         The folder.
+
+    Raises:
+        FolderInUse: another evaluation is under way in it.
+        StorageError: it cannot be written.
     """
     if options.out is not None:
-        yield Path(options.out).expanduser()
+        folder = Path(options.out).expanduser()
+        with held(folder):
+            yield folder
         return
     with tempfile.TemporaryDirectory(prefix="rlite-eval-") as folder:
         yield Path(folder)

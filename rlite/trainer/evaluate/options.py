@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from rlite.arguments import named, spelled
 from rlite.config import Count, Natural, Options, Positive, Seconds, Share
@@ -24,6 +24,17 @@ SHORT = {"data": "data.path", "reward": "reward.path", "env": "env_path"}
 def default_temperature(samples: int) -> float:
     """Return the temperature of answers to each prompt: one is greedy, several are drawn."""
     return 0.0 if samples == 1 else 1.0
+
+
+def check_name(name: str) -> str:
+    """Return the name of an evaluation, which is also that of files.
+
+    Raises:
+        ValueError: it is no name of a file in each folder.
+    """
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise ValueError(f"{name!r}: expected letters, digits, _, . and -, and none of . and - first")
+    return name
 
 
 class EvalDataOptions(Options):
@@ -110,7 +121,7 @@ class EvalConfig(ServingOptions, LaunchOptions):
     out: str | None = None
     """folder for results.json, samples and the record, which `rlite view` shows; the same command continues what it
     holds. null writes nothing"""
-    name: str | None = None
+    name: Annotated[str, AfterValidator(check_name)] | None = None
     """name of the evaluation in the record; default: that of the model's folder"""
     overwrite: bool = False
     """replace the samples that out holds; leave it out to continue an interrupted command"""
@@ -157,8 +168,6 @@ class EvalConfig(ServingOptions, LaunchOptions):
             yield f"workflow: {WORKFLOWS.unknown(self.workflow)}"
         if self.workflow is not None and self.data.chat_template_options:
             yield "data.chat_template_options: a registered workflow renders prompts itself; set them there"
-        if self.name is not None and not re.fullmatch(r"[\w.-]+", self.name):
-            yield f"name={self.name}: expected letters, digits, _, . and -"
         if self.name is not None and self.other is not None:
             yield "name: two models have the names of their folders; leave it out"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,9 @@ def test_several_samples_are_drawn_and_one_is_greedy(arguments: list[str], tempe
         (["chat=true"], "are of tasks"),
         (["b", "name=x"], "two models have the names of their folders"),
         (["name=x/y"], "expected letters, digits"),
+        (["name=."], "none of . and - first"),
+        (["name=.."], "none of . and - first"),
+        (["name=-x"], "none of . and - first"),
         (["reward=my.py:f", "max_turns=2"], r"reward\.\* is of single answers"),
         (["data.chat_template_options={tokenize: true}"], "rlite sets tokenize itself"),
     ],
@@ -142,6 +146,15 @@ def test_answers_to_tasks_become_rows() -> None:
     found = list(task_rows({"sums": [choice], "says": [written, other_filter], "wiki": [without_number]}))
     assert [(row["item"], row["score"]) for row in found] == [("sums/4", 1.0), ("says/0", 1.0)]
     assert [[segment["text"] for segment in row["segments"]] for row in found] == [["2+2=", " 4"], ["Say:", "4"]]
+
+
+def test_a_metric_of_a_task_that_is_not_finite_is_no_score() -> None:
+    broken = QUESTION | {"doc_id": 4, "arguments": [("x",)], "resps": [["4"]], "acc": math.nan}
+    [row] = task_rows({"sums": [broken]})
+    assert (row["status"], row["reason"], row["score"]) == ("failed", "acc is nan", None)
+    assert dict(task_metrics({"t": {"acc,none": 0.5, "acc_stderr,none": math.nan, "ppl,none": math.inf}})) == {
+        "t/acc": 0.5
+    }
 
 
 def test_metrics_of_tasks_keep_the_harness_names() -> None:

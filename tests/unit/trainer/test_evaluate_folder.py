@@ -1,0 +1,170 @@
+"""The folder of `rlite eval`: its lock, whose samples it holds, and earlier results that were damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlite.errors import ConfigError, FolderInUse
+from rlite.evaluation.journal import Journal
+from rlite.evaluation.rows import write_record
+from rlite.observability.record.files import all_files
+from rlite.trainer.evaluate.earlier import earlier_result
+from rlite.trainer.evaluate.folder import CACHE, LOCK, RESULTS, SAMPLES, check_alone, held, remove_others
+from rlite.trainer.evaluate.models import Candidate, begin
+
+SETTINGS: dict[str, Any] = {
+    "questions": {"number": 2},
+    "sampling": {"samples": 1, "temperature": 0.0, "max_new_tokens": 8},
+    "tasks": {},
+}
+TOKENS = {"step": 0, "group": 0, "sample": 0, "sequence": 0, "text": "x", "ids": [1], "offsets": [0], "mask": [True]}
+
+
+def row(group: int, **changes: Any) -> dict[str, Any]:
+    key = {"step": 0, "group": group, "sample": 0, "item": str(group)}
+    return {**key, "status": "evaluated", "reason": "", "reward": 1.0, **changes}
+
+
+def write(folder: Path, name: str, *lines: Any, settings: Any = SETTINGS) -> None:
+    """Write a whole evaluation of one model."""
+    (folder / SAMPLES).mkdir(parents=True, exist_ok=True)
+    header = {"version": 1, "settings": settings}
+    text = "".join(json.dumps(line) + "\n" for line in [header, *lines])
+    (folder / SAMPLES / f"{name}.jsonl").write_text(text)
+    (folder / RESULTS).write_text(json.dumps({"models": {name: {"model": "m", "metrics": {}}}}))
+
+
+def files_of(folder: Path) -> set[str]:
+    return {f"{file.source} {file.kind}" for file in all_files(folder)}
+
+
+def test_a_folder_has_one_evaluation_at_a_time_also_after_its_lock_was_opened_and_closed(tmp_path: Path) -> None:
+    with held(tmp_path / "out"):
+        (tmp_path / "out" / LOCK).read_bytes()
+        with (
+            pytest.raises(FolderInUse, match=r"out=.*out: another evaluation is under way there"),
+            held(tmp_path / "out"),
+        ):
+            pass
+    with held(tmp_path / "out"):
+        pass
+
+
+def test_a_folder_with_another_models_samples_or_results_is_refused(tmp_path: Path) -> None:
+    check_alone(tmp_path / "new", ["b"])
+    write(tmp_path, "a", row(0), row(1))
+    check_alone(tmp_path, ["a"])
+    check_alone(tmp_path, ["a", "b"])
+    (tmp_path / RESULTS).unlink()
+    with pytest.raises(ConfigError, match=r"holds samples or results of a\. Choose another folder .*overwrite=true"):
+        check_alone(tmp_path, ["b"])
+    write(tmp_path, "a")
+    (tmp_path / SAMPLES / "a.jsonl").unlink()
+    with pytest.raises(ConfigError, match="holds samples or results of a"):
+        check_alone(tmp_path, ["b"])
+
+
+def test_overwriting_removes_what_other_models_left_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write(tmp_path, name, row(0), row(1))
+        write_record(tmp_path, name, [row(0, tokens=[TOKENS]), row(1)])
+        (tmp_path / CACHE / name).mkdir(parents=True)
+    (tmp_path / SAMPLES / "mine.jsonl").write_text("my notes")
+    remove_others(tmp_path, ["b"])
+    assert sorted(path.name for path in (tmp_path / SAMPLES).iterdir()) == ["b.jsonl", "mine.jsonl"]
+    assert files_of(tmp_path) == {"eval.b rows", "eval.b tokens"}
+    assert [path.name for path in (tmp_path / CACHE).iterdir()] == ["b"]
+
+
+def test_an_evaluation_that_begins_anew_removes_its_own_record_and_no_others(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write(tmp_path, name, row(0))
+        write_record(tmp_path, name, [row(0, tokens=[TOKENS])])
+    journal = Journal(tmp_path / SAMPLES / "a.jsonl", SETTINGS, overwrite=True)
+    begin([Candidate("a", "m", SETTINGS, journal)], tmp_path)
+    journal.close()
+    assert files_of(tmp_path) == {"eval.b rows", "eval.b tokens"}
+
+
+def test_a_record_without_tokens_replaces_one_with_tokens(tmp_path: Path) -> None:
+    write_record(tmp_path, "a", [row(0, tokens=[TOKENS])])
+    write_record(tmp_path, "a", [row(0)])
+    assert files_of(tmp_path) == {"eval.a rows"}
+
+
+def test_a_whole_earlier_result_is_read(tmp_path: Path) -> None:
+    write(tmp_path, "a", row(1), row(0))
+    found = earlier_result(str(tmp_path))
+    assert found is not None
+    assert (found.name, found.model, len(found.lines)) == ("a", "m", 2)
+    assert earlier_result(str(tmp_path / "nowhere")) is None
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ("[", "not the results of an evaluation: Invalid JSON"),
+        ({"models": {}}, "models: Dictionary should have at least 1 item"),
+        ({"models": {"a": {}}}, r"models\.a\.model: Field required"),
+        ({"models": ["a"]}, "models: Input should be an object"),
+        ({"models": {"a": 5}}, r"models\.a: "),
+        ({"models": {"../../x": {"model": "m"}}}, "none of . and - first"),
+        ({"models": {"hosts\0": {"model": "m"}}}, "none of . and - first"),
+        ({"models": {"a": {"model": "m"}, "b": {"model": "m"}}}, "results of a, b; expected those of one model"),
+    ],
+)
+def test_damaged_results_are_refused(results: Any, message: str, tmp_path: Path) -> None:
+    write(tmp_path, "a", row(0), row(1))
+    (tmp_path / RESULTS).write_text(results if isinstance(results, str) else json.dumps(results))
+    with pytest.raises(ConfigError, match=message):
+        earlier_result(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "settings: questions: Field required"),
+        (SETTINGS | {"tasks": 3}, "settings: tasks: "),
+        (SETTINGS | {"sampling": {"samples": "1"}}, r"settings: sampling\.samples: "),
+    ],
+)
+def test_damaged_settings_are_refused(settings: Any, message: str, tmp_path: Path) -> None:
+    write(tmp_path, "a", row(0), row(1), settings=settings)
+    with pytest.raises(ConfigError, match=message):
+        earlier_result(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([[1], row(1)], "line 2: expected an object of JSON"),
+        ([row(0)], "an unfinished evaluation: 1 of 2 samples are missing"),
+        ([row(0), row(0)], r"line 3: \(0, 0\) is there twice"),
+        ([row(0), row(2)], r"line 3: \(2, 0\) is there twice, or not of this evaluation"),
+        ([row(0), row(1, reward="1")], "line 3: reward: "),
+        ([row(0), row(1, reward=float("nan"))], "line 3: reward: Input should be a finite number"),
+        ([row(0), row(1, reward=None)], "line 3: .*expected a score, or a reason why there is none"),
+        ([row(0), {"group": 1, "sample": 0}], "line 3: item: Field required"),
+    ],
+)
+def test_damaged_samples_are_refused(lines: list[Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path, "a", *lines)
+    with pytest.raises(ConfigError, match=message):
+        earlier_result(str(tmp_path))
+
+
+def test_tasks_are_complete_by_their_names(tmp_path: Path) -> None:
+    settings = SETTINGS | {"questions": {}, "tasks": {"tasks": ["gsm8k", "arc"]}}
+    gsm8k, arc = ({"task": name, "metrics": {f"{name}/acc": 0.5}, "rows": [row(0)]} for name in ("gsm8k", "arc"))
+    write(tmp_path, "a", gsm8k, arc, settings=settings)
+    assert earlier_result(str(tmp_path)) is not None
+    write(tmp_path, "a", gsm8k, settings=settings)
+    with pytest.raises(ConfigError, match="1 of 2 tasks are missing"):
+        earlier_result(str(tmp_path))
+    write(tmp_path, "a", gsm8k, gsm8k, settings=settings)
+    with pytest.raises(ConfigError, match="line 3: gsm8k is there twice"):
+        earlier_result(str(tmp_path))
