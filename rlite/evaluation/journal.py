@@ -177,8 +177,8 @@ def _values(lines: Sequence[bytes], path: Path) -> tuple[dict[str, Any] | None, 
     Raises:
         ConfigError: a line is no object of JSON.
     """
-    header, *values = [_value(line, number, path) for number, line in enumerate(lines, 1)] or [None]
-    return header, values
+    values = [_value(line, number, path) for number, line in enumerate(lines, 1)]
+    return (values[0], values[1:]) if values else (None, [])
 
 
 def _value(line: bytes, number: int, path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 from tensordict import TensorDict
 
-from rlite.errors import writing
+from rlite.errors import DataError, writing
 from rlite.evaluation.episodes import EndedEpisode
 from rlite.evaluation.samples import Sample
 from rlite.evaluation.scores import measured, score_column
@@ -81,15 +81,20 @@ def write_record(folder: Path, name: str, rows: Iterable[Row]) -> None:
         rows: of all its samples.
 
     Raises:
+        DataError: a value has another type than its column. The former record is left.
         StorageError: a file cannot be written.
     """
-    remove_record(folder, name)
     ordered = sorted(rows, key=lambda row: (row["group"], row["sample"]))
-    table = pa.Table.from_pylist([_with_pairs(row) for row in ordered], schema=ROWS)
-    write_table(folder, source_of(name), 0, "rows", table)
     tokens = [own for row in ordered for own in row.get("tokens", ())]
+    try:
+        table = pa.Table.from_pylist([_with_pairs(row) for row in ordered], schema=ROWS)
+        table_of_tokens = pa.Table.from_pylist(tokens, schema=TOKENS)
+    except (pa.ArrowException, OverflowError) as error:
+        raise DataError(f"the samples of {name} cannot be recorded, a value is damaged: {error}") from error
+    remove_record(folder, name)
+    write_table(folder, source_of(name), 0, "rows", table)
     if tokens:
-        write_table(folder, source_of(name), 0, "tokens", pa.Table.from_pylist(tokens, schema=TOKENS))
+        write_table(folder, source_of(name), 0, "tokens", table_of_tokens)
 
 
 def remove_record(folder: Path, name: str) -> None:

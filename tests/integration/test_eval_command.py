@@ -120,6 +120,17 @@ def test_two_models_are_compared_and_their_results_can_be_compared_again(
 
     for name in ("before", "after"):
         run(monkeypatch, folder / name, *sources(folder), *SHORT, "samples=3", f"out={folder}/of-{name}")
+    kept = (folder / "of-before" / "results.json").read_bytes()
+    for models, message in {
+        ("after",): r"holds samples or results of before\. Choose another folder",
+        ("of-after", "after"): r"holds samples or results of before\. Choose another folder",
+    }.items():
+        given = [folder / name for name in models]
+        with pytest.raises(SystemExit, match=message):
+            run(monkeypatch, *given, *sources(folder), *SHORT, "samples=3", f"out={folder}/of-before")
+    with pytest.raises(SystemExit, match="it holds the earlier evaluation that is read"):
+        run(monkeypatch, folder / "of-before", folder / "of-after", f"out={folder}/of-before", "overwrite=true")
+    assert (folder / "of-before" / "results.json").read_bytes() == kept
     capsys.readouterr()
     run(monkeypatch, folder / "of-before", folder / "of-after", "k=2", f"out={folder}/again")
     printed = capsys.readouterr().out

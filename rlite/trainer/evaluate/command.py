@@ -213,9 +213,8 @@ def _folder(options: EvalConfig) -> Iterator[Path]:
         StorageError: it cannot be written.
     """
     if options.out is not None:
-        folder = Path(options.out).expanduser()
-        with held(folder):
+        with held(folder := Path(options.out).expanduser()):
             yield folder
         return
-    with tempfile.TemporaryDirectory(prefix="rlite-eval-") as folder:
-        yield Path(folder)
+    with tempfile.TemporaryDirectory(prefix="rlite-eval-") as temporary:
+        yield Path(temporary)

@@ -124,7 +124,7 @@ class EvalConfig(ServingOptions, LaunchOptions):
     name: Annotated[str, AfterValidator(check_name)] | None = None
     """name of the evaluation in the record; default: that of the model's folder"""
     overwrite: bool = False
-    """replace the samples that out holds; leave it out to continue an interrupted command"""
+    """replace the evaluations that out holds, also of other models; leave it out to continue an interrupted command"""
     record_tokens: Natural = 16
     """first prompts whose answers are recorded with their tokens"""
     timeout: Seconds = 3600.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlite.errors import ConfigError, FolderInUse
+from rlite.errors import ConfigError, DataError, FolderInUse
 from rlite.evaluation.journal import Journal
 from rlite.evaluation.rows import write_record
 from rlite.observability.record.files import all_files
@@ -92,6 +92,9 @@ def test_an_evaluation_that_begins_anew_removes_its_own_record_and_no_others(tmp
 
 def test_a_record_without_tokens_replaces_one_with_tokens(tmp_path: Path) -> None:
     write_record(tmp_path, "a", [row(0, tokens=[TOKENS])])
+    with pytest.raises(DataError, match="the samples of a cannot be recorded, a value is damaged"):
+        write_record(tmp_path, "a", [row(0, tokens=[{"ids": "x"}])])
+    assert files_of(tmp_path) == {"eval.a rows", "eval.a tokens"}
     write_record(tmp_path, "a", [row(0)])
     assert files_of(tmp_path) == {"eval.a rows"}
 
