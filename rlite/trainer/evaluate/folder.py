@@ -26,7 +26,7 @@ LOCK = ".eval.lock"
 
 
 class ModelResults(BaseModel):
-    """What results.json says of one model."""
+    """One model in results.json."""
 
     model_config = ConfigDict(strict=True)
     model: str
