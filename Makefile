@@ -11,9 +11,9 @@ BIN := $(VENV)/bin
 SOURCES := rlite tests examples recipes benchmarks docs/generate_interfaces.py docs/generate_screenshots.py
 # files of tests are dealt to this many processes: more than two cores, because tests also wait
 JOBS ?= 3
-# one thread each: idle OpenMP threads spin
+# one thread each, and threads of tests that ask for more sleep when idle: they would spin on cores that others need
 DEALT = --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(DEALT)
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(DEALT)
 # a quarter of the examples of property tests
 QUICKLY = $(PYTEST) -m "not slow" --hypothesis-profile=quick
 

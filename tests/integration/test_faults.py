@@ -288,7 +288,7 @@ def run_under_torchrun(
     launch = [python, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     ran = subprocess.run(
         [*launch, str(script), str(model), method, str(rank)],
-        env=environment(**{MARK: mark, "PYTHON_EXEC": python}),
+        env=environment(**{MARK: mark}),
         capture_output=True,
         text=True,
         timeout=280,

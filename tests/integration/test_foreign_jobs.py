@@ -55,7 +55,7 @@ def test_a_torchrun_script_resumes_after_a_killed_rank_and_learns_the_same(tmp_p
     script, whole, broken = EXAMPLES / "ddp_script.py", tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}")
-    output_of(start(*torchrun, str(script), str(whole), "200", PYTHON_EXEC=forked_python.python()))
+    output_of(start(*torchrun, str(script), str(whole), "200"))
     mark = str(tmp_path)
     program = start(str(EXAMPLES / "torchrun_script.py"), str(broken), "200", **{MARK: mark})
     wait_for((broken / "checkpoint.pt").exists, program)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -24,15 +23,12 @@ SOON_S = 20.0
 def test_a_forked_child_ends_and_its_parent_goes_on_until_ray_loses_its_control_service(
     models: dict[str, Path], launcher: str, num_devices: int
 ) -> None:
-    mark, python = uuid.uuid4().hex, [sys.executable]
+    mark, python = uuid.uuid4().hex, [forked_python.python()]
     if launcher == "torchrun":
-        python = [forked_python.python()]  # the agent alone
         python += ["-m", "torch.distributed.run", f"--nproc_per_node={num_devices}", f"--master_port={free_port()}"]
-    variables = environment(**{MARK: mark}, PYTHON_EXEC=sys.executable)
-    del variables["RAY_RUNTIME_ENV_HOOK"]  # here Ray's workers are no forks themselves
     ran = subprocess.run(
         [*python, PROGRAM, str(models["llama"]), launcher, str(num_devices)],
-        env=variables,
+        env=environment(**{MARK: mark}),
         capture_output=True,
         text=True,
         timeout=280,

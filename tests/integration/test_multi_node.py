@@ -22,7 +22,7 @@ def run_on_two_nodes(*argv: str, cwd: Path) -> list[str]:
     agents = [
         subprocess.Popen(
             [*torchrun, f"--node_rank={rank}", "-m", *argv],
-            env=environment(PYTHON_EXEC=python),
+            env=environment(),
             cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

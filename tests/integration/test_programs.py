@@ -190,7 +190,7 @@ def undisturbed(config: dict[str, Any], module: str, folder: Path, *launcher: st
     file.write_text(yaml.safe_dump(with_folder(config, folder)))
     done = subprocess.run(
         [forked_python.python(), *launcher, "-m", module, "--config", str(file)],
-        env=environment(PYTHON_EXEC=forked_python.python()),
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=START_S,
