@@ -112,7 +112,7 @@ def test_a_file_that_was_mended_is_read_again(tmp_path: Path, reader: RecordRead
 
 
 def test_steps_of_compacted_files_count_once(tmp_path: Path, reader: RecordReader) -> None:
-    compacted = path_of(tmp_path, "train-00000001-00000003.rows.parquet")
+    compacted = path_of(tmp_path, "train-00000001_00000003.rows.parquet")
     pq.write_table(rows(row(1, reward=9.0), row(2, reward=9.0), row(3, reward=9.0)), compacted)
     reader.refresh()
     table = reader.table("train")
@@ -130,7 +130,7 @@ def test_a_file_that_is_compacted_while_it_is_read_is_no_problem(tmp_path: Path,
 
 
 def test_steps_that_were_merged_are_read_from_the_merged_file(tmp_path: Path, reader: RecordReader) -> None:
-    merged = path_of(tmp_path, "train-00000001-00000003.rows.parquet")
+    merged = path_of(tmp_path, "train-00000001_00000003.rows.parquet")
     pq.write_table(rows(row(1), row(2), row(3)), merged)
     for step in (1, 2):
         path_of(tmp_path, f"train-{step:08d}.rows.parquet").unlink()
@@ -140,7 +140,7 @@ def test_steps_that_were_merged_are_read_from_the_merged_file(tmp_path: Path, re
 
 
 def test_rows_that_were_merged_are_read_from_the_merged_file(tmp_path: Path, reader: RecordReader) -> None:
-    merged = path_of(tmp_path, "train-00000001-00000003.rows.parquet")
+    merged = path_of(tmp_path, "train-00000001_00000003.rows.parquet")
     pq.write_table(rows(row(1), row(2), row(3)), merged)
     for step in (1, 2):
         path_of(tmp_path, f"train-{step:08d}.rows.parquet").unlink()
