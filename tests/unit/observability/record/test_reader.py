@@ -89,6 +89,15 @@ def test_a_foreign_table_is_no_record(tmp_path: Path, reader: RecordReader) -> N
     assert "no table of a record" in reader.problems["train-00000003.rows.parquet"]
 
 
+@pytest.mark.parametrize("name", ["step", "group", "sample", "item", "status", "reason"])
+def test_a_file_with_rows_without_a_place_or_status_is_named(tmp_path: Path, reader: RecordReader, name: str) -> None:
+    write_table(tmp_path, "train", 3, "rows", rows(row(3), row(3, 1) | {name: None}))
+    reader.refresh()
+    assert reader.table("train").num_rows == 4
+    expected = f"cannot be read: rows without a value of {name}"
+    assert reader.problems == {"train-00000003.rows.parquet": expected}
+
+
 def test_files_are_found_while_the_run_goes_on(tmp_path: Path, reader: RecordReader) -> None:
     assert reader.table("train").num_rows == 4
     assert not reader.refresh()
