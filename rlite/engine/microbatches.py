@@ -90,9 +90,7 @@ def _share(batch: Mapping[str, Tensor], microbatches: list[list[int]], lengths: 
     return BatchShare(rows, part, [[local[row] for row in microbatch] for microbatch in microbatches])
 
 
-def join_values(
-    what: str, shares: Sequence[BatchShare], results: Sequence[Tensor], attention_mask: Tensor
-) -> Tensor:
+def join_values(what: str, shares: Sequence[BatchShare], results: Sequence[Tensor], attention_mask: Tensor) -> Tensor:
     """Return values [N, L, ...] in the order of the whole batch, padded with 0.
 
     Args:
@@ -112,8 +110,8 @@ def join_values(
         row, column = mask[rows].nonzero(as_tuple=True)
         if values.shape[:1] != row.shape:
             raise ConfigError(
-                f"{what}: found values of shape {list(values.shape)} for {len(row)} tokens; expected one value for each "
-                "token of every pack"
+                f"{what}: found values of shape {list(values.shape)} for {len(row)} tokens; expected one value for "
+                "each token of every pack"
             )
         padded[rows[row], column] = values
     return padded
