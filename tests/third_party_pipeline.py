@@ -26,8 +26,8 @@ from rlite.checkpoint.randomness import random_state, set_random_state
 from rlite.checkpoint.safe import load_values
 from rlite.cluster.host import WorkerContext
 from rlite.data.microbatch_plan import PackingMethod
-from rlite.data.packs import companions, pack, unpack
-from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss
+from rlite.data.packs import companions, pack
+from rlite.engine.microbatches import BatchShare, Loss, LossSums, Weight, call_loss, own_tokens
 from rlite.engine.redefinition import take_class
 from rlite.engine.registry import register_executor
 from rlite.engine.train_executor import TrainBackend
@@ -230,19 +230,16 @@ class PipelineWorker:
         return {**means, "weight": total}
 
     @torch.no_grad()
-    def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> dict[int, Tensor]:
+    def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> Any:
         share, post_hook, _ = self._from_first(share, post_hook, without_adapters)
-        results: dict[int, Tensor] = {}
+        found = []
         with evaluating(self.module):
             for rows in share.microbatches:
                 data = pack(share.batch, rows or companions(share.batch), CPU)
                 outputs = self._run(post_hook, data)
                 if self._is_last:
-                    values = unpack(
-                        post_hook(outputs, data), data["cu_seqlens"], share.batch["attention_mask"].shape[1]
-                    )
-                    results.update(zip(rows, values, strict=False))
-        return results
+                    found.append(own_tokens(rows, post_hook(outputs, data)))
+        return torch.cat(found) if self._is_last else None
 
     def invoke(self, args: tuple, kwargs: dict, method: str) -> Any:
         """Every stage runs the method on its part of the module."""

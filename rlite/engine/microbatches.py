@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from rlite.algorithms.reduce import Mean, PerToken
 from rlite.batch import RAGGED
 from rlite.data.microbatch_plan import PackingMethod, plan_microbatches
-from rlite.data.packs import check_batch, companions, sequence_lengths, unpack
+from rlite.data.packs import check_batch, companions, sequence_lengths
 from rlite.errors import ConfigError, DataError
 
 Loss = Callable[[Any, dict[str, Any]], Any]
@@ -28,11 +29,16 @@ class BatchShare:
     """One data rank's part of a batch."""
 
     rows: list[int]
-    """row numbers in the whole batch"""
+    """row numbers in the whole batch, in the order of the microbatches"""
     batch: dict[str, Tensor]
     """tensors of these rows, cut to the longest of them"""
     microbatches: list[list[int]]
     """row numbers in this share, for each microbatch; every rank has the same number of microbatches"""
+
+    @property
+    def own_rows(self) -> list[int]:
+        """Row numbers in the whole batch of the rows in microbatches: all rows, or none."""
+        return self.rows[: sum(map(len, self.microbatches))]
 
 
 def split_batch(
@@ -84,19 +90,30 @@ def _share(batch: Mapping[str, Tensor], microbatches: list[list[int]], lengths: 
     return BatchShare(rows, part, [[local[row] for row in microbatch] for microbatch in microbatches])
 
 
-def join_rows(shares: Sequence[BatchShare], results: Sequence[Mapping[int, Tensor]], shape: Sequence[int]) -> Tensor:
+def join_values(what: str, shares: Sequence[BatchShare], results: Sequence[Tensor], attention_mask: Tensor) -> Tensor:
     """Return values [N, L, ...] in the order of the whole batch, padded with 0.
 
     Args:
+        what: name of the values, for messages.
         shares: shares of the batch.
-        results: for each share, row number in the share -> values, as wide as the share.
-        shape: [N, L] of the whole batch.
+        results: for each share, the values of the tokens of its own rows [T, ...].
+        attention_mask: of the whole batch, [N, L].
+
+    Raises:
+        ConfigError: a share has another number of values than tokens.
     """
-    first = next(value for part in results for value in part.values())
-    padded = first.new_zeros(*shape, *first.shape[1:])
+    mask = attention_mask.bool()
+    most = max(results, key=len)
+    padded = most.new_zeros(*mask.shape, *most.shape[1:])
     for share, values in zip(shares, results, strict=True):
-        for local, value in values.items():
-            padded[share.rows[local], : len(value)] = value
+        rows = torch.tensor(share.own_rows, dtype=torch.long)
+        row, column = mask[rows].nonzero(as_tuple=True)
+        if values.shape[:1] != row.shape:
+            raise ConfigError(
+                f"{what}: found values of shape {list(values.shape)} for {len(row)} tokens; expected one value for "
+                "each token of every pack"
+            )
+        padded[rows[row], column] = values
     return padded
 
 
@@ -173,36 +190,35 @@ class LossSums:
 
 
 class TokenValues:
-    """Values of the tokens of a share, which its loss reports as `PerToken`.
+    """Values of the tokens of a share, which its loss reports as `PerToken`."""
 
-    Args:
-        width: of the share.
-    """
+    def __init__(self) -> None:
+        self._parts: defaultdict[str, list[Tensor]] = defaultdict(list)
 
-    def __init__(self, width: int) -> None:
-        self._width = width
-        self._packs: list[tuple[list[int], Tensor, dict[str, Tensor]]] = []
-
-    def add(self, rows: list[int], cu_seqlens: Tensor, report: Mapping[str, Any]) -> None:
+    def add(self, rows: list[int], report: Mapping[str, Any]) -> None:
         """Keep the values of a pack on its device.
 
         Args:
             rows: row numbers in the share; an empty microbatch has none.
-            cu_seqlens: where the rows begin and end, [n + 1].
             report: what the loss of the pack reports.
         """
-        values = {name: value.values for name, value in report.items() if isinstance(value, PerToken)}
-        if rows and values:
-            self._packs.append((rows, cu_seqlens, values))
+        for name, value in report.items():
+            if isinstance(value, PerToken):
+                self._parts[name].append(own_tokens(rows, value.values))
 
-    def by_row(self) -> dict[str, dict[int, Tensor]]:
-        """Return the values of each row on CPU, padded with 0 to the width of the share, by name and row number."""
-        found: dict[str, dict[int, Tensor]] = {}
-        for rows, cu_seqlens, values in self._packs:
-            for name, value in values.items():
-                padded = unpack(value, cu_seqlens, self._width).cpu()
-                found.setdefault(name, {}).update(zip(rows, padded, strict=True))
-        return found
+    def joined(self) -> dict[str, Tensor]:
+        """Return the values [T] of the tokens of the share's own rows on CPU, by name."""
+        return {name: torch.cat(parts).cpu() for name, parts in self._parts.items()}
+
+
+def own_tokens(rows: list[int], values: Tensor) -> Tensor:
+    """Return the values [T, ...] of a pack, or no values [0, ...] of a microbatch that has only padding rows.
+
+    Args:
+        rows: row numbers of the microbatch; an empty microbatch has none.
+        values: of the pack's tokens.
+    """
+    return values if rows else values[:0]
 
 
 def _number(value: Any) -> Tensor | float:

@@ -6,12 +6,13 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rlite.data.microbatch_plan import sequence_flops
 from rlite.data.packs import sequence_lengths
 from rlite.dispatch import cuts_sequences, gather, gather_of, plan_shares, scatter
-from rlite.engine.microbatches import BatchShare, join_rows, split_batch
+from rlite.engine.microbatches import BatchShare, join_values, split_batch
 from rlite.engine.redefinition import changed_methods, redefined, sent_by_value, take_class
 from rlite.engine.train_executor import TrainExecutor
 from rlite.engine.train_lifecycle import TrainLifecycle
@@ -241,7 +242,7 @@ class RliteTrainEngine(TrainLifecycle):
         shares = self._split("forward", batch, max_tokens_per_microbatch)
         calls = [(share, post_hook, without_adapters) for share in shares]
         results = self._on_data_ranks(TrainExecutor.forward, calls)
-        return join_rows(shares, results, batch["input_ids"].shape)
+        return join_values("forward", shares, results, batch["attention_mask"])
 
     def nonfinite_parameters(self) -> list[str]:
         """Return the names of parameters that hold NaN or infinity, on any worker."""
@@ -264,9 +265,10 @@ class RliteTrainEngine(TrainLifecycle):
     ) -> dict[str, Any]:
         shares = self._split(method.__name__, batch)
         results = self._on_data_ranks(method, [(share, *functions) for share in shares])
-        stats, shape = dict(results[0]), batch["input_ids"].shape
-        for name in {name for result in results for name, value in result.items() if isinstance(value, Mapping)}:
-            stats[name] = join_rows(shares, [result.get(name, {}) for result in results], shape)
+        stats = dict(results[0])
+        for name in {name for result in results for name, value in result.items() if isinstance(value, Tensor)}:
+            values = [result.get(name, torch.empty(0)) for result in results]
+            stats[name] = join_values(name, shares, values, batch["attention_mask"])
         num_tokens = float(sum(sequence_lengths(batch)))
         return {**stats, "num_microbatches": float(len(shares[0].microbatches)), "num_tokens": num_tokens}
 

@@ -90,8 +90,8 @@ class TrainExecutor(SourceWorker, Protocol):
 
         Returns:
             Over all ranks: the weighted means of the loss and of the means that loss_fn reports, and `weight`. For each
-                `PerToken` that loss_fn reports an executor may also return a dict from the numbers of the share's rows
-                to their values, which are as wide as the share.
+                `PerToken` that loss_fn reports an executor may also return the values [T] of the tokens of the share's
+                own rows on CPU, without padding, in the order of the microbatches.
         """
 
     def optimizer_step(self) -> dict[str, float]:
@@ -126,7 +126,7 @@ class TrainExecutor(SourceWorker, Protocol):
             loss_weight_fn: as for `forward_backward`.
         """
 
-    def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> dict[int, Tensor]:
+    def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> Tensor:
         """Apply `post_hook(logits [T, V], data) -> [T, ...]` in evaluation mode, without gradients.
 
         Args:
@@ -135,7 +135,8 @@ class TrainExecutor(SourceWorker, Protocol):
             without_adapters: switch the module's adapters off meanwhile.
 
         Returns:
-            The values of each row on CPU, padded with 0 to the width of the share, by row number in the share.
+            The values [T, ...] of the tokens of the share's own rows on CPU, without padding, in the order of the
+                microbatches. A share without rows of its own has no values [0, ...].
         """
 
     def invoke(self, args: tuple, kwargs: dict, method: str) -> Any:

@@ -79,6 +79,19 @@ def key_of(name: str) -> str:
     return f"{KEY}.{name}" if name else KEY
 
 
+def check_name(name: str) -> None:
+    """Check the name of a set, which is part of the names of metrics and files.
+
+    Args:
+        name: the name; UNNAMED is one.
+
+    Raises:
+        ConfigError: the name has other characters, or begins with a hyphen.
+    """
+    if name != UNNAMED and not _NAME.fullmatch(name):
+        raise ConfigError(f"{KEY}.{name}: a set's name has letters, digits, _ and -, and does not begin with -")
+
+
 def prefixed(name: str, metrics: Mapping[str, V]) -> dict[str, V]:
     """Return the metrics of a set under the names that are logged: NAME/METRIC, or METRIC for a single set."""
     return {metric_of(name, metric): value for metric, value in metrics.items()}
@@ -127,8 +140,7 @@ def named_sets(given: Any, options: type[HeldOutOptions]) -> Any:
             f"{KEY}.NAME.{single[0]}"
         )
     for name in named:
-        if name != UNNAMED and not _NAME.fullmatch(str(name)):
-            raise ConfigError(f"{KEY}.{name}: a set's name has letters, digits, _ and -")
+        check_name(str(name))
     if len(named) > 1 and UNNAMED in named:
         raise ConfigError(f"{KEY}: one of several sets has no name; expected {KEY}.NAME.path of each")
     return {UNNAMED: given} if single else given

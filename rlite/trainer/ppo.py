@@ -19,12 +19,14 @@ if __name__ == "__main__":  # before the imports of this file, which load torch
     start("ppo", "rlite.trainer.ppo", PpoConfig, sys.argv[1:])
     sys.exit()
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from rlite import config
 from rlite.batch import with_keys
@@ -216,7 +218,8 @@ class PpoTrainer:
         """Make the optimizer steps of one rollout batch.
 
         Returns:
-            The batch, with `trained_logprobs` and `entropies` [N, L] if the run is recorded.
+            The batch, with `trained_logprobs` and `entropies` [N, L] if the run is recorded: NaN for the rows of an
+                update without trained tokens.
         """
         if self.run.step < self.options.actor.freeze_steps:
             return batch
@@ -224,13 +227,13 @@ class PpoTrainer:
         loss = replace(self.loss, kl_coef=self.kl.coef) if self.options.kl.type == "loss" else self.loss
         self.engines.move_to_device(actor)
         actor.train()
-        made: list[dict[str, Any]] = []
+        columns: dict[str, Tensor] = {}
         for rows in torch.arange(len(batch)).tensor_split(min(self.options.actor.update_per_rollout, len(batch))):
             stats = actor.train_batch(with_selected(batch[rows], actor, loss, longest), loss, loss.weight)
             actor.step_lr_scheduler()
-            made.append({name: stats.pop(name) for name in OF_TOKENS if name in stats})
+            for name in stats.keys() & set(OF_TOKENS):  # an update without trained tokens has none
+                columns.setdefault(name, torch.full(batch["attention_mask"].shape, math.nan))[rows] = stats.pop(name)
             stats_tracker.scalar(**loss_stats(stats))
-        columns = {name: torch.cat([each[name] for each in made]) for name in OF_TOKENS if all(name in m for m in made)}
         return with_keys(batch, **columns)
 
     @stats_tracker.record_timing("sync")

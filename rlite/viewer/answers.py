@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -81,8 +82,7 @@ def _about(run: ViewedRun) -> dict[str, Any]:
 
 
 def _series(run: ViewedRun, query: Query) -> dict[str, Any]:
-    names = [name for name in query.text("names").split(",") if name]
-    return {name: run.metrics.points(name) for name in names if name in run.metrics.series}
+    return {name: run.metrics.points(name) for name in query.texts("names") if name in run.metrics.series}
 
 
 def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
@@ -142,9 +142,10 @@ def _group(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
 
 
 def _search(run: ViewedRun, query: Query) -> dict[str, Any]:
-    source, step, text = _source(run, query), query.number("step"), query.text("text")
+    source, text = _source(run, query), query.text("text")
+    steps = [query.whole("step")] if query.has("step") else None
     hits: list[dict[str, Any]] = []
-    for table in run.record.segments(source, None if step is None else [int(step)]):
+    for table in run.record.segments(source, steps):
         for hit in _hits(table, text):
             if len(hits) == MAX_HITS:
                 return {"hits": hits, "is_cut": True}
@@ -168,8 +169,8 @@ def _hits(table: pa.Table, text: str) -> Iterator[dict[str, Any]]:
 
 def _snippet(found: str, text: str) -> list[str]:
     """Return the text before a hit, the hit, and the text after it."""
-    at = max(0, found.lower().find(text.lower()))
-    end = at + len(text)
+    hit = re.search(re.escape(text), found, re.IGNORECASE)
+    at, end = hit.span() if hit else (0, 0)
     return [found[max(0, at - CONTEXT) : at], found[at:end], found[end : end + CONTEXT]]
 
 

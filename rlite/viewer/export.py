@@ -63,7 +63,7 @@ class Answers:
 
     def ask(self, name: str, **parameters: Any) -> Any:
         """Return the answer to a question, and keep it."""
-        made = answer(self._runs, name, Query({key: str(value) for key, value in parameters.items()}))
+        made = answer(self._runs, name, Query((key, str(value)) for key, value in parameters.items()))
         self.found[_question(name, **parameters)] = made
         return made
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import defaultdict
+from collections.abc import Iterable
 
 from rlite.errors import DataError
+
+MAX_WHOLE = 2**63 - 1
+"""largest number of a group"""
 
 
 class UnknownPlace(DataError):
@@ -15,34 +20,52 @@ class Query:
     """Parameters of a question, checked when they are read.
 
     Args:
-        values: the parameters.
+        parameters: names and values; a name may come several times.
     """
 
-    def __init__(self, values: Mapping[str, str]) -> None:
-        self._values = values
+    def __init__(self, parameters: Iterable[tuple[str, str]]) -> None:
+        self._values: defaultdict[str, list[str]] = defaultdict(list)
+        for name, value in parameters:
+            self._values[name].append(value.encode(errors="replace").decode())  # halves of surrogate pairs
+
+    def has(self, name: str) -> bool:
+        """Return whether a parameter is given."""
+        return name in self._values
 
     def text(self, name: str) -> str:
         """Return a parameter; an empty text if it is not given."""
-        return self._values.get(name, "")
+        return self._values[name][0] if self.has(name) else ""
+
+    def texts(self, name: str) -> list[str]:
+        """Return all values of a parameter."""
+        return self._values[name] if self.has(name) else []
 
     def whole(self, name: str) -> int:
-        """Return a parameter that is a whole number.
+        """Return a parameter that is a whole number from 0 to MAX_WHOLE.
 
         Raises:
-            DataError: it is missing, or no whole number.
+            DataError: it is missing, or no such number.
         """
         try:
-            return int(self._values[name])
-        except (KeyError, ValueError) as error:
-            raise DataError(f"{name}: expected a whole number, found {self.text(name)[:40]!r}") from error
+            found = int(self.text(name))
+        except ValueError:
+            found = -1
+        if not 0 <= found <= MAX_WHOLE:
+            raise DataError(f"{name}: expected a whole number from 0 on, found {self.text(name)[:40]!r}")
+        return found
 
     def number(self, name: str) -> float | None:
         """Return a parameter that is a number, or None if it is not given.
 
         Raises:
-            DataError: it is no number.
+            DataError: it is no finite number.
         """
+        if not self.has(name):
+            return None
         try:
-            return float(self._values[name]) if name in self._values else None
-        except ValueError as error:
-            raise DataError(f"{name}: expected a number, found {self.text(name)[:40]!r}") from error
+            found = float(self.text(name))
+        except ValueError:
+            found = math.nan
+        if not math.isfinite(found):
+            raise DataError(f"{name}: expected a number, found {self.text(name)[:40]!r}")
+        return found

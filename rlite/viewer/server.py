@@ -135,7 +135,7 @@ class PageServer:
         return web.Response(body=self._assets[name], content_type=kind, charset="utf-8")
 
     async def _answer(self, request: web.Request) -> web.Response:
-        name, query = request.match_info["name"], Query(request.query)
+        name, query = request.match_info["name"], Query(request.query.items())
         try:
             text = await self._read(lambda: json.dumps(answer(self._runs, name, query), allow_nan=False))
         except DataError as error:

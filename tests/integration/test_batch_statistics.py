@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from rlite import RliteTrainEngine
+from rlite.engine.microbatches import split_batch
 from rlite.errors import ConfigError
 from rlite.trainer.losses import OwnLogprobs, PolicyLoss, ValueLoss
 from rlite.trainer.modules import critic_module, policy_module
@@ -132,6 +133,32 @@ def test_values_of_tokens_are_those_of_a_forward_pass_whatever_the_split(engines
         entropies.append(found["entropies"])
     for other in entropies[1:]:
         torch.testing.assert_close(other, entropies[0])
+
+
+@pytest.mark.parametrize("method", ["forward", "forward_backward"])
+def test_workers_send_the_values_of_tokens_and_no_padding(models: dict[str, Path], method: str) -> None:
+    batch, loss = dict(rollouts()), PolicyLoss(returns_tokens=True)
+    arguments = (OwnLogprobs(), False) if method == "forward" else (loss, loss.weight)
+    engine = RliteTrainEngine(policy_module(models["qwen2"]))
+    engine.build(tensor_parallel_size=2, max_tokens_per_microbatch=1000)
+    shares = split_batch(method, batch, 2, 1000, lambda lengths: None)
+    found = engine.group.call(method, [((share, *arguments), {}) for share in shares])
+    engine.release()
+    sent = found if method == "forward" else [result["entropies"] for result in found]
+    assert sum(map(len, sent)) == sum(LENGTHS)
+    assert sum(values.untyped_storage().nbytes() for values in sent) == sum(LENGTHS) * sent[0].element_size()
+
+
+def test_a_hook_that_drops_tokens_is_refused(models: dict[str, Path]) -> None:
+    engine = RliteTrainEngine(policy_module(models["qwen2"]))
+    engine.build(tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"forward: found values .* expected one value for each token of every pack"):
+        engine.forward(rollouts(), without_the_first_token)
+    engine.release()
+
+
+def without_the_first_token(outputs: torch.Tensor, data: Any) -> torch.Tensor:
+    return outputs[1:, 0]
 
 
 def sizes(outputs: torch.Tensor, data: Any) -> tuple[torch.Tensor, dict[str, float]]:

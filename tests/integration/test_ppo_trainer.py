@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import rlite
 from rlite import cli
+from rlite.batch import with_keys
 from rlite.config import load
 from rlite.errors import CheckpointError, ConfigError, DataError, RliteError
 from rlite.observability import stats_tracker, trace
@@ -181,6 +182,23 @@ def test_several_updates_on_one_batch_use_the_old_policy(model, tmp_path, sessio
     last = logged(out)[-1]
     assert last["ratio"] == pytest.approx(1.0, abs=0.2)
     assert last["approx_kl"] != 0
+
+
+class LastHalfMasked(PpoTrainer):
+    """The last update of two has no trained token."""
+
+    def update(self, batch):
+        mask = batch["loss_mask"].clone()
+        mask[len(batch) // 2 :] = 0
+        return super().update(with_keys(batch, loss_mask=mask))
+
+
+def test_an_update_without_trained_tokens_leaves_the_record_of_the_others(model, tmp_path, session):
+    actor = {"update_per_rollout": 2}
+    trainer(model, tmp_path, total_steps=1, kind=LastHalfMasked, actor=actor, record="all").fit()
+    sequences = recorded(tmp_path, kind="tokens")
+    assert [sequence["entropy"] is None for sequence in sequences] == [False] * 32 + [True] * 32
+    assert all(sum(sequence["entropy"]) > 0 for sequence in sequences[:32])
 
 
 def test_the_old_policy_of_several_updates_has_the_temperature_of_sampling(model, tmp_path, session):

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlite.algorithms.on_logprobs import OnLogprobs, TokenLogprobs
-from rlite.data.packs import Pack, companions, lazy_pack, unpack
+from rlite.data.packs import Pack, companions, lazy_pack
 from rlite.engine.fsdp2.options import Fsdp2Options
-from rlite.engine.microbatches import BatchShare, Loss, LossSums, TokenValues, Weight, call_loss
+from rlite.engine.microbatches import BatchShare, Loss, LossSums, TokenValues, Weight, call_loss, own_tokens
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.observability import stats_tracker
@@ -65,7 +65,7 @@ class BatchRunner:
             loss_weight_fn: weight of a pack's mean.
 
         Returns:
-            Weighted means over all ranks, by name, and `weight`; for each `PerToken` the values of this rank's rows.
+            Weighted means over all ranks, by name, and `weight`; for each `PerToken` the values of this rank's tokens.
         """
         if not self._has_gradients():
             self._weight, self._is_finite = 0.0, True
@@ -74,8 +74,7 @@ class BatchRunner:
         packs, weights, added = self._packs(share, loss_weight_fn)
         if added == 0:
             return {"loss": 0.0, "weight": 0.0}
-        before, total, sums = self._weight, self._weight + added, LossSums()
-        values = TokenValues(share.batch["attention_mask"].shape[1])
+        before, total, sums, values = self._weight, self._weight + added, LossSums(), TokenValues()
         try:
             if before:
                 self._scale_gradients(before / total)
@@ -89,14 +88,14 @@ class BatchRunner:
                 # FSDP averages gradients over ranks; the weights already divide by the whole batch
                 (loss * (weight / total * self._mesh.num_averaged)).backward()
                 sums.add(means, weight)
-                values.add(rows, data["cu_seqlens"], means)
+                values.add(rows, means)
             summed = sums.means(self._sum, self._mesh.dims.num_data_ranks)
         except Exception:  # a loss that raises must not leave its first microbatches to the next step
             forget_gradients(self.module)
             raise
         self._weight = total
         self._is_finite &= math.isfinite(summed["loss"])
-        return {**summed, "weight": added, **values.by_row()}
+        return {**summed, "weight": added, **values.joined()}
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip gradients and make one optimizer step; see `TrainExecutor.optimizer_step`.
@@ -158,7 +157,7 @@ class BatchRunner:
         return {**sums.means(self._sum, self._mesh.dims.num_data_ranks), "weight": total}
 
     @torch.no_grad()
-    def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> dict[int, Tensor]:
+    def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> Tensor:
         """Apply `post_hook` to every pack; see `TrainExecutor.forward`.
 
         Args:
@@ -167,10 +166,9 @@ class BatchRunner:
             without_adapters: switch the module's adapters off meanwhile.
 
         Returns:
-            The values of each row on CPU, padded with 0 to the width of the share, by row number in the share.
+            The values [T, ...] of the tokens of the share's own rows, on CPU.
         """
-        width = share.batch["attention_mask"].shape[1]
-        results: dict[int, Tensor] = {}
+        found: list[Tensor] = []
         base = self.module.without_adapters() if without_adapters else nullcontext()
         with resharded(self.module), _evaluating(self.module), base:
             for rows in share.microbatches:
@@ -178,9 +176,8 @@ class BatchRunner:
                 outputs = self._outputs(post_hook, data)
                 with _counting(rows):
                     values = post_hook(outputs, data)
-                padded = unpack(values, data["cu_seqlens"], width).cpu()
-                results.update(zip(rows, padded, strict=False))
-        return results
+                found.append(own_tokens(rows, values).cpu())
+        return torch.cat(found)  # a copy: a slice would be sent with all that it is a slice of
 
     def _packs(self, share: BatchShare, loss_weight_fn: Weight) -> tuple[list[Pack], list[float], float]:
         """Return this rank's packs, their weights, and the weight of the whole batch."""

@@ -3,12 +3,15 @@
 FOLDER/record/train-00000012.rows.parquet          what step 12 decided
 FOLDER/record/train-00000012.tokens.parquet        tokens of some of its rollouts
 FOLDER/record/eval.NAME-00000012.rows.parquet      the evaluation of set NAME after step 12
-FOLDER/record/train-00000001-00000100.rows.parquet steps 1 to 100, compacted
+FOLDER/record/train-00000001_00000100.rows.parquet steps 1 to 100, compacted
+
+The steps follow the last hyphen, so a NAME may end in a hyphen and digits.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +29,7 @@ TRAIN = "train"
 TOKEN_ROWS = 8
 """sequences that are read together, to show one"""
 Kind = Literal["rows", "tokens"]
-_NAME = re.compile(r"(train|eval\.[\w.-]+?)-(\d{8})(?:-(\d{8}))?\.(rows|tokens)\.parquet")
+_NAME = re.compile(r"(train|eval\.[\w.-]+)-([0-9]{8,})(?:_([0-9]{8,}))?\.(rows|tokens)\.parquet")
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,13 @@ class RecordFile:
 
 
 def all_files(folder: Path) -> list[RecordFile]:
-    """Return the files of the record in a run's folder, by name, also those that a compacted file covers."""
+    """Return the files of the record in a run's folder, by name, also those that a compacted file covers.
+
+    Pipes, sockets and links to nothing are no files of the record.
+    """
     found = []
     for path in sorted((folder / FOLDER).glob("*.parquet")):
-        if match := _NAME.fullmatch(path.name):
+        if (match := _NAME.fullmatch(path.name)) and os.path.isfile(path):
             source, first, last, kind = match.groups()
             found.append(RecordFile(path, source, int(first), int(last or first), kind))
     return found
@@ -75,7 +81,7 @@ def path_of(folder: Path, source: str, kind: str, first: int, last: int) -> Path
         first: first step.
         last: last step.
     """
-    steps = f"{first:08d}" if first == last else f"{first:08d}-{last:08d}"
+    steps = f"{first:08d}" if first == last else f"{first:08d}_{last:08d}"
     return folder / FOLDER / f"{source}-{steps}.{kind}.parquet"
 
 

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rlite.observability.record.files import FOLDER, Kind, RecordFile, record_files
-from rlite.observability.record.schema import ROWS, TOKENS, VERSION, VERSION_KEY
+from rlite.observability.record.schema import NOT_NULL, ROWS, TOKENS, VERSION, VERSION_KEY
 
 LONG = ("segments", "events")
 """columns that are read for single rollouts only"""
@@ -176,7 +176,11 @@ class RecordReader:
                 return []
             wanted = [name for name in columns or schema.names if name in found.names]
             table = pq.read_table(file.path, columns=wanted, filters=chosen, partitioning=None)
-            return [_conformed(table, pa.schema([schema.field(name) for name in columns or schema.names]))]
+            made = _conformed(table, pa.schema([schema.field(name) for name in columns or schema.names]))
+            if empty := [name for name in made.column_names if name in NOT_NULL and made[name].null_count]:
+                self.problems[file.path.name] = f"cannot be read: rows without a value of {', '.join(empty)}"
+                return []
+            return [made]
         except FileNotFoundError:
             raise
         except (OSError, pa.ArrowException, KeyError) as error:

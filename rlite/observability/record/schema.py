@@ -71,7 +71,7 @@ ROWS = _schema(
         "texts in order, by role: prompt, model, environment; null if this rollout's text is not recorded",
     ),
 )
-"""one row for each rollout; every column may be null but step, group, sample, item, status and reason"""
+"""one row for each rollout; only columns of NOT_NULL are never null"""
 
 TOKENS = _schema(
     step=(pa.int32(), "as in ROWS"),
@@ -84,8 +84,18 @@ TOKENS = _schema(
     mask=(pa.list_(pa.bool_()), "whether the model wrote the token and it is trained on"),
     versions=(pa.list_(pa.int32()), "policy version that made the token; -1 if the model only read it"),
     logprobs=(pa.list_(pa.float32()), "log-probability by the engine"),
-    trainer_logprobs=(pa.list_(pa.float32()), "log-probability by the trainer before the update; null if unknown"),
+    trainer_logprobs=(
+        pa.list_(pa.float32()),
+        "log-probability by the trainer before all updates of the step if the step computes it, else before the update "
+        "of the token's minibatch; null if unknown",
+    ),
     advantages=(pa.list_(pa.float32()), "advantage; null if it was not trained on"),
-    entropy=(pa.list_(pa.float32()), "entropy of the trainer's distribution; null if unknown"),
+    entropy=(
+        pa.list_(pa.float32()),
+        "entropy of the trainer's distribution before the update of the token's minibatch, after earlier updates of "
+        "the step; null if unknown",
+    ),
 )
 """one row for each sequence whose tokens are recorded; the lists have one entry for each token"""
+NOT_NULL = ("step", "group", "sample", "sequence", "item", "status", "reason")
+"""columns of ROWS and TOKENS that have a value in every row"""

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from rlite.errors import StorageError
+from rlite.errors import StorageError, writing
 from rlite.observability.record import rewrite
-from rlite.observability.record.files import FOLDER, Kind, all_files, write_table
+from rlite.observability.record.files import FOLDER, Kind, all_files, path_of, write_table
 
 logger = logging.getLogger(__name__)
 MAX_PENDING = 2
@@ -40,7 +40,7 @@ class RecordWriter:
         self._folder, self._limit = folder, limit
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="record")
         self._pending: deque[Future[None]] = deque()
-        self._size = sum(file.path.stat().st_size for file in all_files(folder))
+        self._size = sum(_size(file.path) for file in all_files(folder))
         self._removed = threading.Event()
 
     @property
@@ -49,7 +49,7 @@ class RecordWriter:
         return self._removed.is_set()
 
     def write(self, source: str, step: int, make: Callable[[], Tables]) -> None:
-        """Write the tables of a step.
+        """Write the tables of a step. An older table of the same step is replaced, or deleted if the new one is empty.
 
         Args:
             source: `train`, or `eval.NAME`.
@@ -100,15 +100,21 @@ class RecordWriter:
             raise StorageError(f"{self._folder / FOLDER}: a step was not written in {TIMEOUT:g} s") from error
 
     def _write(self, source: str, step: int, tables: Tables) -> None:
-        paths = [write_table(self._folder, source, step, kind, table) for kind, table in tables.items() if len(table)]
-        self._size += sum(path.stat().st_size for path in paths)
+        for kind, table in tables.items():
+            path = path_of(self._folder, source, kind, step, step)
+            self._size -= _size(path)
+            if len(table):
+                self._size += _size(write_table(self._folder, source, step, kind, table))
+            else:
+                with writing(path):
+                    path.unlink(missing_ok=True)
         if self._size > self._limit:
             self._trim()
 
     def _trim(self) -> None:
         """Remove the oldest texts and tokens, and then the oldest rows, until the record is below its limit."""
         oldest = sorted(all_files(self._folder), key=lambda file: (file.last, file.kind == "rows"))
-        sizes = {file.path: file.path.stat().st_size for file in oldest}
+        sizes = {file.path: _size(file.path) for file in oldest}
         self._size = sum(sizes.values())
         if self._size <= self._limit:  # files were merged
             return
@@ -117,7 +123,15 @@ class RecordWriter:
                 if self._size <= ROOM * self._limit:
                     return
                 if file.path.exists() and act(file):
-                    left = file.path.stat().st_size if file.path.exists() else 0
+                    left = _size(file.path)
                     self._size -= sizes[file.path] - left
                     sizes[file.path] = left
                     self._removed.set()
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

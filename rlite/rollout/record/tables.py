@@ -66,6 +66,8 @@ class TrainedBatch:
     def columns(self, group: int, sample: int, sequence: int, length: int) -> dict[str, np.ndarray]:
         """Return what the trainer made of a sequence, one value for each token; {} if it was not trained on.
 
+        A column that is NaN for every token is left out: no update has made it.
+
         Args:
             group: number of the group.
             sample: number in the group.
@@ -74,7 +76,8 @@ class TrainedBatch:
         """
         if (rows := self._rows.get((group, sample))) is None:
             return {}
-        return {name: column[rows[sequence], :length] for name, column in self._columns.items()}
+        own = {name: column[rows[sequence], :length] for name, column in self._columns.items()}
+        return {name: column for name, column in own.items() if not np.isnan(column).all()}
 
     def advantage(self, group: int, sample: int) -> float | None:
         """Return the mean advantage of a trajectory's trained tokens; None if there are none."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from tensordict import TensorDict
 
@@ -14,6 +14,7 @@ from rlite.observability.record.schema import Status
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.lost import NOT_ACCEPTED
 from rlite.rollout.record.recorder import NoRecorder, Recorder, make_recorder
+from rlite.rollout.trajectories import layout
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.run.training_run import TrainingRun
@@ -23,6 +24,9 @@ EQUAL_REWARDS = "all rewards of the group are equal"
 SINGLE = "test"
 """name under which a single set is recorded"""
 UNLIKE = "its keys or types are unlike those of the batch"
+LEFT_OUT = "the trainer left its group out of the batch"
+Layout = frozenset[tuple[Any, ...]]
+"""of a trajectory, as `rlite.rollout.trajectories.layout` returns it"""
 
 
 class RunRecord:
@@ -58,10 +62,9 @@ class RunRecord:
         Raises:
             StorageError: an earlier step could not be written.
         """
-        trained = set(batch["group_ids"].tolist())
-        self._recorder.record(
-            self._run.step, [decided(group, trained) for group in self._collector.take_ended()], batch
-        )
+        ended, trained = self._collector.take_ended(), set(batch["group_ids"].tolist())
+        layouts = layouts_of([group for group in ended if group.group in trained])
+        self._recorder.record(self._run.step, [decided(group, trained, layouts) for group in ended], batch)
         if self._recorder.has_removed and not self._has_told:
             self._has_told = True
             limit = f"trainer.record_limit={self._options.trainer.record_limit:g} GiB"
@@ -111,7 +114,7 @@ class RunRecord:
         """
         reason = "the run ended" if kind is None else f"the run ended with {kind.__name__}"
         try:
-            ended = [decided(group, frozenset(), reason) for group in self._collector.take_ended()]
+            ended = [decided(group, frozenset(), aborted=reason) for group in self._collector.take_ended()]
             self._recorder.record(self._run.step + 1, [*ended, *self._collector.under_way(reason)])
             self._recorder.close()
             self._recorder = NoRecorder()  # the trainer may still be asked to evaluate
@@ -121,19 +124,26 @@ class RunRecord:
             logger.exception("the end of the record could not be written")
 
 
-def decided(group: Ended, trained: set[int] | frozenset[int], aborted: str = "") -> Ended:
+def layouts_of(groups: Iterable[Ended]) -> frozenset[Layout]:
+    """Return the layouts of the trajectories of groups."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    return frozenset(layout(episode.trajectory) for episode in episodes if episode.trajectory is not None)
+
+
+def decided(group: Ended, trained: Set[int], layouts: frozenset[Layout] = frozenset(), aborted: str = "") -> Ended:
     """Return a group with what the trainer has made of it.
 
     Args:
         group: was lost or consumed.
         trained: numbers of the groups in the batch that was trained on.
+        layouts: of the trajectories in the batch; empty if they are unknown.
         aborted: why nothing was trained on; "" if a batch was.
     """
-    status, reason = _decide(group, trained, aborted)
+    status, reason = _decide(group, trained, layouts, aborted)
     return replace(group, status=status, reason=reason)
 
 
-def _decide(group: Ended, trained: set[int] | frozenset[int], aborted: str) -> tuple[Status, str]:
+def _decide(group: Ended, trained: Set[int], layouts: frozenset[Layout], aborted: str) -> tuple[Status, str]:
     if group.reason == NOT_ACCEPTED:  # by the filter of equal rewards
         return "filtered", EQUAL_REWARDS
     if group.status is not None:
@@ -144,4 +154,6 @@ def _decide(group: Ended, trained: set[int] | frozenset[int], aborted: str) -> t
         return "trained", ""
     rewards = [episode.trajectory["rewards"][0] for episode in group.episodes if episode.trajectory is not None]
     is_uniform = all(reward.equal(rewards[0]) for reward in rewards)
-    return ("filtered", EQUAL_REWARDS) if is_uniform else ("refused", UNLIKE)
+    if is_uniform:
+        return "filtered", EQUAL_REWARDS
+    return "refused", UNLIKE if layouts and not layouts_of([group]) <= layouts else LEFT_OUT

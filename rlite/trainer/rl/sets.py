@@ -8,7 +8,7 @@ from typing import Any
 from rlite.errors import ConfigError
 from rlite.evaluation.sets import EvaluationSet
 from rlite.rollout import RolloutWorkflow
-from rlite.trainer.held_out import UNNAMED, key_of, metric_of, metrics_of
+from rlite.trainer.held_out import UNNAMED, check_name, key_of, metric_of, metrics_of
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.held_out import HeldOutPromptOptions
 
@@ -30,7 +30,8 @@ def make_sets(
         workflows: workflow of all sets, or of some by name.
 
     Raises:
-        ConfigError: a set samples several responses that are all the same, or a workflow is of no set.
+        ConfigError: a set samples several responses that are all the same, a workflow is of no set, or a name cannot
+            be one.
     """
     by_name = rows if isinstance(rows, Mapping) else {UNNAMED: rows} if len(rows) else {}
     own = workflows if isinstance(workflows, Mapping) else dict.fromkeys(by_name, workflows)
@@ -40,6 +41,7 @@ def make_sets(
         )
     found = {}
     for name, table in by_name.items():
+        check_name(name)
         chosen, ours = options.test_data.get(name, HeldOutPromptOptions()), own.get(name)
         found[name] = EvaluationSet(
             name=name,

@@ -15,7 +15,7 @@ export async function start() {
 }
 
 export async function ask(name, parameters = {}) {
-  const texts = Object.entries(parameters).map(([key, value]) => [key, String(value)]);
+  const texts = Object.entries(parameters).flatMap(([key, value]) => [value].flat().map((each) => [key, String(each)]));
   if (carried) return lookUp(name, texts);
   const address = `/api/${name}?${new URLSearchParams(texts)}`;
   if (!recent.has(address)) {
@@ -37,7 +37,7 @@ async function fetched(address) {
 
 // Each metric is a question of its own, so that an exported file needs to carry each only once.
 export async function series(run, names) {
-  if (!carried) return ask("series", { run, names: names.join(",") });
+  if (!carried) return ask("series", { run, names });
   return Object.assign({}, ...(await Promise.all(names.map((name) => ask("series", { run, names: name }).catch(() => ({}))))));
 }
 

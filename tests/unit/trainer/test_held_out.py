@@ -9,9 +9,12 @@ import pytest
 
 from rlite.config import describe, load, save, schema
 from rlite.errors import ConfigError, RliteError
+from rlite.quickstart.tiny import byte_tokenizer
+from rlite.rollout import GenerationHyperparameters, RewardFunction, SingleTurnWorkflow
 from rlite.trainer.held_out import held_out_sources, prefixed, without_sets
 from rlite.trainer.options import SftConfig
 from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.rl.sets import make_sets
 
 
 def ppo(*settings: str) -> PpoConfig:
@@ -69,6 +72,14 @@ def test_a_saved_config_reads_back_and_a_single_set_keeps_its_keys(settings: lis
 def test_options_that_cannot_work_are_refused_with_the_key(settings: list[str], message: str) -> None:
     with pytest.raises(RliteError, match=message):
         ppo(*settings)
+
+
+@pytest.mark.parametrize("name", ["a b", "../a", "-a", "a.b"])
+def test_names_that_a_program_gives_are_checked_too(name: str) -> None:
+    reward = RewardFunction(lambda *given, **row: 0.0, in_process=True)
+    workflow = SingleTurnWorkflow(reward, GenerationHyperparameters(), byte_tokenizer())
+    with pytest.raises(ConfigError, match="a set's name has letters, digits"):
+        make_sets(ppo(), workflow, {name: [{"prompt": "x"}]}, None)
 
 
 def test_a_named_set_needs_a_path_where_tables_are_read() -> None:

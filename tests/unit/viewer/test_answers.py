@@ -25,7 +25,7 @@ def runs(recorded: Path) -> list[ViewedRun]:
 
 
 def ask(runs: list[ViewedRun], name: str, **parameters: Any) -> Any:
-    made = answer(runs, name, Query({"run": "0", **{key: str(value) for key, value in parameters.items()}}))
+    made = answer(runs, name, Query((key, str(value)) for key, value in {"run": 0, **parameters}.items()))
     return json.loads(json.dumps(made, allow_nan=False))
 
 
@@ -153,6 +153,25 @@ def test_values_that_are_not_finite_become_null(tmp_path: Path) -> None:
     ask(runs, "overview")
 
 
+def test_a_search_shows_the_hit_after_letters_whose_small_form_is_longer(tmp_path: Path) -> None:
+    segments = [{"role": "model", "text": "hi İstanbul (ABC)"}]
+    row = {"step": 1, "group": 0, "sample": 0, "item": "", "status": "trained", "reason": "", "segments": segments}
+    write_table(tmp_path, "train", 1, "rows", pa.Table.from_pylist([row], schema=ROWS))
+    [hit] = ask(open_runs([str(tmp_path)]), "search", source="train", text="(abc)")["hits"]
+    assert hit["snippet"] == ["hi İstanbul ", "(ABC)", ""]
+
+
+def test_a_text_that_no_file_can_hold_is_not_found(runs: list[ViewedRun]) -> None:
+    assert ask(runs, "search", source="train", text="\ud800")["hits"] == []
+    assert ask(runs, "item", item="\udcff") == []
+
+
+def test_names_of_metrics_may_have_commas(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "a,b": 2.0, "c": 1.0}\n')
+    query = Query([("run", "0"), ("names", "a,b"), ("names", "loss"), ("names", "unknown")])
+    assert answer(open_runs([str(tmp_path)]), "series", query).keys() == {"a,b", "loss"}
+
+
 def test_values_that_json_has_not_break_no_answer(tmp_path: Path) -> None:
     row = {"step": 1, "group": 0, "sample": 0, "item": "", "status": "failed", "reason": "", "reward": math.inf}
     row |= {"events": [{"name": "queue", "start": 0.0, "end": math.nan}]}
@@ -175,10 +194,15 @@ def test_values_that_json_has_not_break_no_answer(tmp_path: Path) -> None:
     [
         ("nothing", {}, "no question 'nothing'"),
         ("rows", {"run": 3}, "run=3: there are 1 runs"),
-        ("rows", {"step": "x"}, "step: expected a whole number, found 'x'"),
+        ("rows", {"step": "x"}, "step: expected a whole number from 0 on, found 'x'"),
         ("rows", {"source": "eval.math", "step": 1}, "source=eval.math: the record of first has"),
         ("sample", {"step": 1, "group": 0, "sample": 99}, "no rollout 99 in group 0 of step 1"),
+        ("rows", {"step": 10**23}, "step: expected a whole number from 0 on, found '1000"),
+        ("search", {"step": "nan", "text": "a"}, "step: expected a whole number"),
+        ("search", {"step": "inf", "text": "a"}, "step: expected a whole number"),
+        ("ledger_rows", {"offset": -1}, "offset: expected a whole number from 0 on, found '-1'"),
         ("timeline", {"start": "x"}, "start: expected a number"),
+        ("timeline", {"start": "inf"}, "start: expected a number"),
     ],
 )
 def test_a_wrong_question_is_refused(runs: list[ViewedRun], name: str, parameters: Any, message: str) -> None:

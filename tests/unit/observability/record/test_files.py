@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
-from rlite.observability.record.files import record_files, write_table
+from rlite.observability.record.files import path_of, record_files, write_table
 from rlite.observability.record.schema import ROWS, VERSION, VERSION_KEY
 
 ROW = {"step": 3, "group": 7, "sample": 0, "item": "0", "status": "trained", "reason": "", "reward_parts": {"a": 1.0}}
@@ -26,6 +28,26 @@ def test_files_are_found_by_source_steps_and_kind(tmp_path: Path) -> None:
     write_table(tmp_path, "eval.held-out", 0, "rows", empty)
     write_table(tmp_path, "train", 3, "tokens", empty)
     (tmp_path / "record" / ".train-00000004.rows.parquet.1.partial").touch()
-    (tmp_path / "record" / "train-00000001-00000002.rows.parquet").touch()
+    (tmp_path / "record" / "train-00000001_00000002.rows.parquet").touch()
     found = [(file.source, file.first, file.last, file.kind) for file in record_files(tmp_path)]
     assert found == [("eval.held-out", 0, 0, "rows"), ("train", 1, 2, "rows"), ("train", 3, 3, "tokens")]
+
+
+@pytest.mark.parametrize("name", ["grpo-20261123", "a-00000001_00000100", "-00000001", "a.rows", "a-00000001.rows"])
+@pytest.mark.parametrize(("first", "last"), [(0, 0), (1, 100), (10**8, 10**8), (99_999_901, 10**8)])
+def test_the_name_of_a_file_tells_its_source_and_steps_whatever_the_source(
+    tmp_path: Path, name: str, first: int, last: int
+) -> None:
+    path = path_of(tmp_path, f"eval.{name}", "rows", first, last)
+    path.parent.mkdir()
+    path.touch()
+    (found,) = record_files(tmp_path)
+    assert (found.source, found.first, found.last, found.kind) == (f"eval.{name}", first, last, "rows")
+
+
+def test_pipes_and_links_to_nothing_are_no_files_of_a_record(tmp_path: Path) -> None:
+    pipe, link = (path_of(tmp_path, "train", "rows", step, step) for step in (1, 2))
+    pipe.parent.mkdir()
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "nothing")
+    assert list(record_files(tmp_path)) == []

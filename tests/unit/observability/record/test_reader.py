@@ -89,6 +89,15 @@ def test_a_foreign_table_is_no_record(tmp_path: Path, reader: RecordReader) -> N
     assert "no table of a record" in reader.problems["train-00000003.rows.parquet"]
 
 
+@pytest.mark.parametrize("name", ["step", "group", "sample", "item", "status", "reason"])
+def test_a_file_with_rows_without_a_place_or_status_is_named(tmp_path: Path, reader: RecordReader, name: str) -> None:
+    write_table(tmp_path, "train", 3, "rows", rows(row(3), row(3, 1) | {name: None}))
+    reader.refresh()
+    assert reader.table("train").num_rows == 4
+    expected = f"cannot be read: rows without a value of {name}"
+    assert reader.problems == {"train-00000003.rows.parquet": expected}
+
+
 def test_files_are_found_while_the_run_goes_on(tmp_path: Path, reader: RecordReader) -> None:
     assert reader.table("train").num_rows == 4
     assert not reader.refresh()
@@ -112,7 +121,7 @@ def test_a_file_that_was_mended_is_read_again(tmp_path: Path, reader: RecordRead
 
 
 def test_steps_of_compacted_files_count_once(tmp_path: Path, reader: RecordReader) -> None:
-    compacted = path_of(tmp_path, "train-00000001-00000003.rows.parquet")
+    compacted = path_of(tmp_path, "train-00000001_00000003.rows.parquet")
     pq.write_table(rows(row(1, reward=9.0), row(2, reward=9.0), row(3, reward=9.0)), compacted)
     reader.refresh()
     table = reader.table("train")
@@ -130,7 +139,7 @@ def test_a_file_that_is_compacted_while_it_is_read_is_no_problem(tmp_path: Path,
 
 
 def test_steps_that_were_merged_are_read_from_the_merged_file(tmp_path: Path, reader: RecordReader) -> None:
-    merged = path_of(tmp_path, "train-00000001-00000003.rows.parquet")
+    merged = path_of(tmp_path, "train-00000001_00000003.rows.parquet")
     pq.write_table(rows(row(1), row(2), row(3)), merged)
     for step in (1, 2):
         path_of(tmp_path, f"train-{step:08d}.rows.parquet").unlink()
@@ -140,7 +149,7 @@ def test_steps_that_were_merged_are_read_from_the_merged_file(tmp_path: Path, re
 
 
 def test_rows_that_were_merged_are_read_from_the_merged_file(tmp_path: Path, reader: RecordReader) -> None:
-    merged = path_of(tmp_path, "train-00000001-00000003.rows.parquet")
+    merged = path_of(tmp_path, "train-00000001_00000003.rows.parquet")
     pq.write_table(rows(row(1), row(2), row(3)), merged)
     for step in (1, 2):
         path_of(tmp_path, f"train-{step:08d}.rows.parquet").unlink()

@@ -41,9 +41,9 @@ def test_full_hundreds_before_the_oldest_checkpoint_become_one_file(tmp_path: Pa
     assert len(names(tmp_path)) == 2 * (1 + 105 + 1 + 2), "step 200 may still be evaluated"
     compact(tmp_path, before=201)
     assert [name for name in names(tmp_path) if name.endswith("rows.parquet")] == [
-        *("eval.test-00000000.rows.parquet", "eval.test-00000001-00000100.rows.parquet"),
+        *("eval.test-00000000.rows.parquet", "eval.test-00000001_00000100.rows.parquet"),
         *("eval.test-00000150.rows.parquet",),
-        *("train-00000001-00000100.rows.parquet", "train-00000101-00000200.rows.parquet"),
+        *("train-00000001_00000100.rows.parquet", "train-00000101_00000200.rows.parquet"),
         *(f"train-{step:08d}.rows.parquet" for step in range(201, 206)),
     ]
     for kind in ("rows", "tokens"):
@@ -81,7 +81,7 @@ def test_a_resumed_run_drops_later_steps_and_cuts_merged_files(tmp_path: Path) -
     compact(tmp_path, before=101)
     (tmp_path / "record" / ".train-00000106.rows.parquet.1.partial").touch()
     drop_later(tmp_path, 60)
-    assert names(tmp_path) == [f"train-00000001-00000060.{kind}.parquet" for kind in ("rows", "tokens")]
+    assert names(tmp_path) == [f"train-00000001_00000060.{kind}.parquet" for kind in ("rows", "tokens")]
     for step in range(61, 121):
         write(tmp_path, step)
     compact(tmp_path, before=120)
@@ -141,7 +141,7 @@ def test_a_merged_file_with_damaged_pages_does_not_block_a_resume(tmp_path: Path
     compact(tmp_path, before=101)
     damage(path_of(tmp_path, "train", "rows", 1, 100))
     drop_later(tmp_path, 60)
-    assert "train-00000001-00000100.rows.damaged" in names(tmp_path)
+    assert "train-00000001_00000100.rows.damaged" in names(tmp_path)
     assert steps(tmp_path, kind="tokens") == list(range(1, 61))
 
 
@@ -150,7 +150,7 @@ def test_a_full_disk_is_still_an_error_of_writing(tmp_path: Path) -> None:
         write(tmp_path, step)
     target = path_of(tmp_path, "train", "rows", 1, 100)
     target.with_name(f".{target.name}.{os.getpid()}.partial").mkdir()
-    with pytest.raises(StorageError, match="train-00000001-00000100"):
+    with pytest.raises(StorageError, match="train-00000001_00000100"):
         compact(tmp_path, before=101)
 
 
@@ -158,7 +158,7 @@ def test_a_damaged_file_of_later_steps_is_set_aside(tmp_path: Path) -> None:
     write(tmp_path, 1)
     path_of(tmp_path, "train", "rows", 1, 100).write_bytes(b"cut off")
     drop_later(tmp_path, 60)
-    assert "train-00000001-00000100.rows.damaged" in names(tmp_path)
+    assert "train-00000001_00000100.rows.damaged" in names(tmp_path)
     write(tmp_path, 61)
     assert steps(tmp_path)[-1] == 61
 

@@ -117,3 +117,21 @@ def test_a_resumed_run_counts_what_is_there(tmp_path: Path) -> None:
     second.close()
     assert second.has_removed
     assert recorded(tmp_path)[0]["segments"] is None
+
+
+def test_a_step_that_is_recorded_again_without_tokens_has_none(writer: RecordWriter, tmp_path: Path) -> None:
+    writer.write("train", 1, lambda: tables(1))
+    writer.write("train", 1, lambda: {**tables(1), "tokens": TOKENS.empty_table()})
+    writer.flush()
+    assert len(recorded(tmp_path)) == 1
+    assert recorded(tmp_path, kind="tokens") == []
+
+
+def test_a_link_to_nothing_does_not_end_a_run(tmp_path: Path) -> None:
+    (tmp_path / "record").mkdir()
+    (tmp_path / "record" / "train-00000001.rows.parquet").symlink_to(tmp_path / "nothing")
+    writer = RecordWriter(tmp_path, limit=1)
+    writer.write("train", 2, lambda: tables(2))
+    writer.write("train", 1, lambda: tables(1))
+    writer.close()
+    assert writer.has_removed

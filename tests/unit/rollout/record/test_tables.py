@@ -132,6 +132,15 @@ def test_tokens_have_the_columns_of_engine_and_trainer(texts: TokenTexts) -> Non
     assert [row["advantage"] for row in made["rows"].to_pylist()] == [1.0, -1.0, 2.0, -2.0]
 
 
+def test_rows_that_no_update_has_computed_have_null(texts: TokenTexts) -> None:
+    groups = [ended(0, turns("a", "b")), ended(1, turns("a", "b"))]
+    batch = pad_trajectories([group.episodes[0].trajectory for group in groups], [0, 1])  # type: ignore[misc]
+    batch["entropies"] = batch["loss_mask"] * 2.0
+    batch["entropies"][0] = math.nan
+    made = make_tables(1, groups, texts, [0, 1], batch)["tokens"].to_pylist()
+    assert [sequence["entropy"] for sequence in made] == [None, [0.0, 2.0]]
+
+
 def test_every_sequence_of_a_trajectory_has_its_tokens(texts: TokenTexts) -> None:
     histories = []
     for prompt, answer in (("longer prompt", "a"), ("b", "cd")):

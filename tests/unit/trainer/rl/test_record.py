@@ -13,9 +13,12 @@ from tensordict import TensorDict
 from rlite.data.prompts import PromptStream
 from rlite.quickstart.tiny import byte_tokenizer
 from rlite.rollout import LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
+from rlite.rollout.collector.ended import Ended
+from rlite.rollout.collector.group import Group
+from rlite.rollout.trajectories import TokenHistory, of_trajectory
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.config import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.record import EQUAL_REWARDS, RunRecord
+from rlite.trainer.rl.record import EQUAL_REWARDS, LEFT_OUT, UNLIKE, RunRecord, decided, layouts_of
 from rlite.trainer.rl.rollouts import make_rollouts
 from tests.recorded import recorded
 
@@ -94,6 +97,23 @@ def test_every_group_has_the_rows_of_one_step_with_its_status(made: Any, tmp_pat
     assert {row["status"] for row in rows if row["step"] == 6} <= {"aborted", "failed", "filtered"}
     assert {row["item"] for row in rows} <= {row["id"] for row in ROWS}
     assert all(row["reward"] == 0 for row in rows if row["status"] == "filtered" and row["item"] in ("row 0", "row 4"))
+
+
+def test_a_group_outside_the_batch_has_the_true_reason() -> None:
+    def ended(number: int, **more: float) -> Ended:
+        group = Group(number, {}, Ask(), 2)
+        for reward, episode in enumerate(group.episodes):
+            history = TokenHistory()
+            history.read([65])
+            episode.trajectory = history.row().update(of_trajectory(1, rewards=float(reward), **more))
+        return group.ended(None, "")
+
+    batch = [ended(0), ended(1, scores=1.0)]
+    layouts = layouts_of(batch)
+    assert decided(batch[0], {0, 1}, layouts).status == "trained"
+    for own, reason in ((ended(2), LEFT_OUT), (ended(3, scores=2.0), LEFT_OUT), (ended(4, num_turns=1.0), UNLIKE)):
+        found = decided(own, {0, 1}, layouts)
+        assert (found.status, found.reason) == ("refused", reason)
 
 
 def test_a_run_that_fails_records_what_it_had_begun(made: Any, tmp_path: Path) -> None:
