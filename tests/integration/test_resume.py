@@ -115,15 +115,16 @@ Whole = Callable[[str, int], Path]
 def whole(options: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """whole(trainer, ranks): the results of a run that nobody disturbed, with all its checkpoints.
 
-    The killed processes are forks of one. Here ranks of torchrun are new ones, and share nothing with them or each other
-    (the seed of hashes).
+    The killed processes are forks of one. Here ranks of torchrun are new ones, which share nothing with them or with
+    each other (the seed of hashes).
     """
     made: dict[tuple[str, int], Path] = {}
 
     def results(trainer: str, ranks: int) -> Path:
         if (trainer, ranks) not in made:
             save_dir = tmp_path_factory.mktemp("runs") / f"{trainer}-{ranks}"
-            run(command(ranks, trainer, options[trainer], save_dir, "trainer.keep=99"), sys.executable if ranks > 1 else None)
+            python = sys.executable if ranks > 1 else None
+            run(command(ranks, trainer, options[trainer], save_dir, "trainer.keep=99"), python)
             made[trainer, ranks] = save_dir
         return made[trainer, ranks]
 
