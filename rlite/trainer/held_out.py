@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -70,7 +71,9 @@ def held_out_sources(
     """
     found = {name: options.source(name, columns, system_prompt) for name, options in sets.items()}
     if missing := [name for name, source in found.items() if source is None and name != UNNAMED]:
-        raise ConfigError(f"required and not set: {key_of(missing[0])}.path")
+        close = difflib.get_close_matches(missing[0], found.keys() - missing, n=1)
+        hint = f"; did you mean {key_of(close[0])!r}?" if close else ""
+        raise ConfigError(f"required and not set: {key_of(missing[0])}.path{hint}")
     return {name: source for name, source in found.items() if source is not None}
 
 

@@ -86,7 +86,7 @@ class Thresholds:
         if not new or not all(self._is_reached(name) for name in self._stop_at):
             return ""
         return ", ".join(
-            f"{name}={self.latest[name]:g} reaches trainer.stop_at={self._stop_at[name]:g}" for name in new
+            f"{name}={self.latest[name]:.4g} reaches trainer.stop_at={self._stop_at[name]:g}" for name in new
         )
 
     def _is_reached(self, name: str) -> bool:

@@ -423,7 +423,7 @@ class TrainingRun:
             self.console.close()
             self._locked.close()
             INTERRUPTION.end()
-        ended = f"stopped ({self._stop_reason})" if self._stop_reason else "finished"
+        ended = "stopped" if self._stop_reason else "finished"
         how = "interrupted" if INTERRUPTION.is_asked else ended
         self._report.end(f"{how} after step {self.step} of {self.total_steps}")
 

@@ -60,7 +60,9 @@ def test_a_callback_is_told_of_every_step(tmp_path: Path) -> None:
     assert told.events == ["start", *steps, "end: loss 3.0"], "an evaluation before the first step is no step"
 
 
-def test_a_stop_makes_the_step_the_last_one_and_a_checkpoint_due(tmp_path: Path) -> None:
+def test_a_stop_makes_the_step_the_last_one_and_a_checkpoint_due(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Stop(Callback):
         def on_step(self, run: TrainingRun, metrics: Any) -> None:
             run.stop("enough")
@@ -73,6 +75,9 @@ def test_a_stop_makes_the_step_the_last_one_and_a_checkpoint_due(tmp_path: Path)
     assert run.is_over
     assert run.is_save_due()
     run.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert "stopped after step 1 of 9" in lines
+    assert len([line for line in lines if "enough" in line]) == 1, "the reason is said once"
 
 
 @pytest.mark.parametrize("event", ["on_step", "on_end"])

@@ -77,6 +77,12 @@ def test_a_named_set_needs_a_path_where_tables_are_read() -> None:
     assert held_out_sources(ppo("test_data.limit=3").test_data, {}, None) == {}
 
 
+def test_a_misspelt_name_of_a_set_is_told_the_set_that_is_meant() -> None:
+    settings = ["test_data.math.path=x", "test_data.code.path=y", "test_data.maths.samples=4"]
+    with pytest.raises(ConfigError, match=r"not set: test_data\.maths\.path; did you mean 'test_data\.math'\?"):
+        held_out_sources(ppo(*settings).test_data, {}, None)
+
+
 def test_sets_read_their_tables_with_their_own_columns_and_system_prompt() -> None:
     settings = [
         "test_data.a.path=x",

@@ -43,7 +43,7 @@ def test_a_run_stops_when_the_newest_values_reach_all_thresholds() -> None:
     assert goals.see({"test_loss": 0.6}) == ""
     assert goals.see({"math/accuracy": 0.8, "test_loss": 0.4}) == "", "the accuracy has fallen again"
     assert goals.see({"other": 1.0}) == ""
-    assert goals.see({"math/accuracy": 0.9}) == "math/accuracy=0.9 reaches trainer.stop_at=0.9"
+    assert goals.see({"math/accuracy": 10 / 11}) == "math/accuracy=0.9091 reaches trainer.stop_at=0.9"
 
 
 def test_nothing_stops_a_run_without_thresholds() -> None:
