@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -397,7 +398,7 @@ def last_letter(prompt, completions, prompt_ids, completion_ids, **row):
 
 
 def test_sft_answers_the_prompts_of_a_set_with_a_reward_and_trains_as_without(
-    model: str, tmp_path: Path, session: Session
+    model: str, tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, seed in (("data", 0), ("test", 7)):
         (tmp_path / f"{name}.json").write_text(json.dumps(demonstrations(256 if name == "data" else 16, seed)))
@@ -416,6 +417,11 @@ def test_sft_answers_the_prompts_of_a_set_with_a_reward_and_trains_as_without(
     assert "said/majority@4" in last
     assert "said/test_loss" not in last
     assert "loss/test_loss" in last
+    assert [row["step"] for row in rows if row.get("seconds_evaluate")] == [16, 32]
+    told = capsys.readouterr().out
+    assert "evaluation loss  loss of 16 items, every 16 steps\n" in told
+    assert "said  16 prompts x 4 at temperature 1, at most 4 new tokens, reward last_letter, pass@4, every 16" in told
+    assert re.search(r"step 16/32 .*loss [\d.]+ +said/pass@4 ", told), "the metric of the best model is shown early"
     ours, theirs = (load_file(tmp_path / name / "latest/model.safetensors") for name in ("run", "plain"))
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 

@@ -11,6 +11,7 @@ from rlite.config import load
 from rlite.errors import CallbackError, ConfigError
 from rlite.trainer.callbacks import CALLBACKS, Callback, Callbacks, register_callback
 from rlite.trainer.options import SftConfig
+from rlite.trainer.run.report import ReportedMetrics
 from rlite.trainer.run.training_run import TrainingRun
 
 
@@ -44,7 +45,7 @@ class Unsaved(Callback):
 
 def run_with(folder: Path, *callbacks: Callback, total_steps: int = 3) -> TrainingRun:
     config = load(SftConfig, ["actor.model_name=x", "data.path=x", f"trainer.save_dir={folder}"])
-    return TrainingRun(config, (), total_steps, callbacks=callbacks)
+    return TrainingRun(config, ReportedMetrics(), total_steps, callbacks=callbacks)
 
 
 def test_a_callback_is_told_of_every_step(tmp_path: Path) -> None:
