@@ -102,6 +102,8 @@ def test_sets_read_their_tables_with_their_own_columns_and_system_prompt() -> No
 def test_help_and_schema_know_the_options_of_a_set() -> None:
     assert "test_data.samples=1" in describe(PpoConfig, "test_data")
     assert "[test_data: Prompts to evaluate on]" in describe(PpoConfig)
+    assert "test_data.NAME.samples" not in describe(PpoConfig), "once, as of a single set"
+    assert "test_data.NAME.samples=1" in describe(PpoConfig, "test_data.NAME")
     validator = jsonschema.Draft202012Validator(schema(SftConfig))
     assert validator.is_valid({"test_data": {"path": "x"}})
     assert validator.is_valid({"test_data": {"a": {"path": "x"}}})
