@@ -55,7 +55,13 @@ def interval(every: int) -> str:
 
 
 def sampling_plan(temperature: float, top_p: float, top_k: int) -> str:
-    """Return how tokens are sampled, in words."""
+    """Return how tokens are sampled, in words.
+
+    Args:
+        temperature: 0 is greedy.
+        top_p: 1 is off.
+        top_k: 0 and -1 are off.
+    """
     if not temperature:
         return "greedy"
     cut = [f"top_p {top_p:g}"] if top_p < 1 else []

@@ -266,17 +266,17 @@ class PpoTrainer:
         metrics: dict[str, float] = {}
         while self.evaluations.has_work(is_saving):
             before = self.ended
-            with self.run.evaluating():
+            with self.run.evaluation_time.measured():
                 evaluation = self._on_result(self.evaluate)
             if self.ended is before:  # evaluate is a subclass's own
                 self.evaluations.skip()
             if metrics.keys() & evaluation.keys():
-                self.run.log_evaluation(metrics | self.run.evaluation_time())
+                self.run.log_evaluation(metrics | self.run.evaluation_time.take())
                 metrics = {}
             metrics |= evaluation
             if valid := self._valid(evaluation):
                 self._judge(valid)
-        return metrics | self.run.evaluation_time() if metrics else {}
+        return metrics | self.run.evaluation_time.take() if metrics else {}
 
     def _judge(self, evaluation: Mapping[str, float]) -> None:
         """Keep the model if it is the best so far, and tell callbacks and thresholds of its evaluation."""

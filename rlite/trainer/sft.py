@@ -102,7 +102,7 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         """Return the metrics of the sets that are due after this step."""
         metrics = super().evaluate_due()
         if due := [self.generated[name] for name in self._take_due(self.generated)]:
-            with self.run.evaluating():
+            with self.run.evaluation_time.measured():
                 evaluations = self.generation.evaluate(due, self.run.step)
             for each in evaluations:
                 metrics |= prefixed(each.set.name, each.metrics)

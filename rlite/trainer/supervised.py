@@ -264,14 +264,14 @@ class SupervisedTrainer(ABC, Generic[C]):
         if evaluation := self.evaluate_due():
             self.run.save_best(evaluation)
             self.run.evaluated(evaluation)
-            evaluation |= self.run.evaluation_time()
+            evaluation |= self.run.evaluation_time.take()
         return evaluation
 
     def evaluate_due(self) -> dict[str, float]:
         """Return the metrics of the sets that are due after this step."""
         metrics: dict[str, float] = {}
         for name in self._take_due(self.test_sets):
-            with self.run.evaluating():
+            with self.run.evaluation_time.measured():
                 metrics |= prefixed(name, self.evaluate(self.test_sets[name]))
         return metrics
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from rlite.trainer.options import RunOptions
 from rlite.trainer.run.best import BestModel, Thresholds
 from rlite.trainer.run.checkpoints import Checkpoints
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
+from rlite.trainer.run.evaluation_time import EvaluationTime
 from rlite.trainer.run.folder import begins_anew, checkpoint_to_load, clear
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.mfu import usage_metrics
@@ -65,7 +65,7 @@ class TrainingRun:
         self._callbacks = Callbacks([*options.callbacks, *callbacks])
         self._metrics: Mapping[str, float] = {}
         self._stop_reason = ""
-        self._evaluation_s = 0.0
+        self.evaluation_time = EvaluationTime()
         self._best, self._thresholds = BestModel(options, self.folder), Thresholds(options.stop_at)
         self._watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
         self._overwrites = options.overwrite and not reporting.has_begun()
@@ -251,25 +251,6 @@ class TrainingRun:
         self._metrics = metrics
         if self.step:  # what ppo evaluates before its first step is no step
             self._callbacks.call("on_step", self, metrics)
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Measure the time for which training waits for evaluations, the `with` block.
-
-        Yields:
-            None.
-        """
-        began = time.perf_counter()
-        try:
-            with trace.span("evaluate", step=self.step):
-                yield
-        finally:
-            self._evaluation_s += time.perf_counter() - began
-
-    def evaluation_time(self) -> dict[str, float]:
-        """Return `seconds_evaluate`: the time of `evaluating` since the last call."""
-        seconds, self._evaluation_s = self._evaluation_s, 0.0
-        return {"seconds_evaluate": seconds}
 
     def evaluated(self, metrics: Mapping[str, float], is_trained: bool = True) -> None:
         """Tell the callbacks of an evaluation, and stop if a trained model reaches `stop_at`.
