@@ -430,8 +430,7 @@ class TrainingRun:
             self.console.close()
             self._locked.close()
             INTERRUPTION.end()
-        ended = "stopped" if self._stop_reason else "finished"
-        how = "interrupted" if INTERRUPTION.is_asked else ended
+        how = "interrupted" if INTERRUPTION.is_asked else "stopped" if self._stop_reason else "finished"
         self._report.end(f"{how} after step {self.step} of {self.total_steps}", self._best.describe())
 
 
