@@ -290,7 +290,7 @@ def test_a_finished_run_says_so_and_ends(
     rlite.init(num_devices=1, num_threads=1)
     trainer("sft", model, tmp_path).fit()
     first, _, again = capsys.readouterr().out.partition("finished already: step 8 of 8")
-    assert first.count("  optimizer  AdamW") == 1, "the run that is finished has no plan"
+    assert len(re.findall("  optimizer +AdamW", first)) == 1, "the run that is finished has no plan"
     assert "finished after step 8 of 8" in again
     assert ((tmp_path / "metrics.jsonl").read_bytes(), sorted((tmp_path / "state").iterdir())) == before
     rlite.shutdown()
@@ -305,7 +305,7 @@ def test_the_plan_of_a_batch_larger_than_the_data_counts_the_data(
 ) -> None:
     learner = trainer("sft", model, tmp_path, "data.batch_size=999")
     learner.fit()
-    assert f"step       {len(learner.rows)} items, about" in capsys.readouterr().out
+    assert re.search(rf"step +{len(learner.rows)} items, about", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
