@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlite.api import TrainedRun
 from rlite.trainer.options import EpochOptions
 from rlite.trainer.run.report import ReportedMetrics, RunReport
 
@@ -72,3 +73,8 @@ def test_the_metrics_that_decide_are_always_shown_and_the_best_model_has_its_val
     assert lines[3] == "  b/x         0.2500 at step 1 -> 0.5000 at step 2, best 0.2500 at step 1"
     assert lines[4].startswith("  a/pass@2    0.2500 at step 1 -> 0.5000 at step 2")
     assert lines[-1] == f"  best model  {tmp_path}/best, b/x 0.2500 at step 1"
+
+
+def test_a_run_is_shown_with_the_accuracy_of_each_set_by_name(tmp_path: Path) -> None:
+    run = TrainedRun(tmp_path, {"math/accuracy": 0.25, "code/accuracy": 1.0, "loss": 2.0})
+    assert repr(run) == f"TrainedRun({tmp_path}, math/accuracy 0.2500, code/accuracy 1.0000, loss 2.0000)"
