@@ -30,7 +30,7 @@ from rlite.data.tables import Row
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, UnknownOptionError, did_you_mean
 from rlite.evaluation.results import EvaluationResult
-from rlite.observability.columns import find, number
+from rlite.observability.columns import number
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.options import name_of
 from rlite.rollout.workflow import prompt_ids
@@ -169,9 +169,9 @@ class TrainedRun:
         """Return the folder, the last step, and those of its metrics that describe a run."""
         last = self.history[-1] if (self.folder / "metrics.jsonl").is_file() else {}
         metrics = {**self.own_metrics, **last}
-        names = {key: name for key in SHOWN if (name := find(key, metrics)) is not None}
+        names = [name for key in SHOWN for name in metrics if name.rpartition("/")[2] == key]
         step = [f"step {last['step']}"] if last else []
-        values = [f"{key} {number(key, metrics[name])}" for key, name in names.items()]
+        values = [f"{name} {number(name, metrics[name])}" for name in names]
         return f"{type(self).__name__}({', '.join([str(self.folder), *step, *values])})"
 
     @property

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from rlite.errors import UnknownOptionError, did_you_mean
 
+ENTRY = "NAME"
+"""part of a key that stands for the name of one of several entries"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manual:
@@ -40,7 +43,11 @@ class Manual:
         groups: dict[str, list[str]] = {}
         for key, lines in self.keys.items():
             groups.setdefault(key.rpartition(".")[0], []).append(lines)
-        chosen = {name: own for name, own in groups.items() if not topic or f"{name}.".startswith(f"{topic}.")}
+        asked = {name: own for name, own in groups.items() if not topic or f"{name}.".startswith(f"{topic}.")}
+        # the keys of one of several entries are those of a single entry
+        chosen = {
+            name: own for name, own in asked.items() if name.replace(f".{ENTRY}", "") not in asked.keys() - {name}
+        }
         if not chosen and topic not in self.keys:
             hint = _nearest(topic, [name for name in groups if name], list(self.keys))
             raise UnknownOptionError(f"--help {topic}: no such group or key; {hint}")

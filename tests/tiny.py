@@ -9,6 +9,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from rlite.nn.quiet import quiet_transformers
 from rlite.quickstart.tiny import byte_tokenizer
 
 Kind = Literal["qwen2", "qwen3", "llama"]
@@ -49,7 +50,8 @@ def build_model_dir(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape))
-    model.save_pretrained(path)
+    with quiet_transformers():
+        model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 

@@ -15,10 +15,10 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from rlite.errors import StorageError, why_not_written
 from rlite.nn.meta import real_tensors
+from rlite.nn.quiet import quiet_transformers
 
 NUM_HEADS, HEAD_DIM, ROPE_HEAD_DIM = 4, 16, 8
 WINDOW = 5
@@ -80,19 +80,15 @@ def saved(model: PreTrainedModel) -> Iterator[str]:
     Raises:
         StorageError: it could not be written.
     """
-    shows_progress = logging.is_progress_bar_enabled()
     with TemporaryDirectory() as folder:
-        logging.disable_progress_bar()
         try:
-            model.save_pretrained(folder)
+            with quiet_transformers():
+                model.save_pretrained(folder)
         except (OSError, SafetensorError) as error:
             raise StorageError(
                 f"{folder}: a small model, which tells whether this one works, could not be written: "
                 f"{why_not_written(error)}"
             ) from error
-        finally:
-            if shows_progress:
-                logging.enable_progress_bar()
         yield folder
 
 

@@ -22,19 +22,24 @@ LABELS = {
     "turns": "turns/ep",
 }
 """short titles of columns"""
+LAG = "lag_steps"
+"""metric of an evaluation: steps since the evaluated weights"""
 WIDTH = 8
 """characters of the narrowest column"""
 GAP = 2
 
 
-def find(key: str, metrics: Collection[str]) -> str | None:
+def find(key: str, metrics: Collection[str], evaluated: Collection[str] = ()) -> str | None:
     """Return the metric that a name means: itself, or else the first metric that it is the last part of.
 
     Args:
         key: such as "loss".
         metrics: names of metrics, such as "actor/loss".
+        evaluated: metrics of evaluations, of which only the whole name counts
     """
-    return key if key in metrics else next((name for name in metrics if name.endswith(f"/{key}")), None)
+    if key in metrics:
+        return key
+    return next((name for name in metrics if name.endswith(f"/{key}") and name not in evaluated), None)
 
 
 class Columns:
@@ -43,17 +48,19 @@ class Columns:
     Args:
         choice: metrics to show.
         auto: metrics that "auto" stands for, the most important first.
+        evaluated: metrics of evaluations, which only some steps have.
     """
 
-    def __init__(self, choice: Choice, auto: Sequence[str]) -> None:
+    def __init__(self, choice: Choice, auto: Sequence[str], evaluated: Collection[str] = ()) -> None:
         self._wanted = None if choice == "all" else tuple(auto if isinstance(choice, str) else choice)
         self._may_drop = choice == "auto"
+        self._evaluated = frozenset(evaluated)
         self._seen: dict[str, None] = {}
 
     def chosen(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the values to show of a step, by the name that was asked for."""
         wanted = tuple(metrics) if self._wanted is None else self._wanted
-        names = {key: find(key, metrics) for key in wanted}
+        names = {key: find(key, metrics, self._evaluated) for key in wanted}
         return {key: metrics[name] for key, name in names.items() if name is not None}
 
     def unknown(self, metrics: Collection[str], later: Collection[str]) -> dict[str, str]:
@@ -64,8 +71,8 @@ class Columns:
             later: further metrics, which other steps have.
         """
         names = () if self._may_drop else self._wanted or ()
-        known = {*metrics, *later}
-        return {repr(name): did_you_mean(name, known) for name in names if find(name, known) is None}
+        known = {*metrics, *later, *self._evaluated}
+        return {repr(name): did_you_mean(name, known) for name in names if find(name, known, self._evaluated) is None}
 
     def fit(self, metrics: Mapping[str, float], width: int) -> list[str] | None:
         """Return the columns of a row, in the order of the choice; None if the metrics asked for need more width.

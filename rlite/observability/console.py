@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from rlite.observability.columns import Choice, Columns, header, number, plain_number, row
+from rlite.observability.columns import LAG, Choice, Columns, header, number, plain_number, row
 
 DEFAULT_METRICS = ("loss", "reward", "score", "accuracy", "kl", "entropy", "clip_fraction", "grad_norm", "lr")
 LOST, FINISHED = "rollout/num_lost", "rollout/num_groups"
@@ -43,8 +43,8 @@ class ConsoleReporter:
 
     `choice` and `metrics` are the keys to show, in that order, where present. A key also matches as the last part of a
     longer one (`loss` shows `actor/loss` if there is no `loss`). A name in `choice` that is no metric is reported.
-    `later` are metrics that the first step need not have. `total_steps` gives the bar its end, `done_steps` where a
-    resumed run starts.
+    `evaluated` are metrics of evaluations: the first step need not have them, and only their whole names match.
+    `total_steps` gives the bar its end, `done_steps` where a resumed run starts.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class ConsoleReporter:
         *,
         metrics: Sequence[str] = DEFAULT_METRICS,
         choice: Choice = "auto",
-        later: Sequence[str] = (),
+        evaluated: Sequence[str] = (),
         done_steps: int = 0,
         file: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._file = file or sys.stdout
         self._console = Console(file=self._file, highlight=False, markup=False, emoji=False)
-        self._columns = Columns(choice, metrics)
-        self._later: set[str] | None = {*metrics, *later}
+        self._columns = Columns(choice, metrics, evaluated)
+        self._later: Sequence[str] | None = metrics
         self._total = total_steps
         self._clock = clock
         self._seen: deque[tuple[float, int]] = deque([(clock(), done_steps)], maxlen=_RECENT + 1)
@@ -182,12 +182,13 @@ class ConsoleReporter:
     def _lines(self, step: int, metrics: Mapping[str, float]) -> list[Text]:
         """Return the lines of a step for a terminal, with a header where it is due."""
         values, title = self._columns.chosen(metrics), self._step(step)
-        lost = [Text(f"{'':{len(title)}}  {text}", "yellow")] if (text := _lost(metrics)) else []
+        below = [(_lost(metrics), "yellow"), (_lagging(step, metrics), "dim")]
+        notes = [Text(f"{'':{len(title)}}  {text}", style) for text, style in below if text]
         columns = self._columns.fit(metrics, self._console.width - len(title))
         if columns is None:
             pairs = [f"{key} {number(key, value)}" for key, value in values.items()]
-            return [Text(f"step {title.strip()}", "bold"), *map(Text, _grid(pairs, self._console.width)), *lost]
-        lines = [Text.assemble((title, "dim"), row(columns, values)), *lost]
+            return [Text(f"step {title.strip()}", "bold"), *map(Text, _grid(pairs, self._console.width)), *notes]
+        lines = [Text.assemble((title, "dim"), row(columns, values)), *notes]
         if columns != self._shown or self._num_rows % _HEADER_EVERY == 0:
             lines.insert(0, Text(f"{'step':>{len(title)}}{header(columns)}", "bold"))
             self._shown, self._num_rows = columns, 0
@@ -201,7 +202,7 @@ class ConsoleReporter:
         pairs = [
             f"{key if key in numbers else '':<{len(key)}} {numbers.get(key, ''):<{_PLAIN_WIDTH}}" for key in columns
         ]
-        parts = [f"step {title.strip():<{len(title)}}", *pairs, _lost(metrics), self._pace()]
+        parts = [f"step {title.strip():<{len(title)}}", *pairs, _lost(metrics), _lagging(step, metrics), self._pace()]
         return "  ".join(part for part in parts if part).rstrip()
 
     def _step(self, step: int) -> str:
@@ -245,6 +246,13 @@ def _lost(metrics: Mapping[str, float]) -> str:
     """Return in words how many groups of a step were lost; "" if none was."""
     lost = metrics.get(LOST, 0)
     return f"{lost:g} of {lost + metrics.get(FINISHED, 0):g} groups lost" if lost else ""
+
+
+def _lagging(step: int, metrics: Mapping[str, float]) -> str:
+    """Return in words of which step the evaluated weights are, if they are older than the step; else ""."""
+    sets = {name.rpartition("/"): lag for name, lag in metrics.items()}
+    lags = {name: lag for (name, _, metric), lag in sets.items() if metric == LAG and lag}
+    return ", ".join(f"{f'evaluation {name}'.strip()} of step {step - lag:g}" for name, lag in lags.items())
 
 
 def _grid(cells: Sequence[str], width: int) -> list[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from rlite.observability.columns import find, number
+from rlite.observability.columns import LAG, find, number
 
 TENTH = 10
 
@@ -19,17 +19,20 @@ class History:
     Args:
         evaluated: metrics of evaluations, of which the first, the last and the best value count.
         trained: metrics of every step, of which the means over the first and the last tenth of the steps count.
+        lowest: metrics of evaluations whose lowest value is the best.
     """
 
-    def __init__(self, evaluated: Sequence[str], trained: Sequence[str]) -> None:
-        self._evaluated, self._trained = evaluated, trained
+    def __init__(self, evaluated: Sequence[str], trained: Sequence[str], lowest: Collection[str] = ()) -> None:
+        self._evaluated, self._trained, self._lowest = evaluated, trained, lowest
         self._values: dict[str, dict[int, float]] = {name: {} for name in (*evaluated, *trained)}
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step."""
+        """Take the metrics of a step. A value of an evaluation is of the step of the evaluated weights."""
         for key, values in self._values.items():
-            if (name := find(key, metrics)) is not None and math.isfinite(value := float(metrics[name])):
-                values[step] = value
+            if (name := find(key, metrics, self._evaluated)) is not None:
+                lag = metrics.get(f"{name.rpartition('/')[0]}/{LAG}".lstrip("/"), 0) if key in self._evaluated else 0
+                if math.isfinite(value := float(metrics[name])):
+                    values[step - int(lag)] = value
 
     def read(self, path: Path) -> None:
         """Take the metrics of earlier steps from a file of JSON lines, if there is one."""
@@ -40,19 +43,19 @@ class History:
 
     def rows(self) -> dict[str, str]:
         """Return what became of each metric that has at least two values, in words. Equal texts appear once."""
-        evaluated = {key: _of_evaluations(key, self._values[key]) for key in self._evaluated}
+        evaluated = {key: self._of_evaluations(key) for key in self._evaluated}
         trained = {key: _of_steps(key, self._values[key]) for key in self._trained}
         first_with = {text: key for key, text in reversed({**evaluated, **trained}.items()) if text}
         return {key: text for text, key in reversed(first_with.items())}
 
-
-def _of_evaluations(key: str, values: Mapping[int, float]) -> str:
-    if len(values) < 2:
-        return ""
-    (first, before), (last, after) = min(values.items()), max(values.items())
-    best = (min if key.endswith("loss") else max)(values, key=values.__getitem__)
-    text = f"{number(key, before)} at step {first} -> {number(key, after)} at step {last}"
-    return text if best == last else f"{text}, best {number(key, values[best])} at step {best}"
+    def _of_evaluations(self, key: str) -> str:
+        values = self._values[key]
+        if len(values) < 2:
+            return ""
+        (first, before), (last, after) = min(values.items()), max(values.items())
+        best = (min if key in self._lowest else max)(values, key=values.__getitem__)
+        text = f"{number(key, before)} at step {first} -> {number(key, after)} at step {last}"
+        return text if values[best] == after else f"{text}, best {number(key, values[best])} at step {best}"
 
 
 def _of_steps(key: str, values: Mapping[int, float]) -> str:

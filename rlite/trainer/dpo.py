@@ -28,7 +28,7 @@ from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.losses import DpoLoss
 from rlite.trainer.reference import Reference
-from rlite.trainer.supervised import SHOWN_OF_PAIRS, SupervisedTrainer
+from rlite.trainer.supervised import HEADLINES_OF_PAIRS, SHOWN_OF_PAIRS, SupervisedTrainer
 
 
 class DpoTrainer(SupervisedTrainer[DpoConfig]):
@@ -42,6 +42,7 @@ class DpoTrainer(SupervisedTrainer[DpoConfig]):
     tokenise = preference_rows
     kind = "preferences"
     shown = SHOWN_OF_PAIRS
+    headlines = HEADLINES_OF_PAIRS
 
     def __init__(
         self,

@@ -72,11 +72,9 @@ class Generation:
         """Return evaluations of the weights as they are now.
 
         Args:
-            sets: the sets, which may be none.
+            sets: the sets.
             version: finished steps of training.
         """
-        if not sets:
-            return []
         with self._serving_weights(version):
             return [evaluate(self._serving.collector, each) for each in sets]
 

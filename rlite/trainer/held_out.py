@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -14,6 +15,8 @@ KEY = "test_data"
 """group of the options"""
 UNNAMED = ""
 """name of a single set"""
+OF_SINGLE_SET = {"truncated": "test_truncated"}
+"""logged names of metrics of a single set that training has, too"""
 _NAME = re.compile(r"\w[\w-]*")
 V = TypeVar("V")
 
@@ -70,7 +73,9 @@ def held_out_sources(
     """
     found = {name: options.source(name, columns, system_prompt) for name, options in sets.items()}
     if missing := [name for name, source in found.items() if source is None and name != UNNAMED]:
-        raise ConfigError(f"required and not set: {key_of(missing[0])}.path")
+        close = difflib.get_close_matches(missing[0], found.keys() - missing, n=1)
+        hint = f"; did you mean {key_of(close[0])!r}?" if close else ""
+        raise ConfigError(f"required and not set: {key_of(missing[0])}.path{hint}")
     return {name: source for name, source in found.items() if source is not None}
 
 
@@ -99,7 +104,7 @@ def prefixed(name: str, metrics: Mapping[str, V]) -> dict[str, V]:
 
 def metric_of(name: str, metric: str) -> str:
     """Return the logged name of a set's metric."""
-    return f"{name}/{metric}" if name else metric
+    return f"{name}/{metric}" if name else OF_SINGLE_SET.get(metric, metric)
 
 
 def metrics_of(names: Iterable[str], metrics: Iterable[str]) -> list[str]:

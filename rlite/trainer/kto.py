@@ -45,7 +45,7 @@ class KtoTrainer(SupervisedTrainer[KtoConfig]):
     config_class = KtoConfig
     tokenise = labelled_rows
     kind = "unpaired"
-    shown = ("loss", DESIRABLE, UNDESIRABLE, "margin", "kl", "test_loss", "grad_norm", "lr", "seconds")
+    shown = ("loss", DESIRABLE, UNDESIRABLE, "margin", "kl", "grad_norm", "lr", "seconds")
 
     def __init__(
         self,

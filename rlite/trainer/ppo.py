@@ -40,7 +40,7 @@ from rlite.rollout import RolloutWorkflow
 from rlite.rollout.rewards.chosen import ChosenRewards
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.given import NOTHING, Given
-from rlite.trainer.held_out import UNNAMED, key_of, metrics_of, prefixed, without_sets
+from rlite.trainer.held_out import UNNAMED, key_of, prefixed, without_sets
 from rlite.trainer.launch import serve_if_worker, session_of
 from rlite.trainer.losses import PolicyLoss
 from rlite.trainer.rl.advantages import compute_advantages
@@ -58,17 +58,17 @@ from rlite.trainer.rl.report import batch_plan
 from rlite.trainer.rl.rollout_metrics import mean_reward
 from rlite.trainer.rl.rollouts import make_rollouts
 from rlite.trainer.rl.selection import with_selected
-from rlite.trainer.rl.sets import logged_metrics, make_sets
+from rlite.trainer.rl.sets import ACCURACIES, make_sets, reported_metrics
 from rlite.trainer.rl.workflows import held_out_workflows, workflow_maker
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
 
 T = TypeVar("T")
 SHOWN = (
-    *("reward", "accuracy", "score", "loss", "response_length", "seconds", "tokens_per_second"),
+    *("reward", "score", "loss", "response_length", "seconds", "tokens_per_second"),
     *("kl", "entropy", "grad_norm", "truncated", "logprob_drift"),
 )
-"""metrics for the console, the most important first"""
+"""metrics of every step for the console, the most important first"""
 OF_TOKENS = ("trained_logprobs", "entropies")
 """values of tokens that the loss returns for the record"""
 
@@ -99,7 +99,7 @@ class PpoTrainer:
     data_key: ClassVar[str] = "train_data"
     """key of the data in the config"""
     config_class: ClassVar[type[PpoConfig]] = PpoConfig
-    evaluated: ClassVar[Sequence[str]] = ("accuracy", "accuracy_finished")
+    evaluated: ClassVar[Sequence[str]] = ACCURACIES
     """metrics of `evaluate`, from which trainer.best_metric chooses; a subclass with other metrics names them here"""
 
     def __init__(
@@ -116,7 +116,8 @@ class PpoTrainer:
         self.options = options
         self.workflow = workflow
         sets = make_sets(options, workflow, test_rows, test_workflow)
-        check_evaluated(options.trainer, logged_metrics(sets, self.evaluated))
+        reported = reported_metrics(sets, self.evaluated, SHOWN)
+        check_evaluated(options.trainer, reported.evaluated)
         tests = [(each.workflow, each.rows, key_of(name)) for name, each in sets.items()]
         self.context = check_lengths(options, [(workflow, train_rows, "train_data"), *tests])
         self.data = train_rows if isinstance(train_rows, Rows) else Rows(train_rows)
@@ -126,9 +127,7 @@ class PpoTrainer:
         self.loss = _loss(options)
         self.kl = KlCoefficient(options.kl)
         total_steps = options.trainer.total_steps
-        compared, first = metrics_of(sets, self.evaluated), metrics_of(sets, self.evaluated[:1])
-        shown = tuple(dict.fromkeys((*SHOWN, *first)))
-        self.run = TrainingRun(options, shown, total_steps, callbacks=callbacks, evaluated=compared)
+        self.run = TrainingRun(options, reported, total_steps, callbacks=callbacks)
         self.alarms = Alarms(options, self.run)
         self.engines = Engines(options, self.context.length)
         self.recovery = TrainRecovery(self.engines, options.trainer.max_recoveries)
@@ -249,7 +248,7 @@ class PpoTrainer:
             The metrics of the evaluations that have ended, in which failed episodes are wrong; see
                 `rlite.evaluation.metrics.summary`. With trainer.evaluate=beside, evaluations that begin now end later.
         """
-        with stats_tracker.record_timing("evaluate"), self.run.generating():
+        with self.run.generating():
             self.ended = self.evaluations.next()
         lag = {"lag_steps": float(self.run.step - self.ended.step)} if self.options.trainer.evaluate == "beside" else {}
         metrics: dict[str, float] = {}
@@ -269,22 +268,25 @@ class PpoTrainer:
         """
         metrics: dict[str, float] = {}
         while self.evaluations.has_work(is_saving):
-            before, evaluation = self.ended, self._on_result(self.evaluate)
+            before = self.ended
+            with self.run.evaluation_time.measured():
+                evaluation = self._on_result(self.evaluate)
             if self.ended is before:  # evaluate is a subclass's own
                 self.evaluations.skip()
             if metrics.keys() & evaluation.keys():
-                self.run.log_evaluation(metrics)
+                self.run.log_evaluation(metrics | self.run.evaluation_time.take())
                 metrics = {}
             metrics |= evaluation
             if valid := self._valid(evaluation):
                 self._judge(valid)
-        return metrics
+        return metrics | self.run.evaluation_time.take() if metrics else {}
 
     def _judge(self, evaluation: Mapping[str, float]) -> None:
         """Keep the model if it is the best so far, and tell callbacks and thresholds of its evaluation."""
-        is_trained = (self.ended.step if self.ended.evaluations else self.run.step) > 0
+        step = self.ended.step if self.ended.evaluations else self.run.step
+        is_trained = step > 0
         if is_trained:
-            self._on_result(lambda: self.run.save_best(evaluation, self.evaluations.save_evaluated))
+            self._on_result(lambda: self.run.save_best(evaluation, self.evaluations.save_evaluated, step))
         self.run.evaluated(evaluation, is_trained)
 
     def _valid(self, evaluation: Mapping[str, float]) -> Mapping[str, float]:

@@ -20,7 +20,7 @@ if __name__ == "__main__":  # before the imports of this file, which load torch
 from rlite.data.preferences import preference_rows
 from rlite.trainer.losses import RewardModelLoss
 from rlite.trainer.modules import critic_module
-from rlite.trainer.supervised import SHOWN_OF_PAIRS, SupervisedTrainer
+from rlite.trainer.supervised import HEADLINES_OF_PAIRS, SHOWN_OF_PAIRS, SupervisedTrainer
 
 
 class RmTrainer(SupervisedTrainer[RmConfig]):
@@ -35,6 +35,7 @@ class RmTrainer(SupervisedTrainer[RmConfig]):
     tokenise = preference_rows
     kind = "preferences"
     shown = SHOWN_OF_PAIRS
+    headlines = HEADLINES_OF_PAIRS
 
     def make_loss(self) -> RewardModelLoss:
         """Return the Bradley-Terry loss."""

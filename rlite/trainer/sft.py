@@ -20,17 +20,21 @@ if __name__ == "__main__":  # before the imports of this file, which load torch
 
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlite.data.sft import sft_rows
 from rlite.data.tokens import TokenRows
 from rlite.evaluation.sets import EvaluationSet
 from rlite.trainer.callbacks import Callback
+from rlite.trainer.evaluation_plan import answers_plan, topic_of
 from rlite.trainer.generated import Generation, read_generated
 from rlite.trainer.given import Given
 from rlite.trainer.held_out import prefixed
 from rlite.trainer.losses import SftLoss
-from rlite.trainer.rl.sets import logged_metrics
+from rlite.trainer.rl.held_out import GeneratedOptions
+from rlite.trainer.rl.sets import ACCURACIES, reported_metrics
+from rlite.trainer.run.report import ReportedMetrics
 from rlite.trainer.supervised import SupervisedTrainer
 
 
@@ -52,7 +56,7 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
     config_class = SftConfig
     tokenise = sft_rows
     kind = "demonstrations"
-    shown = ("loss", "test_loss", "seconds", "tokens_per_second", "lr", "grad_norm", "num_tokens")
+    shown = ("loss", "seconds", "tokens_per_second", "lr", "grad_norm", "num_tokens")
 
     def __init__(
         self,
@@ -70,21 +74,38 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         """Return the cross entropy."""
         return SftLoss(avg_level=self.options.actor.avg_level)
 
-    def further_metrics(self) -> Sequence[str]:
-        """Return the metrics of the sets that the model answers."""
-        return logged_metrics(self.generated, ("accuracy", "accuracy_finished"))
+    def reported_metrics(self) -> ReportedMetrics:
+        """Return the names of the metrics that the run shows: losses, and metrics of answers."""
+        losses, answers = super().reported_metrics(), reported_metrics(self.generated, ACCURACIES)
+        return replace(
+            losses,
+            headlines=[*losses.headlines, *answers.headlines],
+            compared=[*losses.compared, *answers.compared],
+            evaluated=[*losses.evaluated, *answers.evaluated],
+        )
 
     def start(self) -> None:
         """Begin as every trainer does, then place the engine that answers prompts, if there are some."""
         super().start()
         self.generation.build()
 
+    def evaluation_plan(self) -> dict[str, str]:
+        """Return what is evaluated and when, as text by topic."""
+        own, test_freq = self.options.test_data, self.options.trainer.test_freq
+        answers = {
+            topic_of(name): answers_plan(each, own.get(name, GeneratedOptions()), test_freq)
+            for name, each in self.generated.items()
+        }
+        return super().evaluation_plan() | answers
+
     def evaluate_due(self) -> dict[str, float]:
         """Return the metrics of the sets that are due after this step."""
         metrics = super().evaluate_due()
-        due = [self.generated[name] for name in self._take_due(self.generated)]
-        for evaluation in self.generation.evaluate(due, self.run.step):
-            metrics |= prefixed(evaluation.set.name, evaluation.metrics)
+        if due := [self.generated[name] for name in self._take_due(self.generated)]:
+            with self.run.evaluation_time.measured():
+                evaluations = self.generation.evaluate(due, self.run.step)
+            for each in evaluations:
+                metrics |= prefixed(each.set.name, each.metrics)
         return metrics
 
     @classmethod

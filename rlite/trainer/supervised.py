@@ -25,6 +25,7 @@ from rlite.data.tokens import TokenRows, mixed
 from rlite.errors import ConfigError, StreamedDataError
 from rlite.observability import stats_tracker
 from rlite.trainer.callbacks import Callback
+from rlite.trainer.evaluation_plan import losses_plan, topic_of
 from rlite.trainer.given import NOTHING, Given
 from rlite.trainer.held_out import UNNAMED, HeldOutOptions, held_out_sources, key_of, metrics_of, prefixed
 from rlite.trainer.launch import serve_if_worker, session_of
@@ -32,15 +33,18 @@ from rlite.trainer.model_plan import data_plan, model_plan
 from rlite.trainer.modules import load_tokenizer, policy_module, trained_engine
 from rlite.trainer.options import ModelOptions, SupervisedConfig
 from rlite.trainer.run.best import check_evaluated
+from rlite.trainer.run.report import ReportedMetrics
 from rlite.trainer.run.training_run import TrainingRun, loss_stats, step_metrics
 from rlite.wording import counted
 
 C = TypeVar("C", bound=SupervisedConfig)
 SHOWN_OF_PAIRS = (
-    *("loss", "accuracy", "margin", "test_loss", "test_accuracy"),
+    *("loss", "accuracy", "margin"),
     *("seconds", "tokens_per_second", "lr", "grad_norm"),
 )
-"""metrics for the console of trainers on preference pairs"""
+"""metrics of every step for the console of trainers on preference pairs"""
+HEADLINES_OF_PAIRS = ("test_loss", "test_accuracy")
+"""metrics of evaluations for the console of trainers on preference pairs"""
 
 
 class BatchLoss(Protocol):
@@ -81,7 +85,9 @@ class SupervisedTrainer(ABC, Generic[C]):
     kind: ClassVar[RowKind]
     """what the rows are for"""
     shown: ClassVar[Sequence[str]]
-    """metrics for the console"""
+    """metrics of every step for the console"""
+    headlines: ClassVar[Sequence[str]] = ("test_loss",)
+    """metrics of evaluations for the console"""
 
     def __init__(
         self,
@@ -103,20 +109,20 @@ class SupervisedTrainer(ABC, Generic[C]):
         else:
             self.loader = StreamLoader(rows.stream, batch_size, trainer.seed, trainer.total_steps or 0)
         self.engine = trained_engine(type(self).module, self.model, self.loader.num_batches)
-        losses = [f"test_{name}" for name in ("loss", *self.loss.reported)]
-        evaluated = [*metrics_of(self.test_sets, losses), *self.further_metrics()]
-        check_evaluated(trainer, evaluated)
-        shown = tuple(dict.fromkeys((*self.shown, *metrics_of(self.test_sets, ["test_loss"]))))
-        self.run = TrainingRun(options, shown, self.loader.num_batches, True, callbacks, evaluated)
+        reported = self.reported_metrics()
+        check_evaluated(trainer, reported.evaluated)
+        self.run = TrainingRun(options, reported, self.loader.num_batches, True, callbacks)
         self.build_options = self._build_options()
 
     @abstractmethod
     def make_loss(self) -> BatchLoss:
         """Return the loss to minimise."""
 
-    def further_metrics(self) -> Sequence[str]:
-        """Return the logged names of metrics of evaluations that have no loss."""
-        return ()
+    def reported_metrics(self) -> ReportedMetrics:
+        """Return the names of the metrics that the run shows."""
+        losses = metrics_of(self.test_sets, [f"test_{name}" for name in ("loss", *self.loss.reported)])
+        headlines = metrics_of(self.test_sets, self.headlines)
+        return ReportedMetrics(of_steps=self.shown, headlines=headlines, compared=losses, evaluated=losses)
 
     def describe_loss(self) -> str:
         """Return the loss in words, for the plan of the run."""
@@ -203,7 +209,12 @@ class SupervisedTrainer(ABC, Generic[C]):
             f"{model.max_length_per_device * dims.pack_factor} tokens",
             "run": f"{self.loader} = {self.run.total_steps}, "
             f"checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
+            **self.evaluation_plan(),
         }
+
+    def evaluation_plan(self) -> dict[str, str]:
+        """Return what is evaluated and when, as text by topic."""
+        return {topic_of(name): losses_plan(len(rows), self._interval(name)) for name, rows in self.test_sets.items()}
 
     def prepare(self, batch: TensorDict) -> TensorDict:
         """Return a batch with all keys that the loss reads."""
@@ -253,13 +264,15 @@ class SupervisedTrainer(ABC, Generic[C]):
         if evaluation := self.evaluate_due():
             self.run.save_best(evaluation)
             self.run.evaluated(evaluation)
+            evaluation |= self.run.evaluation_time.take()
         return evaluation
 
     def evaluate_due(self) -> dict[str, float]:
         """Return the metrics of the sets that are due after this step."""
         metrics: dict[str, float] = {}
         for name in self._take_due(self.test_sets):
-            metrics |= prefixed(name, self.evaluate(self.test_sets[name]))
+            with self.run.evaluation_time.measured():
+                metrics |= prefixed(name, self.evaluate(self.test_sets[name]))
         return metrics
 
     def _take_due(self, names: Iterable[str]) -> list[str]:
@@ -268,11 +281,14 @@ class SupervisedTrainer(ABC, Generic[C]):
         Args:
             names: of sets.
         """
-        own, every = self.options.test_data, self.options.trainer.test_freq
-        due = [name for name in names if self.run.is_due(own.get(name, HeldOutOptions()).every or every)]
+        due = [name for name in names if self.run.is_due(self._interval(name))]
         due = [name for name in due if self._evaluated.get(name) != self.run.step]
         self._evaluated |= dict.fromkeys(due, self.run.step)
         return due
+
+    def _interval(self, name: str) -> int:
+        """Return the steps between two evaluations of a set."""
+        return self.options.test_data.get(name, HeldOutOptions()).every or self.options.trainer.test_freq
 
     def evaluate(self, rows: TokenRows) -> dict[str, float]:
         """Return means of the loss and its metrics over token rows, as `test_...`."""

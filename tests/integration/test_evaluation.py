@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 from collections import Counter
@@ -108,7 +109,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 
 def test_sets_are_evaluated_when_due_with_metrics_of_their_own_and_change_no_training(
-    model: str, tmp_path: Path
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with session():
         trainer(model, tmp_path / "plain", sets={}, rows=()).fit()
@@ -122,6 +123,12 @@ def test_sets_are_evaluated_when_due_with_metrics_of_their_own_and_change_no_tra
     assert math[4]["pass@4"] >= math[4]["pass@1"]
     assert 0 <= math[4]["majority@4"] <= 1
     assert "pass@2" not in code[4]
+    assert {row["step"] for row in logged(tmp_path / "run") if row.get("seconds_evaluate")} == {0, 2, 3, 4}
+    told = capsys.readouterr().out
+    math = "3 prompts x 4 at temperature 1, at most 4 new tokens, pass@4, before step 1 and every 2 steps, in turns"
+    assert re.search(rf"evaluation math +{math} with training\n", told)
+    assert re.search(r"math/pass@4 +[\d.]+ at step 0 -> [\d.]+ at step 4", told)
+    assert re.search(r"best model .*/best, math/pass@4 [\d.]+ at step [24]\n", told)
     assert (tmp_path / "run/best/model.safetensors").exists()
     assert_same_weights(tmp_path / "run", tmp_path / "plain")
     assert recorded(tmp_path / "run", "math") == {0: 12, 2: 12, 4: 12}

@@ -9,8 +9,9 @@ from rlite.data.rows import Rows, described
 from rlite.evaluation.sets import EvaluationSet
 from rlite.rollout.rewards.weighted import has_trl_signature
 from rlite.rollout.workflow import PromptWorkflow, RolloutWorkflow, SingleTurnWorkflow
+from rlite.trainer.evaluation_plan import answers_plan, sampling_plan, topic_of
 from rlite.trainer.model_plan import data_plan, model_plan
-from rlite.trainer.rl.config import PpoConfig, SamplingOptions
+from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.held_out import HeldOutPromptOptions
 from rlite.trainer.rl.lengths import Context
@@ -53,7 +54,7 @@ def batch_plan(
         "reward": reward_plan(options, workflow),
         "step": f"{data.prompts_per_rollout} prompts x {options.responses_per_prompt} responses = {sequences} "
         f"sequences, at most {sampling.max_new_tokens} new tokens in each of {counted(rollout.max_turns, 'turn')}",
-        "sampling": f"{_sampling(sampling)}; evaluation {_sampling(rollout.evaluation_sampling)}",
+        "sampling": sampling_plan(sampling.temperature, sampling.top_p, sampling.top_k),
         "context": context.describe(sampling.max_new_tokens),
         "update": f"{counted(actor.update_per_rollout, 'optimizer step')} of {per_update} sequences: "
         f"{per_update // ranks} on each of {counted(ranks, 'data rank')}, in packs of at most "
@@ -64,7 +65,7 @@ def batch_plan(
         "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, {advantage_plan(options)}",
         "run": f"{counted(trainer.total_steps, 'step')}, checkpoint every {trainer.save_freq}, in {trainer.save_dir}",
     }
-    plan |= {f"evaluation {name}".strip(): _set_plan(each, options) for name, each in sets.items()}
+    plan |= {topic_of(name): _set_plan(each, options) for name, each in sets.items()}
     if unread := options.without_effect():
         plan["without effect"] = unread
     if options.is_greedy:
@@ -96,20 +97,11 @@ def reward_plan(options: PpoConfig, workflow: RolloutWorkflow) -> str:
     return next((f"{what} {name}" for what, name in sources.items() if name), "the program's workflow")
 
 
-def _sampling(sampling: SamplingOptions) -> str:
-    if not sampling.temperature:
-        return "greedy"
-    cut = [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
-    cut += [f"top_k {sampling.top_k}"] if sampling.top_k > 0 else []
-    return ", ".join([f"at temperature {sampling.temperature:g}", *cut])
-
-
 def _set_plan(chosen: EvaluationSet, options: PpoConfig) -> str:
-    """Return what an evaluation of a set does, and when."""
+    """Return what an evaluation of a set does, when, and where."""
     own = options.test_data.get(chosen.name, HeldOutPromptOptions())
     where = "beside training" if options.trainer.evaluate == "beside" else "in turns with training"
-    every = own.every or options.trainer.test_freq
-    return f"{len(chosen.rows)} prompts x {counted(chosen.samples, 'response')}, every {every} steps, {where}"
+    return f"{answers_plan(chosen, own, options.trainer.test_freq, options.reward)}, {where}"
 
 
 def _pace(options: PpoConfig) -> str:

@@ -11,7 +11,10 @@ from rlite.rollout import RolloutWorkflow
 from rlite.trainer.held_out import UNNAMED, check_name, key_of, metric_of, metrics_of
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.held_out import HeldOutPromptOptions
+from rlite.trainer.run.report import ReportedMetrics
 
+ACCURACIES = ("accuracy", "accuracy_finished")
+"""metrics of every evaluation by answers"""
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -53,6 +56,27 @@ def make_sets(
         )
         check_samples(found[name])
     return found
+
+
+def reported_metrics(
+    sets: Mapping[str, EvaluationSet], metrics: Sequence[str], of_steps: Sequence[str] = ()
+) -> ReportedMetrics:
+    """Return the metrics that a run shows: of evaluations the first, and at the end also the largest pass@k.
+
+    Args:
+        sets: the sets.
+        metrics: metrics of every set, the most important first.
+        of_steps: metrics of every step.
+    """
+    compared = metrics_of(sets, metrics)
+    for name, each in sets.items():
+        compared += [metric_of(name, f"{kind}@{each.k}") for kind in ("pass", "majority") if each.k > 1]
+    return ReportedMetrics(
+        of_steps=of_steps,
+        headlines=metrics_of(sets, metrics[:1]),
+        compared=compared,
+        evaluated=logged_metrics(sets, metrics),
+    )
 
 
 def logged_metrics(sets: Mapping[str, EvaluationSet], metrics: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlite.errors import ConfigError, did_you_mean
 from rlite.evaluation.samples import reaches
+from rlite.observability.columns import number
 from rlite.trainer.held_out import KEY
 from rlite.trainer.options import RunOptions
 
@@ -26,28 +27,36 @@ class BestModel:
     """
 
     def __init__(self, options: RunOptions, folder: Path) -> None:
-        self._metric, self._is_highest = options.best_metric, options.best_is_highest
+        self._options, self._metric = options, options.best_metric
         self._folder = folder
         self._has_missed = False
         self.value: float | None = None
         """best value so far"""
+        self.step = 0
+        """step of the weights with the best value"""
 
     def see(self, step: int, metrics: Mapping[str, float], save: Callable[[Path], None]) -> None:
         """Save the model if its evaluation is the best so far.
 
         Args:
-            step: of the evaluation, for a warning if the metric is missing.
+            step: step of the evaluated weights.
             metrics: metrics of the evaluation.
             save: writes the evaluated model into a folder, whole or not at all.
         """
         if self._metric is None or not self._is_known(step, metrics):
             return
         value = metrics[self._metric]
-        is_highest = not is_loss(self._metric) if self._is_highest is None else self._is_highest
-        is_better = self.value is None or (value > self.value if is_highest else value < self.value)
+        is_lowest = is_lowest_best(self._options, self._metric)
+        is_better = self.value is None or (value < self.value if is_lowest else value > self.value)
         if is_better and not math.isnan(value):  # nan is neither better than another, nor one to be beaten
-            self.value = value
+            self.value, self.step = value, step
             save(self._folder / BEST)
+
+    def describe(self) -> str:
+        """Return the metric with its best value and the step, or "" before the first evaluation."""
+        if self._metric is None or self.value is None:
+            return ""
+        return f"{self._metric} {number(self._metric, self.value)} at step {self.step}"
 
     def _is_known(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Return whether the metric is among those of an evaluation; log the first time that it is missing."""
@@ -87,12 +96,24 @@ class Thresholds:
         if not new or not all(self._is_reached(name) for name in self._stop_at):
             return ""
         return ", ".join(
-            f"{name}={self.latest[name]:g} reaches trainer.stop_at={self._stop_at[name]:g}" for name in new
+            f"{name}={self.latest[name]:.4g} reaches trainer.stop_at={self._stop_at[name]:g}" for name in new
         )
 
     def _is_reached(self, name: str) -> bool:
         value, threshold = self.latest.get(name, math.nan), self._stop_at[name]
         return reaches(-value, -threshold) if is_loss(name) else reaches(value, threshold)
+
+
+def is_lowest_best(options: RunOptions, metric: str) -> bool:
+    """Return whether the lowest value of a metric is the best, by `best_is_highest` or by the metric's name.
+
+    Args:
+        options: the run's options.
+        metric: name of a metric of evaluations.
+    """
+    if metric == options.best_metric and options.best_is_highest is not None:
+        return not options.best_is_highest
+    return is_loss(metric)
 
 
 def is_loss(metric: str) -> bool:

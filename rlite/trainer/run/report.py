@@ -3,29 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlite.observability.console import ConsoleReporter
 from rlite.observability.record.files import FOLDER as RECORD
 from rlite.observability.summary import History
 from rlite.trainer.options import RunOptions
+from rlite.trainer.run.best import is_lowest_best
 from rlite.trainer.run.command import at_end
 
 FILES = {"model": "latest", "best model": "best", "rollouts": RECORD}
+MAX_EARLY = 2
+"""headlines of evaluations that stand before most metrics of a step; more of them stand after these"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedMetrics:
+    """The names of the metrics that a run shows to a person."""
+
+    of_steps: Sequence[str] = ()
+    """metrics of every step for the console, the most important first"""
+    headlines: Sequence[str] = ()
+    """metrics of evaluations for the console"""
+    compared: Sequence[str] = ()
+    """metrics of evaluations for the comparison at the end"""
+    evaluated: Sequence[str] = ()
+    """metrics of evaluations from which `best_metric` and `stop_at` choose"""
 
 
 class RunReport:
     """The console of a run, and the metrics that its last lines compare.
 
+    Both always have the metrics of `best_metric` and `stop_at`.
+
     Args:
         options: the run's options.
-        shown: metrics for the console.
-        evaluated: metrics of evaluations.
+        metrics: metrics to show.
     """
 
-    def __init__(self, options: RunOptions, shown: Sequence[str], evaluated: Sequence[str]) -> None:
-        self._options, self._shown, self._evaluated = options, tuple(shown), tuple(evaluated)
-        self._history = History(self._evaluated, [key for key in ("reward", "loss") if key in shown][:1])
+    def __init__(self, options: RunOptions, metrics: ReportedMetrics) -> None:
+        self._options, self._metrics = options, metrics
+        self._deciding = [*([] if options.best_metric is None else [options.best_metric]), *options.stop_at]
+        compared = list(dict.fromkeys((*self._deciding, *metrics.compared)))
+        lowest = [name for name in compared if is_lowest_best(options, name)]
+        self._history = History(compared, metrics.of_steps[:1], lowest)
 
     def open(self, total_steps: int, done_steps: int) -> ConsoleReporter:
         """Return the console, after reading the metrics of earlier steps. It is closed before an error is printed.
@@ -38,22 +60,36 @@ class RunReport:
             self._history.read(Path(self._options.save_dir) / "metrics.jsonl")
         self._console = ConsoleReporter(
             total_steps,
-            metrics=self._shown,
+            metrics=self._columns(),
             choice=self._options.console,
-            later=self._evaluated,
+            evaluated=self._metrics.evaluated,
             done_steps=done_steps,
         )
         at_end(self._console.close)
         return self._console
+
+    def _columns(self) -> list[str]:
+        """Return the console's metrics, the most important first."""
+        of_steps, headlines = self._metrics.of_steps, self._metrics.headlines
+        early = headlines if len(headlines) <= MAX_EARLY else ()
+        return list(dict.fromkeys((*of_steps[:1], *self._deciding, *early, *of_steps[1:], *headlines)))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step, and keep them for the comparison."""
         self._history.add(step, metrics)
         self._console.log(step, metrics)
 
-    def end(self, title: str) -> None:
-        """Show what improved, and where the results are."""
-        self._console.report(title, {**self._history.rows(), **places(self._options)}, style="green")
+    def end(self, title: str, best: str = "") -> None:
+        """Show what improved, and where the results are.
+
+        Args:
+            title: how the run ended.
+            best: the best evaluation in words.
+        """
+        found = places(self._options)
+        if best and "best model" in found:
+            found["best model"] += f", {best}"
+        self._console.report(title, {**self._history.rows(), **found}, style="green")
 
 
 def places(options: RunOptions) -> dict[str, str]:

@@ -23,10 +23,11 @@ from rlite.trainer.options import RunOptions
 from rlite.trainer.run.best import BestModel, Thresholds
 from rlite.trainer.run.checkpoints import Checkpoints
 from rlite.trainer.run.divergence import NOT_FINITE, WATCHED, DivergenceWatch
+from rlite.trainer.run.evaluation_time import EvaluationTime
 from rlite.trainer.run.folder import begins_anew, checkpoint_to_load, clear
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.mfu import usage_metrics
-from rlite.trainer.run.report import RunReport
+from rlite.trainer.run.report import ReportedMetrics, RunReport
 
 
 class TrainingRun:
@@ -36,11 +37,10 @@ class TrainingRun:
 
     Args:
         resolved: the trainer's config, which is saved. Its group `trainer` has the options of the run.
-        shown: metrics for the console.
+        reported: metrics for the console and for the report at the end.
         total_steps: number of steps of the whole run.
         has_absolute_loss: whether the size of the loss indicates divergence.
         callbacks: callbacks besides the callbacks that the config names.
-        evaluated: metrics of evaluations, for the report at the end.
 
     Raises:
         ConfigError: the folder holds another run, or a callback is none.
@@ -50,15 +50,14 @@ class TrainingRun:
     def __init__(
         self,
         resolved: Any,
-        shown: Sequence[str],
+        reported: ReportedMetrics,
         total_steps: int,
         has_absolute_loss: bool = False,
         callbacks: Sequence[Callback] = (),
-        evaluated: Sequence[str] = (),
     ) -> None:
         self._options: RunOptions = resolved.trainer
         options, self.folder = self._options, Path(self._options.save_dir)
-        self._report = RunReport(options, shown, evaluated)
+        self._report = RunReport(options, reported)
         self.total_steps = total_steps
         self.config = resolved
         self._kind = type(resolved).__name__
@@ -66,6 +65,7 @@ class TrainingRun:
         self._callbacks = Callbacks([*options.callbacks, *callbacks])
         self._metrics: Mapping[str, float] = {}
         self._stop_reason = ""
+        self.evaluation_time = EvaluationTime()
         self._best, self._thresholds = BestModel(options, self.folder), Thresholds(options.stop_at)
         self._watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
         self._overwrites = options.overwrite and not reporting.has_begun()
@@ -99,7 +99,7 @@ class TrainingRun:
                 "another trainer begins from the weights in latest/"
             )
         self.step = facts.get("step", 0)
-        self._best.value = facts.get("best")
+        self._best.value, self._best.step = facts.get("best"), facts.get("best_step", 0)
         self._thresholds.latest = facts.get("evaluated", {})
         states = facts.get("callbacks", {})
         self._callbacks.load_state_dict(states)
@@ -366,7 +366,11 @@ class TrainingRun:
                 self._engine.save(self.folder / "latest")
             if not is_suspect or (self.is_over and self._callbacks.failure is None):
                 own: dict[str, Any] = {"config": self._kind, "best": self._best.value, "stopped": self._stop_reason}
-                own |= {"evaluated": self._thresholds.latest, "stop_at": self._options.stop_at}
+                own |= {
+                    "best_step": self._best.step,
+                    "evaluated": self._thresholds.latest,
+                    "stop_at": self._options.stop_at,
+                }
                 facts = {**own, "callbacks": self._callbacks.state_dict(), **facts}
                 self._checkpoints.save(self.step, self._engine, self._others, facts, kept)
         if not is_suspect:
@@ -391,14 +395,17 @@ class TrainingRun:
         way = f"repair the data. {self._way_on()} goes on from there, if the rows before are the same"
         self.console.alarm(f"bad data: stop after step {self.step}, which is saved", {"to go on": way})
 
-    def save_best(self, metrics: Mapping[str, float], save: Callable[[Path], None] | None = None) -> None:
+    def save_best(
+        self, metrics: Mapping[str, float], save: Callable[[Path], None] | None = None, step: int | None = None
+    ) -> None:
         """Write best/ if this evaluation is the best so far. A missing best_metric only logs a warning.
 
         Args:
             metrics: metrics of the evaluation.
             save: writes the evaluated model into a folder; default: the model as it is now.
+            step: step of the evaluated weights; default: now.
         """
-        self._best.see(self.step, metrics, save or self._engine.save)
+        self._best.see(self.step if step is None else step, metrics, save or self._engine.save)
 
     def close(self) -> None:
         """Wait for the last checkpoint, tell the callbacks, then close the sinks and the progress bar.
@@ -423,9 +430,8 @@ class TrainingRun:
             self.console.close()
             self._locked.close()
             INTERRUPTION.end()
-        ended = f"stopped ({self._stop_reason})" if self._stop_reason else "finished"
-        how = "interrupted" if INTERRUPTION.is_asked else ended
-        self._report.end(f"{how} after step {self.step} of {self.total_steps}")
+        how = "interrupted" if INTERRUPTION.is_asked else "stopped" if self._stop_reason else "finished"
+        self._report.end(f"{how} after step {self.step} of {self.total_steps}", self._best.describe())
 
 
 def loss_stats(stats: Mapping[str, float]) -> dict[str, float]:

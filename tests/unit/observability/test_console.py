@@ -184,8 +184,32 @@ def test_markup_in_names_and_values_is_shown_as_it_is(terminal: Any) -> None:
 
 def test_a_name_that_is_no_metric_is_reported_once_with_the_nearest() -> None:
     out = io.StringIO()
-    reporter = ConsoleReporter(3, choice=["rewrd", "accuracy", "kl"], metrics=("kl",), later=("accuracy",), file=out)
+    reporter = ConsoleReporter(
+        3, choice=["rewrd", "accuracy", "kl"], metrics=("kl",), evaluated=("accuracy",), file=out
+    )
     for step in range(3):
         reporter.log(step, {"reward": 1.0} if step else {"score": 0.0})
     assert out.getvalue().splitlines()[1:3] == ["trainer.console: no such metric", "  'rewrd'  did you mean 'reward'?"]
     assert out.getvalue().count("no such metric") == 1
+
+
+def test_metrics_of_evaluations_have_columns_by_their_whole_names_only() -> None:
+    out = io.StringIO()
+    names = ("math/accuracy", "code/accuracy", "math/truncated")
+    reporter = ConsoleReporter(3, metrics=("accuracy", "truncated", "code/accuracy"), evaluated=names, file=out)
+    reporter.log(1, {"math/accuracy": 0.25, "math/truncated": 0.5, "actor/truncated": 0.75})
+    reporter.log(2, {"code/accuracy": 1.0})
+    first, second = out.getvalue().splitlines()
+    assert "truncated 0.75" in first
+    assert "code/accuracy 1" in second
+    assert " accuracy" not in out.getvalue()
+
+
+def test_the_step_of_the_evaluated_weights_is_said_if_it_is_an_earlier_one(terminal: Any) -> None:
+    metrics = {"math/accuracy": 1.0, "math/lag_steps": 2.0, "code/lag_steps": 0.0}
+    out, plain = terminal(metrics=("math/accuracy",)), io.StringIO()
+    for reporter in (out[1], ConsoleReporter(20, metrics=("math/accuracy",), file=plain)):
+        reporter.log(14, metrics)
+        reporter.close()
+    assert "       evaluation math of step 12" in out[0].lines()
+    assert "math/accuracy 1          evaluation math of step 12" in plain.getvalue()

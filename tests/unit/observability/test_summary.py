@@ -19,7 +19,7 @@ def test_it_compares_evaluations_and_the_first_and_last_tenth_of_the_steps() -> 
 
 
 def test_the_best_loss_is_the_lowest_and_what_is_not_finite_does_not_count() -> None:
-    history = History(["test_loss"], ["loss"])
+    history = History(["test_loss"], ["loss"], ["test_loss"])
     for step, value in enumerate([3.0, float("nan"), 1.0, 2.0]):
         history.add(step, {"test_loss": value})
     assert history.rows() == {"test_loss": "3.0000 at step 0 -> 2.0000 at step 3, best 1.0000 at step 2"}
@@ -34,3 +34,20 @@ def test_metrics_of_an_earlier_attempt_count_and_equal_texts_appear_once(tmp_pat
     assert history.rows() == {"a": "1.0000 at step 1 -> 2.0000 at step 2"}
     history.add(3, {"a": 3})
     assert history.rows()["a"] == "1.0000 at step 1 -> 3.0000 at step 3"
+
+
+def test_an_evaluation_beside_training_is_of_the_step_of_its_weights() -> None:
+    history = History(["a/accuracy", "accuracy"], [])
+    for step, value in ((5, 0.25), (14, 1.0)):
+        history.add(step, {"a/accuracy": value, "a/lag_steps": 2.0, "accuracy": value, "lag_steps": 1.0})
+    assert history.rows() == {
+        "a/accuracy": "0.2500 at step 3 -> 1.0000 at step 12",
+        "accuracy": "0.2500 at step 4 -> 1.0000 at step 13",
+    }
+
+
+def test_a_best_value_that_the_last_evaluation_has_too_is_not_repeated() -> None:
+    history = History(["accuracy"], [])
+    for step, value in ((1, 0.25), (2, 0.5), (3, 0.5)):
+        history.add(step, {"accuracy": value})
+    assert history.rows() == {"accuracy": "0.2500 at step 1 -> 0.5000 at step 3"}

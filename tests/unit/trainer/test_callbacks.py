@@ -11,6 +11,7 @@ from rlite.config import load
 from rlite.errors import CallbackError, ConfigError
 from rlite.trainer.callbacks import CALLBACKS, Callback, Callbacks, register_callback
 from rlite.trainer.options import SftConfig
+from rlite.trainer.run.report import ReportedMetrics
 from rlite.trainer.run.training_run import TrainingRun
 
 
@@ -44,7 +45,7 @@ class Unsaved(Callback):
 
 def run_with(folder: Path, *callbacks: Callback, total_steps: int = 3) -> TrainingRun:
     config = load(SftConfig, ["actor.model_name=x", "data.path=x", f"trainer.save_dir={folder}"])
-    return TrainingRun(config, (), total_steps, callbacks=callbacks)
+    return TrainingRun(config, ReportedMetrics(), total_steps, callbacks=callbacks)
 
 
 def test_a_callback_is_told_of_every_step(tmp_path: Path) -> None:
@@ -60,7 +61,9 @@ def test_a_callback_is_told_of_every_step(tmp_path: Path) -> None:
     assert told.events == ["start", *steps, "end: loss 3.0"], "an evaluation before the first step is no step"
 
 
-def test_a_stop_makes_the_step_the_last_one_and_a_checkpoint_due(tmp_path: Path) -> None:
+def test_a_stop_makes_the_step_the_last_one_and_a_checkpoint_due(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Stop(Callback):
         def on_step(self, run: TrainingRun, metrics: Any) -> None:
             run.stop("enough")
@@ -73,6 +76,9 @@ def test_a_stop_makes_the_step_the_last_one_and_a_checkpoint_due(tmp_path: Path)
     assert run.is_over
     assert run.is_save_due()
     run.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert "stopped after step 1 of 9" in lines
+    assert len([line for line in lines if "enough" in line]) == 1, "the reason is said once"
 
 
 @pytest.mark.parametrize("event", ["on_step", "on_end"])

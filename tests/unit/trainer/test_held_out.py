@@ -88,6 +88,12 @@ def test_a_named_set_needs_a_path_where_tables_are_read() -> None:
     assert held_out_sources(ppo("test_data.limit=3").test_data, {}, None) == {}
 
 
+def test_a_misspelt_name_of_a_set_is_told_the_set_that_is_meant() -> None:
+    settings = ["test_data.math.path=x", "test_data.code.path=y", "test_data.maths.samples=4"]
+    with pytest.raises(ConfigError, match=r"not set: test_data\.maths\.path; did you mean 'test_data\.math'\?"):
+        held_out_sources(ppo(*settings).test_data, {}, None)
+
+
 def test_sets_read_their_tables_with_their_own_columns_and_system_prompt() -> None:
     settings = [
         "test_data.a.path=x",
@@ -107,6 +113,8 @@ def test_sets_read_their_tables_with_their_own_columns_and_system_prompt() -> No
 def test_help_and_schema_know_the_options_of_a_set() -> None:
     assert "test_data.samples=1" in describe(PpoConfig, "test_data")
     assert "[test_data: Prompts to evaluate on]" in describe(PpoConfig)
+    assert "test_data.NAME.samples" not in describe(PpoConfig), "once, as of a single set"
+    assert "test_data.NAME.samples=1" in describe(PpoConfig, "test_data.NAME")
     validator = jsonschema.Draft202012Validator(schema(SftConfig))
     assert validator.is_valid({"test_data": {"path": "x"}})
     assert validator.is_valid({"test_data": {"a": {"path": "x"}}})
@@ -119,3 +127,7 @@ def test_metrics_of_named_sets_have_their_names_before_them() -> None:
     )
     assert metrics == {"math/accuracy": 0.5, "math2/accuracy": 0.7, "accuracy": 1.0}
     assert without_sets(["math"], metrics) == {"math2/accuracy": 0.7, "accuracy": 1.0}
+
+
+def test_a_single_set_never_takes_the_name_of_a_metric_of_training() -> None:
+    assert prefixed("", {"accuracy": 1.0, "truncated": 0.5}) == {"accuracy": 1.0, "test_truncated": 0.5}

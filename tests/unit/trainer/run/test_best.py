@@ -29,6 +29,14 @@ def test_the_best_accuracy_is_the_highest_and_the_best_loss_the_lowest() -> None
     assert saved("chat/test_loss", 2.0, 3.0, 1.0) == [0, 2]
 
 
+def test_the_best_evaluation_is_described_with_its_step() -> None:
+    best = BestModel(options(best_metric="math/accuracy"), Path("run"))
+    assert best.describe() == ""
+    for step, value in ((4, 0.25), (8, 0.5), (12, 0.5)):
+        best.see(step, {"math/accuracy": value}, lambda path: None)
+    assert best.describe() == "math/accuracy 0.5000 at step 8"
+
+
 def test_evaluations_of_other_sets_are_no_missing_metric(caplog: pytest.LogCaptureFixture) -> None:
     best = BestModel(options(best_metric="math/accuracy"), Path("run"))
     best.see(1, {"code/accuracy": 1.0}, lambda path: pytest.fail("saved"))
@@ -44,7 +52,7 @@ def test_a_run_stops_when_the_newest_values_reach_all_thresholds() -> None:
     assert goals.see({"test_loss": 0.6}) == ""
     assert goals.see({"math/accuracy": 0.8, "test_loss": 0.4}) == "", "the accuracy has fallen again"
     assert goals.see({"other": 1.0}) == ""
-    assert goals.see({"math/accuracy": 0.9}) == "math/accuracy=0.9 reaches trainer.stop_at=0.9"
+    assert goals.see({"math/accuracy": 10 / 11}) == "math/accuracy=0.9091 reaches trainer.stop_at=0.9"
 
 
 def test_values_of_float32_scores_reach_the_threshold_that_they_are_equal_to() -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rlite.api import TrainedRun
 from rlite.trainer.options import EpochOptions
-from rlite.trainer.run.report import RunReport
+from rlite.trainer.run.report import ReportedMetrics, RunReport
 
 
 def test_the_end_says_what_improved_over_all_attempts_and_where_it_is(
@@ -17,7 +18,10 @@ def test_the_end_says_what_improved_over_all_attempts_and_where_it_is(
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 3.0, "test_loss": 4.0}) + "\n")
     (tmp_path / "latest").mkdir()
     options = EpochOptions(save_dir=str(tmp_path), sinks=["jsonl", "tensorboard", "wandb"])
-    report = RunReport(options, ("loss", "lr"), ("test_loss",))
+    report = RunReport(
+        options,
+        ReportedMetrics(of_steps=("loss", "lr"), compared=("test_loss",), evaluated=("test_loss",)),
+    )
     console = report.open(total_steps=2, done_steps=1)
     report.log(2, {"loss": 2.0, "test_loss": 1.0})
     console.close()
@@ -35,7 +39,9 @@ def test_a_run_without_a_file_of_metrics_reports_its_own_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text("not read")
-    report = RunReport(EpochOptions(save_dir=str(tmp_path), sinks=[], console=["reward"]), ("reward", "loss"), ())
+    report = RunReport(
+        EpochOptions(save_dir=str(tmp_path), sinks=[], console=["reward"]), ReportedMetrics(of_steps=("reward", "loss"))
+    )
     report.open(2, 0)
     for step, reward in ((1, 0.25), (2, 0.75)):
         report.log(step, {"reward": reward, "loss": 1.0})
@@ -46,3 +52,29 @@ def test_a_run_without_a_file_of_metrics_reports_its_own_steps(
         ["step", "2/2", "reward", "0.75"],
     ]
     assert lines[2:] == ["finished", "  reward  0.2500 -> 0.7500, means of the first and of the last step"]
+
+
+def test_the_metrics_that_decide_are_always_shown_and_the_best_model_has_its_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "best").mkdir()
+    options = EpochOptions(
+        save_dir=str(tmp_path), sinks=[], best_metric="b/x", best_is_highest=False, stop_at={"a/pass@2": 1}
+    )
+    names = [f"{name}/accuracy" for name in "abc"]
+    metrics = ReportedMetrics(of_steps=("loss", "lr"), headlines=names, evaluated=[*names, "b/x", "a/pass@2"])
+    report = RunReport(options, metrics)
+    report.open(2, 0)
+    for step, value in ((1, 0.25), (2, 0.5)):
+        report.log(step, {"loss": 1.0, "lr": 1.0, **dict.fromkeys([*names, "b/x", "a/pass@2"], value)})
+    report.end("finished", "b/x 0.2500 at step 1")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[2:-4:2] == ["loss", "b/x", "a/pass@2", "lr", "a/accuracy", "b/accuracy", "c/accuracy"]
+    assert lines[3] == "  b/x         0.2500 at step 1 -> 0.5000 at step 2, best 0.2500 at step 1"
+    assert lines[4].startswith("  a/pass@2    0.2500 at step 1 -> 0.5000 at step 2")
+    assert lines[-1] == f"  best model  {tmp_path}/best, b/x 0.2500 at step 1"
+
+
+def test_a_run_is_shown_with_the_accuracy_of_each_set_by_name(tmp_path: Path) -> None:
+    run = TrainedRun(tmp_path, {"math/accuracy": 0.25, "code/accuracy": 1.0, "loss": 2.0})
+    assert repr(run) == f"TrainedRun({tmp_path}, math/accuracy 0.2500, code/accuracy 1.0000, loss 2.0000)"
