@@ -13,6 +13,7 @@ from rlite.arguments import flat
 from rlite.viewer.advisories import advisories
 from rlite.viewer.lanes import timeline
 from rlite.viewer.plain import jsonable
+from rlite.viewer.prompts import item, items
 from rlite.viewer.query import Query, UnknownPlace
 from rlite.viewer.run import ViewedRun
 from rlite.viewer.tables import (
@@ -30,7 +31,6 @@ from rlite.viewer.tables import (
 TRAIN = "train"
 MAX_HITS = 200
 """of a search"""
-MAX_ITEMS = 500
 MAX_KINDS = 300
 """of reasons"""
 PAGE = 200
@@ -67,12 +67,13 @@ def _about(run: ViewedRun) -> dict[str, Any]:
     for source in run.record.sources:
         table = run.record.table(source)
         steps = pc.unique(table["step"]).to_pylist()
-        sources[source] = {"steps": steps, "rollouts": table.num_rows}
+        sources[source] = {"steps": steps, "rollouts": table.num_rows, "set": run.set_of(source)}
     return {
         "name": run.name,
         "folder": str(run.folder),
         "last_step": run.metrics.last_step,
         "sources": sources,
+        "records": run.can_record,
         "problems": run.problems,
         "changed_at": run.changed_at,
         "has_trace": run.trace.path.exists(),
@@ -173,28 +174,6 @@ def _snippet(found: str, text: str) -> list[str]:
     return [found[max(0, at - CONTEXT) : at], found[at:end], found[end : end + CONTEXT]]
 
 
-def _items(run: ViewedRun, query: Query) -> dict[str, Any]:
-    text = query.text("text")
-    tables = [run.record.table(source).select(["item", "step", "reward"]) for source in run.record.sources]
-    if not tables:
-        return {"items": [], "number": 0}
-    table = pa.concat_tables(tables)
-    if text:
-        table = table.filter(pc.match_substring(table["item"], text, ignore_case=True))
-    wanted = [("step", "count_distinct"), ("step", "count"), ("step", "max"), ("reward", "mean")]
-    found = table.group_by("item").aggregate(wanted)
-    order = [("step_count_distinct", "descending"), ("step_count", "descending"), ("item", "ascending")]
-    return {"items": columns(found.sort_by(order).slice(0, MAX_ITEMS)), "number": found.num_rows}
-
-
-def _item(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
-    return [
-        {"source": source, "columns": columns(table)}
-        for source in run.record.sources
-        if (table := select(run.record.table(source), item=query.text("item"))).num_rows
-    ]
-
-
 def _config(run: ViewedRun, query: Query) -> Any:
     return jsonable(dict(flat(run.config)), not_finite=str)
 
@@ -275,8 +254,8 @@ QUESTIONS: dict[str, Callable[[ViewedRun, Query], Any]] = {
     "sample": _sample,
     "group": _group,
     "search": _search,
-    "items": _items,
-    "item": _item,
+    "items": items,
+    "item": item,
     "config": _config,
     "timeline": _timeline,
     "ledger": _ledger,

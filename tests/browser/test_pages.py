@@ -347,7 +347,7 @@ def test_a_finished_run_opens_at_its_last_step_and_not_at_what_was_under_way(chr
         assert page.get_by_label("step", exact=True).input_value() == "2"
         page.goto(f"{url}#/sample")
         chromium.wait_until_shown(page, "#/sample")
-        assert "train · step 2" in page.locator(".crumbs").inner_text()
+        assert "training · step 2" in page.locator(".crumbs").inner_text()
         page.context.close()
 
 

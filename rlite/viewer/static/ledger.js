@@ -4,7 +4,7 @@ import { ask } from "viewer/api";
 import { stackChart } from "viewer/charts";
 import { STATUS } from "viewer/colors";
 import { card, empty, fill, h, number, rowsOf, select, svg, words } from "viewer/dom";
-import { noRecord, statusChip } from "viewer/rollouts";
+import { noRecord, sourceName, statusChip } from "viewer/rollouts";
 
 const MEANINGS = {
   filtered: "all rewards of the group were equal",
@@ -26,7 +26,7 @@ export async function render(parameters, app) {
   const go = (changes) => app.go("ledger", { run, source, ...changes }, { replace: true });
   const choices = h("div", { class: "toolbar" },
     app.runs.length > 1 && select("run", app.runs.map((each, index) => [index, each.name]), run, (value) => go({ run: value, source: "" })),
-    sources.length > 1 && select("source", sources.map((name) => [name, name]), source, (value) => go({ source: value })),
+    sources.length > 1 && select("source", sources.map((name) => [name, sourceName(name)]), source, (value) => go({ source: value })),
     h("strong", {}, ledger.lost ? `${number(ledger.lost)} of ${number(ledger.rollouts)} rollouts were not ${source === "train" ? "trained on" : "counted"} (${percent(ledger.lost, ledger.rollouts)})` : `All ${number(ledger.rollouts)} rollouts were ${source === "train" ? "trained on" : "counted"}`));
   const body = h("div", { class: "page" }, choices, totals(ledger), chart(ledger), reasons(ledger, { run, source, app }));
   return { body };

@@ -33,8 +33,22 @@ export async function render(parameters, app) {
   return { body, keys: { "[": move(-1), "]": move(1) }, renew: tellNews };
 }
 
+// What a page says in place of rollouts.
 export function noRecord(about) {
-  return empty("No rollouts are recorded", `${about.name} has no files in record/. A run records them with trainer.record=sample (texts of some groups) or all. The first step writes the first file.`);
+  return empty("No rollouts are recorded", ...withoutRecord([about]));
+}
+
+// Why some runs have no record.
+export function withoutRecord(runs) {
+  const names = runs.map((run) => run.name).join(", ");
+  return runs.some((run) => run.records)
+    ? [`${names}: there are no files in record/. A run records rollouts with trainer.record=sample (texts of some groups) or all. The first step writes the first file.`]
+    : [`${names}: only reinforcement learning and rlite eval record rollouts. The overview shows the metrics of this run.`];
+}
+
+// The name of training, of a test set, or of a model in an evaluation.
+export function sourceName(source) {
+  return source === "train" ? "training" : source.replace(/^eval\./, "");
 }
 
 // Choices of step, source and run, which several pages have.
@@ -45,7 +59,7 @@ export function placeBar(page, { app, run, source, step, steps, parameters }) {
   const sources = Object.keys(app.runs[run].sources);
   return [
     app.runs.length > 1 && select("run", app.runs.map((each, index) => [index, each.name]), run, (value) => go({ run: value, source: "", step: "" })),
-    sources.length > 1 && select("source", sources.map((name) => [name, name]), source, (value) => go({ source: value, step: "" })),
+    sources.length > 1 && select("source", sources.map((name) => [name, sourceName(name)]), source, (value) => go({ source: value, step: "" })),
     h("span", { class: "stepper" }, arrow(-1, "‹", "previous step ([)"), select("step", steps.map((each) => [each, each]), step, (value) => go({ step: value })), arrow(1, "›", "next step (])"), h("small", {}, `of ${steps.at(-1)}`)),
   ];
 }

@@ -3,7 +3,7 @@
 import { ask } from "viewer/api";
 import { range, scale } from "viewer/colors";
 import { card, empty, h, key, longText, newest, number, rowsOf, seconds, svg, words } from "viewer/dom";
-import { noRecord, statusChip } from "viewer/rollouts";
+import { noRecord, sourceName, statusChip } from "viewer/rollouts";
 import { tokenView } from "viewer/tokens";
 
 const TABS = { conversation: "Conversation", tokens: "Tokens", siblings: "Side by side" };
@@ -67,8 +67,8 @@ function head({ app, about, place, rows, row, tab, by }) {
   const arrow = (to, text, title) => h("a", { class: "button", "aria-label": title, title, "aria-disabled": to ? null : "true", href: to ? app.link("sample", { ...place, ...to, tab, by }) : null }, text);
   const crumbs = [
     h("a", { href: app.link("overview") }, about.name),
-    h("a", { href: app.link("rollouts", { run: place.run, source: place.source, step: place.step }) }, `${place.source} · step ${place.step}`),
-    h("a", { href: app.link("compare", { run: place.run, item: row.item }) , title: "this prompt over steps and runs" }, `group ${place.group} · ${row.item}`),
+    h("a", { href: app.link("rollouts", { run: place.run, source: place.source, step: place.step }) }, `${sourceName(place.source)} · step ${place.step}`),
+    h("a", { href: app.link("compare", { set: about.sources[place.source].set, item: row.item }) , title: "this prompt over steps and runs" }, `group ${place.group} · ${row.item}`),
     h("span", {}, `sample ${place.sample}`),
   ];
   return h("div", { class: "samplehead" },

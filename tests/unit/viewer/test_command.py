@@ -81,3 +81,14 @@ def test_wrong_arguments_end_with_one_message(
     with pytest.raises(SystemExit) as ended:
         view(monkeypatch, *(argument.format(run=recorded) for argument in arguments))
     assert message in str(ended.value)
+
+
+def test_runs_without_a_record_are_exported_beside_runs_that_have_one(recorded: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "sft"
+    bare.mkdir()
+    (bare / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    for folders in ([bare], [bare, recorded]):
+        export(open_runs([str(folder) for folder in folders]), tmp_path / "out.html", [], 30)
+        found = answers_in(tmp_path / "out.html")
+        assert found['["series",[["names","loss"],["run","0"]]]'] == {"loss": {"steps": [1], "values": [0.5]}}
+        assert any('["item",' in key for key in found) == (len(folders) == 2)
