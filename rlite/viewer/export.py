@@ -42,6 +42,7 @@ def export(runs: Sequence[ViewedRun], path: Path, steps: Sequence[int], limit_mb
     answers = Answers(runs)
     answers.ask_overview()
     num_texts = answers.ask_samples(steps, limit_mb * MEGABYTE)
+    answers.ask("runs")  # once more: it names the files that could not be read
     content = single_page(gzip.compress(json.dumps(answers.found, allow_nan=False).encode(), mtime=0)).encode()
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -55,6 +55,7 @@ class ViewedRun:
         if changed[1]:
             for source in self.record.sources:
                 self.record.table(source)  # what is damaged is known from now on, and a page opens at once
+            self.record.check_tokens()
         self.changed_at = max(map(_changed_at, (self.metrics.path, self.folder / "record")))
         return any(changed)
 
