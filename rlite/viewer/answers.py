@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from rlite.arguments import flat
 from rlite.viewer.advisories import advisories
+from rlite.viewer.evaluation import results
 from rlite.viewer.lanes import timeline
 from rlite.viewer.plain import jsonable
 from rlite.viewer.prompts import item, items
@@ -92,9 +93,10 @@ def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
         source: means_by_step(table, train_rewards(table) if source == TRAIN else evaluated_scores(table))
         for source, table in tables.items()
     }
-    first = next(iter(tables), TRAIN)  # the evaluation, if there was no training
-    table = run.record.table(first)
+    counted = [TRAIN] if TRAIN in tables else run.evaluated  # evaluations, if there was no training
+    table = pa.concat_tables([tables[source] for source in counted]) if counted else run.record.table(TRAIN)
     return {
+        "results": results(run),
         "sources": means,
         "statuses": dict(_value_counts(table["status"])),
         "statuses_by_step": counts_by_step(table, "status"),

@@ -65,6 +65,13 @@ class ViewedRun:
         trainer = self.config.get("trainer")
         return not isinstance(trainer, dict) or "record" in trainer
 
+    @property
+    def evaluated(self) -> list[str]:
+        """Sources of test sets; of an evaluation of finished models, those of the models that its results name."""
+        names = {f"eval.{name}" for name in self.results.models}
+        sources = [source for source in self.record.sources if source.startswith("eval.")]
+        return [source for source in sources if source in names] or sources
+
     def set_of(self, source: str) -> str:
         """Return the set of a source's items. All models of an evaluation that answered the same questions share it."""
         questions = self.results.questions(source.removeprefix("eval."))

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from rlite.observability.record.files import FOLDER, Kind, RecordFile, record_files
 from rlite.observability.record.schema import ROWS, TOKENS, VERSION, VERSION_KEY
 
-LONG = ("segments", "events")
+LONG = ("segments", "events", "data")
 """columns that are read for single rollouts only"""
 SCALARS = pa.schema([field for field in ROWS if field.name not in LONG])
 Place = tuple[int, int]
@@ -259,7 +259,7 @@ def _as_bytes(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_struct(kind):
         return pa.struct([pa.field(field.name, _as_bytes(field.type)) for field in kind])
     if pa.types.is_map(kind):
-        return pa.map_(_as_bytes(kind.key_type), kind.item_type)
+        return pa.map_(_as_bytes(kind.key_type), _as_bytes(kind.item_type))
     return kind
 
 

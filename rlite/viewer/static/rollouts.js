@@ -60,7 +60,7 @@ export function placeBar(page, { app, run, source, step, steps, parameters }) {
   return [
     app.runs.length > 1 && select("run", app.runs.map((each, index) => [index, each.name]), run, (value) => go({ run: value, source: "", step: "" })),
     sources.length > 1 && select("source", sources.map((name) => [name, sourceName(name)]), source, (value) => go({ source: value, step: "" })),
-    h("span", { class: "stepper" }, arrow(-1, "‹", "previous step ([)"), select("step", steps.map((each) => [each, each]), step, (value) => go({ step: value })), arrow(1, "›", "next step (])"), h("small", {}, `of ${steps.at(-1)}`)),
+    (steps.length > 1 || step > 0) && h("span", { class: "stepper" }, arrow(-1, "‹", "previous step ([)"), select("step", steps.map((each) => [each, each]), step, (value) => go({ step: value })), arrow(1, "›", "next step (])"), h("small", {}, `of ${steps.at(-1)}`)),
   ];
 }
 
@@ -79,7 +79,7 @@ class View {
     this.side = h("div", { class: "side" });
     this.table = h("div", { class: "scroll" });
     this.found = h("div");
-    fill(this.body, this.toolbar(), this.found, h("div", { class: "columns" }, card("Groups", this.legend(), this.grid), this.side), card("Table", this.table));
+    fill(this.body, this.toolbar(), this.found, h("div", { class: "columns groups" }, card("Groups", this.legend(), this.heads(), this.grid), this.side), card("Table", h("p", { class: "note" }, "A click on a heading sorts. The table scrolls sideways."), this.table));
     this.drawChosen();
   }
 
@@ -168,7 +168,12 @@ class View {
     }
     const [low, high] = this.limits;
     const stops = [0, 0.25, 0.5, 0.75, 1].map((share) => scale(low + share * (high - low), low, high));
-    return h("p", { class: "legend" }, number(low, 3), h("i", { class: "ramp", style: { background: `linear-gradient(90deg, ${stops.join(", ")})` } }), number(high, 3), ` ${words(this.given.color)}`, h("i", { class: "swatch none" }), "none", h("i", { class: "swatch lost" }), this.source === "train" ? "not trained on" : "not counted");
+    return h("p", { class: "legend" }, `${words(this.given.color)} `, number(low, 3), h("i", { class: "ramp", style: { background: `linear-gradient(90deg, ${stops.join(", ")})` } }), number(high, 3), h("i", { class: "swatch none" }), "none", h("i", { class: "swatch lost" }), this.source === "train" ? "not trained on" : "not counted");
+  }
+
+  // Headings of the grid's columns.
+  heads() {
+    return h("div", { class: "line heads" }, h("span", {}, "group"), h("span", {}, "item"), h("span", { class: "mean" }, `mean ${words(this.value)}`), h("span", {}, "samples"));
   }
 
   drawGrid(chosen) {
@@ -198,7 +203,7 @@ class View {
       "aria-label": `group ${group} sample ${row.sample}, ${words(this.value)} ${number(row[this.value])}, ${words(row.status)}`,
       style: { "background-color": this.color(row) },
     }));
-    return h("div", { class: "line", role: "row" }, h("span", { class: "name", title: `item ${rows[0].item}` }, h("b", {}, group), ` ${rows[0].item}`), h("span", { class: "mean", title: `mean of ${words(this.value)}` }, number(mean, 3)), h("span", { class: "cells" }, cells));
+    return h("div", { class: "line", role: "row" }, h("b", {}, group), h("span", { class: "name", title: `item ${rows[0].item}` }, rows[0].item), h("span", { class: "mean", title: `mean of ${words(this.value)}` }, number(mean, 3)), h("span", { class: "cells" }, cells));
   }
 
   moveFocus(event) {

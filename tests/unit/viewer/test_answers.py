@@ -238,3 +238,31 @@ def test_a_folder_without_a_record_answers_every_question_or_says_why(tmp_path: 
     for name in QUESTIONS.keys() - {"overview", "items", "item", "config", "timeline", "series"}:
         with pytest.raises(UnknownPlace, match="no rows"):
             ask(runs, name, step=1, group=0, sample=0, offset=0)
+
+
+def test_an_evaluation_of_two_models_tells_its_results_and_where_they_differ(tmp_path: Path) -> None:
+    scores = {"a": {"0": 1.0, "1": 0.0, "2": 0.5}, "b": {"0": 0.0, "1": 0.0, "2": 1.0}, "old": {"0": 1.0}}
+    for name, own in scores.items():
+        rows = [{"item": item, "score": score, "status": "evaluated"} for item, score in own.items()]
+        rows_file(tmp_path, f"eval.{name}", 0, rows)
+    found = {
+        "models": {name: {"metrics": {"accuracy": 0.5, "pass@1": 0.5}} for name in ("a", "b")},
+        "comparison": {"first": "a", "second": "b", "difference": 0.0, "low": -1.0, "high": 1.0, "p_value": 1.0},
+        "settings": {name: {"questions": {"content": "x"}} for name in ("a", "b")},
+    }
+    (tmp_path / "results.json").write_text(json.dumps(found))
+    overview = ask(open_runs([str(tmp_path)]), "overview")
+    assert overview["statuses"] == {"evaluated": 6}, "all models count, but none of an earlier evaluation"
+    results = overview["results"]
+    assert results["models"]["b"]["pass@1"] == 0.5
+    assert results["comparison"]["low"] == -1.0
+    assert [(row["item"], row["first"], row["second"]) for row in results["different"]] == [("0", 1, 0), ("2", 0.5, 1)]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"models": 3}', '{"models": {"a": {"metrics": {"accuracy": "x"}}}}'])
+def test_results_that_cannot_be_read_are_a_problem(tmp_path: Path, text: str) -> None:
+    (tmp_path / "record").mkdir()
+    (tmp_path / "results.json").write_text(text)
+    runs = open_runs([str(tmp_path)])
+    assert runs[0].problems[0].startswith("results.json: cannot be read")
+    assert ask(runs, "overview")["results"] is None
