@@ -75,6 +75,7 @@ def _about(run: ViewedRun) -> dict[str, Any]:
         "last_step": run.metrics.last_step,
         "sources": sources,
         "records": run.can_record,
+        "is_evaluation": bool(run.results.models),
         "problems": run.problems,
         "changed_at": run.changed_at,
         "has_trace": run.trace.path.exists(),

@@ -160,6 +160,7 @@ async function answerText({ run, source, step, group, sample }) {
 async function configs(app) {
   const all = await Promise.all(app.runs.map((_, run) => ask("config", { run })));
   const names = [...new Set(all.flatMap((config) => Object.keys(config)))].sort();
+  if (!names.length && app.runs.every((run) => run.is_evaluation)) return null;
   if (!names.length) return card("Options", empty("No options", "A trainer writes config.yaml into the folder of its run."));
   const told = (value) => (value === undefined ? "–" : value === null ? "null" : typeof value === "object" ? JSON.stringify(value) : String(value));
   const differs = (name) => new Set(all.map((config) => told(config[name]))).size > 1;

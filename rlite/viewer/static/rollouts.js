@@ -7,6 +7,7 @@ import { card, empty, fill, groupedBy, h, key, newest, number, rowsOf, select, s
 const BINS = 20;
 const SHOWN_ROWS = 100;
 const SHOWN_CELLS = 2000;
+const MAX_IN_LINE = 16; // cells beside each other
 const LEFT = 110; // of the scatter, for the numbers of its axis
 const HIDDEN = ["step", "ended"];
 const STATUS_COLOR = "status";
@@ -189,6 +190,7 @@ class View {
     const lines = (from, to) => shown.slice(from, to).map(([group, rows]) => this.line(group, rows, chosen, mean(rows)));
     const many = Math.ceil((SHOWN_CELLS * groups.size) / this.rows.length);
     const more = shown.length > many && h("button", { type: "button", class: "more", on: { click: (event) => event.target.replaceWith(...lines(many)) } }, `Show all ${number(shown.length)} groups`);
+    this.grid.style.setProperty("--samples", Math.min(MAX_IN_LINE, Math.max(...[...groups.values()].map((rows) => rows.length))));
     fill(this.grid, lines(0, many), more);
     const first = this.grid.querySelector("a.cell");
     if (first) first.tabIndex = 0;

@@ -4,7 +4,7 @@ import { ask, isExport } from "viewer/api";
 import { css, SERIES } from "viewer/colors";
 import { card, empty, fill, h, number, seconds, select } from "viewer/dom";
 
-const NAMES = 240; // width of the column of names
+const MAX_NAME = 320; // width of a name
 const ROW = 18;
 const FLIGHT = 34;
 const GAP = 8;
@@ -44,6 +44,7 @@ class Timeline {
     this.run = run;
     this.data = data;
     this.last = data.last;
+    this.names = 0; // width of the column of names
     this.canvas = h("canvas", { class: "timeline", tabindex: "0", role: "img", "aria-label": "timeline of the run" });
     this.told = h("p", { class: "told", role: "status" }, "Point at a span. Drag moves, the wheel with Ctrl zooms, + − 0 and the arrows do the same.");
     this.times = h("div", { class: "scroll" });
@@ -99,7 +100,8 @@ class Timeline {
     context.scale(ratio, ratio);
     context.font = "12px system-ui, sans-serif";
     context.textBaseline = "middle";
-    const x = (time) => NAMES + ((width - NAMES) * (time - this.data.start)) / (this.data.end - this.data.start);
+    this.names = 74 + Math.min(MAX_NAME, width / 3, Math.max(...this.rows.map((row) => context.measureText(titleOf(row)).width)));
+    const x = (time) => this.names + ((width - this.names) * (time - this.data.start)) / (this.data.end - this.data.start);
     this.drawAxis(context, x, height);
     for (const row of this.rows) (row.lane ? this.drawLane : this.drawFlight).call(this, context, row, x, width);
   }
@@ -140,18 +142,18 @@ class Timeline {
     context.textAlign = "left";
     context.fillStyle = css("--text");
     const middle = row.lane ? row.top + ROW / 2 : (row.top + row.bottom) / 2;
-    context.fillText(clipped(context, title, NAMES - 58), 0, middle);
+    context.fillText(clipped(context, title, this.names - 66), 0, middle);
     context.fillStyle = css("--muted");
     context.textAlign = "right";
-    context.fillText(share, NAMES - 8, middle);
+    context.fillText(share, this.names - 8, middle);
   }
 
   drawLane(context, row, x, width) {
     const { lane, top } = row;
-    this.drawName(context, row, lane.process.split(" (")[0] + (lane.name && lane.name !== "the program" ? `, ${lane.name}` : ""), `${Math.round(100 * lane.busy)} %`);
+    this.drawName(context, row, titleOf(row), `${Math.round(100 * lane.busy)} %`);
     for (const [start, end, name, depth] of lane.spans) {
       if (depth > 3 || end < this.data.start || start > this.data.end) continue;
-      const left = Math.max(NAMES, x(start));
+      const left = Math.max(this.names, x(start));
       const size = Math.max(0.7, Math.min(width, x(end)) - left);
       const box = { left, top: top + depth * ROW, width: size, height: ROW - 2 };
       context.fillStyle = WAITS.test(name) ? css("--wait") : colorOf(name);
@@ -168,13 +170,13 @@ class Timeline {
 
   drawFlight(context, row, x, width) {
     const { flight, top, bottom } = row;
-    this.drawName(context, row, flight.name, `max ${number(flight.most)}`);
-    const size = (width - NAMES) / flight.counts.length;
+    this.drawName(context, row, titleOf(row), `max ${number(flight.most)}`);
+    const size = (width - this.names) / flight.counts.length;
     context.fillStyle = colorOf(flight.name);
     flight.counts.forEach((count, bin) => {
-      const height = flight.most ? ((bottom - top) * count) / flight.most : 0;
-      context.fillRect(NAMES + bin * size, bottom - height, size + 0.5, height);
-      this.boxes.push({ left: NAMES + bin * size, top, width: size, height: bottom - top, text: `${flight.name}: ${number(count, 3)} at a time, on average${MEANINGS[flight.name] ? `; ${MEANINGS[flight.name]}` : ""}` });
+      const height = count && Math.max(1, ((bottom - top) * count) / flight.most);
+      context.fillRect(this.names + bin * size, bottom - height, size + 0.5, height);
+      this.boxes.push({ left: this.names + bin * size, top, width: size, height: bottom - top, text: `${flight.name}: ${number(count, 3)} at a time, on average${MEANINGS[flight.name] ? `; ${MEANINGS[flight.name]}` : ""}` });
     });
   }
 
@@ -182,7 +184,7 @@ class Timeline {
     let from = null;
     const share = (event) => {
       const box = this.canvas.getBoundingClientRect();
-      return (event.clientX - box.left - NAMES) / (box.width - NAMES);
+      return (event.clientX - box.left - this.names) / (box.width - this.names);
     };
     this.canvas.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && !event.metaKey) return;
@@ -207,6 +209,10 @@ class Timeline {
     const head = ["who", "what", "own time", "of the window", "with spans inside", "times"].map((title, index) => h("th", { class: index > 1 ? "number" : "" }, title));
     fill(this.times, h("table", {}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows)));
   }
+}
+
+function titleOf({ lane, flight }) {
+  return flight ? flight.name : lane.process.split(" (")[0] + (lane.name && lane.name !== "the program" ? `, ${lane.name}` : "");
 }
 
 function colorOf(name) {
