@@ -68,7 +68,9 @@ def prompts(run: ViewedRun) -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], str] = {}
     for source in run.record.sources:
         own = _prompts_of_source(run, source)
-        found |= {(run.set_of(source), name): text for name, text in zip(own, shortened(list(own.values())), strict=True)}
+        found |= {
+            (run.set_of(source), name): text for name, text in zip(own, shortened(list(own.values())), strict=True)
+        }
     return found
 
 
@@ -77,7 +79,7 @@ def shortened(texts: list[str]) -> list[str]:
     head = tail = 0
     if len(texts) > 1:
         head = commonprefix(texts).rfind("\n") + 1
-        tail = commonprefix([text[:head - 1 : -1] if head else text[::-1] for text in texts]).rfind("\n") + 1
+        tail = commonprefix([text[: head - 1 : -1] if head else text[::-1] for text in texts]).rfind("\n") + 1
     bodies = (text[head : len(text) - tail] for text in texts)
     return [" ".join(SPECIAL.sub(" ", body[: 4 * MAX_PROMPT]).split())[:MAX_PROMPT] for body in bodies]
 

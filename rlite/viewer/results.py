@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,4 +77,4 @@ def _stamp(path: Path) -> tuple[int, int] | None:
         state = path.stat()
     except OSError:
         return None
-    return state.st_mtime_ns, state.st_size
+    return (state.st_mtime_ns, state.st_size) if stat.S_ISREG(state.st_mode) else None

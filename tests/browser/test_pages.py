@@ -107,10 +107,10 @@ def test_any_metric_can_be_drawn(show: Any) -> None:
 
 def test_the_grid_has_a_cell_for_each_rollout(show: Any) -> None:
     page = show("rollouts?step=3")
-    assert page.locator(".line").count() == SHAPE.groups
+    assert page.locator(".grid .line").count() == SHAPE.groups
     assert page.locator("a.cell").count() == SHAPE.groups * SHAPE.samples
     page.get_by_label("status", exact=True).select_option("filtered")
-    assert page.locator(".line").count() == 1
+    assert page.locator(".grid .line").count() == 1
     assert page.locator(".count").inner_text() == "4 of 24 rollouts"
     assert page.locator("tbody tr").count() == 4
 
@@ -277,7 +277,12 @@ def test_a_supervised_run_shows_its_held_out_loss(chromium: Browser, tmp_path: P
         page = chromium.page()
         page.goto(url)
         chromium.wait_until_shown(page, "")
-        assert page.locator(".charts h2").all_inner_texts() == ["Held out", "Held-out loss", "Training accuracy", "Loss"]
+        assert page.locator(".charts h2").all_inner_texts() == [
+            "Held out",
+            "Held-out loss",
+            "Training accuracy",
+            "Loss",
+        ]
         tiles = page.locator(".tiles").inner_text()
         assert "held-out loss: easy\n2\nstep 5" in tiles
         assert "held out: easy\n0.75" in tiles

@@ -27,7 +27,7 @@ Status = Literal[
     failed         its episode, or one of its group, raised an error until no attempt was left
     timed_out      its episode did not end in time
     reward_killed  the reward's process was killed, died, or broke its limits
-    aborted        the run, the caller or the engine ended it
+    aborted        it was under way when the run ended, or a program or the engine cancelled it
 """
 STATUSES: tuple[Status, ...] = get_args(Status)
 
@@ -62,7 +62,10 @@ ROWS = _schema(
     version_max=(pa.int32(), "newest policy version among the tokens"),
     seconds_queue=(pa.float64(), "from the group's submission to its start"),
     seconds_generate=(pa.float64(), "in which the episode waited for the engine"),
-    seconds_environment=(pa.float64(), "of the episode outside of engine and reward: its environment, if it has one, and the rest"),
+    seconds_environment=(
+        pa.float64(),
+        "of the episode outside of engine and reward: its environment, if it has one, and the rest",
+    ),
     seconds_reward=(pa.float64(), "in which the episode waited for rewards"),
     ended=(pa.float64(), "Unix time of the episode's end"),
     events=(pa.list_(EVENT), "queue, generate, environment and reward, in seconds after the group's submission"),

@@ -13,7 +13,7 @@ const MEANINGS = {
   failed: "the episode, or one of its group, raised an error until no attempt was left",
   timed_out: "the episode did not end in time",
   reward_killed: "the reward's process was killed, died, or broke its limits",
-  aborted: "the run, the caller or the engine ended it",
+  aborted: "it was under way when the run ended, or a program or the engine cancelled it",
 };
 
 export async function render(parameters, app) {
