@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from os.path import commonprefix
 from typing import Any
 
 import pyarrow as pa
@@ -78,10 +77,18 @@ def shortened(texts: list[str]) -> list[str]:
     """Return prompts in one short line each, without the lines that all of them begin and end with."""
     head = tail = 0
     if len(texts) > 1:
-        head = commonprefix(texts).rfind("\n") + 1
-        tail = commonprefix([text[: head - 1 : -1] if head else text[::-1] for text in texts]).rfind("\n") + 1
+        head = _common_lines(texts)
+        tail = _common_lines([text[head:][::-1] for text in texts])
     bodies = (text[head : len(text) - tail] for text in texts)
     return [" ".join(SPECIAL.sub(" ", body[: 4 * MAX_PROMPT]).split())[:MAX_PROMPT] for body in bodies]
+
+
+def _common_lines(texts: list[str]) -> int:
+    """Return the number of characters of the whole lines with which all texts begin."""
+    first, last = min(texts), max(texts)  # what these two share, all share
+    pairs = enumerate(zip(first, last, strict=False))
+    length = next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))
+    return first.rfind("\n", 0, length) + 1
 
 
 def _of_source(run: ViewedRun, source: str) -> pa.Table:

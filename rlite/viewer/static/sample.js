@@ -67,7 +67,7 @@ function head({ app, about, place, rows, row, tab, by }) {
   const arrow = (to, text, title) => h("a", { class: "button", "aria-label": title, title, "aria-disabled": to ? null : "true", href: to ? app.link("sample", { ...place, ...to, tab, by }) : null }, text);
   const crumbs = [
     h("a", { href: app.link("overview") }, about.name),
-    h("a", { href: app.link("rollouts", { run: place.run, source: place.source, step: place.step }) }, `${sourceName(place.source)} · step ${place.step}`),
+    h("a", { href: app.link("rollouts", { run: place.run, source: place.source, step: place.step }) }, `${sourceName(place.source)}${place.step || about.last_step ? ` · step ${place.step}` : ""}`),
     h("a", { href: app.link("compare", { set: about.sources[place.source].set, item: row.item }) , title: "this prompt over steps and runs" }, `group ${place.group} · ${row.item}`),
     h("span", {}, `sample ${place.sample}`),
   ];
