@@ -57,5 +57,9 @@ class Ended:
             columns = kept["trajectory"]
             row = None if columns is None else TensorDict(columns, batch_size=[len(columns["input_ids"])])
             episodes.append(Episode.from_state(kept, row))
-        own = (state[name] for name in ("group", "item", "status", "reason"))
-        return cls(*own, episodes, dict(state["num_tokens"]), columns=state.get("columns", {}))
+        return cls(
+            **{name: state[name] for name in ("group", "item", "status", "reason")},
+            episodes=episodes,
+            num_tokens=dict(state["num_tokens"]),
+            columns=state.get("columns", {}),
+        )
