@@ -34,7 +34,7 @@ class RunFrames:
 
     @property
     def problems(self) -> list[str]:
-        """What could not be read so far, and why."""
+        """Reasons why something could not be read so far."""
         return self._run.problems
 
     def texts(self, steps: Sequence[int] | None = None, source: str = "train") -> pd.DataFrame:
