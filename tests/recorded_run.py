@@ -137,7 +137,8 @@ def step_tables(step: int, shape: Shape) -> tuple[pa.Table, pa.Table]:
             place = {"step": step, "group": group, "sample": sample}
             row = _row(rng, place, item, status, easy, (len(pieces), sum(mask)))
             is_text_recorded = number < shape.groups * (shape.share_of_tokens + 0.25)
-            rows.append({**row, "segments": segments if is_text_recorded else None})
+            shown = {"segments": segments, "data": data_of(item)} if is_text_recorded else {}
+            rows.append({**row, **shown})
             if number < shape.groups * shape.share_of_tokens:
                 tokens.append(_tokens(rng, place, pieces, mask, row, step))
     return pa.Table.from_pylist(rows, schema=ROWS), pa.Table.from_pylist(tokens, schema=TOKENS)
@@ -158,9 +159,7 @@ def write_evaluation(folder: Path, step: int, shape: Shape) -> None:
 
 def write_answer(item: str, rng: random.Random, num_thoughts: int) -> Answer:
     """A question, thoughts, a call of a tool with its answer, and the result."""
-    own = random.Random(item)
-    a, b, c = own.sample(range(2, 30), 3)
-    goal = a + b * c if own.random() < 0.5 else a * b - c
+    a, b, c, goal = task_of(item)
     numbers = {"a": a, "b": b, "c": c, "ab": a + b, "bc": b * c, "goal": goal, "rest": a + b - c}
     thoughts = [
         rng.choice(THOUGHTS).format(**numbers, distance=abs(goal - a - b + c) + rng.randrange(5))
@@ -181,6 +180,19 @@ def write_answer(item: str, rng: random.Random, num_thoughts: int) -> Answer:
         pieces += own_pieces
         mask += [segment["role"] == "model"] * len(own_pieces)
     return segments, pieces, mask
+
+
+def task_of(item: str) -> tuple[int, int, int, int]:
+    """Three numbers and the goal of a prompt."""
+    own = random.Random(item)
+    a, b, c = own.sample(range(2, 30), 3)
+    return a, b, c, a + b * c if own.random() < 0.5 else a * b - c
+
+
+def data_of(item: str) -> dict[str, str]:
+    """Columns of a prompt's data row."""
+    *numbers, goal = task_of(item)
+    return {"numbers": str(numbers), "target": str(goal)}
 
 
 def write_trace(path: Path, num_steps: int) -> None:

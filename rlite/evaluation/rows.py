@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from rlite.evaluation.samples import Sample
 from rlite.evaluation.scores import measured, score_column
 from rlite.observability.record.files import all_files, write_table
 from rlite.observability.record.schema import ROWS, TOKENS
-from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.status import status_of
 from rlite.rollout.record.tables import make_tables
 from rlite.rollout.record.texts import TokenTexts
@@ -40,7 +40,7 @@ def row_of(episode: EndedEpisode, item: str, texts: TokenTexts, has_tokens: bool
     trajectory = group.episodes[0].trajectory
     own = {} if trajectory is None else _sample_columns(trajectory)
     status = "evaluated" if episode.has_succeeded else status_of(episode.reason, episode.error)
-    ended = Ended(place.item, item, status, episode.reason, group.episodes, group.tokens, place.sample)
+    ended = replace(group.ended(status, episode.reason), group=place.item, item=item, first_sample=place.sample)
     tables = make_tables(0, [ended], texts, {0})
     (row,) = tables["rows"].to_pylist()
     row |= own
@@ -119,6 +119,6 @@ def source_of(name: str) -> str:
 
 
 def _with_pairs(row: Row) -> Row:
-    """Return a row whose parts of the reward are pairs again, which JSON does not tell from lists."""
-    parts = row.get("reward_parts")
-    return row if parts is None else row | {"reward_parts": [(name, value) for name, value in parts]}
+    """Return a row whose maps have pairs again, which JSON does not tell from lists."""
+    maps = {name: row[name] for name in ("reward_parts", "data") if row.get(name) is not None}
+    return row | {name: [(key, value) for key, value in pairs] for name, pairs in maps.items()}

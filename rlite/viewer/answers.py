@@ -12,8 +12,10 @@ import pyarrow.compute as pc
 
 from rlite.arguments import flat
 from rlite.viewer.advisories import advisories
+from rlite.viewer.evaluation import results
 from rlite.viewer.lanes import timeline
 from rlite.viewer.plain import jsonable
+from rlite.viewer.prompts import item, items
 from rlite.viewer.query import Query, UnknownPlace
 from rlite.viewer.run import ViewedRun
 from rlite.viewer.tables import (
@@ -31,7 +33,6 @@ from rlite.viewer.tables import (
 TRAIN = "train"
 MAX_HITS = 200
 """of a search"""
-MAX_ITEMS = 500
 MAX_KINDS = 300
 """of reasons"""
 PAGE = 200
@@ -68,12 +69,14 @@ def _about(run: ViewedRun) -> dict[str, Any]:
     for source in run.record.sources:
         table = run.record.table(source)
         steps = pc.unique(table["step"]).to_pylist()
-        sources[source] = {"steps": steps, "rollouts": table.num_rows}
+        sources[source] = {"steps": steps, "rollouts": table.num_rows, "set": run.set_of(source)}
     return {
         "name": run.name,
         "folder": str(run.folder),
         "last_step": run.metrics.last_step,
         "sources": sources,
+        "records": run.can_record,
+        "is_evaluation": bool(run.results.models),
         "problems": run.problems,
         "changed_at": run.changed_at,
         "has_trace": run.trace.path.exists(),
@@ -91,9 +94,10 @@ def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
         source: means_by_step(table, train_rewards(table) if source == TRAIN else evaluated_scores(table))
         for source, table in tables.items()
     }
-    first = next(iter(tables), TRAIN)  # the evaluation, if there was no training
-    table = run.record.table(first)
+    counted = [TRAIN] if TRAIN in tables else run.evaluated  # evaluations, if there was no training
+    table = pa.concat_tables([tables[source] for source in counted]) if counted else run.record.table(TRAIN)
     return {
+        "results": results(run),
         "sources": means,
         "statuses": dict(_value_counts(table["status"])),
         "statuses_by_step": counts_by_step(table, "status"),
@@ -172,28 +176,6 @@ def _snippet(found: str, text: str) -> list[str]:
     hit = re.search(re.escape(text), found, re.IGNORECASE)
     at, end = hit.span() if hit else (0, 0)
     return [found[max(0, at - CONTEXT) : at], found[at:end], found[end : end + CONTEXT]]
-
-
-def _items(run: ViewedRun, query: Query) -> dict[str, Any]:
-    text = query.text("text")
-    tables = [run.record.table(source).select(["item", "step", "reward"]) for source in run.record.sources]
-    if not tables:
-        return {"items": [], "number": 0}
-    table = pa.concat_tables(tables)
-    if text:
-        table = table.filter(pc.match_substring(table["item"], text, ignore_case=True))
-    wanted = [("step", "count_distinct"), ("step", "count"), ("step", "max"), ("reward", "mean")]
-    found = table.group_by("item").aggregate(wanted)
-    order = [("step_count_distinct", "descending"), ("step_count", "descending"), ("item", "ascending")]
-    return {"items": columns(found.sort_by(order).slice(0, MAX_ITEMS)), "number": found.num_rows}
-
-
-def _item(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
-    return [
-        {"source": source, "columns": columns(table)}
-        for source in run.record.sources
-        if (table := select(run.record.table(source), item=query.text("item"))).num_rows
-    ]
 
 
 def _config(run: ViewedRun, query: Query) -> Any:
@@ -276,8 +258,8 @@ QUESTIONS: dict[str, Callable[[ViewedRun, Query], Any]] = {
     "sample": _sample,
     "group": _group,
     "search": _search,
-    "items": _items,
-    "item": _item,
+    "items": items,
+    "item": item,
     "config": _config,
     "timeline": _timeline,
     "ledger": _ledger,

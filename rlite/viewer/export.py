@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from rlite import files
 from rlite.errors import ConfigError, writing
 from rlite.observability.record.reader import Place
-from rlite.viewer.answers import MAX_ITEMS, answer, sample_answer
+from rlite.viewer.answers import answer, sample_answer
 from rlite.viewer.page import single_page
 from rlite.viewer.query import Query
 from rlite.viewer.run import ViewedRun
@@ -42,6 +42,7 @@ def export(runs: Sequence[ViewedRun], path: Path, steps: Sequence[int], limit_mb
     answers = Answers(runs)
     answers.ask_overview()
     num_texts = answers.ask_samples(steps, limit_mb * MEGABYTE)
+    answers.ask("runs")  # once more: it names the files that could not be read
     content = single_page(gzip.compress(json.dumps(answers.found, allow_nan=False).encode(), mtime=0)).encode()
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,8 +76,9 @@ class Answers:
             self.ask("timeline", run=number)
             for name in run["metrics"]:
                 self.ask("series", run=number, names=name)
-            for item in self.ask("items", run=number, text="")["items"].get("item", [])[:MAX_ITEMS]:
-                self.ask("item", run=number, item=item)
+            items = self.ask("items", run=number, text="")["items"]
+            for place in zip(items.get("set", ()), items.get("item", ()), strict=True):
+                self.ask("item", run=number, set=place[0], item=place[1])
             for source, about in run["sources"].items():
                 self._ask_source(number, source, about["steps"])
 

@@ -10,8 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from rlite.errors import ConfigError
-from rlite.observability.record.reader import RecordReader
-from rlite.viewer.run import open_runs
+from rlite.viewer.run import ViewedRun, open_runs
 from rlite.viewer.tables import PARTS, reward_parts
 
 try:
@@ -31,9 +30,12 @@ class RunFrames:
     `reward/NAME`"""
     config: dict[str, Any]
     """options of the run; empty if its folder has none"""
-    problems: list[str]
-    """what could not be read, and why"""
-    _record: RecordReader
+    _run: ViewedRun
+
+    @property
+    def problems(self) -> list[str]:
+        """Reasons why something could not be read so far."""
+        return self._run.problems
 
     def texts(self, steps: Sequence[int] | None = None, source: str = "train") -> pd.DataFrame:
         """Return step, group, sample and segments of the rollouts whose texts are recorded.
@@ -42,8 +44,8 @@ class RunFrames:
             steps: steps to read; None for all.
             source: `train`, or `eval.NAME`.
         """
-        self._record.refresh()
-        frames = [table.to_pandas() for table in self._record.segments(source, steps)]
+        self._run.record.refresh()
+        frames = [table.to_pandas() for table in self._run.record.segments(source, steps)]
         columns = ["step", "group", "sample", "segments"]
         return (pd.concat(frames) if frames else pd.DataFrame(columns=columns)).dropna().reset_index(drop=True)
 
@@ -54,8 +56,8 @@ class RunFrames:
             steps: steps to read; None for all.
             source: `train`, or `eval.NAME`.
         """
-        self._record.refresh()
-        return self._record.token_table(source, steps).to_pandas()
+        self._run.record.refresh()
+        return self._run.record.token_table(source, steps).to_pandas()
 
 
 def load(run: str | PathLike[str]) -> RunFrames:
@@ -74,8 +76,7 @@ def load(run: str | PathLike[str]) -> RunFrames:
         metrics.astype(float).sort_index().rename_axis("step"),
         pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(),
         viewed.config,
-        viewed.problems,
-        viewed.record,
+        viewed,
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 Event = Mapping[str, Any]
@@ -16,6 +18,8 @@ BINS = 300
 """of a lane of concurrent work"""
 TOP = 12
 """names in the table of times"""
+WAITS = re.compile("wait|held|idle")
+"""names of spans in which nothing is done"""
 
 
 @dataclass
@@ -147,9 +151,43 @@ def _drawn(lane: Lane, window: Window, pixels: int) -> dict[str, Any]:
         spans.append(drawn)
     for span in spans:
         span[2] = span[2] or (span[5] if span[4] == 1 else f"{span[4]} short spans")
-    busy = sum(window.within(start, end) for start, end, _, depth in window.cut(lane.spans) if depth == 0)
     kept = [[round(span[0], 6), round(span[1], 6), span[2], span[3]] for span in spans]
-    return {"process": lane.process, "name": lane.name, "busy": busy / window.length, "spans": kept}
+    return {"process": lane.process, "name": lane.name, "busy": _busy(lane, window) / window.length, "spans": kept}
+
+
+def _most_at_once(spans: Iterable[tuple[float, float]], window: Window) -> int:
+    """Return how many spans are open at most at one time of a window."""
+    inside = [span for span in spans if span[1] >= window.start and span[0] <= window.end]
+    changes = sorted([*((start, 1) for start, _ in inside), *((end, -1) for _, end in inside)])
+    return max(accumulate(change for _, change in changes), default=0)
+
+
+def _busy(lane: Lane, window: Window) -> float:
+    """Return the seconds of a lane in which a span is open that does not wait, and no span inside of it waits."""
+    total, outermost = 0.0, None
+    for start, end, name, depth in window.cut(lane.spans):
+        if outermost is not None and depth > outermost:
+            continue  # inside of a wait
+        outermost = depth if WAITS.search(name) else None
+        if depth == 0 and outermost is None:
+            total += window.within(start, end)
+        elif depth > 0 and outermost is not None:
+            total -= window.within(start, end)
+    return total
+
+
+def _own_seconds(lane: Lane, window: Window) -> Iterator[tuple[str, float, float]]:
+    """Return name and seconds of each span of a lane, with and without the spans inside of it."""
+    spans = list(window.cut(lane.spans))
+    seconds = [window.within(start, end) for start, end, _, _ in spans]
+    own = list(seconds)
+    around: list[int] = []  # indices of the open spans
+    for index, (_, _, _, depth) in enumerate(spans):
+        del around[depth:]
+        if around:
+            own[around[-1]] -= seconds[index]
+        around.append(index)
+    return zip((name for _, _, name, _ in spans), seconds, own, strict=True)
 
 
 def _concurrency(name: str, spans: Sequence[tuple[float, float]], window: Window) -> dict[str, Any]:
@@ -171,17 +209,24 @@ def _concurrency(name: str, spans: Sequence[tuple[float, float]], window: Window
     for bin_ in range(BINS):
         inside += changes[bin_]
         counts[bin_] = round(counts[bin_] + inside, 3)
-    return {"name": name, "counts": counts, "most": max(counts, default=0.0), "number": len(spans)}
+    return {"name": name, "counts": counts, "most": _most_at_once(spans, window), "number": len(spans)}
 
 
 def _times(lanes: Iterable[Lane], window: Window) -> list[dict[str, Any]]:
-    """Return the names that took the most time of each process, the time of spans inside of them included."""
-    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+    """Return the names that took the most time of each process, with and without the time of spans inside of them."""
+    seconds: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for lane in lanes:
-        for start, end, name, _ in window.cut(lane.spans):
-            seconds[lane.process, name].append(window.within(start, end))
-    totals = sorted(((sum(own), len(own), *key) for key, own in seconds.items()), reverse=True)
+        for name, whole, own in _own_seconds(lane, window):
+            seconds[lane.process, name].append((whole, own))
+    totals = [(sum(own for _, own in spans), sum(whole for whole, _ in spans), key) for key, spans in seconds.items()]
     return [
-        {"process": process, "name": name, "seconds": total, "count": count, "share": total / window.length}
-        for total, count, process, name in totals[:TOP]
+        {
+            "process": process,
+            "name": name,
+            "seconds": whole,
+            "own": own,
+            "count": len(seconds[process, name]),
+            "share": own / window.length,
+        }
+        for own, whole, (process, name) in sorted(totals, reverse=True)[:TOP]
     ]

@@ -10,6 +10,7 @@ import yaml
 from rlite.errors import ConfigError
 from rlite.observability.record.reader import RecordReader, is_recorded
 from rlite.viewer.metrics import FILE, MetricsLog
+from rlite.viewer.results import RESULTS, ResultsFile
 from rlite.viewer.trace import TRACE, TraceLog
 
 CONFIG = "config.yaml"
@@ -27,6 +28,7 @@ class ViewedRun:
         self.folder, self.name = folder, name
         self.metrics = MetricsLog(folder / FILE)
         self.record = RecordReader(folder)
+        self.results = ResultsFile(folder / RESULTS)
         self.trace = TraceLog(folder / TRACE)
         self.config: dict[str, Any] = {}
         self._config_problem = ""
@@ -49,12 +51,31 @@ class ViewedRun:
     def _refresh(self) -> bool:
         if not self.config:
             self.config, self._config_problem = _read_config(self.folder / CONFIG)
-        changed = [self.metrics.refresh(), self.record.refresh()]
+        changed = [self.metrics.refresh(), self.record.refresh(), self.results.refresh()]
         if changed[1]:
             for source in self.record.sources:
                 self.record.table(source)  # what is damaged is known from now on, and a page opens at once
+            self.record.check_tokens()
         self.changed_at = max(map(_changed_at, (self.metrics.path, self.folder / "record")))
         return any(changed)
+
+    @property
+    def can_record(self) -> bool:
+        """False if the run's trainer has no option to record rollouts."""
+        trainer = self.config.get("trainer")
+        return not isinstance(trainer, dict) or "record" in trainer
+
+    @property
+    def evaluated(self) -> list[str]:
+        """Sources of test sets; of an evaluation of finished models, those of the models that its results name."""
+        names = {f"eval.{name}" for name in self.results.models}
+        sources = [source for source in self.record.sources if source.startswith("eval.")]
+        return [source for source in sources if source in names] or sources
+
+    def set_of(self, source: str) -> str:
+        """Return the set of a source's items. All models of an evaluation that answered the same questions share it."""
+        questions = self.results.questions(source.removeprefix("eval."))
+        return source if questions is None else f"questions {questions}"
 
     @property
     def problems(self) -> list[str]:
@@ -62,7 +83,8 @@ class ViewedRun:
         found = [f"{name}: {reason}" for name, reason in sorted(self.record.problems.items())]
         if self.metrics.num_torn:
             found.append(f"{FILE}: {self.metrics.num_torn} lines are no metrics")
-        return [text for text in (self._config_problem, self._refresh_problem, *found, *self.trace.problems) if text]
+        own = (self._config_problem, self._refresh_problem, self.results.problem)
+        return [text for text in (*own, *found, *self.trace.problems) if text]
 
 
 def open_runs(folders: list[str]) -> list[ViewedRun]:

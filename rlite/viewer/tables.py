@@ -118,5 +118,5 @@ def lost_rows(table: pa.Table) -> pa.Table:
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one row with the parts of its reward by name."""
-    return {**row, PARTS: dict(row.get(PARTS) or ())}
+    """Return one row with the parts of its reward, and the columns of its data item, by name."""
+    return {**row, PARTS: dict(row.get(PARTS) or ()), "data": dict(row.get("data") or ())}

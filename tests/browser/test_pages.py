@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from rlite.observability.record.files import write_table
 from rlite.observability.record.schema import ROWS
 from rlite.viewer.export import export
 from rlite.viewer.run import open_runs
-from tests.recorded_run import Shape, write_run, write_step
+from tests.recorded_run import Shape, write_evaluation, write_run, write_step
 from tests.view_server import serving
 
 if TYPE_CHECKING:
@@ -106,10 +107,10 @@ def test_any_metric_can_be_drawn(show: Any) -> None:
 
 def test_the_grid_has_a_cell_for_each_rollout(show: Any) -> None:
     page = show("rollouts?step=3")
-    assert page.locator(".line").count() == SHAPE.groups
+    assert page.locator(".grid .line").count() == SHAPE.groups
     assert page.locator("a.cell").count() == SHAPE.groups * SHAPE.samples
     page.get_by_label("status", exact=True).select_option("filtered")
-    assert page.locator(".line").count() == 1
+    assert page.locator(".grid .line").count() == 1
     assert page.locator(".count").inner_text() == "4 of 24 rollouts"
     assert page.locator("tbody tr").count() == 4
 
@@ -235,6 +236,78 @@ def test_the_timeline_zooms_by_keys(show: Any) -> None:
     assert "driver" in page.locator(".told").inner_text()
 
 
+def test_prompts_are_found_by_their_text(show: Any) -> None:
+    page = show("compare")
+    wanted = page.locator(".items a span").nth(8).inner_text()
+    page.get_by_label("Find a prompt by id or text").fill(wanted)
+    assert page.locator(".items a").count() == 1
+    page.keyboard.press("Enter")
+    at(page, "find=")
+    assert page.locator(".items [aria-current] span").inner_text() == wanted
+    assert wanted in page.locator(".prompt").inner_text()
+
+
+def test_a_sample_shows_its_data_row_and_what_was_judged(show: Any) -> None:
+    page = show("sample?step=2&group=6&sample=0")
+    assert "target" in page.locator(".card", has_text="Data row").inner_text()
+    assert "judged answer" in page.locator(".card", has_text="Facts").inner_text()
+
+
+def test_a_sample_is_opened_at_a_rollout_that_was_trained_on(chromium: Browser, tmp_path: Path) -> None:
+    base = {"step": 1, "sample": 0, "item": "", "reason": "", "turns": 1}
+    base["events"] = [{"name": "environment", "start": 0.0, "end": 1.0}]
+    rows = [{**base, "group": group, "status": status} for group, status in enumerate(["filtered", "trained"])]
+    write_table(tmp_path, "train", 1, "rows", pa.Table.from_pylist(rows, schema=ROWS))
+    with serving([str(tmp_path)]) as url:
+        page = chromium.page()
+        page.goto(f"{url}#/sample")
+        assert page.locator(".headline .status").inner_text() == "trained"
+        assert "other" in page.locator("p.legend").inner_text(), "there is no environment"
+        page.goto(f"{url}#/ledger")
+        page.wait_for_selector(".reasons")
+        assert "Lost" not in page.locator("main").inner_text(), "filtered groups are no loss"
+        page.context.close()
+
+
+def test_a_supervised_run_shows_its_held_out_loss(chromium: Browser, tmp_path: Path) -> None:
+    metrics = {"loss": 1.0, "accuracy": 0.5, "easy/test_loss": 2.0, "easy/test_accuracy": 0.75}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 5, **metrics}) + "\n")
+    (tmp_path / "config.yaml").write_text("trainer: {total_steps: 5}\n")
+    with serving([str(tmp_path)]) as url:
+        page = chromium.page()
+        page.goto(url)
+        chromium.wait_until_shown(page, "")
+        assert page.locator(".charts h2").all_inner_texts() == [
+            "Held out",
+            "Held-out loss",
+            "Training accuracy",
+            "Loss",
+        ]
+        tiles = page.locator(".tiles").inner_text()
+        assert "held-out loss: easy\n2\nstep 5" in tiles
+        assert "held out: easy\n0.75" in tiles
+        page.goto(f"{url}#/rollouts")
+        chromium.wait_until_shown(page, "#/rollouts")
+        assert "trainer.record" not in page.locator("main").inner_text()
+        page.context.close()
+
+
+def test_an_evaluation_shows_its_results_and_no_steps(chromium: Browser, tmp_path: Path) -> None:
+    write_evaluation(tmp_path, 0, SHAPE)
+    metrics = {"accuracy": 0.5, "standard_error": 0.1, "pass@1": 0.5, "pass@2": 0.75}
+    (tmp_path / "results.json").write_text(json.dumps({"models": {"countdown": {"metrics": metrics}}}))
+    with serving([str(tmp_path)]) as url:
+        page = chromium.page()
+        page.goto(url)
+        chromium.wait_until_shown(page, "")
+        assert page.locator("main h2").all_inner_texts() == ["Accuracy", "pass@k", "Metrics"]
+        assert "0.5 ± 0.1" in page.locator(".bars").inner_text()
+        page.goto(f"{url}#/rollouts")
+        chromium.wait_until_shown(page, "#/rollouts")
+        assert page.locator(".stepper").count() == 0
+        page.context.close()
+
+
 def test_the_ledger_leads_to_each_lost_rollout(show: Any) -> None:
     page = show("ledger")
     page.locator("summary", has_text="filtered").click()
@@ -347,7 +420,7 @@ def test_a_finished_run_opens_at_its_last_step_and_not_at_what_was_under_way(chr
         assert page.get_by_label("step", exact=True).input_value() == "2"
         page.goto(f"{url}#/sample")
         chromium.wait_until_shown(page, "#/sample")
-        assert "train · step 2" in page.locator(".crumbs").inner_text()
+        assert "training · step 2" in page.locator(".crumbs").inner_text()
         page.context.close()
 
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from rlite.observability.record.files import FOLDER, Kind, RecordFile, record_files
 from rlite.observability.record.schema import NOT_NULL, ROWS, TOKENS, VERSION, VERSION_KEY
 
-LONG = ("segments", "events")
+LONG = ("segments", "events", "data")
 """columns that are read for single rollouts only"""
 SCALARS = pa.schema([field for field in ROWS if field.name not in LONG])
 Place = tuple[int, int]
@@ -41,6 +41,7 @@ class RecordReader:
         self._files: dict[Path, tuple[RecordFile, Stamp]] = {}
         self._scalars: dict[Path, pa.Table] = {}
         self._tables: dict[str, pa.Table] = {}
+        self._checked: set[Path] = set()
         self._has_news = False
 
     def refresh(self) -> bool:
@@ -58,11 +59,20 @@ class RecordReader:
         changed = {path for path in {*found, *self._files} if found.get(path) != self._files.get(path)}
         for path in changed:
             self._scalars.pop(path, None)
+            self._checked.discard(path)
             self.problems.pop(path.name, None)
         self._files = found
         if changed:
             self._tables.clear()
             self._has_news = True
+
+    def check_tokens(self) -> None:
+        """Name the files of tokens that are damaged. Their tokens are read when a page asks for them."""
+        for path, (file, _) in self._files.items():
+            if file.kind == "tokens" and path not in self._checked:
+                self._checked.add(path)
+                if reason := _damage(path):
+                    self.problems[path.name] = reason
 
     @property
     def sources(self) -> list[str]:
@@ -201,6 +211,16 @@ def _stamp(path: Path) -> Stamp | None:
     return found.st_mtime_ns, found.st_size
 
 
+def _damage(path: Path) -> str:
+    """Return why a file cannot be read, by its end; an empty text if it can, or was deleted."""
+    try:
+        return _refusal(pq.read_schema(path))
+    except FileNotFoundError:
+        return ""
+    except (OSError, pa.ArrowException) as error:
+        return f"cannot be read: {str(error).splitlines()[0]}"
+
+
 def _refusal(schema: pa.Schema) -> str:
     """Return why a file cannot be read, by its version; an empty text if it can."""
     version = (schema.metadata or {}).get(VERSION_KEY)
@@ -243,7 +263,7 @@ def _as_bytes(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_struct(kind):
         return pa.struct([pa.field(field.name, _as_bytes(field.type)) for field in kind])
     if pa.types.is_map(kind):
-        return pa.map_(_as_bytes(kind.key_type), kind.item_type)
+        return pa.map_(_as_bytes(kind.key_type), _as_bytes(kind.item_type))
     return kind
 
 

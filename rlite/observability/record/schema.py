@@ -27,7 +27,7 @@ Status = Literal[
     failed         its episode, or one of its group, raised an error until no attempt was left
     timed_out      its episode did not end in time
     reward_killed  the reward's process was killed, died, or broke its limits
-    aborted        the run, the caller or the engine ended it
+    aborted        it was under way when the run ended, or a program or the engine cancelled it
 """
 STATUSES: tuple[Status, ...] = get_args(Status)
 
@@ -50,7 +50,7 @@ ROWS = _schema(
     reward=(pa.float64(), "reward of the trajectory; null if it has none"),
     reward_parts=(pa.map_(pa.string(), pa.float64()), "parts of the reward by name, before their weights"),
     score=(pa.float64(), "score by which it is evaluated; null if the workflow gives none"),
-    answer=(pa.string(), "answer that the reward has named; null if it names none"),
+    answer=(pa.string(), "answer that the reward has judged; null if it names none"),
     advantage=(pa.float64(), "mean advantage of the trained tokens; null if it was not trained on"),
     turns=(pa.int32(), "turns of the model"),
     tool_calls=(pa.int32(), "tool calls; null if the workflow has none"),
@@ -62,10 +62,17 @@ ROWS = _schema(
     version_max=(pa.int32(), "newest policy version among the tokens"),
     seconds_queue=(pa.float64(), "from the group's submission to its start"),
     seconds_generate=(pa.float64(), "in which the episode waited for the engine"),
-    seconds_environment=(pa.float64(), "of the episode outside of engine and reward"),
+    seconds_environment=(
+        pa.float64(),
+        "of the episode outside of engine and reward: its environment, if it has one, and the rest",
+    ),
     seconds_reward=(pa.float64(), "in which the episode waited for rewards"),
     ended=(pa.float64(), "Unix time of the episode's end"),
     events=(pa.list_(EVENT), "queue, generate, environment and reward, in seconds after the group's submission"),
+    data=(
+        pa.map_(pa.string(), pa.string()),
+        "other columns of the data item, shortened; null if this rollout's text is not recorded",
+    ),
     segments=(
         pa.list_(SEGMENT),
         "texts in order, by role: prompt, model, environment; null if this rollout's text is not recorded",

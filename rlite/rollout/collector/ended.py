@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tensordict import TensorDict
@@ -28,6 +28,8 @@ class Ended:
     """tokens that each episode has generated, by its number"""
     first_sample: int = 0
     """number of the first episode among those of the item"""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """columns of the data item, shortened"""
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors."""
@@ -37,6 +39,7 @@ class Ended:
             "status": self.status,
             "reason": self.reason,
             "num_tokens": dict(self.num_tokens),
+            "columns": dict(self.columns),
             "episodes": [
                 {
                     **episode.state_dict(),
@@ -54,4 +57,9 @@ class Ended:
             columns = kept["trajectory"]
             row = None if columns is None else TensorDict(columns, batch_size=[len(columns["input_ids"])])
             episodes.append(Episode.from_state(kept, row))
-        return cls(state["group"], state["item"], state["status"], state["reason"], episodes, dict(state["num_tokens"]))
+        return cls(
+            **{name: state[name] for name in ("group", "item", "status", "reason")},
+            episodes=episodes,
+            num_tokens=dict(state["num_tokens"]),
+            columns=state.get("columns", {}),
+        )

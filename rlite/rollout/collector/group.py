@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from rlite.errors import CheckpointError, DataError
 from rlite.observability import trace
 from rlite.observability.record.schema import Status
+from rlite.rollout.collector.columns import short_columns
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.ledger import RolloutLedger
 from rlite.rollout.episode import Episode
@@ -83,7 +84,8 @@ class Group:
             status: what became of the group; None if it was consumed.
             reason: why it is lost.
         """
-        return Ended(self.id, self.item, status, reason, self.episodes, self.tokens)
+        columns = short_columns(self.data)
+        return Ended(self.id, self.item, status, reason, self.episodes, self.tokens, columns=columns)
 
     def __str__(self) -> str:
         state = "waiting" if self.started is None else f"running for {time.monotonic() - self.started:.1f} s"

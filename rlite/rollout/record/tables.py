@@ -167,8 +167,8 @@ def make_tables(
                     place_of = f"step {step}, group {key['group']}, sample {key['sample']}"
                     warn(f"{place_of}: the record has a row without the trajectory: {error!r}")
             advantage = None if trained is None else trained.advantage(key["group"], key["sample"])
-            segments = _segments(own) if place in shown else None
-            rows.append({**key, **_row(group, number), **columns, "advantage": advantage, "segments": segments})
+            texts_of = {"segments": _segments(own), "data": _data(group)} if place in shown else {}
+            rows.append({**key, **_row(group, number), **columns, "advantage": advantage, **texts_of})
             tokens += own
     return {
         "rows": pa.Table.from_pylist(rows, schema=ROWS),
@@ -196,6 +196,10 @@ def _row(group: Ended, number: int) -> dict[str, Any]:
         "answer": None if episode.answer is None else _clean(episode.answer),
         **_times(episode),
     }
+
+
+def _data(group: Ended) -> list[tuple[str, str]]:
+    return [(_clean(name), _clean(value)) for name, value in group.columns.items()]
 
 
 def _reason(group: Ended, number: int) -> str:

@@ -8,7 +8,7 @@ const MANY = 80; // steps beyond which a stack has no gaps between its bars
 const WHISKERS = 40; // points up to which errors are drawn as bars
 
 // lines: [{label, steps, values, errors, color, dash}]
-export function lineChart(title, lines, { note = "", unit = "" } = {}) {
+export function lineChart(title, lines, { note = "", unit = "", axis = "step" } = {}) {
   const shown = lines.filter((line) => line.values.some((value) => value !== null));
   if (!shown.length) return null;
   const steps = joined(shown);
@@ -26,8 +26,8 @@ export function lineChart(title, lines, { note = "", unit = "" } = {}) {
       return told(plot.data[own][index], errors[own - 1]?.[index], unit);
     },
   }));
-  const scales = { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: (plot) => reach(plot, data, errors) } };
-  return chartCard(title, data, series, { note, scales, hooks: { drawAxes: [(plot) => drawErrors(plot, data, errors, shown)] } });
+  const scales = { x: { time: false, range: (plot, low, high) => (steps.length === 1 ? [steps[0] - 1, steps[0] + 1] : [low, high]) }, y: { range: (plot) => reach(plot, data, errors) } };
+  return chartCard(title, data, series, { note, axis, scales, hooks: { drawAxes: [(plot) => drawErrors(plot, data, errors, shown)] } });
 }
 
 // layers: [{label, values, color}], one value for each step
@@ -45,24 +45,24 @@ export function stackChart(title, steps, layers, { note = "", unit = "" } = {}) 
     points: { show: false },
     value: (plot, value, own, at) => told(layers[index].values[at ?? steps.length - 1], null, unit),
   }));
-  const options = { note, scales: { x: { time: false, range: (_, low, high) => [low - 0.5, high + 0.5] }, y: { range: (_, low, high) => [0, high || 1] } } };
+  const options = { note, scales: { x: { time: false, range: (_, low, high) => (steps.length === 1 ? [steps[0] - 0.5, steps[0] + 0.5] : [low - 0.5, high + 0.5]) }, y: { range: (_, low, high) => [0, high || 1] } } };
   return chartCard(title, [steps, ...order.map((index) => sums[index])], series, options);
 }
 
-function chartCard(title, data, series, { note, scales, hooks = {} }) {
+function chartCard(title, data, series, { note, axis = "step", scales, hooks = {} }) {
   const box = h("div", { class: "chart" });
-  const axis = { stroke: css("--muted"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false }, font: css("--chart-font") };
+  const look = { stroke: css("--muted"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false }, font: css("--chart-font") };
   const options = {
     width: 400,
     height: HEIGHT,
     scales,
     hooks,
-    series: [{ label: "step", value: (plot, value) => number(value ?? plot.data[0].at(-1)) }, ...series],
+    series: [{ label: axis, value: (plot, value) => number(value ?? plot.data[0].at(-1)) }, ...series],
     axes: [
-      { ...axis, size: 28, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? tick.toLocaleString("en") : "")) },
-      { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick)) },
+      { ...look, size: 28, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? tick.toLocaleString("en") : "")) },
+      { ...look, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick)) },
     ],
-    cursor: { sync: { key: "steps" }, points: { size: 6 } },
+    cursor: { sync: { key: `${axis}s` }, points: { size: 6 } },
     legend: { live: true },
   };
   let plot = null;
@@ -89,6 +89,7 @@ function reach(plot, data, errors) {
       high = Math.max(high, value + error);
     }
   }
+  if (low === high) return low ? [low - Math.abs(low) / 10, low + Math.abs(low) / 10] : [0, 1];
   return low > high ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
 }
 

@@ -4,55 +4,98 @@ import { ask } from "viewer/api";
 import { range, scale, SERIES } from "viewer/colors";
 import { difference, side } from "viewer/diff";
 import { card, empty, fill, groupedBy, h, longText, number, rowsOf } from "viewer/dom";
-import { statusChip } from "viewer/rollouts";
+import { sourceName, statusChip, withoutRecord } from "viewer/rollouts";
+
+const MAX_LISTED = 300;
+const natural = new Intl.Collator("en", { numeric: true });
 
 export async function render(parameters, app) {
-  const items = await itemsOf(app, "");
-  const chosen = parameters.item ?? items[0]?.item;
+  const { items, isWhole } = await itemsOf(app);
+  const known = items.filter((each) => each.item === parameters.item && (!parameters.set || each.set === parameters.set));
+  const chosen = parameters.item === undefined ? items[0] : known[0] ?? { set: parameters.set ?? "", item: parameters.item };
   const body = h("div", { class: "page" });
-  const search = h("input", { type: "search", placeholder: "Find a prompt by its id", "aria-label": "Find a prompt by its id", on: { change: (event) => find(event.target.value) } });
+  if (!chosen) fill(body, card("Answers to one prompt", empty("No rollouts are recorded", ...withoutRecord(app.runs))), await configs(app));
+  else fill(body, await promptCards({ items, isWhole, chosen, parameters, app }), await configs(app));
+  const before = document.querySelector(".items")?.scrollTop ?? 0;
+  return { body, shown: () => reveal(body.querySelector(".items"), before) };
+}
+
+async function promptCards({ items, isWhole, chosen, parameters, app }) {
   const list = h("div", { class: "items" });
-  const find = async (text) => drawItems(list, await itemsOf(app, text), chosen, app);
-  drawItems(list, items, chosen, app);
-  const attempts = chosen === undefined ? [] : await attemptsOf(app, chosen);
-  const prompts = items.length || chosen !== undefined
-    ? h("div", { class: "columns compare" }, card("Prompts", h("p", { class: "note" }, "those that were tried in most steps come first"), search, list), h("div", { class: "wide" }, answersCard(chosen, attempts, parameters, app)))
-    : card("Answers to one prompt", empty("No rollouts are recorded", "A run records them with trainer.record=sample or all."));
-  fill(body, prompts, await configs(app));
-  return { body };
+  let shown = [];
+  const find = async (text) => {
+    const found = isWhole ? items : (await itemsOf(app, text)).items;
+    shown = found.filter((each) => isLike(each, text));
+    fill(list, shown.length ? shown.slice(0, MAX_LISTED).map((each) => itemLink(each, chosen, text, app)) : empty("No such prompt", "No recorded prompt has this id or this text."));
+  };
+  const open = (event) => event.key === "Enter" && shown.length && app.go("compare", { set: shown[0].set, item: shown[0].item, find: event.target.value }, { replace: true });
+  const search = h("input", { type: "search", placeholder: "Find by id or text", "aria-label": "Find a prompt by id or text", title: "Enter opens the first one", value: parameters.find, on: { input: (event) => find(event.target.value), keydown: open } });
+  await find(parameters.find ?? "");
+  const attempts = await attemptsOf(app, chosen);
+  return h("div", { class: "columns compare" },
+    card("Prompts", h("p", { class: "note" }, "Prompts tried in most steps come first."), search, list),
+    h("div", { class: "wide" }, answersCard(chosen, attempts, parameters, app)));
+}
+
+// Keeps the place of the list, with the chosen prompt in sight.
+function reveal(list, before) {
+  const current = list?.querySelector("[aria-current]");
+  if (!current) return;
+  const top = current.offsetTop - list.offsetTop;
+  const isSeen = top >= before && top + current.offsetHeight <= before + list.clientHeight;
+  list.scrollTop = isSeen ? before : top - list.clientHeight / 3;
 }
 
 // Prompts of all runs; one that several runs have tried counts for all of them.
-async function itemsOf(app, text) {
+async function itemsOf(app, text = "") {
   const found = new Map();
+  let isWhole = true;
   for (const [run] of app.runs.entries()) {
     const answer = await ask("items", { run, text }).catch(() => ask("items", { run, text: "" }));
-    for (const row of rowsOf(answer.items)) {
-      if (text && !row.item.toLowerCase().includes(text.toLowerCase())) continue;
-      const before = found.get(row.item) ?? { item: row.item, steps: 0, runs: 0, number: 0 };
-      found.set(row.item, { ...before, steps: before.steps + row.step_count_distinct, runs: before.runs + 1, number: before.number + row.step_count });
+    const rows = rowsOf(answer.items);
+    isWhole &&= rows.length === answer.number;
+    for (const { set, item, prompt, step_count_distinct: steps, step_count: count } of rows) {
+      const key = JSON.stringify([set, item]);
+      const before = found.get(key) ?? { set, item, prompt, steps: 0, runs: 0, number: 0 };
+      found.set(key, { ...before, prompt: before.prompt ?? prompt, steps: before.steps + steps, runs: before.runs + 1, number: before.number + count });
     }
   }
-  return [...found.values()].sort((a, b) => b.runs - a.runs || b.steps - a.steps || b.number - a.number);
+  const order = (a, b) => b.runs - a.runs || b.steps - a.steps || b.number - a.number || natural.compare(a.set, b.set) || natural.compare(a.item, b.item);
+  return { items: [...found.values()].sort(order), isWhole };
 }
 
-function drawItems(list, items, chosen, app) {
-  fill(list, items.length ? items.slice(0, 300).map(({ item, steps, runs, number: count }) =>
-    h("a", { href: app.link("compare", { item }), "aria-current": item === chosen ? "true" : null },
-      h("span", {}, item), h("small", {}, `${counted(steps, "step")}, ${counted(count, "rollout")}${runs > 1 ? `, ${runs} runs` : ""}`))) : empty("No such prompt", "No recorded rollout has such an id."));
+function isLike({ item, prompt }, text) {
+  return `${item}\n${prompt ?? ""}`.toLowerCase().includes(text.toLowerCase());
 }
 
-async function attemptsOf(app, item) {
+function itemLink({ set, item, prompt, steps, runs, number: count }, chosen, find, app) {
+  const facts = [prompt && item, setName(set), steps > 1 && counted(steps, "step"), counted(count, "rollout"), runs > 1 && `${runs} runs`];
+  return h("a", { href: app.link("compare", { set, item, find }), "aria-current": item === chosen.item && set === chosen.set ? "true" : null },
+    h("span", { dir: "auto" }, prompt || item), h("small", {}, facts.filter(Boolean).join(" · ")));
+}
+
+// A set that several models of an evaluation answered has no name of its own.
+function setName(set) {
+  return set.startsWith("questions ") ? "" : sourceName(set);
+}
+
+// An evaluation of finished models has no steps.
+function stepName({ run, step }, app) {
+  return step || app.runs[run].last_step ? `step ${step}` : "";
+}
+
+async function attemptsOf(app, { set, item }) {
   const found = [];
   for (const [run] of app.runs.entries()) {
-    const answer = await ask("item", { run, item }).catch(() => []);
+    const answer = await ask("item", { run, set, item }).catch(() => []);
     for (const { source, columns } of answer) for (const row of rowsOf(columns)) found.push({ run, source, ...row });
   }
   return found.map((attempt, index) => ({ ...attempt, index })).sort((a, b) => a.run - b.run || a.step - b.step);
 }
 
-function answersCard(item, attempts, parameters, app) {
-  if (!attempts.length) return card(`Answers to ${item}`, empty("No such prompt", "No recorded rollout has this id."));
+function answersCard(chosen, attempts, parameters, app) {
+  const name = [setName(chosen.set), chosen.item].filter(Boolean).join(" · ");
+  if (!attempts.length) return card(`Answers to ${name}`, empty("No such prompt", "No recorded rollout has this id."));
   const key = ({ run, source, step, group, sample }) => [run, source, step, group, sample].join("/");
   const find = (text, other) => attempts.find((attempt) => key(attempt) === text) ?? other;
   const first = find(parameters.a, attempts[0]);
@@ -60,21 +103,21 @@ function answersCard(item, attempts, parameters, app) {
   const limits = range(attempts.map((attempt) => attempt.reward));
   const lines = [...groupedBy(attempts, ({ run, source, step }) => `${run}/${source}/${step}`).values()].map((own) => h("tr", {},
     app.runs.length > 1 && h("td", {}, h("i", { class: "dot", style: { background: SERIES[own[0].run % SERIES.length] } }), app.runs[own[0].run].name),
-    h("td", {}, own[0].source === "train" ? "" : own[0].source), h("td", { class: "number" }, `step ${own[0].step}`),
-    h("td", {}, h("span", { class: "cells" }, own.map((attempt) => attemptCell(attempt, { first, second, limits, key, app, item })))),
+    h("td", {}, sourceName(own[0].source)), h("td", { class: "number" }, stepName(own[0], app)),
+    h("td", {}, h("span", { class: "cells" }, own.map((attempt) => attemptCell(attempt, { first, second, limits, key, app, parameters, chosen })))),
     h("td", { class: "number" }, number(mean(own), 3))));
-  const prompt = h("div", { class: "prompt text", dir: "auto" });
+  const prompt = h("div", { class: "prompts" });
   const texts = h("div", { class: "diff", "aria-busy": "true" });
-  drawPrompt(prompt, attempts);
+  drawPrompts(prompt, [first, second], attempts);
   drawDifference(texts, [first, second], app);
-  return card(`Answers to ${item}`,
+  return card(`Answers to ${name}`,
     h("p", { class: "note" }, "A click chooses the left answer, Shift and click the right one. Each row is a step, with its mean reward."),
     h("div", { class: "scroll" }, h("table", { class: "narrow" }, h("tbody", {}, lines))), prompt, texts);
 }
 
-function attemptCell(attempt, { first, second, limits, key, app, item }) {
+function attemptCell(attempt, { first, second, limits, key, app, parameters: { find }, chosen: { set, item } }) {
   const mark = attempt === first && attempt === second ? "AB" : attempt === first ? "A" : attempt === second ? "B" : "";
-  const choose = (event) => app.go("compare", { item, a: key(event.shiftKey ? first : attempt), b: key(event.shiftKey ? attempt : second) }, { replace: true });
+  const choose = (event) => app.go("compare", { set, item, find, a: key(event.shiftKey ? first : attempt), b: key(event.shiftKey ? attempt : second) }, { replace: true });
   return h("button", {
     type: "button", class: `cell${mark ? " marked" : ""}`, title: `sample ${attempt.sample}: reward ${number(attempt.reward)}`,
     "aria-label": `step ${attempt.step} sample ${attempt.sample}, reward ${number(attempt.reward)}${mark ? `, ${mark}` : ""}`,
@@ -82,23 +125,24 @@ function attemptCell(attempt, { first, second, limits, key, app, item }) {
   }, mark);
 }
 
-// The prompt, from the first of a few rollouts whose text is recorded.
-async function drawPrompt(box, attempts) {
-  for (const { run, source, step, group, sample } of [attempts[0], ...attempts.slice(-3).reverse()]) {
-    const found = await ask("sample", { run, source, step, group, sample }).catch(() => null);
-    const text = (found?.row.segments ?? []).filter((segment) => segment.role === "prompt").map((segment) => segment.text).join("");
-    if (text) {
-      fill(box, longText(text, 4000));
-      return;
-    }
-  }
-  box.remove();
+// The prompt of both answers; both prompts if they differ. Rollouts near them may have it if theirs is not recorded.
+async function drawPrompts(box, chosen, attempts) {
+  const texts = (await Promise.all(chosen.map(promptOf))).filter(Boolean);
+  for (const other of [attempts[0], ...attempts.slice(-3).reverse()]) if (!texts.length) texts.push(...[await promptOf(other)].filter(Boolean));
+  const distinct = [...new Set(texts)];
+  fill(box, distinct.length > 1 && h("p", { class: "note" }, "These two rollouts answer different prompts of the same id."),
+    distinct.map((text) => h("div", { class: "prompt text", dir: "auto" }, longText(text, 4000))));
+}
+
+async function promptOf({ run, source, step, group, sample }) {
+  const found = await ask("sample", { run, source, step, group, sample }).catch(() => null);
+  return (found?.row.segments ?? []).filter((segment) => segment.role === "prompt").map((segment) => segment.text).join("");
 }
 
 async function drawDifference(box, chosen, app) {
   const texts = await Promise.all(chosen.map(answerText));
   const heads = chosen.map(({ run, source, step, group, sample, reward, status }, index) => h("h3", {}, h("b", {}, "AB"[index]), " ",
-    h("a", { href: app.link("sample", { run, source, step, group, sample }) }, `${app.runs.length > 1 ? `${app.runs[run].name}, ` : ""}${source === "train" ? "" : `${source}, `}step ${step}, sample ${sample}`),
+    h("a", { href: app.link("sample", { run, source, step, group, sample }) }, `${app.runs.length > 1 ? `${app.runs[run].name}, ` : ""}${[sourceName(source), stepName({ run, step }, app)].filter(Boolean).join(", ")}, sample ${sample}`),
     h("small", {}, `reward ${number(reward)}`), statusChip(status)));
   const isKnown = texts.every((text) => text !== null);
   const parts = isKnown ? difference(texts[0], texts[1]) : [];
@@ -116,6 +160,7 @@ async function answerText({ run, source, step, group, sample }) {
 async function configs(app) {
   const all = await Promise.all(app.runs.map((_, run) => ask("config", { run })));
   const names = [...new Set(all.flatMap((config) => Object.keys(config)))].sort();
+  if (!names.length && app.runs.every((run) => run.is_evaluation)) return null;
   if (!names.length) return card("Options", empty("No options", "A trainer writes config.yaml into the folder of its run."));
   const told = (value) => (value === undefined ? "–" : value === null ? "null" : typeof value === "object" ? JSON.stringify(value) : String(value));
   const differs = (name) => new Set(all.map((config) => told(config[name]))).size > 1;
@@ -132,7 +177,7 @@ async function configs(app) {
   const count = names.filter(differs).length;
   const note = several ? (count ? `${count} options differ.` : "No option differs.") : "Open two runs to compare them: rlite view RUN RUN2";
   const head = h("thead", {}, h("tr", {}, h("th", {}, "option"), app.runs.map((run) => h("th", {}, run.name))));
-  return card("Options", h("p", { class: "note" }, note), h("div", { class: "toolbar small" }, search, several && h("label", {}, only, "only those that differ")), h("div", { class: "scroll" }, h("table", { class: "options" }, head, rows)));
+  return card("Options", h("p", { class: "note" }, note), h("div", { class: "toolbar small" }, search, several && h("label", {}, only, "only those that differ")), h("div", { class: "scroll whole" }, h("table", { class: "options" }, head, rows)));
 }
 
 function counted(number, noun) {

@@ -70,8 +70,11 @@ export function ago(unix) {
   return `${Math.round(passed / size)} ${unit} ago`;
 }
 
-export function words(status) {
-  return String(status).replaceAll("_", " ");
+const NAMES = { answer: "judged answer" };
+
+// The name of a status or a column.
+export function words(name) {
+  return NAMES[name] ?? String(name).replaceAll("_", " ");
 }
 
 // The newest finished step, else the newest step: the end of a run records what was under way in the step after its last.

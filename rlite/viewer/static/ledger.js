@@ -4,7 +4,7 @@ import { ask } from "viewer/api";
 import { stackChart } from "viewer/charts";
 import { STATUS } from "viewer/colors";
 import { card, empty, fill, h, number, rowsOf, select, svg, words } from "viewer/dom";
-import { noRecord, statusChip } from "viewer/rollouts";
+import { noRecord, sourceName, statusChip } from "viewer/rollouts";
 
 const MEANINGS = {
   filtered: "all rewards of the group were equal",
@@ -13,7 +13,7 @@ const MEANINGS = {
   failed: "the episode, or one of its group, raised an error until no attempt was left",
   timed_out: "the episode did not end in time",
   reward_killed: "the reward's process was killed, died, or broke its limits",
-  aborted: "the run, the caller or the engine ended it",
+  aborted: "it was under way when the run ended, or a program or the engine cancelled it",
 };
 
 export async function render(parameters, app) {
@@ -26,9 +26,9 @@ export async function render(parameters, app) {
   const go = (changes) => app.go("ledger", { run, source, ...changes }, { replace: true });
   const choices = h("div", { class: "toolbar" },
     app.runs.length > 1 && select("run", app.runs.map((each, index) => [index, each.name]), run, (value) => go({ run: value, source: "" })),
-    sources.length > 1 && select("source", sources.map((name) => [name, name]), source, (value) => go({ source: value })),
+    sources.length > 1 && select("source", sources.map((name) => [name, sourceName(name)]), source, (value) => go({ source: value })),
     h("strong", {}, ledger.lost ? `${number(ledger.lost)} of ${number(ledger.rollouts)} rollouts were not ${source === "train" ? "trained on" : "counted"} (${percent(ledger.lost, ledger.rollouts)})` : `All ${number(ledger.rollouts)} rollouts were ${source === "train" ? "trained on" : "counted"}`));
-  const body = h("div", { class: "page" }, choices, totals(ledger), chart(ledger), reasons(ledger, { run, source, app }));
+  const body = h("div", { class: "page" }, choices, totals(ledger), chart(source, ledger), reasons(ledger, { run, source, app }));
   return { body };
 }
 
@@ -40,13 +40,14 @@ function totals({ statuses, rollouts }) {
   return card("What became of the rollouts", bar, h("div", { class: "totals" }, list));
 }
 
-function chart({ by_step: { steps, counts } }) {
+function chart(source, { by_step: { steps, counts } }) {
   const layers = Object.entries(STATUS).filter(([status]) => counts[status] && !["trained", "evaluated"].includes(status)).map(([status, color]) => ({ label: words(status), color, values: counts[status] }));
-  return stackChart("Lost in each step", steps, layers);
+  const note = counts.filtered ? "Filtered groups are replaced by design: all their rewards are equal." : "";
+  return steps.length > 1 && stackChart(source === "train" ? "Not trained on, by step" : "Not counted, by step", steps, layers, { note });
 }
 
 function reasons(ledger, place) {
-  if (!ledger.kinds.length) return card("Reasons", empty("Nothing was lost", "Every rollout was used."));
+  if (!ledger.kinds.length) return card("Reasons", empty("No reasons", "Every rollout was used."));
   const most = ledger.kinds[0].count_all;
   const rows = ledger.kinds.map((row) => kindRow(row, most, place));
   const note = ledger.num_kinds > ledger.kinds.length ? `the ${ledger.kinds.length} most frequent of ${number(ledger.num_kinds)} kinds` : "A click lists the rollouts of a reason.";

@@ -2,6 +2,7 @@
 
 import { ask, series } from "viewer/api";
 import { lineChart, stackChart } from "viewer/charts";
+import { evaluationCards } from "viewer/evaluation";
 import { SERIES, STATUS } from "viewer/colors";
 import { ago, card, empty, fill, groupedBy, h, newest, number, seconds, words } from "viewer/dom";
 
@@ -14,11 +15,13 @@ const CHARTS = [
   ["Staleness", ["rollout/staleness"], "updates between a token and its use"],
   ["Tokens per second", ["tokens_per_second"], ""],
   ["Loss", ["loss"], ""],
+  ["Reward margin", ["margin"], "chosen minus rejected, mean"],
   ["KL", ["kl"], "to the reference model"],
   ["Entropy", ["entropy"], "nats per token"],
   ["Gradient norm", ["grad_norm"], ""],
 ];
-const EVALUATED = /(^|\/)accuracy$/;
+const EVALUATED = /(^|\/)(test_)?accuracy$/;
+const HELD_OUT_LOSS = /(^|\/)test_loss$/;
 const PHASE = /^seconds_/;
 const PHASE_COLORS = ["#2563eb", "#e8710a", "#0f9d76", "#a855f7", "#64748b", "#0891b2", "#8d6e1f", "#d6336c"];
 
@@ -38,18 +41,29 @@ async function contents(app, more) {
     series: await series(index, names(run).filter((name) => run.metrics.includes(name))),
     ...(await ask("overview", { run: index })),
   })));
+  return [
+    found.map((each) => problems(each.run)),
+    found.filter((each) => each.results).map((each) => evaluationCards(each, app)),
+    trainings(found.filter((each) => !each.results), app, more),
+  ];
+}
+
+// The curves of runs that train.
+function trainings(found, app, more) {
+  if (!found.length) return null;
   const several = found.length > 1;
   const curves = [
     rewardChart(found),
     partsChart(found),
     heldOutChart(found),
+    lossChart(found),
+    metricChart("Training accuracy", ["accuracy"], "share of pairs that the model orders rightly", found.filter((each) => !isHeldOut("accuracy", each.run))),
     ...CHARTS.map(([title, metrics, note]) => metricChart(title, metrics, note, found)),
     ...found.map((each) => phaseChart(each, several)),
     ...found.map((each) => statusChart(each, several)),
     ...more.map((name) => metricChart(name, [name], "", found)),
   ].filter(Boolean);
   return [
-    found.map((each) => problems(each.run)),
     h("div", { class: "advices" }, advice(found, app)),
     found.map((each) => tiles(each, several, app)),
     curves.length
@@ -60,7 +74,7 @@ async function contents(app, more) {
 }
 
 function picked(run) {
-  return run.metrics.filter((name) => PHASE.test(name) || EVALUATED.test(name) || name.endsWith("standard_error") || name.startsWith("reward/"));
+  return run.metrics.filter((name) => PHASE.test(name) || EVALUATED.test(name) || HELD_OUT_LOSS.test(name) || name.endsWith("standard_error") || name.startsWith("reward/"));
 }
 
 function problems(run) {
@@ -70,7 +84,7 @@ function problems(run) {
 }
 
 function advice(found, app) {
-  const all = found.flatMap((each, run) => each.advisories.map((advisory) => ({ ...advisory, name: each.run.name, run })));
+  const all = found.flatMap((each) => each.advisories.map((advisory) => ({ ...advisory, name: each.run.name, run: app.runs.indexOf(each.run) })));
   const titles = [...groupedBy(all, ({ title }) => title)].sort(([, [a]], [, [b]]) => (b.level === "alarm") - (a.level === "alarm"));
   const told = ({ reason, metric, name, run }) => [
     found.length > 1 && h("small", {}, `${name}: `), reason, metric ? null : [" ", h("a", { href: app.link("ledger", { run }) }, "Open the ledger")]];
@@ -82,16 +96,19 @@ function tiles({ run, color, series: metrics, sources, statuses }, several, app)
   const last = (name) => metrics[name]?.values.findLast((value) => value !== null);
   const total = Object.values(statuses).reduce((a, b) => a + b, 0);
   const lost = total - (statuses.trained ?? 0) - (statuses.evaluated ?? 0);
-  const evaluated = Object.entries(sources).filter(([source]) => source !== "train").map(([source, means]) =>
-    tile(source.replace("eval.", "held out: "), `${number(means.values.at(-1), 3)}`, means.errors.at(-1) === null ? "" : `± ${number(means.errors.at(-1), 2)}`));
+  const evaluated = evaluations({ run, sources, series: metrics }).map(([name, { steps, values, errors }]) =>
+    tile(`held out: ${name}`, number(values.at(-1), 3), `${errors?.at(-1) ? `± ${number(errors.at(-1), 2)}, ` : ""}step ${steps.at(-1)}`));
+  const losses = heldOutLosses(metrics).map(([name, { steps, values }]) => tile(name ? `held-out loss: ${name}` : "held-out loss", number(values.at(-1), 3), `step ${steps.at(-1)}`));
   const facts = [
     tile("step", number(run.last_step || null), run.changed_at ? `changed ${ago(run.changed_at)}` : ""),
     tile("reward", number(rewardOf(sources.train, run) ?? last("reward"), 3), "last step"),
-    ...(evaluated.length ? evaluated : [tile("held out", number(last("accuracy"), 3), "accuracy")]),
-    tile("tokens/s", number(last("tokens_per_second"), 3), ""),
-    tile("step takes", seconds(last("seconds")), ""),
+    !sources.train && tile("loss", number(last("loss"), 3), "last step"),
+    ...evaluated,
+    ...losses,
+    tile("tokens/s", number(last("tokens_per_second"), 3), "last step"),
+    tile("step time", seconds(last("seconds")), "last step"),
     tile("rollouts", number(total || null), "recorded"),
-    tile(sources.train ? "not trained on" : "not finished", total ? `${((100 * lost) / total).toFixed(1)} %` : "–", total ? `${number(lost)} rollouts` : "", app.link("ledger", { run: app.runs.indexOf(run) })),
+    tile("not trained on", total ? `${((100 * lost) / total).toFixed(1)} %` : "–", total ? `${number(lost)} rollouts` : "", app.link("ledger", { run: app.runs.indexOf(run) })),
   ];
   const title = several && h("h2", {}, h("i", { class: "dot", style: { background: color } }), run.name);
   return h("div", {}, title, h("div", { class: "tiles" }, facts.filter(Boolean)));
@@ -123,29 +140,40 @@ function rewardChart(found) {
 }
 
 function partsChart(found) {
-  const lines = found.flatMap((each) => Object.entries(each.series).filter(([name]) => name.startsWith("reward/")).map(([name, points], part) => ({
-    label: label(each, name.slice(7), found),
-    color: found.length > 1 ? each.color : SERIES[part % SERIES.length],
-    dash: found.length > 1 && part ? [6, 3 * part] : undefined,
-    ...points,
-  })));
+  const lines = found.flatMap((each) => Object.entries(each.series).filter(([name]) => name.startsWith("reward/")).map(([name, points]) => ({ label: label(each, name.slice(7), found), ...points })));
   return lineChart("Parts of the reward", lines, { note: "mean of each part, before its weight" });
 }
 
 function heldOutChart(found) {
-  const lines = found.flatMap((each) => {
-    const recorded = Object.entries(each.sources).filter(([source]) => source !== "train").map(([source, points]) => [source.slice(5), points]);
-    const logged = Object.entries(each.series).filter(([name]) => EVALUATED.test(name)).map(([name, points]) => [name, { ...points, errors: errorsOf(each.series, name, points) }]);
-    const chosen = recorded.length ? recorded : logged;
-    return chosen.map(([name, points], set) => ({
-      label: label(each, name, found),
-      color: found.length > 1 ? each.color : SERIES[set % SERIES.length],
-      dash: found.length > 1 && set ? [6, 3 * set] : undefined,
-      bars: true,
-      ...points,
-    }));
-  });
+  const lines = found.flatMap((each) => evaluations(each).map(([name, points]) => ({ label: label(each, name, found), bars: true, ...points })));
   return lineChart("Held out", lines, { note: "evaluations; the bars are standard errors, clustered by prompt" });
+}
+
+function lossChart(found) {
+  const lines = found.flatMap((each) => heldOutLosses(each.series).map(([name, points]) => ({ label: label(each, name || "held-out loss", found), ...points })));
+  return lineChart("Held-out loss", lines);
+}
+
+// An accuracy of training has no number of failed episodes beside it.
+function isHeldOut(name, run) {
+  return name.endsWith("test_accuracy") || run.metrics.includes(name.replace(/accuracy$/, "num_errors"));
+}
+
+// Means of the record by set; without a record, the metrics of evaluations.
+function evaluations({ run, sources, series: metrics }) {
+  const recorded = Object.entries(sources).filter(([source]) => source !== "train").map(([source, points]) => [source.slice(5), points]);
+  if (recorded.length) return recorded;
+  return Object.entries(metrics).filter(([name]) => EVALUATED.test(name) && isHeldOut(name, run))
+    .map(([name, points]) => [setOf(name) || "accuracy", { ...points, errors: errorsOf(metrics, name, points) }]);
+}
+
+function heldOutLosses(metrics) {
+  return Object.entries(metrics).filter(([name]) => HELD_OUT_LOSS.test(name)).map(([name, points]) => [setOf(name), points]);
+}
+
+// The test set of a metric; an empty text if it has no name.
+function setOf(name) {
+  return name.slice(0, Math.max(0, name.lastIndexOf("/")));
 }
 
 function errorsOf(metrics, name, { steps }) {
@@ -155,10 +183,9 @@ function errorsOf(metrics, name, { steps }) {
 }
 
 function metricChart(title, metrics, note, found) {
-  const lines = found.flatMap((each) => metrics.filter((name) => each.series[name]).map((name, index) => ({
+  const lines = found.flatMap((each) => metrics.filter((name) => each.series[name]).map((name) => ({
     label: label(each, metrics.length > 1 ? name : found.length > 1 ? "" : name, found),
-    color: found.length > 1 ? each.color : SERIES[index],
-    dash: index ? [5, 4] : undefined,
+    color: found.length > 1 && metrics.length === 1 ? each.color : undefined,
     ...each.series[name],
   })));
   return lineChart(title, lines, { note });

@@ -7,6 +7,7 @@ import { card, empty, fill, groupedBy, h, key, newest, number, rowsOf, select, s
 const BINS = 20;
 const SHOWN_ROWS = 100;
 const SHOWN_CELLS = 2000;
+const MAX_IN_LINE = 16; // cells beside each other
 const LEFT = 110; // of the scatter, for the numbers of its axis
 const HIDDEN = ["step", "ended"];
 const STATUS_COLOR = "status";
@@ -33,8 +34,22 @@ export async function render(parameters, app) {
   return { body, keys: { "[": move(-1), "]": move(1) }, renew: tellNews };
 }
 
+// What a page says in place of rollouts.
 export function noRecord(about) {
-  return empty("No rollouts are recorded", `${about.name} has no files in record/. A run records them with trainer.record=sample (texts of some groups) or all. The first step writes the first file.`);
+  return empty("No rollouts are recorded", ...withoutRecord([about]));
+}
+
+// Why some runs have no record.
+export function withoutRecord(runs) {
+  const names = runs.map((run) => run.name).join(", ");
+  return runs.some((run) => run.records)
+    ? [`${names}: there are no files in record/. A run records rollouts with trainer.record=sample (texts of some groups) or all. The first step writes the first file.`]
+    : [`${names}: only reinforcement learning and rlite eval record rollouts. The overview shows the metrics of this run.`];
+}
+
+// The name of training, of a test set, or of a model in an evaluation.
+export function sourceName(source) {
+  return source === "train" ? "training" : source.replace(/^eval\./, "");
 }
 
 // Choices of step, source and run, which several pages have.
@@ -45,8 +60,8 @@ export function placeBar(page, { app, run, source, step, steps, parameters }) {
   const sources = Object.keys(app.runs[run].sources);
   return [
     app.runs.length > 1 && select("run", app.runs.map((each, index) => [index, each.name]), run, (value) => go({ run: value, source: "", step: "" })),
-    sources.length > 1 && select("source", sources.map((name) => [name, name]), source, (value) => go({ source: value, step: "" })),
-    h("span", { class: "stepper" }, arrow(-1, "‹", "previous step ([)"), select("step", steps.map((each) => [each, each]), step, (value) => go({ step: value })), arrow(1, "›", "next step (])"), h("small", {}, `of ${steps.at(-1)}`)),
+    sources.length > 1 && select("source", sources.map((name) => [name, sourceName(name)]), source, (value) => go({ source: value, step: "" })),
+    (steps.length > 1 || step > 0) && h("span", { class: "stepper" }, arrow(-1, "‹", "previous step ([)"), select("step", steps.map((each) => [each, each]), step, (value) => go({ step: value })), arrow(1, "›", "next step (])"), h("small", {}, `of ${steps.at(-1)}`)),
   ];
 }
 
@@ -65,7 +80,7 @@ class View {
     this.side = h("div", { class: "side" });
     this.table = h("div", { class: "scroll" });
     this.found = h("div");
-    fill(this.body, this.toolbar(), this.found, h("div", { class: "columns" }, card("Groups", this.legend(), this.grid), this.side), card("Table", this.table));
+    fill(this.body, this.toolbar(), this.found, h("div", { class: "columns groups" }, card("Groups", this.legend(), this.heads(), this.grid), this.side), card("Table", h("p", { class: "note" }, "A click on a heading sorts. The table scrolls sideways."), this.table));
     this.drawChosen();
   }
 
@@ -154,7 +169,12 @@ class View {
     }
     const [low, high] = this.limits;
     const stops = [0, 0.25, 0.5, 0.75, 1].map((share) => scale(low + share * (high - low), low, high));
-    return h("p", { class: "legend" }, number(low, 3), h("i", { class: "ramp", style: { background: `linear-gradient(90deg, ${stops.join(", ")})` } }), number(high, 3), ` ${words(this.given.color)}`, h("i", { class: "swatch none" }), "none", h("i", { class: "swatch lost" }), this.source === "train" ? "not trained on" : "not counted");
+    return h("p", { class: "legend" }, `${words(this.given.color)} `, number(low, 3), h("i", { class: "ramp", style: { background: `linear-gradient(90deg, ${stops.join(", ")})` } }), number(high, 3), h("i", { class: "swatch none" }), "none", h("i", { class: "swatch lost" }), this.source === "train" ? "not trained on" : "not counted");
+  }
+
+  // Headings of the grid's columns.
+  heads() {
+    return h("div", { class: "line heads" }, h("span", {}, "group"), h("span", {}, "item"), h("span", { class: "mean" }, `mean ${words(this.value)}`), h("span", {}, "samples"));
   }
 
   drawGrid(chosen) {
@@ -170,6 +190,7 @@ class View {
     const lines = (from, to) => shown.slice(from, to).map(([group, rows]) => this.line(group, rows, chosen, mean(rows)));
     const many = Math.ceil((SHOWN_CELLS * groups.size) / this.rows.length);
     const more = shown.length > many && h("button", { type: "button", class: "more", on: { click: (event) => event.target.replaceWith(...lines(many)) } }, `Show all ${number(shown.length)} groups`);
+    this.grid.style.setProperty("--samples", Math.min(MAX_IN_LINE, Math.max(...[...groups.values()].map((rows) => rows.length))));
     fill(this.grid, lines(0, many), more);
     const first = this.grid.querySelector("a.cell");
     if (first) first.tabIndex = 0;
@@ -184,7 +205,7 @@ class View {
       "aria-label": `group ${group} sample ${row.sample}, ${words(this.value)} ${number(row[this.value])}, ${words(row.status)}`,
       style: { "background-color": this.color(row) },
     }));
-    return h("div", { class: "line", role: "row" }, h("span", { class: "name", title: `item ${rows[0].item}` }, h("b", {}, group), ` ${rows[0].item}`), h("span", { class: "mean", title: `mean of ${words(this.value)}` }, number(mean, 3)), h("span", { class: "cells" }, cells));
+    return h("div", { class: "line", role: "row" }, h("b", {}, group), h("span", { class: "name", title: `item ${rows[0].item}` }, rows[0].item), h("span", { class: "mean", title: `mean of ${words(this.value)}` }, number(mean, 3)), h("span", { class: "cells" }, cells));
   }
 
   moveFocus(event) {

@@ -3,7 +3,7 @@
 import { ask } from "viewer/api";
 import { range, scale } from "viewer/colors";
 import { card, empty, h, key, longText, newest, number, rowsOf, seconds, svg, words } from "viewer/dom";
-import { noRecord, statusChip } from "viewer/rollouts";
+import { noRecord, sourceName, statusChip } from "viewer/rollouts";
 import { tokenView } from "viewer/tokens";
 
 const TABS = { conversation: "Conversation", tokens: "Tokens", siblings: "Side by side" };
@@ -24,14 +24,14 @@ export async function render(parameters, app) {
   if (group !== undefined && sample !== undefined) ask("sample", { run, source, step, group, sample }).catch(() => {}); // at once with the rows
   const rows = rowsOf((await ask("rows", { run, source, step })).columns);
   if (!rows.length) return { body: empty(`Step ${step} has no rollouts`, `${source} has the steps ${steps[0]} to ${steps.at(-1)}.`) };
-  const at = rows.findIndex((row) => row.group === Number(parameters.group) && row.sample === Number(parameters.sample));
-  const row = rows[Math.max(at, 0)];
+  const isChosen = (row) => row.group === Number(group) && row.sample === Number(sample);
+  const row = rows.find(isChosen) ?? rows.find((each) => each.status === "trained" || each.status === "evaluated") ?? rows[0];
   const place = { run, source, step, group: row.group, sample: row.sample };
   const found = await ask("sample", place);
   const tab = parameters.tab in TABS ? parameters.tab : "conversation";
   const state = { app, about, place, rows, row: found.row, sequences: found.sequences, steps, tab, by: parameters.by };
   const content = await { conversation, tokens, siblings }[tab](state);
-  const body = h("div", { class: "page" }, head(state), h("div", { class: "columns sample" }, h("div", { class: "wide" }, tabs(state), content), h("div", { class: "side" }, facts(state), family(state), parts(state), episode(state))));
+  const body = h("div", { class: "page" }, head(state), h("div", { class: "columns sample" }, h("div", { class: "wide" }, tabs(state), content), h("div", { class: "side" }, facts(state), dataRow(state), family(state), parts(state), episode(state))));
   return { body, keys: keysOf(state) };
 }
 
@@ -67,8 +67,8 @@ function head({ app, about, place, rows, row, tab, by }) {
   const arrow = (to, text, title) => h("a", { class: "button", "aria-label": title, title, "aria-disabled": to ? null : "true", href: to ? app.link("sample", { ...place, ...to, tab, by }) : null }, text);
   const crumbs = [
     h("a", { href: app.link("overview") }, about.name),
-    h("a", { href: app.link("rollouts", { run: place.run, source: place.source, step: place.step }) }, `${place.source} · step ${place.step}`),
-    h("a", { href: app.link("compare", { run: place.run, item: row.item }) , title: "this prompt over steps and runs" }, `group ${place.group} · ${row.item}`),
+    h("a", { href: app.link("rollouts", { run: place.run, source: place.source, step: place.step }) }, `${sourceName(place.source)}${place.step || about.last_step ? ` · step ${place.step}` : ""}`),
+    h("a", { href: app.link("compare", { set: about.sources[place.source].set, item: row.item }) , title: "this prompt over steps and runs" }, `group ${place.group} · ${row.item}`),
     h("span", {}, `sample ${place.sample}`),
   ];
   return h("div", { class: "samplehead" },
@@ -140,6 +140,13 @@ function facts({ row, place }) {
   return card("Facts", h("dl", { class: "facts" }, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])));
 }
 
+// Columns of the data, such as the true answer; they are recorded together with the text.
+function dataRow({ row }) {
+  const columns = Object.entries(row.data);
+  if (!columns.length) return null;
+  return card("Data row", h("dl", { class: "facts" }, columns.map(([name, value]) => [h("dt", {}, name), h("dd", { dir: "auto" }, longText(value, 300))])));
+}
+
 function family({ app, place, rows, tab, by }) {
   const own = rows.filter((row) => row.group === place.group);
   const limits = range(rows.map((row) => row.reward));
@@ -158,14 +165,20 @@ function parts({ row }) {
     h("dt", {}, name), h("dd", {}, h("i", { class: value < 0 ? "bar negative" : "bar", style: { width: `${(100 * Math.abs(value ?? 0)) / most}%` } }), h("span", {}, number(value)))])));
 }
 
+// What is neither the engine nor the reward is the environment's time, if there is one.
+function hasEnvironment(row) {
+  return row.turns > 1 || row.tool_calls > 0 || (row.segments ?? []).some((segment) => segment.role === "environment");
+}
+
 function episode({ row }) {
   const events = row.events ?? [];
   if (!events.length) return null;
   const end = Math.max(...events.map((event) => event.end), 1e-9);
   const names = [...new Set(events.map((event) => event.name))];
+  const title = (name) => (name === "environment" && !hasEnvironment(row) ? "other" : name);
   const bars = events.map((event) => svg("rect", { x: (300 * event.start) / end, y: 4 + 20 * names.indexOf(event.name), width: Math.max(1, (300 * (event.end - event.start)) / end), height: 14, rx: 2, fill: STAGES[event.name] ?? "#64748b" },
-    svg("title", {}, `${event.name}: ${seconds(event.end - event.start)}, from ${seconds(event.start)}`)));
-  const legend = names.map((name) => key(STAGES[name] ?? "#64748b", `${name} ${seconds(row[`seconds_${name}`])}`));
+    svg("title", {}, `${title(event.name)}: ${seconds(event.end - event.start)}, from ${seconds(event.start)}`)));
+  const legend = names.map((name) => key(STAGES[name] ?? "#64748b", `${title(name)} ${seconds(row[`seconds_${name}`])}`));
   const cut = events.length === MAX_EVENTS && h("p", { class: "note" }, `The picture shows the first ${MAX_EVENTS} stages; the seconds count all.`);
   return card("Episode", svg("svg", { viewBox: `0 0 300 ${4 + 20 * names.length}`, class: "episode", role: "img", "aria-label": "timeline of the episode" }, bars), h("p", { class: "legend" }, legend, !cut && h("span", {}, `in all ${seconds(end)}`)), cut);
 }

@@ -4,11 +4,23 @@ import { ask, isExport } from "viewer/api";
 import { css, SERIES } from "viewer/colors";
 import { card, empty, fill, h, number, seconds, select } from "viewer/dom";
 
-const NAMES = 190; // width of the column of names
+const MAX_NAME = 320; // width of a name
 const ROW = 18;
 const FLIGHT = 34;
 const GAP = 8;
 const WAITS = /wait|held|idle/;
+const MEANINGS = {
+  group: "all samples of a prompt, from their submission until the trainer takes them",
+  "group: waiting": "not started: too many groups are in flight",
+  "group: running": "the samples are generated and rewarded",
+  "group: ready": "finished; the trainer has not taken the group yet",
+  generate: "one sample waits for its tokens from the engine",
+  advance: "the engine computes the next tokens of all requests",
+  step: "one step of the trainer",
+  "describe weights": "names, shapes and types of the weights, before they are sent",
+  "weight sync": "the new weights go to the engine",
+  train_batch: "forward, backward and optimizer",
+};
 
 export async function render(parameters, app) {
   const run = Number(parameters.run ?? 0);
@@ -32,14 +44,15 @@ class Timeline {
     this.run = run;
     this.data = data;
     this.last = data.last;
+    this.names = 0; // width of the column of names
     this.canvas = h("canvas", { class: "timeline", tabindex: "0", role: "img", "aria-label": "timeline of the run" });
     this.told = h("p", { class: "told", role: "status" }, "Point at a span. Drag moves, the wheel with Ctrl zooms, + − 0 and the arrows do the same.");
     this.times = h("div", { class: "scroll" });
     const button = (text, title, act) => h("button", { type: "button", title, "aria-label": title, on: { click: act } }, text);
     this.body = h("div", { class: "stack" },
       card("Who was busy, who waited", h("div", { class: "toolbar small" }, button("+", "zoom in (+)", () => this.zoom(0.5)), button("−", "zoom out (−)", () => this.zoom(2)), button("all", "whole trace (0)", () => this.show(0, this.last)),
-        h("p", { class: "legend" }, h("i", { class: "swatch hatched" }), "waiting", h("small", {}, "The percentage is the busy share of the window. All of trace.json opens in Perfetto."))), this.canvas, this.told),
-      card("Where the time of this window went", this.times));
+        h("p", { class: "legend" }, h("i", { class: "swatch hatched" }), "waiting", h("small", {}, "The percentage is the share of the window that is busy, without waiting. The number of a lower row is its most at a time."))), this.canvas, this.told),
+      card("Where the time of this window went", h("p", { class: "note" }, "Spans nest. The own time of a span leaves out the spans inside of it."), this.times));
     this.listen();
     this.drawTimes();
   }
@@ -87,7 +100,8 @@ class Timeline {
     context.scale(ratio, ratio);
     context.font = "12px system-ui, sans-serif";
     context.textBaseline = "middle";
-    const x = (time) => NAMES + ((width - NAMES) * (time - this.data.start)) / (this.data.end - this.data.start);
+    this.names = 74 + Math.min(MAX_NAME, width / 3, Math.max(...this.rows.map((row) => context.measureText(titleOf(row)).width)));
+    const x = (time) => this.names + ((width - this.names) * (time - this.data.start)) / (this.data.end - this.data.start);
     this.drawAxis(context, x, height);
     for (const row of this.rows) (row.lane ? this.drawLane : this.drawFlight).call(this, context, row, x, width);
   }
@@ -128,18 +142,18 @@ class Timeline {
     context.textAlign = "left";
     context.fillStyle = css("--text");
     const middle = row.lane ? row.top + ROW / 2 : (row.top + row.bottom) / 2;
-    context.fillText(clipped(context, title, NAMES - 58), 0, middle);
+    context.fillText(clipped(context, title, this.names - 66), 0, middle);
     context.fillStyle = css("--muted");
     context.textAlign = "right";
-    context.fillText(share, NAMES - 8, middle);
+    context.fillText(share, this.names - 8, middle);
   }
 
   drawLane(context, row, x, width) {
     const { lane, top } = row;
-    this.drawName(context, row, lane.process.split(" (")[0] + (lane.name && lane.name !== "the program" ? `, ${lane.name}` : ""), `${Math.round(100 * lane.busy)} %`);
+    this.drawName(context, row, titleOf(row), `${Math.round(100 * lane.busy)} %`);
     for (const [start, end, name, depth] of lane.spans) {
       if (depth > 3 || end < this.data.start || start > this.data.end) continue;
-      const left = Math.max(NAMES, x(start));
+      const left = Math.max(this.names, x(start));
       const size = Math.max(0.7, Math.min(width, x(end)) - left);
       const box = { left, top: top + depth * ROW, width: size, height: ROW - 2 };
       context.fillStyle = WAITS.test(name) ? css("--wait") : colorOf(name);
@@ -150,19 +164,19 @@ class Timeline {
         context.textAlign = "left";
         context.fillText(clipped(context, name, size - 8), left + 4, box.top + box.height / 2);
       }
-      this.boxes.push({ ...box, text: `${lane.process}: ${name}, ${seconds(end - start)}, from ${number(start, 6)} s to ${number(end, 6)} s` });
+      this.boxes.push({ ...box, text: `${lane.process}: ${name}, ${seconds(end - start)}, from ${number(start, 6)} s to ${number(end, 6)} s${MEANINGS[name] ? `; ${MEANINGS[name]}` : ""}` });
     }
   }
 
   drawFlight(context, row, x, width) {
     const { flight, top, bottom } = row;
-    this.drawName(context, row, flight.name, `≤ ${number(flight.most, 3)}`);
-    const size = (width - NAMES) / flight.counts.length;
+    this.drawName(context, row, titleOf(row), `max ${number(flight.most)}`);
+    const size = (width - this.names) / flight.counts.length;
     context.fillStyle = colorOf(flight.name);
     flight.counts.forEach((count, bin) => {
-      const height = flight.most ? ((bottom - top) * count) / flight.most : 0;
-      context.fillRect(NAMES + bin * size, bottom - height, size + 0.5, height);
-      this.boxes.push({ left: NAMES + bin * size, top, width: size, height: bottom - top, text: `${flight.name}: ${number(count, 3)} at once` });
+      const height = count && Math.max(1, ((bottom - top) * count) / flight.most);
+      context.fillRect(this.names + bin * size, bottom - height, size + 0.5, height);
+      this.boxes.push({ left: this.names + bin * size, top, width: size, height: bottom - top, text: `${flight.name}: ${number(count, 3)} at a time, on average${MEANINGS[flight.name] ? `; ${MEANINGS[flight.name]}` : ""}` });
     });
   }
 
@@ -170,7 +184,7 @@ class Timeline {
     let from = null;
     const share = (event) => {
       const box = this.canvas.getBoundingClientRect();
-      return (event.clientX - box.left - NAMES) / (box.width - NAMES);
+      return (event.clientX - box.left - this.names) / (box.width - this.names);
     };
     this.canvas.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && !event.metaKey) return;
@@ -191,10 +205,14 @@ class Timeline {
   }
 
   drawTimes() {
-    const rows = this.data.times.map(({ process, name, seconds: total, count, share }) => h("tr", {}, h("td", {}, process.split(" (")[0]), h("td", {}, name), h("td", { class: "number" }, `${number(total, 3)} s`), h("td", { class: "number" }, `${(100 * share).toFixed(1)} %`), h("td", { class: "number" }, number(count))));
-    const head = ["who", "what", "time", "of the window", "times"].map((title, index) => h("th", { class: index > 1 ? "number" : "" }, title));
+    const rows = this.data.times.map(({ process, name, seconds: total, own, count, share }) => h("tr", {}, h("td", {}, process.split(" (")[0]), h("td", { title: MEANINGS[name] }, name), h("td", { class: "number" }, `${number(own, 3)} s`), h("td", { class: "number" }, `${(100 * share).toFixed(1)} %`), h("td", { class: "number" }, `${number(total, 3)} s`), h("td", { class: "number" }, number(count))));
+    const head = ["who", "what", "own time", "of the window", "with spans inside", "times"].map((title, index) => h("th", { class: index > 1 ? "number" : "" }, title));
     fill(this.times, h("table", {}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows)));
   }
+}
+
+function titleOf({ lane, flight }) {
+  return flight ? flight.name : lane.process.split(" (")[0] + (lane.name && lane.name !== "the program" ? `, ${lane.name}` : "");
 }
 
 function colorOf(name) {

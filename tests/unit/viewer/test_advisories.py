@@ -14,7 +14,10 @@ CALM = {"uniform_groups": 0.5, "truncated": 0.25, "logprob_drift": 0.1, "seconds
 
 def log(folder: Path, **changes: float) -> MetricsLog:
     """Nine calm steps and one with changes."""
-    rows = [{"step": step, **CALM} for step in range(1, 10)] + [{"step": 10, **CALM, **changes}]
+    return log_of(folder, [{"step": step, **CALM} for step in range(1, 10)] + [{"step": 10, **CALM, **changes}])
+
+
+def log_of(folder: Path, rows: list[dict[str, float]]) -> MetricsLog:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = MetricsLog(folder / "metrics.jsonl")
     made.refresh()
@@ -45,6 +48,11 @@ def test_each_threshold_has_an_advice_with_its_reason(
 
 def test_a_phase_that_is_short_beside_its_step_does_not_stall(tmp_path: Path) -> None:
     assert advisories(log(tmp_path, seconds_sync=6.5, seconds=200.0), {}) == []
+
+
+def test_a_phase_of_less_than_a_second_does_not_stall(tmp_path: Path) -> None:
+    rows = [{"step": step, "seconds": 0.5, "seconds_sync": 0.9 if step == 10 else 0.01} for step in range(1, 11)]
+    assert advisories(log_of(tmp_path, rows), {}) == []
 
 
 def test_lost_rollouts_lead_to_the_ledger(tmp_path: Path) -> None:

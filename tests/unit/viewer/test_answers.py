@@ -14,6 +14,7 @@ from rlite.observability.record.files import write_table
 from rlite.observability.record.schema import ROWS
 from rlite.viewer.answers import MAX_HITS, PAGE, QUESTIONS, answer
 from rlite.viewer.export import export
+from rlite.viewer.prompts import shortened
 from rlite.viewer.query import Query, UnknownPlace
 from rlite.viewer.run import ViewedRun, open_runs
 from rlite.viewer.tables import means_by_step
@@ -31,7 +32,7 @@ def ask(runs: list[ViewedRun], name: str, **parameters: Any) -> Any:
 
 def test_a_run_tells_its_sources_and_steps(runs: list[ViewedRun]) -> None:
     [about] = ask(runs, "runs")
-    assert about["sources"]["train"] == {"steps": list(range(1, 9)), "rollouts": 256}
+    assert about["sources"]["train"] == {"steps": list(range(1, 9)), "rollouts": 256, "set": "train"}
     assert about["sources"]["eval.countdown"]["steps"] == [4, 8]
     assert about["has_trace"]
 
@@ -89,8 +90,48 @@ def test_the_ledger_joins_reasons_of_one_kind_and_pages_them(tmp_path: Path) -> 
 def test_a_prompt_is_followed_over_steps(runs: list[ViewedRun]) -> None:
     items = ask(runs, "items", text="countdown-0")["items"]
     assert items["item"][0] == "countdown-0"
-    [found] = ask(runs, "item", item="countdown-0")
+    [found] = ask(runs, "item", set="train", item="countdown-0")
     assert len(set(found["columns"]["step"])) == items["step_count_distinct"][0]
+    assert items["prompt"][0].startswith("Use each of the numbers")
+
+
+def rows_file(folder: Path, source: str, step: int, rows: list[dict[str, Any]]) -> None:
+    base = {"step": step, "group": 0, "sample": 0, "item": "0", "status": "trained", "reason": ""}
+    write_table(folder, source, step, "rows", pa.Table.from_pylist([base | row for row in rows], schema=ROWS))
+
+
+def test_rows_of_the_same_number_in_two_sets_are_two_prompts(tmp_path: Path) -> None:
+    for source, prompt in (("train", "What is 0+3?"), ("eval.code", "What is 6+3?")):
+        rows_file(tmp_path, source, 1, [{"item": "3", "segments": [{"role": "prompt", "text": prompt}]}])
+    runs = open_runs([str(tmp_path)])
+    items = ask(runs, "items")["items"]
+    assert list(zip(items["set"], items["item"], items["prompt"], strict=True)) == [
+        ("eval.code", "3", "What is 6+3?"),
+        ("train", "3", "What is 0+3?"),
+    ]
+    [found] = ask(runs, "item", set="eval.code", item="3")
+    assert found["source"] == "eval.code"
+
+
+def test_models_that_answered_the_same_questions_share_their_prompts(tmp_path: Path) -> None:
+    for source in ("eval.a", "eval.b", "eval.c"):
+        rows_file(tmp_path, source, 0, [{}])
+    settings = {name: {"questions": {"content": content}} for name, content in (("a", "x"), ("b", "x"), ("c", "y"))}
+    (tmp_path / "results.json").write_text(json.dumps({"models": {}, "comparison": None, "settings": settings}))
+    runs = open_runs([str(tmp_path)])
+    assert sorted(ask(runs, "items")["items"]["step_count"]) == [1, 2]
+    assert [each["source"] for each in ask(runs, "item", set="questions x", item="0")] == ["eval.a", "eval.b"]
+
+
+def test_prompts_are_in_natural_order(tmp_path: Path) -> None:
+    rows_file(tmp_path, "train", 1, [{"group": n, "item": f"m{n}"} for n in (10, 9, 1, 2)])
+    assert ask(open_runs([str(tmp_path)]), "items")["items"]["item"] == ["m1", "m2", "m9", "m10"]
+
+
+def test_prompts_are_told_apart_by_what_they_do_not_share() -> None:
+    chat = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    texts = [chat.format(text) for text in ("What is 1+1?", "Count\nto 3.")]
+    assert shortened(texts) == ["What is 1+1?", "Count to 3."]
 
 
 def test_held_out_means_count_failed_episodes_as_wrong(tmp_path: Path) -> None:
@@ -221,3 +262,31 @@ def test_a_folder_without_a_record_answers_every_question_or_says_why(tmp_path: 
     for name in QUESTIONS.keys() - {"overview", "items", "item", "config", "timeline", "series"}:
         with pytest.raises(UnknownPlace, match="no rows"):
             ask(runs, name, step=1, group=0, sample=0, offset=0)
+
+
+def test_an_evaluation_of_two_models_tells_its_results_and_where_they_differ(tmp_path: Path) -> None:
+    scores = {"a": {"0": 1.0, "1": 0.0, "2": 0.5}, "b": {"0": 0.0, "1": 0.0, "2": 1.0}, "old": {"0": 1.0}}
+    for name, own in scores.items():
+        rows = [{"item": item, "score": score, "status": "evaluated"} for item, score in own.items()]
+        rows_file(tmp_path, f"eval.{name}", 0, rows)
+    found = {
+        "models": {name: {"metrics": {"accuracy": 0.5, "pass@1": 0.5}} for name in ("a", "b")},
+        "comparison": {"first": "a", "second": "b", "difference": 0.0, "low": -1.0, "high": 1.0, "p_value": 1.0},
+        "settings": {name: {"questions": {"content": "x"}} for name in ("a", "b")},
+    }
+    (tmp_path / "results.json").write_text(json.dumps(found))
+    overview = ask(open_runs([str(tmp_path)]), "overview")
+    assert overview["statuses"] == {"evaluated": 6}, "all models count, but none of an earlier evaluation"
+    results = overview["results"]
+    assert results["models"]["b"]["pass@1"] == 0.5
+    assert results["comparison"]["low"] == -1.0
+    assert [(row["item"], row["first"], row["second"]) for row in results["different"]] == [("0", 1, 0), ("2", 0.5, 1)]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"models": 3}', '{"models": {"a": {"metrics": {"accuracy": "x"}}}}'])
+def test_results_that_cannot_be_read_are_a_problem(tmp_path: Path, text: str) -> None:
+    (tmp_path / "record").mkdir()
+    (tmp_path / "results.json").write_text(text)
+    runs = open_runs([str(tmp_path)])
+    assert runs[0].problems[0].startswith("results.json: cannot be read")
+    assert ask(runs, "overview")["results"] is None

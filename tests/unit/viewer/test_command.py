@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -81,3 +82,26 @@ def test_wrong_arguments_end_with_one_message(
     with pytest.raises(SystemExit) as ended:
         view(monkeypatch, *(argument.format(run=recorded) for argument in arguments))
     assert message in str(ended.value)
+
+
+def test_runs_without_a_record_are_exported_beside_runs_that_have_one(recorded: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "sft"
+    bare.mkdir()
+    (bare / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    for folders in ([bare], [bare, recorded]):
+        export(open_runs([str(folder) for folder in folders]), tmp_path / "out.html", [], 30)
+        found = answers_in(tmp_path / "out.html")
+        assert found['["series",[["names","loss"],["run","0"]]]'] == {"loss": {"steps": [1], "values": [0.5]}}
+        assert any('["item",' in key for key in found) == (len(folders) == 2)
+
+
+def test_an_exported_page_names_files_that_are_damaged(recorded: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(recorded, tmp_path / "run")
+    for name in ("train-00000008.tokens.parquet", "train-00000007.rows.parquet"):
+        (run / "record" / name).write_bytes(b"PAR1")
+    export(open_runs([str(run)]), tmp_path / "out.html", [], 1)
+    [about] = answers_in(tmp_path / "out.html")['["runs",[]]']
+    assert [problem.split(":")[0] for problem in about["problems"]] == [
+        "train-00000007.rows.parquet",
+        "train-00000008.tokens.parquet",
+    ]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -29,6 +31,34 @@ def test_texts_and_tokens_are_read_by_step(recorded: Path) -> None:
     assert run.texts([3])["segments"][0][0]["role"] == "prompt"
     assert len(run.texts()) == 8 * 24
     assert len(run.texts(source="eval.countdown")) == 32
+
+
+def test_the_documented_example_counts_evaluations_as_used(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path("docs/viewer.md").read_text()
+    [example] = re.findall(r"```python\n(from rlite.viewer import load.*?)```", page, re.DOTALL)
+    exec(example.replace("runs/ppo", str(recorded)).replace("[10]", "[8]"), found := {})
+    assert set(found["lost"]["status"]) & {"trained", "evaluated"} == set()
+    assert "filtered" in capsys.readouterr().out
+
+
+def test_damaged_tokens_are_a_problem_when_the_run_is_loaded(recorded: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(recorded, tmp_path / "run")
+    path = run / "record" / "train-00000008.tokens.parquet"
+    path.write_bytes(path.read_bytes()[:-9])
+    [problem] = load(run).problems
+    assert problem.startswith("train-00000008.tokens.parquet: cannot be read")
+
+
+def test_tokens_that_are_damaged_inside_are_a_problem_when_they_are_read(recorded: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(recorded, tmp_path / "run")
+    path = run / "record" / "train-00000008.tokens.parquet"
+    content = bytearray(path.read_bytes())
+    content[4:4000] = bytes(3996)
+    path.write_bytes(content)
+    loaded = load(run)
+    assert loaded.problems == []
+    assert loaded.tokens([8]).empty
+    assert loaded.problems[0].startswith("train-00000008.tokens.parquet: cannot be read")
 
 
 def test_files_that_were_merged_after_the_run_was_loaded_are_read(tmp_path: Path) -> None:

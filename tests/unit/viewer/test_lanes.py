@@ -54,6 +54,22 @@ def test_work_that_a_cut_trace_left_open_lasts_to_its_end() -> None:
     }
 
 
+def test_waiting_is_not_busy_also_inside_of_a_span() -> None:
+    events = [span("step", 0, 10), span("wait for rollouts", 1, 5), span("read", 2, 3), span("held", 10, 20)]
+    assert timeline(events)["lanes"][0]["busy"] == pytest.approx(6 / 20)
+
+
+def test_own_times_leave_out_the_spans_inside() -> None:
+    times = timeline([span("step", 0, 10), span("update", 1, 5), span("read", 2, 3)])["times"]
+    assert {each["name"]: each["own"] for each in times} == {"step": 6, "update": 3, "read": 1}
+    assert sum(each["share"] for each in times) == pytest.approx(1)
+
+
+def test_the_most_at_once_is_a_whole_number() -> None:
+    [drawn] = timeline([*flight("group 1", 0, 0.1), *flight("group 2", 0.05, 100, number=1)])["flights"]
+    assert drawn["most"] == 2
+
+
 def test_times_are_those_of_the_window() -> None:
     [first, second] = timeline([span("a", 0, 4), span("b", 4, 10)], 0, 5)["times"]
     assert (first["name"], first["seconds"], first["share"]) == ("a", 4.0, pytest.approx(0.8))

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from rlite.observability.record.schema import ROWS, TOKENS, Status
 from rlite.quickstart.tiny import byte_tokenizer
+from rlite.rollout.collector.columns import MAX_COLUMNS, MAX_VALUE
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.group import Group
 from rlite.rollout.record.recorder import NUM_GROUPS, FileRecorder, sampled
@@ -108,7 +109,20 @@ def test_a_row_says_what_a_trajectory_holds(texts: TokenTexts) -> None:
             {"role": "environment", "text": " no "},
             {"role": "model", "text": "four"},
         ],
+        "data": [],
     }
+
+
+def test_columns_of_the_data_item_stand_beside_its_text_and_are_bounded(texts: TokenTexts) -> None:
+    item = {"id": "a", "answer": "4", "level": 2, "tests": [list(range(100))] * 100, "prompt": "x" * 1000}
+    group = Group(1, item | {f"more {n}": n for n in range(100)}, Unused(), 1)
+    shown, other = make_tables(1, [group.ended("failed")] * 2, texts, shown=[0])["rows"]["data"].to_pylist()
+    assert other is None
+    columns = dict(shown)
+    assert {name: columns[name] for name in ("answer", "level")} == {"answer": "4", "level": "2"}
+    assert "id" not in columns
+    assert len(columns) == MAX_COLUMNS
+    assert max(map(len, columns.values())) == MAX_VALUE
 
 
 def test_tokens_have_the_columns_of_engine_and_trainer(texts: TokenTexts) -> None:

@@ -1,0 +1,113 @@
+"""Prompts of a run: which were tried, by the set that they come from, and the answers to one of them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rlite.viewer.query import Query
+from rlite.viewer.run import ViewedRun
+from rlite.viewer.tables import columns, select
+
+MAX_ITEMS = 500
+MAX_PROMPT = 160
+"""characters of a prompt in the list"""
+FIRST_STEPS, LAST_STEPS = 1, 8
+"""steps of a source whose texts are read to find prompts"""
+SPECIAL = re.compile(r"<\|[^|>]{1,40}\|>")
+
+
+def items(run: ViewedRun, query: Query) -> dict[str, Any]:
+    """Return the prompts of a run, the most often tried first.
+
+    An item is a row's number if its data has no ids, so that training data and each test set have an item 0. The set
+    tells them apart.
+
+    Args:
+        run: the run.
+        query: `text` that the item has.
+    """
+    tables = [_of_source(run, source) for source in run.record.sources]
+    if not tables:
+        return {"items": {}, "number": 0}
+    table = pa.concat_tables(tables)
+    if text := query.text("text"):
+        table = table.filter(pc.match_substring(table["item"], text, ignore_case=True))
+    wanted = [("step", "count_distinct"), ("step", "count"), ("step", "max"), ("reward", "mean")]
+    found = table.group_by(["set", "item"]).aggregate(wanted)
+    found = found.append_column("length", pc.utf8_length(found["item"]))  # m2 comes before m10
+    order = [("step_count_distinct", "descending"), ("step_count", "descending")]
+    order += [("set", "ascending"), ("length", "ascending"), ("item", "ascending")]
+    kept = found.sort_by(order).slice(0, MAX_ITEMS).drop_columns(["length"])
+    known = prompts(run)
+    texts = [known.get(place) for place in zip(kept["set"].to_pylist(), kept["item"].to_pylist(), strict=True)]
+    return {"items": {**columns(kept), "prompt": texts}, "number": found.num_rows}
+
+
+def item(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
+    """Return the rows of one prompt, by source.
+
+    Args:
+        run: the run.
+        query: `item` and its `set`.
+    """
+    chosen = [source for source in run.record.sources if run.set_of(source) == query.text("set")]
+    return [
+        {"source": source, "columns": columns(table)}
+        for source in chosen
+        if (table := select(run.record.table(source), item=query.text("item"))).num_rows
+    ]
+
+
+def prompts(run: ViewedRun) -> dict[tuple[str, str], str]:
+    """Return the beginning of prompts by set and item, from the texts of a few steps."""
+    found: dict[tuple[str, str], str] = {}
+    for source in run.record.sources:
+        own = _prompts_of_source(run, source)
+        found |= {
+            (run.set_of(source), name): text for name, text in zip(own, shortened(list(own.values())), strict=True)
+        }
+    return found
+
+
+def shortened(texts: list[str]) -> list[str]:
+    """Return prompts in one short line each, without the lines that all of them begin and end with."""
+    head = tail = 0
+    if len(texts) > 1:
+        head = _common_lines(texts)
+        tail = _common_lines([text[head:][::-1] for text in texts])
+    bodies = (text[head : len(text) - tail] for text in texts)
+    return [" ".join(SPECIAL.sub(" ", body[: 4 * MAX_PROMPT]).split())[:MAX_PROMPT] for body in bodies]
+
+
+def _common_lines(texts: list[str]) -> int:
+    """Return the number of characters of the whole lines with which all texts begin."""
+    first, last = min(texts), max(texts)  # what these two share, all share
+    pairs = enumerate(zip(first, last, strict=False))
+    length = next((place for place, (one, other) in pairs if one != other), min(len(first), len(last)))
+    return first.rfind("\n", 0, length) + 1
+
+
+def _of_source(run: ViewedRun, source: str) -> pa.Table:
+    table = run.record.table(source).select(["item", "step", "reward"])
+    return table.append_column("set", pa.array([run.set_of(source)] * len(table), pa.string()))
+
+
+def _prompts_of_source(run: ViewedRun, source: str) -> dict[str, str]:
+    table = run.record.table(source)
+    steps = pc.unique(table["step"]).to_pylist()
+    chosen = sorted({*steps[:FIRST_STEPS], *steps[-LAST_STEPS:]})
+    near = table.filter(pc.is_in(table["step"], pa.array(chosen, pa.int32())))
+    places = zip(*(near[name].to_pylist() for name in ("step", "group", "item")), strict=True)
+    items = {(step, group): name for step, group, name in places}
+    found: dict[str, str] = {}
+    for texts in run.record.segments(source, chosen):
+        first = texts.filter(pc.and_(pc.equal(texts["sample"], 0), pc.is_valid(texts["segments"])))
+        for row in first.to_pylist():
+            name = items.get((row["step"], row["group"]))
+            if name is not None and name not in found:
+                found[name] = "".join(part["text"] or "" for part in row["segments"] if part["role"] == "prompt")
+    return {name: text for name, text in found.items() if text}
