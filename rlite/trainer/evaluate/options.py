@@ -122,7 +122,7 @@ class EvalConfig(ServingOptions, LaunchOptions):
     """folder for results.json, samples and the record, which `rlite view` shows; the same command continues what it
     holds. null writes nothing"""
     name: Annotated[str, AfterValidator(check_name)] | None = None
-    """name of the evaluation in the record; default: that of the model's folder"""
+    """name of the evaluation in the record; default: the model's folder, or the run of latest and best"""
     overwrite: bool = False
     """replace the evaluations that out holds, also of other models; leave it out to continue an interrupted command"""
     record_tokens: Natural = 16

@@ -21,7 +21,7 @@ from rlite.rollout.registry import REWARDS, WORKFLOWS
 from rlite.trainer.evaluate.code import code_of, digest_of
 from rlite.trainer.evaluate.command import advice
 from rlite.trainer.evaluate.models import names_of
-from rlite.trainer.evaluate.options import EvalConfig
+from rlite.trainer.evaluate.options import EvalConfig, check_name
 from rlite.trainer.evaluate.questions import item_ids
 from rlite.trainer.evaluate.report import difference, shown, shown_metrics, title
 from rlite.trainer.evaluate.tasks import find_tasks, task_metrics, task_rows
@@ -75,12 +75,17 @@ def test_options_that_contradict_each_other_are_refused(arguments: list[str], me
     [
         (["runs/grpo"], ["grpo"]),
         (["runs/grpo/latest", "runs/sft/best"], ["grpo", "sft"]),
-        (["a/model", "b/model"], ["model", "model-2"]),
+        (["runs/grpo/latest", "runs/grpo/best"], ["grpo-latest", "grpo-best"]),
+        (["runs/grpo", "runs/grpo/best"], ["grpo", "grpo-best"]),
+        (["a/model", "b/model"], ["a-model", "b-model"]),
+        (["a/x/latest", "b/x/latest"], ["a-x-latest", "b-x-latest"]),
+        (["model", "model"], ["model", "model-2"]),
         (["Qwen/Qwen3-0.6B", "odd name!"], ["Qwen3-0.6B", "odd_name"]),
     ],
 )
 def test_models_have_the_names_of_their_folders(models: list[str], names: list[str]) -> None:
     assert names_of(options(*models)) == names
+    assert [check_name(name) for name in names] == names
 
 
 def test_items_are_named_by_their_id_or_their_number_and_by_no_name_twice() -> None:
