@@ -44,7 +44,7 @@ class ConsoleReporter:
     `choice` and `metrics` are the keys to show, in that order, where present. A key also matches as the last part of a
     longer one (`loss` shows `actor/loss` if there is no `loss`). A name in `choice` that is no metric is reported.
     `later` are metrics that the first step need not have. `total_steps` gives the bar its end, `done_steps` where a
-    resumed run starts.
+    resumed run starts. In a pipe, a line of progress follows after `quiet_s` seconds without a line.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class ConsoleReporter:
         later: Sequence[str] = (),
         done_steps: int = 0,
         file: TextIO | None = None,
+        quiet_s: float = _QUIET_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._file = file or sys.stdout
@@ -63,6 +64,7 @@ class ConsoleReporter:
         self._columns = Columns(choice, metrics)
         self._later: set[str] | None = {*metrics, *later}
         self._total = total_steps
+        self._quiet_s = quiet_s
         self._clock = clock
         self._seen: deque[tuple[float, int]] = deque([(clock(), done_steps)], maxlen=_RECENT + 1)
         self._progress: Progress | None = None
@@ -139,7 +141,7 @@ class ConsoleReporter:
             self._later = None
 
     def note(self, text: str) -> None:
-        """Show how far the work under way is: beside the bar, or in a pipe as a line after 30 s without one.
+        """Show how far the work under way is: beside the bar, or in a pipe as a line after `quiet_s` without one.
 
         Args:
             text: such as "rollout: 12 of 64 episodes, 3,456 tokens".
@@ -150,7 +152,7 @@ class ConsoleReporter:
             if self._console.is_terminal:
                 bar = self._bar()
                 bar.update(bar.task_ids[0], description=text)
-            elif self._clock() - self._printed_at >= _QUIET_S:
+            elif self._clock() - self._printed_at >= self._quiet_s:
                 self._print(text)
 
     def follow(self, poll: Callable[[], str]) -> None:
@@ -223,7 +225,7 @@ class ConsoleReporter:
             self._progress = Progress(
                 TextColumn("{task.description}", style="bold", markup=False),
                 BarColumn(bar_width=10 if self._console.width < 100 else 24),
-                MofNCompleteColumn(),
+                *([MofNCompleteColumn()] if self._total else []),
                 TimeElapsedColumn(),
                 TextColumn("[dim]{task.fields[pace]}"),
                 console=self._console,

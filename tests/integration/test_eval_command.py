@@ -145,7 +145,9 @@ def of_rows(rows: list[dict[str, Any]]) -> list[Sample]:
     return [Sample(row["item"], row["sample"], row["reward"]) for row in rows]
 
 
-def test_a_killed_evaluation_continues_with_the_missing_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_evaluation_continues_with_the_missing_samples(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The reward kills the process at its sixth call: five samples have ended by then."""
     arguments = [
         *(folder / "before", *sources(folder), *SHORT, "samples=3", "deterministic=true", "dtype=float32"),
@@ -165,6 +167,7 @@ def test_a_killed_evaluation_continues_with_the_missing_samples(folder: Path, mo
     assert not (folder / "killed" / "results.json").exists()
     journal.write_bytes(kept + b'{"step": 0, "group": 3, "sam')  # as if it had been killed while it wrote
     run(monkeypatch, *arguments, f"out={folder}/killed")
+    assert f"before: continuing: {len(before)} of 12 samples are there\n" in capsys.readouterr().err
     assert journal.read_bytes().startswith(kept), "what had ended stays as it is"
     assert samples(folder / "killed", "before") == whole
     assert json.loads((folder / "killed" / "results.json").read_text()) == json.loads(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rlite.evaluation.results import EvaluatedModel, EvaluationResult
 from rlite.evaluation.samples import Sample
 from rlite.rollout import RewardFunction, from_trl
 from rlite.rollout.registry import REWARDS, WORKFLOWS
+from rlite.trainer.evaluate import progress
 from rlite.trainer.evaluate.code import code_of, digest_of
 from rlite.trainer.evaluate.command import advice
 from rlite.trainer.evaluate.models import names_of
@@ -231,6 +233,32 @@ def test_code_that_cannot_be_read_equals_no_other() -> None:
 def test_an_interrupted_command_is_not_advised_to_overwrite_its_samples() -> None:
     assert advice(options("a", "out=x")) == "Finished samples are in x; the same command continues."
     assert "x; the same command without overwrite=true continues" in advice(options("a", "out=x", "overwrite=true"))
+
+
+def test_a_log_file_has_a_line_of_progress_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rlite.observability.console._POLL_S", 0.001)
+    assert progress.QUIET_S <= 10
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    has_said = threading.Event()
+    texts = iter(["grpo: 3 of 12 samples", "grpo: 7 of 12 samples"])
+
+    def text() -> str:
+        found = next(texts, "")
+        if not found:
+            has_said.set()
+        return found
+
+    with progress.told(text):
+        assert has_said.wait(10)
+    assert capsys.readouterr().err == "grpo: 3 of 12 samples\ngrpo: 7 of 12 samples\n"
+
+
+def test_an_evaluation_that_continues_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    progress.continuing("new", 0, 12, "samples")
+    progress.continuing("grpo", 5, 12, "samples")
+    assert capsys.readouterr().err == "grpo: continuing: 5 of 12 samples are there\n"
 
 
 def test_k_of_earlier_results_is_not_bound_by_the_default_of_samples() -> None:
