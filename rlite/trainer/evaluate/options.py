@@ -197,4 +197,5 @@ class EvalConfig(ServingOptions, LaunchOptions):
         """Return in a few words what is evaluated, on which data, and where the result goes."""
         models = self.model if self.other is None else f"{self.model} and {self.other}"
         what = ", ".join(self.tasks) or self.data.path or self.env_path or "rows of the program"
-        return f"{models} on {what}{f', into {self.out}' if self.out else ''}"
+        on = f" on {what}" if self.sources_of_scores else ""  # earlier evaluations have their own
+        return f"{models}{on}{f', into {self.out}' if self.out else ''}"

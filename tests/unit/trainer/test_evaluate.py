@@ -21,13 +21,14 @@ from rlite.rollout import RewardFunction, from_trl
 from rlite.rollout.registry import REWARDS, WORKFLOWS
 from rlite.trainer.evaluate import progress
 from rlite.trainer.evaluate.code import code_of, digest_of
-from rlite.trainer.evaluate.command import advice
+from rlite.trainer.evaluate.command import advice, evaluate
 from rlite.trainer.evaluate.models import names_of
 from rlite.trainer.evaluate.options import EvalConfig, check_name
 from rlite.trainer.evaluate.questions import item_ids
 from rlite.trainer.evaluate.report import difference, shown, shown_metrics, title
 from rlite.trainer.evaluate.tasks import find_tasks, task_metrics, task_rows
 from rlite.trainer.given import NOTHING, Given
+from tests.unit.trainer.test_evaluate_folder import row, write
 
 
 def options(*arguments: str) -> EvalConfig:
@@ -253,6 +254,18 @@ def test_a_log_file_has_a_line_of_progress_every_few_seconds(
     with progress.told(text):
         assert has_said.wait(10)
     assert capsys.readouterr().err == "grpo: 3 of 12 samples\ngrpo: 7 of 12 samples\n"
+
+
+def test_the_first_line_names_a_source_of_scores_only_if_one_is_given() -> None:
+    assert options("runs/a", "runs/b", "out=x").headline() == "runs/a and runs/b, into x"
+    assert options("m", "data=t.jsonl", "reward=my.py:f").headline() == "m on t.jsonl"
+    assert options("m", "reward=__main__:f").headline() == "m on rows of the program"
+
+
+def test_the_model_that_needs_a_source_of_scores_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "eval", "a", row(0), row(1))
+    with pytest.raises(ConfigError, match=r"missing: a source of scores for .*/turns \(reward"):
+        evaluate(options(f"{tmp_path}/turns", f"{tmp_path}/eval"))
 
 
 def test_an_evaluation_that_continues_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:

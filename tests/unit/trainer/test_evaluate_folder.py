@@ -117,7 +117,7 @@ def test_a_whole_earlier_result_is_read(tmp_path: Path) -> None:
         ({"models": {"a": 5}}, r"models\.a: "),
         ({"models": {"../../x": {"model": "m"}}}, "none of . and - first"),
         ({"models": {"hosts\0": {"model": "m"}}}, "none of . and - first"),
-        ({"models": {"a": {"model": "m"}, "b": {"model": "m"}}}, "results of a, b; expected those of one model"),
+        ({"models": {"a": {"model": "m"}, "b": {"model": "m"}}}, r"an evaluation of two models \(a and b\)"),
     ],
 )
 def test_damaged_results_are_refused(results: Any, message: str, tmp_path: Path) -> None:
