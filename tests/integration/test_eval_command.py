@@ -290,7 +290,8 @@ def test_an_environment_with_seeds_needs_no_data(folder: Path, monkeypatch: pyte
     [
         (["{folder}/before"], "missing: a source of scores"),
         (["{folder}/before", "--reward", "{folder}/my.py:correct"], "missing: data.path=FILE"),
-        (["{folder}/nowhere", "{data}"], "no such folder"),
+        (["{folder}/nowhere", "{data}"], "no such folder; check the path"),
+        (["nowhere", "{data}"], "no such folder, and the Hugging Face hub does not give a model of this name. Check"),
         (["{folder}", "{data}"], "expected a config.json in it, found none"),
         (["{folder}/bare", "{data}"], "no tokenizer that can be read"),
         (["{folder}/before", "{data}", "k=2"], "k=2: expected at most samples=1"),
@@ -316,6 +317,7 @@ def test_bad_input_is_said_before_a_model_is_built(
     (folder / "other-file" / "samples" / "before.jsonl").write_text("mine")
     given = " ".join(arguments).replace("{data}", " ".join(sources(folder))).format(folder=folder).split()
     monkeypatch.setattr(rlite, "init", None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(SystemExit) as stopped:
         run(monkeypatch, *given)
     assert message in str(stopped.value)
