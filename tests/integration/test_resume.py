@@ -123,7 +123,10 @@ def whole(options: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactor
     def results(trainer: str, ranks: int) -> Path:
         if (trainer, ranks) not in made:
             save_dir = tmp_path_factory.mktemp("runs") / f"{trainer}-{ranks}"
-            run(command(ranks, trainer, options[trainer], save_dir, "trainer.keep=99"), sys.executable if ranks > 1 else None)
+            run(
+                command(ranks, trainer, options[trainer], save_dir, "trainer.keep=99"),
+                sys.executable if ranks > 1 else None,
+            )
             made[trainer, ranks] = save_dir
         return made[trainer, ranks]
 
