@@ -318,6 +318,6 @@ def local_checkpoint(path: str | Path, weights: bool = True) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = f" ({str(error).splitlines()[0]})" if isinstance(error, HfHubHTTPError) else ""
         raise ConfigError(
-            f"model {str(path)!r}: no such folder, and the Hugging Face hub does not give a model of this name{reason}. "
-            "Check the path, or download the model first."
+            f"model {str(path)!r}: no such folder, and the Hugging Face hub gives no model of this name{reason}; "
+            "check the path, or download the model first"
         ) from error

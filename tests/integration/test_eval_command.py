@@ -291,7 +291,7 @@ def test_an_environment_with_seeds_needs_no_data(folder: Path, monkeypatch: pyte
         (["{folder}/before"], "missing: a source of scores"),
         (["{folder}/before", "--reward", "{folder}/my.py:correct"], "missing: data.path=FILE"),
         (["{folder}/nowhere", "{data}"], "no such folder; check the path"),
-        (["nowhere", "{data}"], "no such folder, and the Hugging Face hub does not give a model of this name. Check"),
+        (["nowhere", "{data}"], "no such folder, and the Hugging Face hub gives no model of this name; check"),
         (["{folder}", "{data}"], "expected a config.json in it, found none"),
         (["{folder}/bare", "{data}"], "no tokenizer that can be read"),
         (["{folder}/before", "{data}", "k=2"], "k=2: expected at most samples=1"),

@@ -24,9 +24,11 @@ def math_verify_reward(
 ) -> Reward:
     r"""Return 1.0 if the completion ends with an answer equal to `answer`, else 0.0.
 
-    Answers are numbers or LaTeX, bare, within dollars or in \boxed{}: 1/2, 0.5 and $\frac{2}{4}$ are equal. The
-    reward names a decimal number or a quotient as a fraction in lowest terms, any other answer as sympy writes it. Run this
-    function in a process: math-verify's own time-outs need a main thread and are off, RewardFunction's time-out holds.
+    Answers are numbers or LaTeX, bare, within dollars or in \boxed{}: 1/2, 0.5 and $\frac{2}{4}$ are equal. The reward
+    names a decimal number or a quotient as a fraction in lowest terms, any other answer as sympy writes it.
+
+    Run this function in a process: math-verify's own time-outs need a main thread and are off. The
+    time-out of RewardFunction holds.
 
     Args:
         prompt: not read.

@@ -130,8 +130,8 @@ def earlier_result(given: str) -> EarlierResult | None:
     models = read_results(file).models
     if len(models) != 1:
         raise ConfigError(
-            f"{file.parent}: an evaluation of two models ({' and '.join(models)}), which {RESULTS} compares already. To "
-            "compare one of them with others, evaluate it alone, into another folder"
+            f"{file.parent}: an evaluation of two models ({' and '.join(models)}), compared in {RESULTS}. To compare "
+            "one of them with others, evaluate it alone, into another folder"
         )
     [(name, found)] = models.items()
     journal = file.parent / SAMPLES / f"{name}.jsonl"
