@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rlite.arguments import flat, shown
 from rlite.errors import ConfigError, writing
@@ -25,7 +26,7 @@ Settings = Mapping[str, Any]
 
 
 class Journal:
-    """The file to which the samples of one model go. Making it checks the file; `begin` is the first change.
+    """The file to which the samples of one model go. Making it checks the file; `begin` opens or makes it.
 
     Whoever makes it has the folder alone.
 
@@ -36,15 +37,14 @@ class Journal:
 
     Raises:
         ConfigError: the file holds samples of other settings, or is no journal.
-        StorageError: the file cannot be written.
+        StorageError: the file cannot be read.
     """
 
     def __init__(self, path: Path, settings: Settings, overwrite: bool = False) -> None:
         self.path, self._settings = path, settings
         with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-        whole = [] if overwrite else _whole_lines(self._file.read(), path)
+            content = b"" if overwrite or not path.is_file() else path.read_bytes()
+        whole = _whole_lines(content, path)
         header, lines = _values(whole, path)
         if header is not None:
             check_same(header, settings, path)
@@ -53,6 +53,8 @@ class Journal:
         self.is_new = header is None
         """there are no samples to continue"""
         self._end = sum(map(len, whole))
+        self._opened = ExitStack()
+        self._file: BinaryIO
 
     def begin(self) -> None:
         """Remove what is not continued, and write the settings of a new journal.
@@ -61,6 +63,9 @@ class Journal:
             StorageError: the file cannot be written.
         """
         with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._file = self._opened.enter_context(os.fdopen(descriptor, "r+b"))
             self._file.truncate(self._end)
             self._file.seek(self._end)
         if self.is_new:
@@ -79,8 +84,8 @@ class Journal:
         self.lines.append(dict(line))
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file, if it was begun."""
+        self._opened.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
         with writing(self.path):

@@ -80,6 +80,10 @@ class RliteLM(TemplateLM):
         self._special_tokens = {} if add_bos_token is None else {"add_special_tokens": add_bos_token}
         self._prefix_token_id = prefix_token_id
         self._chat_template_options = dict(chat_template_options or {})
+        self.num_requests = 0
+        """requests that the harness has sent, windows of long texts included"""
+        self.num_answered = 0
+        """answered requests among them"""
         check_template_options(self.tokenizer, self._chat_template_options, "RliteLM")
 
     @property
@@ -153,10 +157,12 @@ class RliteLM(TemplateLM):
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(index)
+        self.num_requests += len(requests)
         texts = [""] * len(requests)
         for options, indices in groups.items():
             for batch in _batched(indices, self.batch_size):
                 found = self._generate([requests[index].args[0] for index in batch], json.loads(options))
+                self.num_answered += len(found)
                 for index, text in zip(batch, found, strict=True):
                     texts[index] = text
                     self.cache_hook.add_partial("generate_until", requests[index].args, text)
@@ -181,9 +187,11 @@ class RliteLM(TemplateLM):
         Raises:
             DataError: a continuation is empty or too long.
         """
+        self.num_requests += len(requests)
         answers = []
         for batch in _batched(requests, self.batch_size):
             scored = self.engine.score([self._sequence(*each) for each in batch], num_top=1)
+            self.num_answered += len(scored)
             for (texts, _, continuation), found in zip(batch, scored, strict=True):
                 num = len(continuation)
                 is_greedy = [token for (token,) in found.top_ids[-num:]] == continuation

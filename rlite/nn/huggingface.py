@@ -313,8 +313,11 @@ def local_checkpoint(path: str | Path, weights: bool = True) -> Path:
     patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if weights else [])]
     try:
         return Path(snapshot_download(str(path), allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except HFValidationError as error:
+        raise ConfigError(f"model {str(path)!r}: no such folder; check the path") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = f" ({str(error).splitlines()[0]})" if isinstance(error, HfHubHTTPError) else ""
         raise ConfigError(
-            f"model {str(path)!r}: no such folder, and the Hugging Face hub does not give it ({type(error).__name__}). "
-            "Check the path, or download the model first."
+            f"model {str(path)!r}: no such folder, and the Hugging Face hub gives no model of this name{reason}; "
+            "check the path, or download the model first"
         ) from error

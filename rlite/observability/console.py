@@ -45,6 +45,7 @@ class ConsoleReporter:
     longer one (`loss` shows `actor/loss` if there is no `loss`). A name in `choice` that is no metric is reported.
     `evaluated` are metrics of evaluations: the first step need not have them, and only their whole names match.
     `total_steps` gives the bar its end, `done_steps` where a resumed run starts.
+    In a pipe, a line of progress follows after `quiet_s` seconds without a line.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class ConsoleReporter:
         evaluated: Sequence[str] = (),
         done_steps: int = 0,
         file: TextIO | None = None,
+        quiet_s: float = _QUIET_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._file = file or sys.stdout
@@ -63,6 +65,7 @@ class ConsoleReporter:
         self._columns = Columns(choice, metrics, evaluated)
         self._later: Sequence[str] | None = metrics
         self._total = total_steps
+        self._quiet_s = quiet_s
         self._clock = clock
         self._seen: deque[tuple[float, int]] = deque([(clock(), done_steps)], maxlen=_RECENT + 1)
         self._progress: Progress | None = None
@@ -139,7 +142,7 @@ class ConsoleReporter:
             self._later = None
 
     def note(self, text: str) -> None:
-        """Show how far the work under way is: beside the bar, or in a pipe as a line after 30 s without one.
+        """Show how far the work under way is: beside the bar, or in a pipe as a line after `quiet_s` without one.
 
         Args:
             text: such as "rollout: 12 of 64 episodes, 3,456 tokens".
@@ -150,7 +153,7 @@ class ConsoleReporter:
             if self._console.is_terminal:
                 bar = self._bar()
                 bar.update(bar.task_ids[0], description=text)
-            elif self._clock() - self._printed_at >= _QUIET_S:
+            elif self._clock() - self._printed_at >= self._quiet_s:
                 self._print(text)
 
     def follow(self, poll: Callable[[], str]) -> None:
@@ -224,7 +227,7 @@ class ConsoleReporter:
             self._progress = Progress(
                 TextColumn("{task.description}", style="bold", markup=False),
                 BarColumn(bar_width=10 if self._console.width < 100 else 24),
-                MofNCompleteColumn(),
+                *([MofNCompleteColumn()] if self._total else []),
                 TimeElapsedColumn(),
                 TextColumn("[dim]{task.fields[pace]}"),
                 console=self._console,

@@ -109,6 +109,8 @@ def _no_run(path: Path) -> str:
         return f"{path}: expected the folder of a run, found a file; give its folder: {path.parent}"
     if is_recorded(path) or any((path / name).exists() for name in (CONFIG, FILE)):
         return ""
+    if any((path / "samples").glob("*.jsonl")):
+        return f"{path}: an unfinished evaluation; finish it first, by the `rlite eval` command that began it"
     below = sorted(child.name for child in path.iterdir() if (child / CONFIG).exists() or is_recorded(child))
     hint = f"runs below it: {', '.join(below[:5])}" if below else "give the folder that trainer.save_dir names"
     return f"{path}: not the folder of a run, it has none of {CONFIG}, {FILE} and record/; {hint}"

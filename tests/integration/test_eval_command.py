@@ -145,7 +145,9 @@ def of_rows(rows: list[dict[str, Any]]) -> list[Sample]:
     return [Sample(row["item"], row["sample"], row["reward"]) for row in rows]
 
 
-def test_a_killed_evaluation_continues_with_the_missing_samples(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_evaluation_continues_with_the_missing_samples(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The reward kills the process at its sixth call: five samples have ended by then."""
     arguments = [
         *(folder / "before", *sources(folder), *SHORT, "samples=3", "deterministic=true", "dtype=float32"),
@@ -165,6 +167,7 @@ def test_a_killed_evaluation_continues_with_the_missing_samples(folder: Path, mo
     assert not (folder / "killed" / "results.json").exists()
     journal.write_bytes(kept + b'{"step": 0, "group": 3, "sam')  # as if it had been killed while it wrote
     run(monkeypatch, *arguments, f"out={folder}/killed")
+    assert f"before: continuing: {len(before)} of 12 samples are there\n" in capsys.readouterr().err
     assert journal.read_bytes().startswith(kept), "what had ended stays as it is"
     assert samples(folder / "killed", "before") == whole
     assert json.loads((folder / "killed" / "results.json").read_text()) == json.loads(
@@ -287,7 +290,8 @@ def test_an_environment_with_seeds_needs_no_data(folder: Path, monkeypatch: pyte
     [
         (["{folder}/before"], "missing: a source of scores"),
         (["{folder}/before", "--reward", "{folder}/my.py:correct"], "missing: data.path=FILE"),
-        (["{folder}/nowhere", "{data}"], "no such folder"),
+        (["{folder}/nowhere", "{data}"], "no such folder; check the path"),
+        (["nowhere", "{data}"], "no such folder, and the Hugging Face hub gives no model of this name; check"),
         (["{folder}", "{data}"], "expected a config.json in it, found none"),
         (["{folder}/bare", "{data}"], "no tokenizer that can be read"),
         (["{folder}/before", "{data}", "k=2"], "k=2: expected at most samples=1"),
@@ -313,6 +317,7 @@ def test_bad_input_is_said_before_a_model_is_built(
     (folder / "other-file" / "samples" / "before.jsonl").write_text("mine")
     given = " ".join(arguments).replace("{data}", " ".join(sources(folder))).format(folder=folder).split()
     monkeypatch.setattr(rlite, "init", None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(SystemExit) as stopped:
         run(monkeypatch, *given)
     assert message in str(stopped.value)

@@ -197,7 +197,7 @@ def test_the_head_of_a_scorer_is_merged_and_the_dtype_stays(tmp_path: Path, monk
         (["{tmp}/empty", "{tmp}/out"], "empty: no adapter_config.json"),
         (["{tmp}/adapter", "{tmp}"], ": exists and is not an empty folder"),
         (["{tmp}/adapter"], "required and not set: out"),
-        (["{tmp}/adapter", "{tmp}/out", "base_model={tmp}/nowhere"], "no such folder, and the Hugging Face hub"),
+        (["{tmp}/adapter", "{tmp}/out", "base_model={tmp}/nowhere"], "no such folder; check the path"),
         (["{tmp}/adapter", "{tmp}/out", "base_model={tmp}/wide"], "does not fit"),
         (["{tmp}/adapter", "{tmp}/out", "base_model={tmp}/flat"], "does not fit"),
         (["{tmp}/nameless", "{tmp}/out"], "does not name the model it belongs to; give base_model=MODEL"),

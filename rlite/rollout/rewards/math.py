@@ -11,6 +11,7 @@ from rlite.rollout.rewards.score import Reward, answered
 
 try:
     import math_verify
+    import sympy
 except ImportError:
     math_verify = None
 
@@ -23,9 +24,11 @@ def math_verify_reward(
 ) -> Reward:
     r"""Return 1.0 if the completion ends with an answer equal to `answer`, else 0.0.
 
-    Answers are numbers or LaTeX, bare, within dollars or in \boxed{}: 1/2, 0.5 and $\frac{2}{4}$ are equal. The
-    reward names the answer as sympy writes it. Run this
-    function in a process: math-verify's own time-outs need a main thread and are off, RewardFunction's time-out holds.
+    Answers are numbers or LaTeX, bare, within dollars or in \boxed{}: 1/2, 0.5 and $\frac{2}{4}$ are equal. The reward
+    names a decimal number or a quotient as a fraction in lowest terms, any other answer as sympy writes it.
+
+    Run this function in a process: math-verify's own time-outs need a main thread and are off. The
+    time-out of RewardFunction holds.
 
     Args:
         prompt: not read.
@@ -47,7 +50,22 @@ def math_verify_reward(
         raise DataError(f"answer={answer!r}: math-verify finds no mathematical expression in it")
     found = _parse(completions[-MAX_CHARACTERS:])
     is_equal = math_verify.verify(expected, found, timeout_seconds=None)
-    return answered(float(is_equal), str(found[0]) if found else None)
+    return answered(float(is_equal), _text_of(found[0]) if found else None)
+
+
+def _text_of(value: Any) -> str:
+    """Return the text of an answer, the same for a decimal number and for a fraction that is equal to it.
+
+    Args:
+        value: what math-verify has understood, or a text.
+    """
+    if isinstance(value, sympy.Float):
+        return str(sympy.Rational(str(value)))
+    if isinstance(value, sympy.Mul):  # math-verify keeps 2/4 as 2 * 4**-1
+        numerator, denominator = value.as_numer_denom()
+        if numerator.is_Integer and denominator.is_Integer:
+            return str(sympy.Rational(numerator, denominator))
+    return str(value)
 
 
 def _parse(text: str) -> Any:

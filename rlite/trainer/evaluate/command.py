@@ -82,6 +82,7 @@ def _find_models(options: EvalConfig, given: Given, folder: Path, journals: Exit
     earlier = {name: found for name in names if (found := _earlier(asked[name], name, folder))}
     if len(earlier) == len(asked):
         return list(earlier.values())
+    check_source(options, [model for name, model in asked.items() if name not in earlier])
     items, answers_of = _source(options, given, folder)
     settings = settings_of(options, given, items)
     models: list[Answered] = [
@@ -95,6 +96,24 @@ def _find_models(options: EvalConfig, given: Given, folder: Path, journals: Exit
     begin(candidates, folder)
     _generate(answers, options)
     return models
+
+
+def check_source(options: EvalConfig, models: Sequence[str]) -> None:
+    """Check that there is a source of scores for models without results.
+
+    Args:
+        options: of the command.
+        models: paths of the models.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not options.sources_of_scores:
+        raise ConfigError(
+            f"missing: a source of scores for {' and '.join(models)} (reward.path=file.py:function with "
+            f"data.path=FILE, env_path=FILE, or tasks=[NAME]). Only an earlier evaluation that is complete, a folder "
+            f"with {RESULTS}, needs none; run with --help to see every option"
+        )
 
 
 def _earlier(given: str, name: str, folder: Path) -> EarlierResult | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,10 +68,10 @@ def first_problem(error: ValidationError) -> str:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keep other evaluations out of a folder until the end of the block.
+    """Keep other evaluations out of a folder until the end of the block, which removes the lock.
 
     The lock is of an open file, not of the process (`flock`): it also excludes other evaluations of this process, and
-    lasts however often the file is opened and closed.
+    lasts however often the file is opened and closed. A folder that is made for a block that writes nothing is removed.
 
     Args:
         folder: is made if it does not exist.
@@ -83,21 +84,31 @@ def held(folder: Path) -> Iterator[None]:
         StorageError: the folder cannot be written.
     """
     with writing(folder):
+        is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("ab")
     with file:
+        in_use = FolderInUse(f"out={folder}: another evaluation is under way there; choose another folder")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise FolderInUse(
-                    f"out={folder}: another evaluation is under way there; choose another folder"
-                ) from error
+                raise in_use from error
             # a file system without locks
+        if not os.fstat(file.fileno()).st_nlink:  # its holder has removed it since it was opened
+            raise in_use
         try:
             yield
         finally:
+            (folder / LOCK).unlink(missing_ok=True)
+            if is_new:
+                _remove_if_empty(folder)
             _unlock(file.fileno())
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _unlock(descriptor: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 import rlite
@@ -10,12 +9,12 @@ from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError
 from rlite.evaluation.episodes import EndedEpisode, EpisodeRunner, Place
 from rlite.evaluation.rows import Row, row_of
-from rlite.observability.console import ConsoleReporter
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.record.texts import TokenTexts
 from rlite.rollout.workflow import RolloutError
 from rlite.trainer.evaluate.models import Candidate
 from rlite.trainer.evaluate.options import EvalConfig
+from rlite.trainer.evaluate.progress import continuing, told
 from rlite.trainer.evaluate.questions import MAX_MODEL_LEN, Questions, context_limit, context_to_serve, model_tokenizer
 
 MAX_FAILURES = 16
@@ -58,19 +57,19 @@ class Generation:
         Raises:
             RolloutError: nothing but failures.
         """
+        continuing(self._candidate.name, len(self._all) - len(self.missing), len(self._all), "samples")
         engine = build_engine(self._candidate.model, self._options, self._context)
         limits = CollectorOptions(request_timeout=self._options.timeout, request_retries=self._options.retries)
         # twice as many as are decoded at once, so that rewards and environments do not leave the engine idle
         concurrent = 2 * self._options.max_num_seqs * len(engine.executors)
         runner = EpisodeRunner(engine, self._workflow, self._questions.items, limits, self._options.seed, concurrent)
-        console, begun = ConsoleReporter(file=sys.stderr), time.monotonic()
-        console.follow(lambda: self._progress(begun))
+        begun = time.monotonic()
         try:
-            runner.run(self.missing, self._keep)
+            with told(lambda: self._progress(begun)):
+                runner.run(self.missing, self._keep)
             if self._held:
                 raise self._nothing_but_failures()
         finally:
-            console.close()
             engine.release()
 
     def _keep(self, episode: EndedEpisode) -> None:

@@ -122,7 +122,7 @@ class EvalConfig(ServingOptions, LaunchOptions):
     """folder for results.json, samples and the record, which `rlite view` shows; the same command continues what it
     holds. null writes nothing"""
     name: Annotated[str, AfterValidator(check_name)] | None = None
-    """name of the evaluation in the record; default: that of the model's folder"""
+    """name of the evaluation in the record; default: the model's folder, or the run of latest and best"""
     overwrite: bool = False
     """replace the evaluations that out holds, also of other models; leave it out to continue an interrupted command"""
     record_tokens: Natural = 16
@@ -197,4 +197,5 @@ class EvalConfig(ServingOptions, LaunchOptions):
         """Return in a few words what is evaluated, on which data, and where the result goes."""
         models = self.model if self.other is None else f"{self.model} and {self.other}"
         what = ", ".join(self.tasks) or self.data.path or self.env_path or "rows of the program"
-        return f"{models} on {what}{f', into {self.out}' if self.out else ''}"
+        on = f" on {what}" if self.sources_of_scores else ""  # earlier evaluations have their own
+        return f"{models}{on}{f', into {self.out}' if self.out else ''}"

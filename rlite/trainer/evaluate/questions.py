@@ -55,14 +55,9 @@ def read_questions(options: EvalConfig, given: Given) -> Questions:
         given: rows and rewards of a program, in place of those of the paths.
 
     Raises:
-        ConfigError: a source of items or of scores is missing, or cannot be used.
+        ConfigError: a source of items is missing, or a source of items or scores cannot be used.
         DataError: some rows cannot be used.
     """
-    if not options.sources_of_scores:
-        raise ConfigError(
-            "missing: a source of scores (reward.path=file.py:function with data.path=FILE, env_path=FILE, or "
-            "tasks=[NAME]); run with --help to see every option"
-        )
     items, where = _read_items(options, given), f"data.path={options.data.path}"
     make = _workflow_maker(options, given, items, where)
     return Questions(items, item_ids(items, where), make)

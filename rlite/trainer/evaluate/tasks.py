@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rlite.trainer.evaluate.folder import CACHE
 from rlite.trainer.evaluate.generation import build_engine
 from rlite.trainer.evaluate.models import Candidate
 from rlite.trainer.evaluate.options import EvalConfig
+from rlite.trainer.evaluate.progress import continuing, told
 from rlite.trainer.evaluate.questions import MAX_MODEL_LEN, context_limit, model_tokenizer
 
 HARNESS = "rlite.evaluation.lm_eval"
@@ -67,15 +69,22 @@ class TaskAnswers:
 
     def run(self) -> None:
         """Do the missing tasks in the current session; each goes to the journal as it ends."""
+        num_tasks = len(self._options.tasks)
+        continuing(self._candidate.name, num_tasks - len(self.missing), num_tasks, "tasks")
         limit = context_limit(self._candidate.model, self._options)
         engine = build_engine(self._candidate.model, self._options, min(limit, MAX_MODEL_LEN))
         self._cache.mkdir(parents=True, exist_ok=True)
         try:
             model = import_module(HARNESS).RliteLM(engine)
             for name in self.missing:
-                self._candidate.journal.append(self._line(name, model))
+                with told(partial(self._progress, name, model)):
+                    line = self._line(name, model)
+                self._candidate.journal.append(line)
         finally:
             engine.release()
+
+    def _progress(self, name: str, model: Any) -> str:
+        return f"{self._candidate.name}: task {name}, {model.num_answered} of {model.num_requests} requests so far"
 
     def _line(self, name: str, model: Any) -> dict[str, Any]:
         options = self._options

@@ -90,6 +90,11 @@ def test_making_a_journal_removes_nothing_that_another_process_has_written_meanw
     made.close()
 
 
+def test_a_journal_that_is_not_begun_leaves_no_file(tmp_path: Path) -> None:
+    Journal(tmp_path / "samples" / "a.jsonl", SETTINGS).close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_many_differences_are_counted() -> None:
     found = differences({str(n): n for n in range(20)}, {})
     assert found[0] == "0: 0 there, nothing here"

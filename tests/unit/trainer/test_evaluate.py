@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,16 @@ from rlite.evaluation.results import EvaluatedModel, EvaluationResult
 from rlite.evaluation.samples import Sample
 from rlite.rollout import RewardFunction, from_trl
 from rlite.rollout.registry import REWARDS, WORKFLOWS
+from rlite.trainer.evaluate import progress
 from rlite.trainer.evaluate.code import code_of, digest_of
-from rlite.trainer.evaluate.command import advice
+from rlite.trainer.evaluate.command import advice, evaluate
 from rlite.trainer.evaluate.models import names_of
-from rlite.trainer.evaluate.options import EvalConfig
+from rlite.trainer.evaluate.options import EvalConfig, check_name
 from rlite.trainer.evaluate.questions import item_ids
 from rlite.trainer.evaluate.report import difference, shown, shown_metrics, title
 from rlite.trainer.evaluate.tasks import find_tasks, task_metrics, task_rows
 from rlite.trainer.given import NOTHING, Given
+from tests.unit.trainer.test_evaluate_folder import row, write
 
 
 def options(*arguments: str) -> EvalConfig:
@@ -75,12 +78,17 @@ def test_options_that_contradict_each_other_are_refused(arguments: list[str], me
     [
         (["runs/grpo"], ["grpo"]),
         (["runs/grpo/latest", "runs/sft/best"], ["grpo", "sft"]),
-        (["a/model", "b/model"], ["model", "model-2"]),
+        (["runs/grpo/latest", "runs/grpo/best"], ["grpo-latest", "grpo-best"]),
+        (["runs/grpo", "runs/grpo/best"], ["grpo", "grpo-best"]),
+        (["a/model", "b/model"], ["a-model", "b-model"]),
+        (["a/x/latest", "b/x/latest"], ["a-x-latest", "b-x-latest"]),
+        (["model", "model"], ["model", "model-2"]),
         (["Qwen/Qwen3-0.6B", "odd name!"], ["Qwen3-0.6B", "odd_name"]),
     ],
 )
 def test_models_have_the_names_of_their_folders(models: list[str], names: list[str]) -> None:
     assert names_of(options(*models)) == names
+    assert [check_name(name) for name in names] == names
 
 
 def test_items_are_named_by_their_id_or_their_number_and_by_no_name_twice() -> None:
@@ -226,6 +234,44 @@ def test_code_that_cannot_be_read_equals_no_other() -> None:
 def test_an_interrupted_command_is_not_advised_to_overwrite_its_samples() -> None:
     assert advice(options("a", "out=x")) == "Finished samples are in x; the same command continues."
     assert "x; the same command without overwrite=true continues" in advice(options("a", "out=x", "overwrite=true"))
+
+
+def test_a_log_file_has_a_line_of_progress_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rlite.observability.console._POLL_S", 0.001)
+    assert progress.QUIET_S <= 10
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    has_said = threading.Event()
+    texts = iter(["grpo: 3 of 12 samples", "grpo: 7 of 12 samples"])
+
+    def text() -> str:
+        found = next(texts, "")
+        if not found:
+            has_said.set()
+        return found
+
+    with progress.told(text):
+        assert has_said.wait(10)
+    assert capsys.readouterr().err == "grpo: 3 of 12 samples\ngrpo: 7 of 12 samples\n"
+
+
+def test_the_first_line_names_a_source_of_scores_only_if_one_is_given() -> None:
+    assert options("runs/a", "runs/b", "out=x").headline() == "runs/a and runs/b, into x"
+    assert options("m", "data=t.jsonl", "reward=my.py:f").headline() == "m on t.jsonl"
+    assert options("m", "reward=__main__:f").headline() == "m on rows of the program"
+
+
+def test_the_model_that_needs_a_source_of_scores_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "eval", "a", row(0), row(1))
+    with pytest.raises(ConfigError, match=r"missing: a source of scores for .*/turns \(reward"):
+        evaluate(options(f"{tmp_path}/turns", f"{tmp_path}/eval"))
+
+
+def test_an_evaluation_that_continues_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    progress.continuing("new", 0, 12, "samples")
+    progress.continuing("grpo", 5, 12, "samples")
+    assert capsys.readouterr().err == "grpo: continuing: 5 of 12 samples are there\n"
 
 
 def test_k_of_earlier_results_is_not_bound_by_the_default_of_samples() -> None:

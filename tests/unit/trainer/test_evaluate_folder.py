@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,31 @@ def test_a_folder_has_one_evaluation_at_a_time_also_after_its_lock_was_opened_an
         ):
             pass
     with held(tmp_path / "out"):
+        pass
+
+
+def test_a_lock_is_removed_with_a_new_folder_in_which_nothing_was_written(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for name in ("mine", "new"):
+        with pytest.raises(ConfigError), held(tmp_path / name):
+            raise ConfigError("mistyped")
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
+    with held(tmp_path / "new"):
+        (tmp_path / "new" / RESULTS).touch()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [RESULTS]
+
+
+def test_a_lock_that_its_holder_removes_while_it_is_opened_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fcntl.flock
+
+    def removed_meanwhile(file: Any, operation: int) -> None:
+        (tmp_path / LOCK).unlink(missing_ok=True)
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
+    with pytest.raises(FolderInUse, match="another evaluation"), held(tmp_path):
         pass
 
 
@@ -117,7 +143,7 @@ def test_a_whole_earlier_result_is_read(tmp_path: Path) -> None:
         ({"models": {"a": 5}}, r"models\.a: "),
         ({"models": {"../../x": {"model": "m"}}}, "none of . and - first"),
         ({"models": {"hosts\0": {"model": "m"}}}, "none of . and - first"),
-        ({"models": {"a": {"model": "m"}, "b": {"model": "m"}}}, "results of a, b; expected those of one model"),
+        ({"models": {"a": {"model": "m"}, "b": {"model": "m"}}}, r"an evaluation of two models \(a and b\)"),
     ],
 )
 def test_damaged_results_are_refused(results: Any, message: str, tmp_path: Path) -> None:

@@ -12,13 +12,16 @@ def test_what_is_no_run_is_refused_with_all_problems(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "runs" / "ppo").mkdir(parents=True)
     (tmp_path / "runs" / "ppo" / "config.yaml").touch()
+    (tmp_path / "eval" / "samples").mkdir(parents=True)
+    (tmp_path / "eval" / "samples" / "grpo.jsonl").touch()
     with pytest.raises(ConfigError) as raised:
-        open_runs([str(tmp_path / "gone"), str(tmp_path / "file"), str(tmp_path / "runs")])
-    gone, file, parent = str(raised.value).splitlines()
+        open_runs([str(tmp_path / name) for name in ("gone", "file", "runs", "eval")])
+    gone, file, parent, unfinished = str(raised.value).splitlines()
     assert "no such folder" in gone
     assert f"found a file; give its folder: {tmp_path}" in file
     assert "not the folder of a run" in parent
     assert "runs below it: ppo" in parent
+    assert "eval: an unfinished evaluation; finish it first, by the `rlite eval` command" in unfinished
 
 
 def test_half_a_run_is_shown(tmp_path: Path) -> None:

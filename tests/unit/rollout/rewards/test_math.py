@@ -46,6 +46,20 @@ def test_answers_are_compared_by_their_meaning(completion: str, answer: Any, exp
 
 
 @pytest.mark.parametrize(
+    ("answers", "name"),
+    [
+        (["1/2", "0.5", "so 0.50", "2/4", "\\boxed{\\frac{2}{4}}", "$\\frac12$"], "1/2"),
+        (["3", "3.0", "\\boxed{6/2}", "6/2"], "3"),
+        (["-0.25", "-1/4"], "-1/4"),
+        (["\\boxed{x^2 + 2x}"], "x**2 + 2*x"),
+        (["\\boxed{1/0}", "1/0"], "zoo"),
+    ],
+)
+def test_equal_numbers_have_one_name_and_are_one_vote_of_a_majority(answers: list[str], name: str) -> None:
+    assert [math_verify_reward("", text, [], [], answer="7").answer for text in answers] == [name] * len(answers)
+
+
+@pytest.mark.parametrize(
     "nonsense",
     ["", " ", "no idea", "\\boxed{", "$$$", "\\frac{", "\x00\ufffd", "}" * 50, "1/0", "\\boxed{1/0}", "∞ − ∞"],
 )
