@@ -361,7 +361,7 @@ class RunOptions(Options):
     """The folder of a run, and the files that the run writes there."""
 
     save_dir: str
-    """holds config.yaml, metrics.jsonl, latest/ (Hugging Face) and state/ (to resume from); ppo: record/, too"""
+    """holds config.yaml, metrics.jsonl, latest/ (Hugging Face) and state/ (to resume from); ppo, sft: record/, too"""
     save_freq: Count = 20
     """steps between two checkpoints"""
     save_async: bool = True
@@ -420,7 +420,18 @@ class RunOptions(Options):
         return [*self.sinks, "wandb"] if self.use_wandb and "wandb" not in self.sinks else self.sinks
 
 
-class TrainerOptions(RunOptions):
+class RecordOptions(Options):
+    """What a run records of what its model writes."""
+
+    record: Literal["all", "sample", "none"] = "sample"
+    """what record/ keeps of rollouts and evaluations: all; sample, a row of every sample, and texts and tokens of 2
+    groups of each status in each step, of all groups of steps 1, 11, 21, ..., and of 8 prompts of an evaluation; or
+    none"""
+    record_limit: Annotated[float, Gt(0), Le(2**20)] = 4.0
+    """GiB that record/ may take; beyond it the texts and tokens of the oldest steps are deleted, then their rows"""
+
+
+class TrainerOptions(RecordOptions, RunOptions):
     """A run of a number of steps."""
 
     save_dir: str = "runs/ppo"
@@ -436,11 +447,6 @@ class TrainerOptions(RunOptions):
     max_recoveries: Natural = 0
     """times in an hour that lost train workers are started again and their step is repeated, under Ray; then each step
     ends with a copy of the training state in host memory outside of the workers"""
-    record: Literal["all", "sample", "none"] = "sample"
-    """what record/ keeps of the rollouts: all; sample, a row of every rollout, and texts and tokens of 2 groups of each
-    status in each step, and of all groups of steps 1, 11, 21, ...; or none"""
-    record_limit: Annotated[float, Gt(0), Le(2**20)] = 4.0
-    """GiB that record/ may take; beyond it the texts and tokens of the oldest steps are deleted, then their rows"""
 
 
 class EpochOptions(RunOptions):
@@ -456,6 +462,10 @@ class EpochOptions(RunOptions):
     """steps between two checkpoints"""
     test_freq: Count = 100
     """steps between two evaluations on test_data, if there is some"""
+
+
+class AnsweringOptions(RecordOptions, EpochOptions):
+    """A run of a number of epochs, whose evaluations may have answers."""
 
 
 class SupervisedConfig(LaunchOptions):
@@ -553,7 +563,7 @@ class SftConfig(SupervisedConfig):
     """rows to evaluate on: test_data.path=... of one set, or test_data.NAME.path=... of several, whose metrics are
     NAME/test_loss, ... A set with a reward holds prompts, which the model answers: NAME/accuracy, ..."""
     generation: GenerationOptions = GenerationOptions()
-    trainer: EpochOptions = EpochOptions(save_dir="runs/sft")
+    trainer: AnsweringOptions = AnsweringOptions(save_dir="runs/sft")
 
     def problems(self) -> Iterator[str]:
         """Yield a message for a mean that this loss does not have, and for options that only answers have."""

@@ -196,7 +196,7 @@ class PpoTrainer:
             self.evaluations.load_state_dict(facts.get("evaluations", {}))
         self.recovery.keep()
         self.run.open()
-        self.record.open()
+        self.record.begin()
         self.run.show_plan(f"rlite {self.name}", self.plan)
         self.run.console.follow(self.engines.rollout.rollout_progress)
         if metrics := self._evaluate_due():

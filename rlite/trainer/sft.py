@@ -20,6 +20,7 @@ if __name__ == "__main__":  # before the imports of this file, which load torch
 
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +33,10 @@ from rlite.trainer.generated import Generation, read_generated
 from rlite.trainer.given import Given
 from rlite.trainer.held_out import prefixed
 from rlite.trainer.losses import SftLoss
+from rlite.trainer.modules import load_tokenizer
 from rlite.trainer.rl.held_out import GeneratedOptions
 from rlite.trainer.rl.sets import ACCURACIES, reported_metrics
+from rlite.trainer.run.evaluation_record import EvaluationRecord
 from rlite.trainer.run.report import ReportedMetrics
 from rlite.trainer.supervised import SupervisedTrainer
 
@@ -69,6 +72,7 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         self.generated = generated or {}
         super().__init__(options, rows, test_rows, callbacks)
         self.generation = Generation(options, self.engine, self.generated)
+        self.record = EvaluationRecord(options.trainer, self.run)
 
     def make_loss(self) -> SftLoss:
         """Return the cross entropy."""
@@ -88,6 +92,17 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
         """Begin as every trainer does, then place the engine that answers prompts, if there are some."""
         super().start()
         self.generation.build()
+        if self.generated:
+            self.record.open(load_tokenizer(self.options.actor.model_name))
+
+    def fit(self) -> dict[str, float]:
+        """Train to the last step, and close the record.
+
+        Returns:
+            The metrics of the last step.
+        """
+        with closing(self.record):
+            return super().fit()
 
     def evaluation_plan(self) -> dict[str, str]:
         """Return what is evaluated and when, as text by topic."""
@@ -106,7 +121,13 @@ class SftTrainer(SupervisedTrainer[SftConfig]):
                 evaluations = self.generation.evaluate(due, self.run.step)
             for each in evaluations:
                 metrics |= prefixed(each.set.name, each.metrics)
+                self.record.evaluation(each.set.name, self.run.step, each.found.ended)
         return metrics
+
+    def _save(self) -> None:
+        self.record.before_checkpoint()
+        super()._save()
+        self.record.after_checkpoint()
 
     @classmethod
     def read_further(cls, options: SftConfig, given: Given) -> dict[str, Any]:

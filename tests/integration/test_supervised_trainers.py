@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import rlite
-from rlite import cli
+from rlite import cli, viewer
 from rlite.cluster.session import Session
 from rlite.config import load
 from rlite.data.labels import labelled_rows
@@ -418,6 +418,11 @@ def test_sft_answers_the_prompts_of_a_set_with_a_reward_and_trains_as_without(
     assert "said/test_loss" not in last
     assert "loss/test_loss" in last
     assert [row["step"] for row in rows if row.get("seconds_evaluate")] == [16, 32]
+    recorded = viewer.load(tmp_path / "run")
+    assert recorded.rows.groupby(["source", "step"]).size().to_dict() == {("eval.said", 16): 64, ("eval.said", 32): 64}
+    scores = recorded.rows[recorded.rows["step"] == 32]["reward"]
+    assert scores.mean() == pytest.approx(last["said/accuracy"])
+    assert len(recorded.texts(source="eval.said")) == 2 * 8 * 4, "of 8 prompts"
     told = capsys.readouterr().out
     assert "evaluation loss  loss of 16 items, every 16 steps\n" in told
     assert "said  16 prompts x 4 at temperature 1, at most 4 new tokens, reward last_letter, pass@4, every 16" in told

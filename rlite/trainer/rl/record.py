@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -13,23 +13,21 @@ from tensordict import TensorDict
 from rlite.observability.record.schema import Status
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.lost import NOT_ACCEPTED
-from rlite.rollout.record.recorder import NoRecorder, Recorder, make_recorder
 from rlite.rollout.trajectories import layout
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rl.engines import Engines
+from rlite.trainer.run.evaluation_record import EvaluationRecord
 from rlite.trainer.run.training_run import TrainingRun
 
 logger = logging.getLogger(__name__)
 EQUAL_REWARDS = "all rewards of the group are equal"
-SINGLE = "test"
-"""name under which a single set is recorded"""
 UNLIKE = "its keys or types are unlike those of the batch"
 LEFT_OUT = "the trainer left its group out of the batch"
 Layout = frozenset[tuple[Any, ...]]
 """of a trajectory, as `rlite.rollout.trajectories.layout` returns it"""
 
 
-class RunRecord:
+class RunRecord(EvaluationRecord):
     """Joins the groups that the collector has kept with the batch that was trained on.
 
     A run that is resumed at step S deletes what was recorded of later steps. What is under way when a run ends is
@@ -42,16 +40,13 @@ class RunRecord:
     """
 
     def __init__(self, options: PpoConfig, run: TrainingRun, engines: Engines) -> None:
-        self._options, self._run, self._engines = options, run, engines
-        self._has_told = False
-        self._recorder: Recorder = NoRecorder()
+        super().__init__(options.trainer, run)
+        self._engines = engines
 
-    def open(self) -> None:
-        """Begin, after the run has opened its folder."""
-        options = self._options.trainer
-        tokenizer, limit = self._engines.rollout.tokenizer, int(options.record_limit * 2**30)
-        self._recorder = make_recorder(self._run.folder, tokenizer, options.record, limit)
+    def begin(self) -> None:
+        """Begin, after the run has opened its folder and the engines are built."""
         self._collector = self._engines.rollout.collector
+        self.open(self._engines.rollout.tokenizer)
 
     def step(self, batch: TensorDict) -> None:
         """Record the finished step.
@@ -65,41 +60,7 @@ class RunRecord:
         ended, trained = self._collector.take_ended(), set(batch["group_ids"].tolist())
         layouts = layouts_of([group for group in ended if group.group in trained])
         self._recorder.record(self._run.step, [decided(group, trained, layouts) for group in ended], batch)
-        if self._recorder.has_removed and not self._has_told:
-            self._has_told = True
-            limit = f"trainer.record_limit={self._options.trainer.record_limit:g} GiB"
-            rows = {"limit": limit, "removed": "texts and tokens of the oldest steps first"}
-            self._run.console.warn(f"step {self._run.step}: the record has reached its limit", rows)
-
-    def evaluation(self, name: str, step: int, episodes: Sequence[Ended]) -> None:
-        """Record an evaluation.
-
-        Args:
-            name: of the set; a single set without a name is recorded as `test`.
-            step: finished steps before the evaluation.
-            episodes: `Collected.ended`.
-
-        Raises:
-            StorageError: an earlier step could not be written.
-        """
-        self._recorder.record_evaluation(name or SINGLE, step, episodes)
-
-    def before_checkpoint(self) -> None:
-        """Write everything to disk. A run that is resumed from the checkpoint does not record it again.
-
-        Raises:
-            StorageError: a step could not be written.
-        """
-        self._recorder.flush()
-
-    def after_checkpoint(self) -> None:
-        """Merge the files of steps to which no checkpoint goes back.
-
-        Raises:
-            StorageError: an earlier step could not be written.
-        """
-        if (oldest := self._run.oldest_checkpoint) is not None:
-            self._recorder.compact(oldest)
+        self._tell_of_limit()
 
     def __enter__(self) -> Self:
         return self
@@ -116,8 +77,7 @@ class RunRecord:
         try:
             ended = [decided(group, frozenset(), aborted=reason) for group in self._collector.take_ended()]
             self._recorder.record(self._run.step + 1, [*ended, *self._collector.under_way(reason)])
-            self._recorder.close()
-            self._recorder = NoRecorder()  # the trainer may still be asked to evaluate
+            self.close()
         except Exception:  # of any kind: the block's own error must not be hidden
             if error is None:
                 raise

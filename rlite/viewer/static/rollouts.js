@@ -43,8 +43,8 @@ export function noRecord(about) {
 export function withoutRecord(runs) {
   const names = runs.map((run) => run.name).join(", ");
   return runs.some((run) => run.records)
-    ? [`${names}: there are no files in record/. A run records rollouts with trainer.record=sample (texts of some groups) or all. The first step writes the first file.`]
-    : [`${names}: only reinforcement learning and rlite eval record rollouts. The overview shows the metrics of this run.`];
+    ? [`${names}: there are no files in record/. A run records rollouts, and sft the answers to its test sets with a reward, with trainer.record=sample (texts of some) or all. The first step or evaluation writes the first file.`]
+    : [`${names}: only reinforcement learning, rlite eval, and sft with test sets that have a reward record samples. The overview shows the metrics of this run.`];
 }
 
 // The name of training, of a test set, or of a model in an evaluation.

@@ -1,0 +1,71 @@
+"""The record of what a run's evaluations found, sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlite.rollout.collector.ended import Ended
+from rlite.rollout.record.recorder import NoRecorder, Recorder, make_recorder
+from rlite.trainer.options import RecordOptions
+from rlite.trainer.run.training_run import TrainingRun
+
+SINGLE = "test"
+"""name under which a single set is recorded"""
+
+
+class EvaluationRecord:
+    """Records evaluations. A run that is resumed at step S deletes what was recorded of later steps.
+
+    All methods but `open` raise StorageError if an earlier step could not be written.
+
+    Args:
+        options: say how much is recorded.
+        run: counts the steps, and has the folder and the console.
+    """
+
+    def __init__(self, options: RecordOptions, run: TrainingRun) -> None:
+        self._amounts, self._run = options, run
+        self._has_told = False
+        self._recorder: Recorder = NoRecorder()
+
+    def open(self, tokenizer: Any) -> None:
+        """Begin, after the run has opened its folder.
+
+        Args:
+            tokenizer: the model's tokenizer.
+        """
+        limit = int(self._amounts.record_limit * 2**30)
+        self._recorder = make_recorder(self._run.folder, tokenizer, self._amounts.record, limit)
+
+    def evaluation(self, name: str, step: int, episodes: Sequence[Ended]) -> None:
+        """Record an evaluation.
+
+        Args:
+            name: of the set; a single set without a name is recorded as `test`.
+            step: finished steps before the evaluation.
+            episodes: `Collected.ended`.
+        """
+        self._recorder.record_evaluation(name or SINGLE, step, episodes)
+        self._tell_of_limit()
+
+    def before_checkpoint(self) -> None:
+        """Write everything to disk. A run that is resumed from the checkpoint does not record it again."""
+        self._recorder.flush()
+
+    def after_checkpoint(self) -> None:
+        """Merge the files of steps to which no checkpoint goes back."""
+        if (oldest := self._run.oldest_checkpoint) is not None:
+            self._recorder.compact(oldest)
+
+    def close(self) -> None:
+        """Write everything to disk. What is evaluated later is not recorded."""
+        recorder, self._recorder = self._recorder, NoRecorder()
+        recorder.close()
+
+    def _tell_of_limit(self) -> None:
+        if self._recorder.has_removed and not self._has_told:
+            self._has_told = True
+            limit = f"trainer.record_limit={self._amounts.record_limit:g} GiB"
+            rows = {"limit": limit, "removed": "texts and tokens of the oldest steps first"}
+            self._run.console.warn(f"step {self._run.step}: the record has reached its limit", rows)
