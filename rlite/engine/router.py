@@ -228,7 +228,6 @@ class Router:
             self._noted.append(replica)
             died = error.workers if isinstance(error, WorkerDied) else ()
             loss = ReplicaLost(replica=index, workers=died, num_moved=num_moved, reason=str(error))
-            self.lost.append(loss)
             logger.warning(
                 "%s lost replica %d (%s): its %d requests in flight go on at the others",
                 self.name,
@@ -239,3 +238,4 @@ class Router:
             trace.instant("replica lost", engine=self.name, replica=index, workers=died, num_moved=num_moved)
             if self._on_loss(index, replica):
                 self.remove(replica)
+            self.lost.append(loss)  # whoever sees it can wait for the replacement

@@ -373,7 +373,7 @@ def test_ranks_end_soon_after_the_agent_was_killed(models: dict[str, Path], tmp_
     launch = [python, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     agent = subprocess.Popen(
         [*launch, str(script), str(models["llama"]), "wait_for_one_rank", "0"],  # rank 1 sits in a collective
-        env=environment(**{MARK: mark, forked_python.RANKS: "children"}),
+        env=environment(**{MARK: mark, forked_python.RANKS: "children"}, PYTHON_EXEC=python),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )

@@ -106,7 +106,7 @@ def test_rewards_come_alone_in_lists_and_by_name(given: Any, named: dict[str, fl
 
 def test_a_run_says_where_it_is_and_what_came_of_it(tmp_path: Path) -> None:
     run = api.TrainedRun(tmp_path, {"reward": 0.5, "actor/loss": 1e-5, "lr": 1.0})
-    assert repr(run) == f"TrainedRun({tmp_path}, reward 0.5000, loss 1.0e-05)"
+    assert repr(run) == f"TrainedRun({tmp_path}, reward 0.5000, actor/loss 1.0e-05)"
     lines = [{"step": 1, "test_loss": 2.0}, {"step": 2, "loss": 0.25}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert repr(api.TrainedRun(tmp_path, {})) == f"TrainedRun({tmp_path}, step 2, loss 0.2500)"
