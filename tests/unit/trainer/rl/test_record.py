@@ -57,7 +57,7 @@ def made(tmp_path: Path) -> Iterator[Any]:
         run: Any = SimpleNamespace(folder=tmp_path, step=0, console=console, oldest_checkpoint=None)
         prompts = PromptStream(ROWS, 2, seed=0)
         record = RunRecord(options, run, engines)
-        record.open()
+        record.begin()
         rollouts = make_rollouts(options, engines, Ask(), prompts)
         return SimpleNamespace(run=run, record=record, rollouts=rollouts, engine=engine, said=said)
 
