@@ -421,7 +421,7 @@ class RunOptions(Options):
 
 
 class RecordOptions(Options):
-    """What a run records of what its model writes."""
+    """The record of what a model writes in training and evaluations."""
 
     record: Literal["all", "sample", "none"] = "sample"
     """what record/ keeps of rollouts and evaluations: all; sample, a row of every sample, and texts and tokens of 2
