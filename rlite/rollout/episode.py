@@ -10,6 +10,8 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from rlite.rollout.transcript import Transcript
+
 Span = tuple[str, float, float]
 """name, start and end, in seconds after the group's submission"""
 
@@ -33,6 +35,8 @@ class Episode:
         """waits for the engine (`generate`) and for rewards (`reward`)"""
         self.trajectory: TensorDict | None = None
         """checked, as soon as the episode has succeeded"""
+        self.transcript = Transcript()
+        """tokens of the last attempt; empty as soon as there is a trajectory"""
         self.failure = ""
         """error of the last attempt, if no attempt was left"""
         self.answer: str | None = None
@@ -44,8 +48,19 @@ class Episode:
         self.started = self._now()
 
     def begin_attempt(self) -> None:
-        """Forget what an earlier attempt has answered."""
+        """Forget what an earlier attempt has written and answered."""
+        self.transcript = Transcript()
         self.answer = self._answered_by = None
+
+    def take_trajectory(self, trajectory: TensorDict | None) -> None:
+        """Keep what the workflow has returned.
+
+        Args:
+            trajectory: checked; None if the workflow refuses the group.
+        """
+        self.trajectory = trajectory
+        if trajectory is not None:
+            self.transcript = Transcript()
 
     def take_answer(self, reward: object, answer: str | None) -> None:
         """Keep the answer that a reward has named. Without one, the former answer of the same reward is removed.
@@ -96,6 +111,7 @@ class Episode:
             "spans": [list(span) for span in list(self.spans)],
             "failure": self.failure,
             "answer": self.answer,
+            "transcript": self.transcript.state_dict(),
         }
 
     @classmethod
@@ -105,6 +121,7 @@ class Episode:
         episode.started, episode.ended, episode.ended_at = state["started"], state["ended"], state["ended_at"]
         episode.spans = [(name, began, ended) for name, began, ended in state["spans"]]
         episode.failure, episode.answer, episode.trajectory = state["failure"], state["answer"], trajectory
+        episode.transcript = Transcript.from_state(state.get("transcript", ()))
         return episode
 
     def _now(self) -> float:

@@ -116,7 +116,7 @@ class Episodes:
                 if result is not None:
                     check_trajectory(result, f"the trajectory of {name}")
                 group.num_finished += 1
-                recorded.trajectory = result
+                recorded.take_trajectory(result)
                 return result
             except ENGINE_FAILURES:
                 raise

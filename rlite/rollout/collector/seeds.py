@@ -48,7 +48,7 @@ class SampleInference:
         tokens: counts the generated tokens, by episode.
         affinity: replaces the `rid` of all requests: siblings share a replica, which prefills their prompt once.
         is_trained_on: whether the episode is trained on.
-        episode: records the waits for the engine.
+        episode: records the waits for the engine, and the tokens.
     """
 
     def __init__(
@@ -77,20 +77,22 @@ class SampleInference:
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
         """Return the engine's answer to a request with this episode's seed."""
 
-        def count(chunk: TokenChunk) -> None:
+        def note(chunk: TokenChunk) -> None:
             self._tokens[self._sample] += len(chunk.token_ids)
+            sequence.write(chunk)
             if on_chunk is not None:
                 on_chunk(chunk)
 
-        with self._episode.span("generate"):
-            return await self._engine.agenerate(self._own(request), count)
+        with self._episode.span("generate"), self._episode.transcript.turn(request.input_ids) as sequence:
+            return await self._engine.agenerate(self._own(request), note)
 
     async def stream(self, request: LLMRequest) -> AsyncIterator[TokenChunk]:
         """Yield the engine's answer to a request with this episode's seed."""
-        with self._episode.span("generate"):
+        with self._episode.span("generate"), self._episode.transcript.turn(request.input_ids) as sequence:
             async with aclosing(self._engine.stream(self._own(request))) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     self._tokens[self._sample] += len(chunk.token_ids)
+                    sequence.write(chunk)
                     yield chunk
 
     def _own(self, request: LLMRequest) -> LLMRequest:

@@ -95,21 +95,30 @@ def as_array(values: Tensor) -> np.ndarray:
 
 
 class Arrays:
-    """The recorded keys of a trajectory as arrays.
+    """The recorded keys of an episode as arrays.
 
     Args:
-        trajectory: the trajectory.
+        episode: without a trajectory, its transcript takes the place.
     """
 
-    def __init__(self, trajectory: TensorDict) -> None:
+    def __init__(self, episode: Episode) -> None:
+        self.columns: dict[str, np.ndarray] = {}
+        """recorded keys of the trajectory"""
+        self.sequences: list[dict[str, np.ndarray]] = []
+        """columns of each sequence without padding: ids, mask, versions, and logprobs if there are some"""
+        if episode.trajectory is None:
+            self.sequences = episode.transcript.arrays()
+        else:
+            self._read(episode.trajectory)
+
+    def _read(self, trajectory: TensorDict) -> None:
         recorded = {*SEQUENCE.values(), *OF_TRAJECTORY}
-        self.columns: dict[str, np.ndarray] = {
+        self.columns = {
             key: as_array(trajectory[key])
             for key in map(str, trajectory.keys())
             if key in recorded or key.startswith(NAMED_REWARD)
         }
         self.sequences = list(self._sequences())
-        """columns of each sequence without padding: ids, mask, versions, and logprobs if there are some"""
 
     def _sequences(self) -> Iterator[dict[str, np.ndarray]]:
         columns = {name: self.columns[key] for name, key in SEQUENCE.items() if key in self.columns}
@@ -144,6 +153,8 @@ def make_tables(
 ) -> Tables:
     """Return the tables of a step. A trajectory that cannot be read has a row without its columns.
 
+    An episode without a trajectory has the tokens of its last attempt.
+
     Args:
         step: of the run.
         groups: what became of each; none has the status None.
@@ -160,12 +171,11 @@ def make_tables(
             key = {"step": step, "group": group.group, "sample": group.first_sample + number}
             columns: dict[str, Any] = {}
             own: list[dict[str, Any]] = []
-            if episode.trajectory is not None:
-                try:
-                    columns, own = _read(key, episode.trajectory, place in shown, texts, trained)
-                except Exception as error:  # a workflow's keys may hold anything
-                    place_of = f"step {step}, group {key['group']}, sample {key['sample']}"
-                    warn(f"{place_of}: the record has a row without the trajectory: {error!r}")
+            try:
+                columns, own = _read(key, episode, place in shown, texts, trained)
+            except Exception as error:  # a workflow's keys may hold anything
+                place_of = f"step {step}, group {key['group']}, sample {key['sample']}"
+                warn(f"{place_of}: the record has a row without the trajectory: {error!r}")
             advantage = None if trained is None else trained.advantage(key["group"], key["sample"])
             texts_of = {"segments": _segments(own), "data": _data(group)} if place in shown else {}
             rows.append({**key, **_row(group, number), **columns, "advantage": advantage, **texts_of})
@@ -177,10 +187,12 @@ def make_tables(
 
 
 def _read(
-    key: Mapping[str, int], trajectory: TensorDict, is_shown: bool, texts: TokenTexts, trained: TrainedBatch | None
+    key: Mapping[str, int], episode: Episode, is_shown: bool, texts: TokenTexts, trained: TrainedBatch | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return a trajectory's columns of ROWS, and its rows of TOKENS if it is shown."""
-    made = Arrays(trajectory)
+    """Return an episode's columns of ROWS, and its rows of TOKENS if it is shown."""
+    made = Arrays(episode)
+    if not made.sequences:
+        return {}, []
     columns = _of_trajectory(made)
     pa.RecordBatch.from_pylist([columns], ROWS)  # raises for a number that a column cannot hold
     return columns, _tokens(key, made, texts, trained) if is_shown else []

@@ -99,6 +99,8 @@ def test_each_group_is_kept_once_with_its_item_and_reason(collector: Make) -> No
     finished = found[0].episodes
     assert all(len(episode.spans) == 1 and episode.ended is not None for episode in finished)
     assert [episode.trajectory is not None for episode in finished] == [True, True]
+    written = [[one["ids"].tolist() for one in group.episodes[0].transcript.arrays()] for group in found]
+    assert written == [[], [], [], [[1, 2, 7, 8]]], "without a trajectory, what was written so far is kept"
     assert rollouts.take_ended() == []
 
 

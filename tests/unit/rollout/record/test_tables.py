@@ -21,6 +21,7 @@ from rlite.rollout.record.tables import MAX_EVENTS, make_tables
 from rlite.rollout.record.texts import TokenTexts
 from rlite.rollout.trajectories import TokenHistory, check_trajectory, join_histories, of_trajectory, pad_trajectories
 from rlite.rollout.workflow import RolloutWorkflow
+from rlite.types import TokenChunk
 from tests.recorded import recorded
 
 
@@ -187,6 +188,26 @@ def test_a_failed_episode_has_a_row_with_its_reason_and_so_have_its_siblings(tex
     assert (first["status"], first["reward"], second["status"], second["reward"]) == ("failed", 0.5, "failed", None)
     assert second["response_tokens"] == 17
     assert second["segments"] == []
+
+
+def test_an_episode_without_a_trajectory_has_the_tokens_of_its_last_attempt(texts: TokenTexts) -> None:
+    group = ended(0, None, status="failed", reason="ValueError: the reward")
+    [episode] = group.episodes
+    for text in ("first", "second"):
+        episode.begin_attempt()
+        with episode.transcript.turn(ids("1+1=")) as sequence:
+            made = ids(text)
+            sequence.write(TokenChunk(request_id=0, version=5, token_ids=made, logprobs=[-0.25] * len(made)))
+    again = Ended.from_state(group.state_dict())
+    for each in (group, again):
+        made = make_tables(1, [each], texts, shown=[0])
+        [row], [tokens] = made["rows"].to_pylist(), made["tokens"].to_pylist()
+        assert row["segments"] == [{"role": "prompt", "text": "1+1="}, {"role": "model", "text": "second"}]
+        assert (row["reward"], row["turns"], row["version_min"], row["response_tokens"]) == (None, 1, 5, 6)
+        assert tokens["logprobs"] == [0.0] * 4 + [-0.25] * 6
+        assert (tokens["trainer_logprobs"], tokens["advantages"]) == (None, None)
+    episode.take_trajectory(turns("a", "b"))
+    assert episode.transcript.arrays() == []
 
 
 def test_a_group_that_never_started_has_rows(texts: TokenTexts) -> None:

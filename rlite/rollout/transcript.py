@@ -1,0 +1,93 @@
+"""Tokens that an episode has read and written so far, for the record of an episode that gives no trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from rlite.types import TokenChunk
+
+COLUMNS = {"ids": np.int64, "versions": np.int64, "logprobs": np.float32}
+
+
+class Transcript:
+    """The requests of one attempt of an episode, and the answers to them as they arrive.
+
+    A request whose prompt begins with an earlier prompt and its answer goes on with that sequence.
+    """
+
+    def __init__(self) -> None:
+        self._sequences: list[_Sequence] = []
+
+    @contextmanager
+    def turn(self, prompt: Sequence[int]) -> Iterator[_Sequence]:
+        """Note a request, whose answer arrives inside of the block.
+
+        Args:
+            prompt: ids of its tokens.
+
+        Yields:
+            The sequence that takes the answer.
+        """
+        sequence = next((each for each in reversed(self._sequences) if each.begins(prompt)), None)
+        if sequence is None:
+            sequence = _Sequence()
+            self._sequences.append(sequence)
+        sequence.read(prompt)
+        sequence.is_open = True
+        try:
+            yield sequence
+        finally:
+            sequence.is_open = False
+
+    def arrays(self) -> list[dict[str, np.ndarray]]:
+        """Return ids, mask, versions and log-probabilities of each sequence; the model wrote where the mask is true."""
+        return [sequence.arrays() for sequence in list(self._sequences)]
+
+    def state_dict(self) -> list[dict[str, list[Any]]]:
+        """Return plain values."""
+        return [{name: sequence[name].tolist() for name in COLUMNS} for sequence in self.arrays()]
+
+    @classmethod
+    def from_state(cls, state: Sequence[dict[str, list[Any]]]) -> Transcript:
+        """Return the transcript that was saved."""
+        transcript = cls()
+        transcript._sequences = [_Sequence(**columns) for columns in state]
+        return transcript
+
+
+class _Sequence:
+    """Tokens in the order in which the model reads and writes them, with version -1 where it only reads."""
+
+    def __init__(self, ids: Sequence[int] = (), versions: Sequence[int] = (), logprobs: Sequence[float] = ()) -> None:
+        self._ids, self._versions, self._logprobs = list(ids), list(versions), list(logprobs)
+        self.is_open = False
+        """an answer is arriving"""
+
+    def begins(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt goes on with this sequence."""
+        return not self.is_open and list(prompt[: len(self._ids)]) == self._ids
+
+    def read(self, prompt: Sequence[int]) -> None:
+        """Append the tokens of a prompt that are new."""
+        new = prompt[len(self._ids) :]
+        self._append(new, [-1] * len(new), [0.0] * len(new))
+
+    def write(self, chunk: TokenChunk) -> None:
+        """Append tokens of the answer."""
+        self._append(chunk.token_ids, [chunk.version] * len(chunk.token_ids), chunk.logprobs)
+
+    def _append(self, ids: Sequence[int], versions: Sequence[int], logprobs: Sequence[float]) -> None:
+        self._logprobs += logprobs  # ids come last: a record may be made by another thread meanwhile
+        self._versions += versions
+        self._ids += ids
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the columns, and the mask of the tokens that the model wrote."""
+        ids = list(self._ids)
+        lists = {"ids": ids, "versions": self._versions[: len(ids)], "logprobs": self._logprobs[: len(ids)]}
+        columns = {name: np.array(values, COLUMNS[name]) for name, values in lists.items()}
+        return {**columns, "mask": columns["versions"] >= 0}

@@ -1,0 +1,58 @@
+"""Transcripts of episodes that give no trajectory."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlite.rollout.transcript import Transcript
+from rlite.types import TokenChunk
+
+
+def chunk(*ids: int, version: int = 3) -> TokenChunk:
+    return TokenChunk(request_id=0, version=version, token_ids=list(ids), logprobs=[-0.5] * len(ids))
+
+
+def tokens(transcript: Transcript) -> list[tuple[list[int], list[int]]]:
+    return [(sequence["ids"].tolist(), sequence["versions"].tolist()) for sequence in transcript.arrays()]
+
+
+def test_turns_of_one_conversation_are_one_sequence() -> None:
+    transcript = Transcript()
+    with transcript.turn([1, 2]) as first:
+        first.write(chunk(5))
+        first.write(chunk(6, version=4))
+    with transcript.turn([1, 2, 5, 6, 7]) as second:
+        second.write(chunk(8, version=4))
+    assert tokens(transcript) == [([1, 2, 5, 6, 7, 8], [-1, -1, 3, 4, -1, 4])]
+    [columns] = transcript.arrays()
+    assert columns["mask"].tolist() == [False, False, True, True, False, True]
+    assert columns["logprobs"].tolist() == [0.0, 0.0, -0.5, -0.5, 0.0, -0.5]
+
+
+def test_other_prompts_and_requests_at_the_same_time_are_sequences_of_their_own() -> None:
+    transcript = Transcript()
+    with transcript.turn([1, 2]) as first, transcript.turn([1, 2]) as second:
+        first.write(chunk(5))
+        second.write(chunk(6))
+    with transcript.turn([1, 9]) as third:
+        third.write(chunk(7))
+    assert [ids for ids, _ in tokens(transcript)] == [[1, 2, 5], [1, 2, 6], [1, 9, 7]]
+
+
+def test_an_answer_that_broke_off_is_kept_and_asked_for_again_beside_it() -> None:
+    transcript = Transcript()
+    with pytest.raises(TimeoutError), transcript.turn([1, 2]) as first:
+        first.write(chunk(5))
+        raise TimeoutError
+    with transcript.turn([1, 2]) as again:
+        again.write(chunk(6))
+    assert [ids for ids, _ in tokens(transcript)] == [[1, 2, 5], [1, 2, 6]]
+
+
+def test_a_transcript_is_saved_and_loaded() -> None:
+    transcript = Transcript()
+    with transcript.turn([1, 2]) as first:
+        first.write(chunk(5))
+    again = Transcript.from_state(transcript.state_dict())
+    assert tokens(again) == tokens(transcript)
+    assert Transcript.from_state([]).arrays() == []
