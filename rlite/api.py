@@ -18,6 +18,7 @@ import difflib
 import json
 import numbers
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +39,8 @@ from rlite.trainer.callbacks import Callback
 from rlite.trainer.evaluate.command import evaluate as run_evaluation
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.generate import prompt_item
-from rlite.trainer.given import IN_MEMORY, Given
-from rlite.trainer.held_out import UNNAMED, key_of
+from rlite.trainer.given import IN_MEMORY, REWARD, Given
+from rlite.trainer.held_out import KEY, UNNAMED, key_of
 from rlite.trainer.presets import TRAINERS
 
 Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
@@ -50,6 +51,8 @@ Reward = str | Callable[..., Any] | tuple[str | Callable[..., Any], float] | Map
 Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
 SHORT = {"save_dir": "trainer.save_dir", "total_steps": "trainer.total_steps", "n_epochs": "trainer.n_epochs"}
 """short names of options"""
+_OF_SET = re.compile(rf"{KEY}(\.[^.]+)?\.{REWARD}")
+"""group of options of a set's own rewards"""
 
 
 def train(
@@ -77,7 +80,8 @@ def train(
             rlite, TRL or verl.
         callbacks: callbacks besides those of `trainer.callbacks`.
         **options: options of the command by their keys, `**{"actor.lr": 1e-5}`, or nested, `actor={"lr": 1e-5}`. The
-            options in SHORT also have a short name.
+            options in SHORT also have a short name. The reward of a set to evaluate on may hold functions as `reward`
+            does, `**{"test_data.NAME.reward": f}`.
 
     Returns:
         The run.
@@ -91,19 +95,19 @@ def train(
     sets = test_data if isinstance(test_data, Mapping) else {UNNAMED: test_data}
     tests = {key_of(name): rows for name, rows in sets.items()}
     tables = {trainer.data_key: data, **tests}
-    rewards = {} if reward is None else _rewards(reward)
+    of_sets = {name: value for name, value in options.items() if _OF_SET.fullmatch(name)}
+    rewards = _Rewards({REWARD: reward, **of_sets})
     given = {
         **({} if model is None else {f"{trainer.key}.model_name": model}),
         **{f"{key}.path": _path(value, key) for key, value in tables.items() if value is not None},
-        **{f"reward.{name}": own.options for name, own in rewards.items()},
-        **{_key(name): value for name, value in options.items()},
+        **rewards.options,
+        **{_key(name): value for name, value in options.items() if name not in of_sets},
     }
     settings = config.load(trainer.config_class, [], aliases=trainer.config_class.aliases, given=given)
-    functions = {name: own.function for name, own in rewards.items() if own.function is not None}
     is_streamed = getattr(settings, trainer.data_key).streaming
     rows = _rows(data, trainer.data_key, is_streamed)
     test_rows = {key: found for key, own in tests.items() if (found := _rows(own, key)) is not None}
-    objects = Given(rows, test_rows, functions, callbacks)
+    objects = Given(rows, test_rows, rewards.functions, callbacks)
     metrics = trainer.train(settings, objects)
     return TrainedRun(Path(settings.trainer.save_dir), metrics, trainer.key == "actor")
 
@@ -137,17 +141,16 @@ def evaluate(
     """
     path = None if data is None else _path(data, "data")
     rows = None if data is None else _rows(data, "data")
-    rewards = {} if reward is None else _rewards(reward)
+    rewards = _Rewards({REWARD: reward})
     given = {
         "model": model,
         **({} if other is None else {"other": other}),
         **({} if path is None else {"data.path": path}),
-        **{f"reward.{name}": own.options for name, own in rewards.items()},
+        **rewards.options,
         **options,
     }
-    functions = {name: own.function for name, own in rewards.items() if own.function is not None}
     settings = config.load(EvalConfig, [], given=given)
-    return run_evaluation(settings, Given(rows, rewards=functions))
+    return run_evaluation(settings, Given(rows, rewards=rewards.functions))
 
 
 SHOWN = ("reward", "accuracy", "loss", "test_loss")
@@ -307,6 +310,24 @@ class _OneReward(NamedTuple):
     options: dict[str, Any]
     function: Callable[..., Any] | None
     """None if the path names it"""
+
+
+class _Rewards:
+    """The rewards of a call.
+
+    Args:
+        given: value of each group of options; None if the call gives none.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        rewards = {key: _rewards(value) for key, value in given.items() if value is not None}
+        self.options = {f"{key}.{name}": one.options for key, own in rewards.items() for name, one in own.items()}
+        """options of each reward, by its own group"""
+        self.functions = {
+            key: {name: one.function for name, one in own.items() if one.function is not None}
+            for key, own in rewards.items()
+        }
+        """functions by group and name, as `Given` has them"""
 
 
 def _rewards(reward: Any) -> dict[str, _OneReward]:

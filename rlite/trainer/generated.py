@@ -17,7 +17,6 @@ from rlite.evaluation.sets import Evaluation, EvaluationSet, evaluate
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.collector.options import CollectorOptions
 from rlite.rollout.registry import WORKFLOWS
-from rlite.rollout.rewards.chosen import ChosenRewards
 from rlite.trainer.given import Given
 from rlite.trainer.held_out import held_out_sources, key_of
 from rlite.trainer.modules import load_tokenizer
@@ -25,6 +24,7 @@ from rlite.trainer.options import SftConfig
 from rlite.trainer.rl.config import SamplingOptions
 from rlite.trainer.rl.held_out import GeneratedOptions
 from rlite.trainer.rl.sets import check_samples
+from rlite.trainer.rl.workflows import own_rewards
 
 
 class Generation:
@@ -130,7 +130,7 @@ def _workflow(
     tokenizer = load_tokenizer(options.actor.model_name)
     if own.workflow is not None:
         return WORKFLOWS[own.workflow](sampling, tokenizer)
-    rewards = ChosenRewards(own.reward, given.rewards)
+    rewards = own_rewards(own, key, given)
     rewards.check_columns(rows, key)
     return SingleTurnWorkflow(rewards.make(), sampling, tokenizer, options.data.chat_template_options)
 

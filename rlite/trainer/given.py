@@ -10,6 +10,8 @@ from rlite.data.source import Source
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import KEY
 
+REWARD = "reward"
+"""group of options of rewards, of a run or of a set"""
 IN_MEMORY = "(rows of the program)"
 """path of rows that a program gives"""
 
@@ -22,8 +24,8 @@ class Given:
     """rows to train on, in place of those of the path"""
     test_rows: Mapping[str, Iterable[Mapping[str, Any]]] = field(default_factory=dict)
     """rows to evaluate on, in place of those of the paths, by the set's group of options"""
-    rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    """reward functions by name, in place of those of the paths"""
+    rewards: Mapping[str, Mapping[str, Callable[..., Any]]] = field(default_factory=dict)
+    """reward functions in place of those of the paths: by the group of options, `reward` or that of a set, and name"""
     callbacks: Sequence[Callback] = ()
     """callbacks besides those of `trainer.callbacks`"""
 
@@ -35,6 +37,14 @@ class Given:
         """
         is_test = source.key.split(".")[0] == KEY
         return source._replace(rows=self.test_rows.get(source.key) if is_test else self.rows)
+
+    def functions(self, key: str = REWARD) -> Mapping[str, Callable[..., Any]]:
+        """Return the reward functions that take the place of those that a group of options names, by name.
+
+        Args:
+            key: `reward`, or the group of a set.
+        """
+        return self.rewards.get(key, {})
 
 
 NOTHING = Given()

@@ -356,10 +356,10 @@ class PpoTrainer:
         """
         options.check_complete()
         serve_if_worker(options)
-        rewards = ChosenRewards(options.reward, given.rewards) if options.reward else None
+        rewards = ChosenRewards(options.reward, given.functions()) if options.reward else None
         train_rows, test_rows = read_prompts(options, given)
         workflow = workflow_maker(options, rewards, {"train_data": train_rows})
-        testing = held_out_workflows(options, workflow, rewards, test_rows, given.rewards)
+        testing = held_out_workflows(options, workflow, rewards, test_rows, given)
 
         def fit(options: PpoConfig) -> dict[str, float]:
             with session_of(options):

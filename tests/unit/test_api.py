@@ -13,8 +13,13 @@ import pytest
 import rlite
 from rlite import api
 from rlite.errors import ConfigError, DataError, UnknownOptionError
+from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.rewards.weighted import WeightedRewards
+from rlite.trainer.given import NOTHING
 from rlite.trainer.model_options import GenerateConfig
 from rlite.trainer.rl.config import PpoConfig
+from rlite.trainer.rl.held_out import HeldOutPromptOptions
+from rlite.trainer.rl.workflows import own_rewards
 
 ROWS = [{"prompt": "2+2=", "answer": "4"}]
 
@@ -102,6 +107,35 @@ def test_rewards_come_alone_in_lists_and_by_name(given: Any, named: dict[str, fl
     found = api._rewards(given)
     assert all(isinstance(reward.options["path"], str) for reward in found.values())
     assert {name: reward.options.get("weight", 1.0) for name, reward in found.items()} == named
+
+
+def mine(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **row: Any) -> float:
+    return 1.0
+
+
+def test_a_set_keeps_its_own_reward_if_that_of_training_has_the_same_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "code.py").write_text("def mine(prompt, completions, prompt_ids, completion_ids, **row): return 0.25")
+    taken: list[Any] = []
+    monkeypatch.setattr(api._trainer("grpo"), "train", lambda *call: taken.extend(call) or {})
+    sets = {"test_data.code.reward.path": f"{tmp_path}/code.py:mine", "test_data.math.reward": {"mine": (mine, 2.0)}}
+    rlite.train("grpo", model="m", data=ROWS, test_data={"code": ROWS, "math": ROWS}, reward=mine, **sets)
+    settings, given = taken
+    assert given.functions() == {"mine": mine}
+    of_code, of_math = (
+        own_rewards(settings.test_data[name], f"test_data.{name}", given).make() for name in ("code", "math")
+    )
+    assert isinstance(of_code, RewardFunction)
+    assert of_code.fn("p", "c", [1], [2]) == 0.25
+    assert isinstance(of_math, WeightedRewards)
+    assert [(part.function.fn, part.weight) for part in of_math.parts.values()] == [(mine, 2.0)]
+
+
+def test_an_error_about_a_sets_reward_names_its_option() -> None:
+    own = HeldOutPromptOptions(path="rows.jsonl", reward={"path": "nowhere.py:f"})
+    with pytest.raises(ImportError, match=r"test_data\.code\.reward\.path=nowhere\.py:f: no such file"):
+        own_rewards(own, "test_data.code", NOTHING)
 
 
 def test_a_run_says_where_it_is_and_what_came_of_it(tmp_path: Path) -> None:

@@ -62,14 +62,20 @@ class ChosenRewards:
     Args:
         options: the group `reward` of the config, by name.
         given: functions of the program in place of those that the paths name, by name.
+        key: the group of options, for error messages.
 
     Raises:
         ConfigError: a function does not exist, or has none of the accepted signatures.
         ImportFailed: a file or module does not exist, or raised an exception. The message has the user's traceback.
     """
 
-    def __init__(self, options: Mapping[str, RewardOptions], given: Mapping[str, Callable[..., Any]]) -> None:
-        self._rewards = [_choose(name, own, given.get(name), len(options) == 1) for name, own in options.items()]
+    def __init__(
+        self, options: Mapping[str, RewardOptions], given: Mapping[str, Callable[..., Any]], key: str = "reward"
+    ) -> None:
+        single = len(options) == 1
+        self._rewards = [
+            _choose(name, own, given.get(name), key if single else f"{key}.{name}") for name, own in options.items()
+        ]
 
     def check_columns(self, rows: Sequence[Row], where: str) -> None:
         """Check that all rows have the columns that the functions name.
@@ -97,8 +103,8 @@ class ChosenRewards:
         return WeightedRewards({each.name: Part(each.make(is_part), each.options.weight) for each in self._rewards})
 
 
-def _choose(name: str, options: RewardOptions, given: Callable[..., Any] | None, is_single: bool) -> ChosenReward:
-    what = f"reward{'' if is_single else f'.{name}'}.path={options.path}"
+def _choose(name: str, options: RewardOptions, given: Callable[..., Any] | None, key: str) -> ChosenReward:
+    what = f"{key}.path={options.path}"
     found = find_reward(options.path, what) if given is None else given
     if not isinstance(found, RewardFunction):
         return ChosenReward(name, what, options, None, adapt(found, what))

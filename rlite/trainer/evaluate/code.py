@@ -32,12 +32,13 @@ def code_of(options: EvalConfig, given: Given) -> dict[str, str]:
         ImportFailed: the file or module of a reward does not exist, or raised an exception.
     """
     found: dict[str, str] = {}
+    functions = given.functions()
     for name, own in options.reward.items():
         file = Path(own.path.rpartition(":")[0])
-        if file.is_file() and name not in given.rewards:
+        if file.is_file() and name not in functions:
             found[str(file)] = digest([file.read_bytes()])
         else:
-            found[own.path] = digest_of(given.rewards.get(name) or find_reward(own.path, f"reward.{name}.path"))
+            found[own.path] = digest_of(functions.get(name) or find_reward(own.path, f"reward.{name}.path"))
     if options.env_path is not None and Path(options.env_path).is_file():
         found[options.env_path] = digest([Path(options.env_path).read_bytes()])
     if options.workflow is not None:

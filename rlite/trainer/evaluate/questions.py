@@ -176,7 +176,7 @@ def _workflow_maker(options: EvalConfig, given: Given, items: Items, where: str)
         )
         turns = options.max_turns
         return lambda sampling, tokenizer, limit: make(sampling, tokenizer, max_turns=turns, max_length=limit, **own)
-    rewards = ChosenRewards(options.reward, given.rewards)
+    rewards = ChosenRewards(options.reward, given.functions())
     rewards.check_columns(items, where)
     reward = rewards.make()
     return lambda sampling, tokenizer, _: SingleTurnWorkflow(reward, sampling, tokenizer, **own)

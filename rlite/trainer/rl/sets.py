@@ -33,8 +33,8 @@ def make_sets(
         workflows: workflow of all sets, or of some by name.
 
     Raises:
-        ConfigError: a set samples several responses that are all the same, a workflow is of no set, or a name cannot
-            be one.
+        ConfigError: a set samples several responses that are all the same, a workflow or options are of no set, or a
+            name cannot be one.
     """
     by_name = rows if isinstance(rows, Mapping) else {UNNAMED: rows} if len(rows) else {}
     own = workflows if isinstance(workflows, Mapping) else dict.fromkeys(by_name, workflows)
@@ -42,6 +42,9 @@ def make_sets(
         raise ConfigError(
             f"test_workflow of {sorted(unknown)[0]!r}: there are rows of {', '.join(by_name) or 'no set'}"
         )
+    if unknown := options.test_data.keys() - by_name.keys():
+        key = key_of(sorted(unknown)[0])
+        raise ConfigError(f"{key}: there are rows of {', '.join(map(key_of, by_name)) or 'no set'}; expected some of {key}")
     found = {}
     for name, table in by_name.items():
         check_name(name)

@@ -15,9 +15,11 @@ from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.environments.workflow import environment_workflow
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.chosen import ChosenRewards
+from rlite.trainer.given import REWARD, Given
 from rlite.trainer.held_out import key_of
 from rlite.trainer.modules import load_tokenizer
 from rlite.trainer.rl.config import PpoConfig, RolloutOptions, SamplingOptions
+from rlite.trainer.rl.held_out import GeneratedOptions
 from rlite.trainer.rl.lengths import context_limit
 
 OPTIONS_KEY = "train_data.chat_template_options"
@@ -57,7 +59,7 @@ def held_out_workflows(
     make: Callable[[SamplingOptions], RolloutWorkflow],
     rewards: ChosenRewards | None,
     tables: Tables,
-    given: Mapping[str, Callable[..., Any]],
+    given: Given,
 ) -> dict[str, RolloutWorkflow]:
     """Return the workflow of each set to evaluate on, by the set's name.
 
@@ -66,7 +68,7 @@ def held_out_workflows(
         make: makes the workflow of the run's source of rewards.
         rewards: the rewards of `reward`; None if the options name another source.
         tables: rows of each set, by its name.
-        given: reward functions of a program, by the names of the rewards.
+        given: reward functions of a program, in place of those of the paths.
 
     Raises:
         ConfigError: a reward of a set cannot be used.
@@ -77,13 +79,25 @@ def held_out_workflows(
         own, key = options.test_data[name], key_of(name)
         make_own = make
         if own.reward:
-            make_own = workflow_maker(options, ChosenRewards(own.reward, given), {key: rows})
+            make_own = workflow_maker(options, own_rewards(own, key, given), {key: rows})
         elif own.workflow is not None:
             make_own = workflow_maker(options, None, {}, own.workflow)
         elif rewards is not None:
             rewards.check_columns(rows, key)
         found[name] = make_own(options.rollout.sampling_of(own.sampling))
     return found
+
+
+def own_rewards(options: GeneratedOptions, key: str, given: Given) -> ChosenRewards:
+    """Return the rewards that a set to evaluate on has of its own.
+
+    Args:
+        options: of the set.
+        key: the set's group of options.
+        given: reward functions of a program, in place of those of the paths.
+    """
+    where = f"{key}.{REWARD}"
+    return ChosenRewards(options.reward, given.functions(where), where)
 
 
 def _taking_options(make: Callable[..., RolloutWorkflow]) -> Callable[..., RolloutWorkflow]:
