@@ -439,9 +439,10 @@ class TrainerOptions(RecordOptions, RunOptions):
     config.yaml"""
     total_steps: Count = 100
     """rollout batches to train on"""
-    evaluate: Literal["in_turns", "beside"] = "in_turns"
+    evaluate: Literal["in_turns", "beside", "snapshot"] = "in_turns"
     """in_turns: training waits for an evaluation. beside: an evaluation has an inference engine and devices of its own,
-    with the weights of its step, while training goes on; lag_steps says how many steps later its metrics are logged"""
+    with the weights of its step, while training goes on; lag_steps says how many steps later its metrics are logged.
+    snapshot: as beside, on the devices of the rollouts, which need memory for a copy of the weights"""
     evaluation_devices: Count | None = None
     """devices that only evaluate, with trainer.evaluate=beside; default: rollout.tp_size"""
     max_recoveries: Natural = 0

@@ -246,11 +246,12 @@ class PpoTrainer:
 
         Returns:
             The metrics of the evaluations that have ended, in which failed episodes are wrong; see
-                `rlite.evaluation.metrics.summary`. With trainer.evaluate=beside, evaluations that begin now end later.
+                `rlite.evaluation.metrics.summary`. Unless trainer.evaluate=in_turns, evaluations that begin now end later.
         """
         with self.run.generating():
             self.ended = self.evaluations.next()
-        lag = {"lag_steps": float(self.run.step - self.ended.step)} if self.options.trainer.evaluate == "beside" else {}
+        is_beside = self.options.trainer.evaluate != "in_turns"
+        lag = {"lag_steps": float(self.run.step - self.ended.step)} if is_beside else {}
         metrics: dict[str, float] = {}
         for each in self.ended.evaluations:
             metrics |= prefixed(each.set.name, each.metrics | lag)

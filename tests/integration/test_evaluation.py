@@ -143,13 +143,14 @@ def recorded(folder: Path, name: str) -> dict[int, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("where", "num_devices"), [("beside", 2), ("snapshot", 1), ("snapshot", 0)])
 def test_evaluation_beside_training_leaves_the_bits_and_measures_what_it_measures_in_turns(
-    model: str, tmp_path: Path
+    where: str, num_devices: int, model: str, tmp_path: Path
 ) -> None:
     with session():
         trainer(model, tmp_path / "turns", best_metric="math/accuracy").fit()
-    with ray_session(2):
-        trainer(model, tmp_path / "beside", best_metric="math/accuracy", evaluate="beside").fit()
+    with ray_session(num_devices) if num_devices else session():
+        trainer(model, tmp_path / "beside", best_metric="math/accuracy", evaluate=where).fit()
     assert_same_weights(tmp_path / "beside", tmp_path / "turns")
     for name in SETS:
         assert evaluations(tmp_path / "beside", name) == evaluations(tmp_path / "turns", name)

@@ -42,8 +42,8 @@ class Engines:
         self._resident: Engine | None = None
         self.rollout = self._inference_engine()
         check_engine(options.rollout, self.rollout.extras)
-        self.evaluation = self._inference_engine() if trainer.evaluate == "beside" else None
-        """serves evaluations on devices of its own; None: the rollout engine serves them"""
+        self.evaluation = None if trainer.evaluate == "in_turns" else self._inference_engine()
+        """serves evaluations with weights of its own; None: the rollout engine serves them"""
         num_updates = max(trainer.total_steps - actor.freeze_steps, 1) * actor.update_per_rollout
         self.actor = trained_engine(policy_module, actor, num_updates)
         self.critic: RliteTrainEngine | None = None
@@ -75,18 +75,24 @@ class Engines:
             own = frozen_build_options(own, session.device) if engine is self.reference else own
             engine.build(**own, colocate_with=None if engine is owner else owner)
             self._takes_turns[engine] = default if offload is None else offload
-        if self.evaluation is not None:
+        if self.evaluation is not None and num_evaluating:
             self._build_inference(self.evaluation, num_evaluating)
+        elif self.evaluation is not None:
+            self._build_inference(self.evaluation, num_generating, self.rollout)
 
     def _inference_engine(self) -> RliteInferenceEngine:
         rollout = self._options.rollout
         name = self._options.actor.model_name
         return RliteInferenceEngine(name, executor=rollout.executor, max_replacements=rollout.max_replacements)
 
-    def _build_inference(self, engine: RliteInferenceEngine, num_devices: int) -> None:
+    def _build_inference(
+        self, engine: RliteInferenceEngine, num_devices: int, beside: RliteInferenceEngine | None = None
+    ) -> None:
         options = self._options
         own = options.rollout.build_options(num_devices)
-        engine.build(**own, max_model_len=self._max_model_len, seed=options.trainer.seed)
+        if options.trainer.evaluate == "snapshot":
+            own["gpu_memory_utilization"] /= 2  # two engines on the same devices
+        engine.build(**own, max_model_len=self._max_model_len, seed=options.trainer.seed, colocate_with=beside)
         engine.rollout_options = options.collector_options()
 
     @property

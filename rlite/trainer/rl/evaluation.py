@@ -143,7 +143,7 @@ class InTurns(Evaluations):
 
 
 class Beside(Evaluations):
-    """Evaluations by an engine on devices of its own, while training goes on.
+    """Evaluations by an engine with weights of its own, while training goes on.
 
     step M: sync the weights ──> a thread evaluates the sets that are due ──> step N > M: metrics, lag_steps = N - M
 
@@ -227,7 +227,7 @@ def make_evaluations(options: PpoConfig, run: TrainingRun, engines: Engines, set
     if options.trainer.evaluate == "in_turns":
         return InTurns(options, run, engines, sets)
     if not sets:
-        raise ConfigError(f"trainer.evaluate=beside: nothing is evaluated without {KEY}.path")
+        raise ConfigError(f"trainer.evaluate={options.trainer.evaluate}: nothing is evaluated without {KEY}.path")
     return Beside(options, run, engines, sets)
 
 

@@ -17,6 +17,12 @@ from rlite.trainer.rl.held_out import HeldOutPromptOptions
 from rlite.trainer.rl.lengths import Context
 from rlite.wording import counted
 
+WHERE = {
+    "in_turns": "in turns with training",
+    "beside": "beside training",
+    "snapshot": "beside training, on the devices of the rollouts",
+}
+"""where evaluations run, in words, by trainer.evaluate"""
 LISTS_OF_ONE = "functions with TRL's signature get lists of one completion, not of a group"
 
 
@@ -100,7 +106,7 @@ def reward_plan(options: PpoConfig, workflow: RolloutWorkflow) -> str:
 def _set_plan(chosen: EvaluationSet, options: PpoConfig) -> str:
     """Return what an evaluation of a set does, when, and where."""
     own = options.test_data.get(chosen.name, HeldOutPromptOptions())
-    where = "beside training" if options.trainer.evaluate == "beside" else "in turns with training"
+    where = WHERE[options.trainer.evaluate]
     return f"{answers_plan(chosen, own, options.trainer.test_freq, options.reward)}, {where}"
 
 

@@ -44,7 +44,9 @@ def make_sets(
         )
     if unknown := options.test_data.keys() - by_name.keys():
         key = key_of(sorted(unknown)[0])
-        raise ConfigError(f"{key}: there are rows of {', '.join(map(key_of, by_name)) or 'no set'}; expected some of {key}")
+        raise ConfigError(
+            f"{key}: there are rows of {', '.join(map(key_of, by_name)) or 'no set'}; expected some of {key}"
+        )
     found = {}
     for name, table in by_name.items():
         check_name(name)

@@ -201,7 +201,7 @@ def program_function(body: str, file: str = "<program>", module: str = "__main__
 def test_changed_code_of_a_programs_reward_has_another_digest(wrapped: Any) -> None:
     first, same, changed = (wrapped(program_function(f"return {score}")) for score in ("1.0", "1.0", "0.5"))
     config = options("a", "data=t.jsonl", "reward=__main__:own")
-    digests = [code_of(config, Given(rewards={"own": each})) for each in (first, same, changed)]
+    digests = [code_of(config, Given(rewards={"reward": {"own": each}})) for each in (first, same, changed)]
     assert digests[0] == digests[1]
     assert digests[0] != digests[2]
 
