@@ -69,7 +69,10 @@ class _Sequence:
 
     def begins(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt goes on with this sequence."""
-        return not self.is_open and list(prompt[: len(self._ids)]) == self._ids
+        count = len(self._ids)
+        if self.is_open or len(prompt) < count or prompt[count - 1] != self._ids[-1]:
+            return False
+        return list(prompt[:count]) == self._ids
 
     def read(self, prompt: Sequence[int]) -> None:
         """Append the tokens of a prompt that are new."""

@@ -246,7 +246,7 @@ class PpoTrainer:
 
         Returns:
             The metrics of the evaluations that have ended, in which failed episodes are wrong; see
-                `rlite.evaluation.metrics.summary`. Unless trainer.evaluate=in_turns, evaluations that begin now end later.
+                `rlite.evaluation.metrics.summary`. Unless trainer.evaluate=in_turns, what begins now ends later.
         """
         with self.run.generating():
             self.ended = self.evaluations.next()
