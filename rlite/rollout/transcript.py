@@ -23,7 +23,7 @@ class Transcript:
         self._sequences: list[_Sequence] = []
 
     @contextmanager
-    def turn(self, prompt: Sequence[int]) -> Iterator[_Sequence]:
+    def turn(self, prompt: list[int]) -> Iterator[_Sequence]:
         """Note a request, whose answer arrives inside of the block.
 
         Args:
@@ -67,14 +67,14 @@ class _Sequence:
         self.is_open = False
         """an answer is arriving"""
 
-    def begins(self, prompt: Sequence[int]) -> bool:
+    def begins(self, prompt: list[int]) -> bool:
         """Return whether a prompt goes on with this sequence."""
         count = len(self._ids)
-        if self.is_open or len(prompt) < count or prompt[count - 1] != self._ids[-1]:
+        if self.is_open or len(prompt) < count or prompt[count - 1 : count] != self._ids[-1:]:
             return False
-        return list(prompt[:count]) == self._ids
+        return prompt[:count] == self._ids
 
-    def read(self, prompt: Sequence[int]) -> None:
+    def read(self, prompt: list[int]) -> None:
         """Append the tokens of a prompt that are new."""
         new = prompt[len(self._ids) :]
         self._append(new, [-1] * len(new), [0.0] * len(new))
