@@ -129,7 +129,8 @@ def evaluate(
         other: as `model`; answers the same prompts, and is compared with it.
         data: rows to answer, or their path.
         reward: as for `train`.
-        **options: options of the command by their keys, such as `samples=16` and `out="runs/eval"`.
+        **options: options of the command by their keys, such as `samples=16`. Files are written, and an interrupted
+            evaluation continues, only with a folder: `out="runs/eval"`.
 
     Returns:
         Metrics and samples; of two models also the comparison.
@@ -144,6 +145,7 @@ def evaluate(
     rewards = _Rewards({REWARD: reward})
     given = {
         "model": model,
+        "out": None,
         **({} if other is None else {"other": other}),
         **({} if path is None else {"data.path": path}),
         **rewards.options,

@@ -42,7 +42,7 @@ def spelled(argv: Sequence[str], spellings: Mapping[str, str]) -> list[str]:
     """Return the arguments with `--NAME VALUE`, `--NAME=VALUE` and `NAME=VALUE` as `KEY=VALUE`.
 
     With the spellings `{"data": "data.path"}`, `["--data", "test.jsonl"]` is `["data.path=test.jsonl"]`. A value in
-    braces is of the whole group, and keeps its name.
+    braces is of the whole group, and keeps its name. Keys inside of a group keep theirs, too: `--data.columns VALUE`.
 
     Args:
         argv: arguments of the command line.
@@ -55,12 +55,13 @@ def spelled(argv: Sequence[str], spellings: Mapping[str, str]) -> list[str]:
     for argument in rest:
         name, equals, value = argument.removeprefix("--").partition("=")
         is_flag = argument.startswith("--")
-        if name not in spellings or not (is_flag or equals) or value.startswith("{"):
+        key = spellings.get(name) or (name if name.partition(".")[0] in spellings else None)
+        if key is None or not (is_flag or equals) or (name in spellings and value.startswith("{")):
             made.append(argument)
             continue
         if not equals and (found := next(rest, None)) is None:
             raise ConfigError(f"--{name}: expected a value after it")
-        made.append(f"{spellings[name]}={value if equals else found}")
+        made.append(f"{key}={value if equals else found}")
     return made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,8 @@ def sample_of(row: Row) -> Sample:
 def write_record(folder: Path, name: str, rows: Iterable[Row]) -> None:
     """Write the record of an evaluation, in the order of items and samples. A former record of the name is replaced.
 
+    Each file is replaced at once, so that a reader finds the former record or this one.
+
     Args:
         folder: holds `record/`.
         name: name of the evaluation.
@@ -91,24 +93,25 @@ def write_record(folder: Path, name: str, rows: Iterable[Row]) -> None:
         table_of_tokens = pa.Table.from_pylist(tokens, schema=TOKENS)
     except (pa.ArrowException, OverflowError) as error:
         raise DataError(f"the samples of {name} cannot be recorded, a value is damaged: {error}") from error
-    remove_record(folder, name)
-    write_table(folder, source_of(name), 0, "rows", table)
+    written = [write_table(folder, source_of(name), 0, "rows", table)]
     if tokens:
-        write_table(folder, source_of(name), 0, "tokens", table_of_tokens)
+        written.append(write_table(folder, source_of(name), 0, "tokens", table_of_tokens))
+    remove_record(folder, name, keep=written)
 
 
-def remove_record(folder: Path, name: str) -> None:
+def remove_record(folder: Path, name: str, keep: Collection[Path] = ()) -> None:
     """Remove the record of an evaluation.
 
     Args:
         folder: holds `record/`.
         name: name of the evaluation.
+        keep: files that stay.
 
     Raises:
         StorageError: a file cannot be removed.
     """
     for file in all_files(folder):
-        if file.source == source_of(name):
+        if file.source == source_of(name) and file.path not in keep:
             with writing(file.path):
                 file.path.unlink(missing_ok=True)
 

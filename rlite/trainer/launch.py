@@ -47,6 +47,16 @@ def session_of(options: LaunchOptions) -> Iterator[None]:
             session.release(owner)
 
 
+def has_waiting_ranks(options: LaunchOptions) -> bool:
+    """Return whether ranks of torchrun serve the next session of this process, and wait until it begins.
+
+    Args:
+        options: of the command.
+    """
+    is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and options.launcher in (None, "torchrun")
+    return is_torchrun and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 def serve_if_worker(options: LaunchOptions) -> None:
     """Under torchrun, let ranks other than 0 serve and exit: only rank 0 reads data."""
     if int(os.environ.get("RANK", "0")) > 0 and options.launcher in (None, "torchrun"):

@@ -14,6 +14,10 @@ from rlite.viewer.results import RESULTS, ResultsFile
 from rlite.viewer.trace import TRACE, TraceLog
 
 CONFIG = "config.yaml"
+UNFINISHED = (
+    "an evaluation that has not ended: these are the samples so far; if it was interrupted, the `rlite eval` command that "
+    "began it continues it"
+)
 
 
 class ViewedRun:
@@ -83,7 +87,8 @@ class ViewedRun:
         found = [f"{name}: {reason}" for name, reason in sorted(self.record.problems.items())]
         if self.metrics.num_torn:
             found.append(f"{FILE}: {self.metrics.num_torn} lines are no metrics")
-        own = (self._config_problem, self._refresh_problem, self.results.problem)
+        unfinished = UNFINISHED if _has_samples(self.folder) and not self.results.path.exists() else ""
+        own = (self._config_problem, self._refresh_problem, self.results.problem, unfinished)
         return [text for text in (*own, *found, *self.trace.problems) if text]
 
 
@@ -107,13 +112,16 @@ def _no_run(path: Path) -> str:
         return f"{path}: no such folder; expected the folder of a run (trainer.save_dir)"
     if not path.is_dir():
         return f"{path}: expected the folder of a run, found a file; give its folder: {path.parent}"
-    if is_recorded(path) or any((path / name).exists() for name in (CONFIG, FILE)):
+    if is_recorded(path) or _has_samples(path) or any((path / name).exists() for name in (CONFIG, FILE)):
         return ""
-    if any((path / "samples").glob("*.jsonl")):
-        return f"{path}: an unfinished evaluation; finish it first, by the `rlite eval` command that began it"
     below = sorted(child.name for child in path.iterdir() if (child / CONFIG).exists() or is_recorded(child))
     hint = f"runs below it: {', '.join(below[:5])}" if below else "give the folder that trainer.save_dir names"
     return f"{path}: not the folder of a run, it has none of {CONFIG}, {FILE} and record/; {hint}"
+
+
+def _has_samples(path: Path) -> bool:
+    """Return whether a folder holds samples of `rlite eval`, which may have no record and no results yet."""
+    return not (path / CONFIG).exists() and any((path / "samples").glob("*.jsonl"))
 
 
 def _names(paths: list[Path]) -> list[str]:

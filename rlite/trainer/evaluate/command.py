@@ -1,15 +1,16 @@
 """The metrics of a checkpoint, and the difference between two.
 
-    rlite eval MODEL --data test.jsonl --reward my.py:correct --samples 16 --out runs/eval
+    rlite eval MODEL --data test.jsonl --reward my.py:correct --samples 16
     rlite eval BEFORE AFTER --env game.py --samples 4
     rlite eval runs/eval-before runs/eval-after        of two earlier evaluations, without a model
 
-With `--out` every sample is on disk as soon as it ends, and the same command continues what was interrupted.
+Every sample is on disk as soon as it ends, and the same command continues what was interrupted.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,16 +27,17 @@ from rlite.evaluation.metrics import summary
 from rlite.evaluation.results import EvaluatedModel, EvaluationResult
 from rlite.evaluation.rows import sample_of, write_record
 from rlite.trainer.evaluate.earlier import EarlierResult, earlier_result
-from rlite.trainer.evaluate.folder import RESULTS, check_alone, held, remove_others
+from rlite.trainer.evaluate.folder import RESULTS, check_alone, check_no_run, held, remove_others
 from rlite.trainer.evaluate.generation import Generation
-from rlite.trainer.evaluate.models import Answered, Candidate, begin, candidate, is_of_tasks, names_of, rows_of
+from rlite.trainer.evaluate.models import Answered, Candidate, begin, candidate, is_of_tasks, rows_of
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.evaluate.questions import Items, read_questions
+from rlite.trainer.evaluate.recording import recorded
 from rlite.trainer.evaluate.report import print_result
 from rlite.trainer.evaluate.settings import settings_of
 from rlite.trainer.evaluate.tasks import TaskAnswers, find_tasks
 from rlite.trainer.given import NOTHING, Given
-from rlite.trainer.launch import serve_if_worker, session_of
+from rlite.trainer.launch import has_waiting_ranks, serve_if_worker, session_of
 from rlite.trainer.run.interruption import INTERRUPTION
 
 Answers = Generation | TaskAnswers
@@ -44,9 +46,16 @@ SAME = ("questions", "scores", "tasks")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Evaluate one model or two, and print the metrics."""
+    """Evaluate one model or two, print the metrics, and say where they are."""
     options = config.load(EvalConfig, EvalConfig.arguments(argv))
     print_result(evaluate(options))
+    if (folder := options.folder) is not None:
+        print(f"{folder / RESULTS} holds these results", f"{view_command(folder)} shows the samples", sep="\n")
+
+
+def view_command(folder: Path) -> str:
+    """Return the command that shows an evaluation in the browser."""
+    return f"rlite view {shlex.quote(str(folder))}"
 
 
 def evaluate(options: EvalConfig, given: Given = NOTHING) -> EvaluationResult:
@@ -68,19 +77,20 @@ def evaluate(options: EvalConfig, given: Given = NOTHING) -> EvaluationResult:
         models = _find_models(options, given, folder, journals)
         check_comparable(models)
         result = result_of(models, options)
-        if options.out is not None:
+        if options.folder is not None:
             write_results(folder, models, result)
         return result
 
 
 def _find_models(options: EvalConfig, given: Given, folder: Path, journals: ExitStack) -> list[Answered]:
     """Return the models with all their samples. Those that are missing are generated now."""
-    names = names_of(options)
+    names = options.names
     asked = dict(zip(names, filter(None, (options.model, options.other)), strict=True))
     if not options.overwrite:
         check_alone(folder, names)
     earlier = {name: found for name in names if (found := _earlier(asked[name], name, folder))}
     if len(earlier) == len(asked):
+        _generate([], options)
         return list(earlier.values())
     check_source(options, [model for name, model in asked.items() if name not in earlier])
     items, answers_of = _source(options, given, folder)
@@ -139,19 +149,21 @@ def _source(options: EvalConfig, given: Given, folder: Path) -> tuple[Items, Cal
 
 
 def _generate(answers: Sequence[Answers], options: EvalConfig) -> None:
-    """Generate missing samples, in one session for all models."""
+    """Generate missing samples, in one session for all models. Ranks that wait for a session get one in any case."""
     pending = [each for each in answers if each.missing]
-    if options.out is not None:
+    folder = options.folder
+    if folder is not None:
         INTERRUPTION.advice = advice(options)
-    with session_of(options) if pending else nullcontext():
+    with session_of(options) if pending or has_waiting_ranks(options) else nullcontext():
         for each in pending:
-            each.run()
+            with nullcontext() if folder is None else recorded(each.candidate, folder):
+                each.run()
 
 
 def advice(options: EvalConfig) -> str:
     """Return how an interrupted evaluation continues."""
     how = "the same command without overwrite=true" if options.overwrite else "the same command"
-    return f"Finished samples are in {options.out}; {how} continues."
+    return f"Finished samples are in {options.folder}; {how} continues."
 
 
 def check_comparable(models: Sequence[Answered]) -> None:
@@ -222,17 +234,19 @@ def write_results(folder: Path, models: Sequence[Answered], result: EvaluationRe
 
 @contextmanager
 def _folder(options: EvalConfig) -> Iterator[Path]:
-    """Hold the folder of the evaluation; without `out`, one that ends with the block.
+    """Hold the folder of the evaluation; if nothing is to be written, one that ends with the block.
 
     Yields:
         The folder.
 
     Raises:
+        ConfigError: it is the folder of a training run or of a model.
         FolderInUse: another evaluation is under way in it.
         StorageError: it cannot be written.
     """
-    if options.out is not None:
-        with held(folder := Path(options.out).expanduser()):
+    if (folder := options.folder) is not None:
+        check_no_run(folder)
+        with held(folder):
             yield folder
         return
     with tempfile.TemporaryDirectory(prefix="rlite-eval-") as temporary:

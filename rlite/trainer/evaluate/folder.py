@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +24,13 @@ SAMPLES = "samples"
 CACHE = "cache"
 """folder of answers to tasks that have not ended"""
 LOCK = ".eval.lock"
+_OF_OTHERS = {
+    "config.yaml": "training run",
+    "metrics.jsonl": "training run",
+    "state": "training run",
+    "config.json": "model",
+}
+"""what is in the folder of a run or a model, where results would hide its curves or count as its files"""
 
 
 class ModelResults(BaseModel):
@@ -66,12 +73,29 @@ def first_problem(error: ValidationError) -> str:
     return ": ".join(filter(None, [".".join(map(str, found["loc"])), found["msg"]]))
 
 
+def check_no_run(folder: Path) -> None:
+    """Check that a folder is none of a training run or a model.
+
+    Args:
+        folder: of the evaluation; it need not exist.
+
+    Raises:
+        ConfigError: it is.
+    """
+    for name, whose in _OF_OTHERS.items():
+        if (folder / name).exists():
+            raise ConfigError(
+                f"out={folder}: it is the folder of a {whose}, which holds {name}; an evaluation needs a folder of its "
+                f"own, such as out={folder.parent / f'eval-{folder.resolve().name}'}"
+            )
+
+
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Keep other evaluations out of a folder until the end of the block, which removes the lock.
 
     The lock is of an open file, not of the process (`flock`): it also excludes other evaluations of this process, and
-    lasts however often the file is opened and closed. A folder that is made for a block that writes nothing is removed.
+    lasts however often the file is opened and closed. Folders that are made for a block that writes nothing are removed.
 
     Args:
         folder: is made if it does not exist.
@@ -84,7 +108,7 @@ def held(folder: Path) -> Iterator[None]:
         StorageError: the folder cannot be written.
     """
     with writing(folder):
-        is_new = not folder.exists()
+        new = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("ab")
     with file:
@@ -101,14 +125,14 @@ def held(folder: Path) -> Iterator[None]:
             yield
         finally:
             (folder / LOCK).unlink(missing_ok=True)
-            if is_new:
-                _remove_if_empty(folder)
+            _remove_if_empty(new)
             _unlock(file.fileno())
 
 
-def _remove_if_empty(folder: Path) -> None:
+def _remove_if_empty(folders: Iterable[Path]) -> None:
     with suppress(OSError):
-        folder.rmdir()
+        for folder in folders:
+            folder.rmdir()
 
 
 def _unlock(descriptor: int) -> None:

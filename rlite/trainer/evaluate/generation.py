@@ -35,7 +35,7 @@ class Generation:
     """
 
     def __init__(self, candidate: Candidate, questions: Questions, options: EvalConfig) -> None:
-        self._candidate, self._questions, self._options = candidate, questions, options
+        self.candidate, self._questions, self._options = candidate, questions, options
         done = {(line["group"], line["sample"]) for line in candidate.journal.lines}
         self._all = [Place(item, sample) for item in range(len(questions.items)) for sample in range(options.samples)]
         self.missing = [place for place in self._all if (place.item, place.sample) not in done]
@@ -57,8 +57,8 @@ class Generation:
         Raises:
             RolloutError: nothing but failures.
         """
-        continuing(self._candidate.name, len(self._all) - len(self.missing), len(self._all), "samples")
-        engine = build_engine(self._candidate.model, self._options, self._context)
+        continuing(self.candidate.name, len(self._all) - len(self.missing), len(self._all), "samples")
+        engine = build_engine(self.candidate.model, self._options, self._context)
         limits = CollectorOptions(request_timeout=self._options.timeout, request_retries=self._options.retries)
         # twice as many as are decoded at once, so that rewards and environments do not leave the engine idle
         concurrent = 2 * self._options.max_num_seqs * len(engine.executors)
@@ -93,13 +93,13 @@ class Generation:
 
     def _write_held(self) -> None:
         for row in self._held:
-            self._candidate.journal.append(row)
+            self.candidate.journal.append(row)
         self._held.clear()
 
     def _progress(self, begun: float) -> str:
-        before, now = len(self._all) - len(self.missing), len(self._candidate.journal.lines)
+        before, now = len(self._all) - len(self.missing), len(self.candidate.journal.lines)
         pace = (now - before) / max(time.monotonic() - begun, 1e-9)
-        return f"{self._candidate.name}: {now} of {len(self._all)} samples, {pace:.1f} per second"
+        return f"{self.candidate.name}: {now} of {len(self._all)} samples, {pace:.1f} per second"
 
 
 def build_engine(model: str, options: EvalConfig, max_model_len: int | None) -> RliteInferenceEngine:

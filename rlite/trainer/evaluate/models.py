@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,6 @@ from rlite.trainer.evaluate.folder import SAMPLES, remove_model
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.evaluate.settings import model_settings
 from rlite.trainer.generate import check_writes, model_folder
-
-_GENERAL = ("latest", "best", "")
-"""names of folders that do not tell whose they are"""
 
 
 @dataclass(frozen=True)
@@ -91,47 +87,3 @@ def begin(candidates: Sequence[Candidate], folder: Path) -> None:
         if each.journal.is_new:
             remove_model(folder, each.name)
         each.journal.begin()
-
-
-def names_of(options: EvalConfig) -> list[str]:
-    """Return a name for each model: the option, or the name of its folder or of the run that has written it.
-
-    Two models of one name are told apart by what follows in their paths, such as `latest` and `best` of a run, or else
-    by the folders above: `a/model` and `b/model` are a-model and b-model.
-    """
-    if options.name is not None:
-        return [options.name]
-    if options.other is None:
-        return [_name(options.model)]
-    names = [_name(options.model), _name(options.other)]
-    longer = zip(_longer_names(options.model), _longer_names(options.other), strict=False)
-    found = next(filter(_differ, [names, *longer]), None)
-    return list(found or [names[0], f"{names[1]}-2"])
-
-
-def _differ(names: Sequence[str]) -> bool:
-    return len(set(names)) == len(names)
-
-
-def _name(given: str) -> str:
-    parts = _parts(given)
-    return _as_file_name(parts[_place_of_name(parts)])
-
-
-def _longer_names(given: str) -> Iterator[str]:
-    """Yield the end of a path from the name on, then with one more folder above the name each time."""
-    parts = _parts(given)
-    for first in range(_place_of_name(parts), 0, -1):
-        yield _as_file_name("-".join(parts[first:]))
-
-
-def _parts(given: str) -> Sequence[str]:
-    return Path(given).expanduser().resolve().parts
-
-
-def _place_of_name(parts: Sequence[str]) -> int:
-    return max((place for place, part in enumerate(parts) if part not in _GENERAL), default=0)
-
-
-def _as_file_name(text: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", text).strip("._-") or "model"

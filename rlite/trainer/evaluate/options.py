@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -14,11 +15,14 @@ from rlite.config import Count, Natural, Options, Positive, Seconds, Share
 from rlite.data.source import Source
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
+from rlite.trainer.evaluate.names import names_of
 from rlite.trainer.options import RESERVED_TEMPLATE_OPTIONS, Columns, LaunchOptions, ServingOptions
 from rlite.types import GenerationHyperparameters
 
 SHORT = {"data": "data.path", "reward": "reward.path", "env": "env_path"}
 """short names of options"""
+NAME = "{name}"
+"""stands in `out` for the names of the models"""
 
 
 def default_temperature(samples: int) -> float:
@@ -118,9 +122,9 @@ class EvalConfig(ServingOptions, LaunchOptions):
     """of the sampling, and of the comparison's draws"""
     confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
     """level of confidence intervals"""
-    out: str | None = None
+    out: str | None = f"runs/eval-{NAME}"
     """folder for results.json, samples and the record, which `rlite view` shows; the same command continues what it
-    holds. null writes nothing"""
+    holds. {name} stands for the model's name, or for BEFORE-vs-AFTER. null writes nothing"""
     name: Annotated[str, AfterValidator(check_name)] | None = None
     """name of the evaluation in the record; default: the model's folder, or the run of latest and best"""
     overwrite: bool = False
@@ -172,6 +176,16 @@ class EvalConfig(ServingOptions, LaunchOptions):
             yield "name: two models have the names of their folders; leave it out"
 
     @property
+    def names(self) -> list[str]:
+        """A name for each model."""
+        return names_of(self.model, self.other) if self.name is None else [self.name]
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder `out`, with the names of the models; None to write nothing."""
+        return None if self.out is None else Path(self.out.replace(NAME, "-vs-".join(self.names))).expanduser()
+
+    @property
     def sources_of_scores(self) -> list[str]:
         """Options that say where scores come from; an evaluation needs one."""
         sources = {"reward": self.reward, "env_path": self.env_path, "workflow": self.workflow, "tasks": self.tasks}
@@ -198,4 +212,4 @@ class EvalConfig(ServingOptions, LaunchOptions):
         models = self.model if self.other is None else f"{self.model} and {self.other}"
         what = ", ".join(self.tasks) or self.data.path or self.env_path or "rows of the program"
         on = f" on {what}" if self.sources_of_scores else ""  # earlier evaluations have their own
-        return f"{models}{on}{f', into {self.out}' if self.out else ''}"
+        return f"{models}{on}{f', into {self.folder}' if self.folder else ''}"

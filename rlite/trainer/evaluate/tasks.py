@@ -60,7 +60,7 @@ class TaskAnswers:
     """
 
     def __init__(self, candidate: Candidate, manager: Any, options: EvalConfig, folder: Path) -> None:
-        self._candidate, self._manager, self._options = candidate, manager, options
+        self.candidate, self._manager, self._options = candidate, manager, options
         self._cache = folder / CACHE / candidate.name
         done = {line["task"] for line in candidate.journal.lines}
         self.missing = [name for name in options.tasks if name not in done]
@@ -70,21 +70,21 @@ class TaskAnswers:
     def run(self) -> None:
         """Do the missing tasks in the current session; each goes to the journal as it ends."""
         num_tasks = len(self._options.tasks)
-        continuing(self._candidate.name, num_tasks - len(self.missing), num_tasks, "tasks")
-        limit = context_limit(self._candidate.model, self._options)
-        engine = build_engine(self._candidate.model, self._options, min(limit, MAX_MODEL_LEN))
+        continuing(self.candidate.name, num_tasks - len(self.missing), num_tasks, "tasks")
+        limit = context_limit(self.candidate.model, self._options)
+        engine = build_engine(self.candidate.model, self._options, min(limit, MAX_MODEL_LEN))
         self._cache.mkdir(parents=True, exist_ok=True)
         try:
             model = import_module(HARNESS).RliteLM(engine)
             for name in self.missing:
                 with told(partial(self._progress, name, model)):
                     line = self._line(name, model)
-                self._candidate.journal.append(line)
+                self.candidate.journal.append(line)
         finally:
             engine.release()
 
     def _progress(self, name: str, model: Any) -> str:
-        return f"{self._candidate.name}: task {name}, {model.num_answered} of {model.num_requests} requests so far"
+        return f"{self.candidate.name}: task {name}, {model.num_answered} of {model.num_requests} requests so far"
 
     def _line(self, name: str, model: Any) -> dict[str, Any]:
         options = self._options

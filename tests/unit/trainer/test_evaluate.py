@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlite.config import load
-from rlite.errors import ConfigError, DataError
+from rlite.errors import ConfigError, DataError, UnknownOptionError
 from rlite.evaluation.compare import Comparison
 from rlite.evaluation.results import EvaluatedModel, EvaluationResult
 from rlite.evaluation.samples import Sample
@@ -22,7 +22,6 @@ from rlite.rollout.registry import REWARDS, WORKFLOWS
 from rlite.trainer.evaluate import progress
 from rlite.trainer.evaluate.code import code_of, digest_of
 from rlite.trainer.evaluate.command import advice, evaluate
-from rlite.trainer.evaluate.models import names_of
 from rlite.trainer.evaluate.options import EvalConfig, check_name
 from rlite.trainer.evaluate.questions import item_ids
 from rlite.trainer.evaluate.report import difference, shown, shown_metrics, title
@@ -43,6 +42,42 @@ def test_arguments_are_spelled_as_flags_as_keys_and_without_key() -> None:
     assert options("a", "data={path: t.jsonl, columns: {answer: x}}").data.columns == {"answer": "x"}
     assert options("a", "--tasks", "gsm8k,arc").tasks == options("a", "tasks=[gsm8k, arc]").tasks == ["gsm8k", "arc"]
     assert options("a", "--env", "game.py").env_path == "game.py"
+
+
+def test_keys_inside_of_groups_are_spelled_as_flags_too() -> None:
+    flags = [
+        "--reward",
+        "my.py:f",
+        "--reward.timeout",
+        "30",
+        "--data.system_prompt=Be brief.",
+        "--data.columns",
+        "{a: b}",
+    ]
+    keys = ["reward.path=my.py:f", "reward.timeout=30", "data.system_prompt=Be brief.", "data.columns={a: b}"]
+    assert options("a", *flags) == options("a", *keys)
+    assert options("a", "--reward.one.path", "my.py:f", "--reward.one.weight=2").reward["one"].weight == 2
+    with pytest.raises(UnknownOptionError, match=r"data\.colums.*did you mean"):
+        options("a", "--data.colums", "{a: b}")
+    with pytest.raises(ConfigError, match=r"--reward\.timeout: expected a value"):
+        options("a", "--reward.timeout")
+    with pytest.raises(ConfigError, match=r"argument '--sampels\.x'"):
+        options("a", "--sampels.x", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "folder"),
+    [
+        (["runs/grpo/latest"], "runs/eval-grpo"),
+        (["runs/sft", "runs/grpo"], "runs/eval-sft-vs-grpo"),
+        (["runs/grpo", "name=x"], "runs/eval-x"),
+        (["runs/grpo", "--out", "evals/{name}-math"], "evals/grpo-math"),
+        (["runs/grpo", "out=x"], "x"),
+    ],
+)
+def test_the_folder_has_the_names_of_the_models(arguments: list[str], folder: str) -> None:
+    assert options(*arguments).folder == Path(folder)
+    assert options(*arguments, "out=null").folder is None
 
 
 @pytest.mark.parametrize(
@@ -87,7 +122,7 @@ def test_options_that_contradict_each_other_are_refused(arguments: list[str], me
     ],
 )
 def test_models_have_the_names_of_their_folders(models: list[str], names: list[str]) -> None:
-    assert names_of(options(*models)) == names
+    assert options(*models).names == names
     assert [check_name(name) for name in names] == names
 
 
@@ -258,8 +293,8 @@ def test_a_log_file_has_a_line_of_progress_every_few_seconds(
 
 def test_the_first_line_names_a_source_of_scores_only_if_one_is_given() -> None:
     assert options("runs/a", "runs/b", "out=x").headline() == "runs/a and runs/b, into x"
-    assert options("m", "data=t.jsonl", "reward=my.py:f").headline() == "m on t.jsonl"
-    assert options("m", "reward=__main__:f").headline() == "m on rows of the program"
+    assert options("m", "data=t.jsonl", "reward=my.py:f").headline() == "m on t.jsonl, into runs/eval-m"
+    assert options("m", "reward=__main__:f", "out=null").headline() == "m on rows of the program"
 
 
 def test_the_model_that_needs_a_source_of_scores_is_named(tmp_path: Path) -> None:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import fcntl
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from rlite.errors import ConfigError, DataError, FolderInUse
 from rlite.evaluation.journal import Journal
 from rlite.evaluation.rows import write_record
-from rlite.observability.record.files import all_files
+from rlite.observability.record.files import all_files, write_table
+from rlite.trainer.evaluate import recording
 from rlite.trainer.evaluate.earlier import earlier_result
-from rlite.trainer.evaluate.folder import CACHE, LOCK, RESULTS, SAMPLES, check_alone, held, remove_others
+from rlite.trainer.evaluate.folder import CACHE, LOCK, RESULTS, SAMPLES, check_alone, check_no_run, held, remove_others
 from rlite.trainer.evaluate.models import Candidate, begin
+from rlite.trainer.evaluate.recording import recorded
+from rlite.viewer.run import open_runs
 
 SETTINGS: dict[str, Any] = {
     "questions": {"number": 2},
@@ -57,7 +62,7 @@ def test_a_folder_has_one_evaluation_at_a_time_also_after_its_lock_was_opened_an
 
 def test_a_lock_is_removed_with_a_new_folder_in_which_nothing_was_written(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    for name in ("mine", "new"):
+    for name in ("mine", "new", "runs/new"):
         with pytest.raises(ConfigError), held(tmp_path / name):
             raise ConfigError("mistyped")
     assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
@@ -94,6 +99,26 @@ def test_a_folder_with_another_models_samples_or_results_is_refused(tmp_path: Pa
         check_alone(tmp_path, ["b"])
 
 
+@pytest.mark.parametrize(
+    ("name", "whose"),
+    [
+        ("config.yaml", "training run"),
+        ("metrics.jsonl", "training run"),
+        ("state", "training run"),
+        ("config.json", "model"),
+    ],
+)
+def test_the_folder_of_a_run_or_a_model_is_refused(name: str, whose: str, tmp_path: Path) -> None:
+    check_no_run(tmp_path / "new")
+    check_no_run(tmp_path)
+    (tmp_path / "grpo").mkdir()
+    (tmp_path / "grpo" / name).touch()
+    with pytest.raises(
+        ConfigError, match=rf"the folder of a {whose}, which holds {name}; .* such as out=.*/eval-grpo$"
+    ):
+        check_no_run(tmp_path / "grpo")
+
+
 def test_overwriting_removes_what_other_models_left_and_nothing_else(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write(tmp_path, name, row(0), row(1))
@@ -123,6 +148,65 @@ def test_a_record_without_tokens_replaces_one_with_tokens(tmp_path: Path) -> Non
     assert files_of(tmp_path) == {"eval.a rows", "eval.a tokens"}
     write_record(tmp_path, "a", [row(0)])
     assert files_of(tmp_path) == {"eval.a rows"}
+
+
+def test_a_record_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_record(tmp_path, "a", [row(0)])
+    replaced: list[set[str]] = []
+
+    def written(*arguments: Any) -> Path:
+        replaced.append(files_of(tmp_path))
+        return write_table(*arguments)
+
+    monkeypatch.setattr("rlite.evaluation.rows.write_table", written)
+    write_record(tmp_path, "a", [row(0), row(1)])
+    assert replaced == [{"eval.a rows"}]
+
+
+def begun(folder: Path) -> Candidate:
+    journal = Journal(folder / SAMPLES / "a.jsonl", SETTINGS)
+    journal.begin()
+    return Candidate("a", "m", SETTINGS, journal)
+
+
+def recorded_items(folder: Path) -> list[str]:
+    return [item for file in all_files(folder) for item in pq.read_table(file.path)["item"].to_pylist()]
+
+
+def test_an_evaluation_that_is_under_way_can_be_viewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "PAUSE_S", 0.001)
+    candidate = begun(tmp_path)
+    with recorded(candidate, tmp_path):
+        for number in range(2):
+            candidate.journal.append(row(number))
+            deadline = time.monotonic() + 20
+            while (found := recorded_items(tmp_path)) != [str(item) for item in range(number + 1)]:
+                assert time.monotonic() < deadline, found
+        [run] = open_runs([str(tmp_path)])
+        assert run.record.table("eval.a")["item"].to_pylist() == ["0", "1"]
+        assert [problem.partition(":")[0] for problem in run.problems] == ["an evaluation that has not ended"]
+    candidate.journal.close()
+
+
+def test_whatever_ends_an_evaluation_its_samples_are_recorded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "PAUSE_S", 1000)
+    for number in range(2):
+        candidate = begun(tmp_path)
+        with pytest.raises(KeyboardInterrupt), recorded(candidate, tmp_path):
+            candidate.journal.append(row(number))
+            raise KeyboardInterrupt
+        candidate.journal.close()
+        assert recorded_items(tmp_path) == [str(item) for item in range(number + 1)]
+
+
+def test_samples_that_cannot_be_recorded_do_not_end_an_evaluation_early(tmp_path: Path) -> None:
+    candidate = begun(tmp_path)
+    with recorded(candidate, tmp_path):
+        candidate.journal.append(row(0, tokens=[{"ids": "x"}]))
+    assert recorded_items(tmp_path) == []
+    candidate.journal.close()
 
 
 def test_a_whole_earlier_result_is_read(tmp_path: Path) -> None:

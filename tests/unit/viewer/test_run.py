@@ -5,23 +5,31 @@ from pathlib import Path
 import pytest
 
 from rlite.errors import ConfigError
-from rlite.viewer.run import open_runs
+from rlite.viewer.run import UNFINISHED, open_runs
 
 
 def test_what_is_no_run_is_refused_with_all_problems(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "runs" / "ppo").mkdir(parents=True)
     (tmp_path / "runs" / "ppo" / "config.yaml").touch()
-    (tmp_path / "eval" / "samples").mkdir(parents=True)
-    (tmp_path / "eval" / "samples" / "grpo.jsonl").touch()
     with pytest.raises(ConfigError) as raised:
-        open_runs([str(tmp_path / name) for name in ("gone", "file", "runs", "eval")])
-    gone, file, parent, unfinished = str(raised.value).splitlines()
+        open_runs([str(tmp_path / name) for name in ("gone", "file", "runs")])
+    gone, file, parent = str(raised.value).splitlines()
     assert "no such folder" in gone
     assert f"found a file; give its folder: {tmp_path}" in file
     assert "not the folder of a run" in parent
     assert "runs below it: ppo" in parent
-    assert "eval: an unfinished evaluation; finish it first, by the `rlite eval` command" in unfinished
+
+
+def test_an_evaluation_that_was_killed_before_its_first_record_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "grpo.jsonl").touch()
+    [run] = open_runs([str(tmp_path)])
+    assert run.record.sources == []
+    assert run.problems == [UNFINISHED]
+    (tmp_path / "results.json").write_text('{"models": {}}')
+    run.refresh()
+    assert run.problems == []
 
 
 def test_half_a_run_is_shown(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""Names of the models of an evaluation: in tables, in the record, and in the name of its folder. No torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_GENERAL = ("latest", "best", "")
+"""names of folders that do not tell whose they are"""
+
+
+def names_of(model: str, other: str | None) -> list[str]:
+    """Return a name for each model: that of its folder, or of the run that has written it.
+
+    Two models of one name are told apart by what follows in their paths, such as `latest` and `best` of a run, or else
+    by the folders above: `a/model` and `b/model` are a-model and b-model.
+
+    Args:
+        model: folder or hub name of the first model.
+        other: of the second model; None without one.
+    """
+    if other is None:
+        return [_name(model)]
+    names = [_name(model), _name(other)]
+    longer = zip(_longer_names(model), _longer_names(other), strict=False)
+    found = next(filter(_differ, [names, *longer]), None)
+    return list(found or [names[0], f"{names[1]}-2"])
+
+
+def _differ(names: Sequence[str]) -> bool:
+    return len(set(names)) == len(names)
+
+
+def _name(given: str) -> str:
+    parts = _parts(given)
+    return _as_file_name(parts[_place_of_name(parts)])
+
+
+def _longer_names(given: str) -> Iterator[str]:
+    """Yield the end of a path from the name on, then with one more folder above the name each time."""
+    parts = _parts(given)
+    for first in range(_place_of_name(parts), 0, -1):
+        yield _as_file_name("-".join(parts[first:]))
+
+
+def _parts(given: str) -> Sequence[str]:
+    return Path(given).expanduser().resolve().parts
+
+
+def _place_of_name(parts: Sequence[str]) -> int:
+    return max((place for place, part in enumerate(parts) if part not in _GENERAL), default=0)
+
+
+def _as_file_name(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", text).strip("._-") or "model"

@@ -1,0 +1,56 @@
+"""The record of an evaluation that is under way, for readers of its folder."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlite.errors import RliteError
+from rlite.evaluation.rows import write_record
+from rlite.trainer.evaluate.models import Candidate, rows_of
+
+PAUSE_S = 0.5
+"""least seconds between two versions of the record"""
+COST = 0.05
+"""share of the time that goes into the record, which is longer to write the more samples it has"""
+
+
+@contextmanager
+def recorded(candidate: Candidate, folder: Path) -> Iterator[None]:
+    """Keep the record of a model up to date until the end of the block, also if the block raises.
+
+    Each version of the record is made of the whole journal, so that no sample is in it twice. After a kill it lacks
+    what has ended since its last version. The evaluation that continues writes it anew.
+
+    Args:
+        candidate: the model, whose journal grows.
+        folder: of the evaluation.
+
+    Yields:
+        None.
+    """
+    stopped = threading.Event()
+    thread = threading.Thread(target=_follow, args=(candidate, folder, stopped), name="eval-record", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _follow(candidate: Candidate, folder: Path, stopped: threading.Event) -> None:
+    num_written, pause, is_last = 0, 0.0, False
+    while not is_last:
+        is_last = stopped.wait(pause)
+        begun = time.monotonic()
+        if len(candidate.lines) > num_written:
+            num_written = len(candidate.lines)
+            try:
+                write_record(folder, candidate.name, rows_of(candidate))
+            except RliteError:
+                return  # the record that is written at the end raises it; until then only readers lack something
+        pause = max(PAUSE_S, (time.monotonic() - begun) / COST)
