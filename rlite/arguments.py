@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlite.errors import ConfigError
 
 NULLS = ("null", "none", "~")
+_FLAGS = ("config", "import", "help")
 _KEY = re.compile(r"[A-Za-z_][\w.]*=")
 
 
@@ -49,13 +51,15 @@ def spelled(argv: Sequence[str], spellings: Mapping[str, str]) -> list[str]:
         spellings: names, and the keys that they mean.
 
     Raises:
-        ConfigError: a name has no value.
+        ConfigError: a name has no value, or is nearly one of the names.
     """
     made, rest = [], iter(argv)
     for argument in rest:
         name, equals, value = argument.removeprefix("--").partition("=")
         is_flag = argument.startswith("--")
         key = spellings.get(name) or (name if name.partition(".")[0] in spellings else None)
+        if key is None and is_flag:
+            _check_flag(name, spellings)
         if key is None or not (is_flag or equals) or (name in spellings and value.startswith("{")):
             made.append(argument)
             continue
@@ -63,6 +67,16 @@ def spelled(argv: Sequence[str], spellings: Mapping[str, str]) -> list[str]:
             raise ConfigError(f"--{name}: expected a value after it")
         made.append(f"{key}={value if equals else found}")
     return made
+
+
+def _check_flag(name: str, known: Iterable[str]) -> None:
+    """Check that an unknown flag is no mistyped name.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if name not in _FLAGS and (nearest := difflib.get_close_matches(name, [*known, *_FLAGS], n=1)):
+        raise ConfigError(f"argument '--{name}': no such option; did you mean '--{nearest[0]}'?")
 
 
 def split_positional(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -21,6 +21,7 @@ from rlite.evaluation.compare import compare
 from rlite.evaluation.samples import Sample
 from rlite.observability.record.files import record_files
 from rlite.observability.record.schema import ROWS, TOKENS, VERSION, VERSION_KEY
+from rlite.viewer.run import UNFINISHED, open_runs
 from tests import forked_python
 from tests.integration.worlds import environment
 from tests.tiny import build_model_dir
@@ -49,6 +50,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my.py").write_text(REWARD)
     write_rows(folder / "test.jsonl", ROWS_OF_DATA)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # commands without `out` write below the working directory
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -165,6 +171,10 @@ def test_a_killed_evaluation_continues_with_the_missing_samples(
     before = samples(folder / "killed", "before")
     assert 0 < len(before) <= 5
     assert not (folder / "killed" / "results.json").exists()
+    [killed_run] = open_runs([f"{folder}/killed"])
+    assert killed_run.problems == [UNFINISHED]
+    recorded = [row for source in killed_run.record.sources for row in killed_run.record.rollouts(source, 0)]
+    assert {(row["item"], row["sample"]) for row in recorded} <= before.keys()
     journal.write_bytes(kept + b'{"step": 0, "group": 3, "sam')  # as if it had been killed while it wrote
     run(monkeypatch, *arguments, f"out={folder}/killed")
     assert f"before: continuing: {len(before)} of 12 samples are there\n" in capsys.readouterr().err
@@ -180,6 +190,35 @@ def test_a_killed_evaluation_continues_with_the_missing_samples(
     metrics = json.loads((folder / "killed" / "results.json").read_text())["models"]["before"]["metrics"]
     assert "pass@2" in metrics
     assert "pass@3" not in metrics
+
+
+def test_without_out_the_folder_has_the_names_of_the_models_and_the_same_command_continues_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, folder / "before", *sources(folder), *SHORT, "reward.timeout=30")
+    assert capsys.readouterr().out.endswith(
+        "runs/eval-before/results.json holds these results\nrlite view runs/eval-before shows the samples\n"
+    )
+    assert len(table(Path("runs/eval-before"), "eval.before", "rows")) == 4
+    monkeypatch.setattr(rlite, "init", None)
+    run(monkeypatch, folder / "before", *sources(folder), *SHORT, "--reward.timeout", "30")  # nothing is missing
+    with pytest.raises(SystemExit, match=r"samples of other settings \(questions\.number.*choose another folder"):
+        run(monkeypatch, folder / "before", *sources(folder), *SHORT, "reward.timeout=30", "limit=2")
+    shutil.copytree(folder / "before", "before")
+    with pytest.raises(SystemExit, match=r"samples of other settings \(model\.folder.*choose another folder"):
+        run(monkeypatch, "before", *sources(folder), *SHORT, "reward.timeout=30")
+    monkeypatch.undo()
+
+
+def test_every_rank_of_torchrun_ends_if_no_sample_is_missing(folder: Path) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "rlite.cli", "eval"]
+    new = [folder / "before", *sources(folder), *SHORT, f"out={folder}/ranks"]
+    earlier = [folder / "ranks", folder / "ranks", f"out={folder}/ranks-again"]
+    for arguments in (new, new, earlier):
+        program = [forked_python.python(), *launch, *map(str, arguments)]
+        done = subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert done.stdout.count("results.json holds these results") == 1
 
 
 def test_a_changed_setting_is_refused_and_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +339,8 @@ def test_an_environment_with_seeds_needs_no_data(folder: Path, monkeypatch: pyte
         (["{folder}/before", "--data", "{folder}/twice.jsonl", "--reward", "{folder}/my.py:correct"], "its id 'q0'"),
         (["{folder}/before", "--data", "{folder}/empty.jsonl", "--reward", "{folder}/my.py:correct"], "empty.jsonl"),
         (["{folder}/before", "{data}", "--samples"], "--samples: expected a value"),
-        (["{folder}/before", "{data}", "--sample", "4"], "argument '--sample'"),
+        (["{folder}/before", "{data}", "--sample", "4"], "argument '--sample': no such option; did you mean '--samples'?"),
+        (["{folder}/before", "{folder}/after", "third", "{data}"], "third: a third model; one command compares two"),
         (["{folder}/before", "{data}", "out={folder}/other-file"], "expected the samples of an evaluation"),
     ],
 )

@@ -10,9 +10,10 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, Field, field_validator
 
-from rlite.arguments import named, spelled
+from rlite.arguments import named, spelled, split_positional
 from rlite.config import Count, Natural, Options, Positive, Seconds, Share
 from rlite.data.source import Source
+from rlite.errors import ConfigError
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
 from rlite.trainer.evaluate.names import names_of
@@ -147,9 +148,15 @@ class EvalConfig(ServingOptions, LaunchOptions):
 
     @classmethod
     def arguments(cls, argv: Sequence[str]) -> list[str]:
-        """Return the arguments as `KEY=VALUE`: also `--samples 16`, `--tasks a,b`, and models without a key."""
+        """Return the arguments as `KEY=VALUE`: also `--samples 16`, `--tasks a,b`, and models without a key.
+
+        Raises:
+            ConfigError: a flag is mistyped or has no value, or there are more than two models.
+        """
         keys = {**{name: name for name in cls.model_fields}, **SHORT}
         plain = named(spelled(argv, keys), ["model", "other"])
+        if more := split_positional(plain)[0]:
+            raise ConfigError(f"{more[0]}: a third model; one command compares two at most")
         return [re.sub(r"^tasks=(?!\[)(.*)", r"tasks=[\1]", argument) for argument in plain]
 
     def problems(self) -> Iterator[str]:
@@ -163,7 +170,7 @@ class EvalConfig(ServingOptions, LaunchOptions):
         if not self.tasks and (self.num_fewshot is not None or self.task_path is not None or self.chat):
             yield "num_fewshot, task_path and chat are of tasks; give tasks=[NAME], or leave them out"
         if sources and self.k is not None and self.k > self.samples:
-            yield f"k={self.k}: expected at most samples={self.samples}, the answers to each prompt"
+            yield f"k={self.k}: expected at most samples={self.samples}, the answers to each prompt; raise samples or lower k"
         if self.samples > 1 and self.temperature == 0:
             yield f"samples={self.samples} temperature=0: all answers to a prompt would be the same; sample above 0"
         if self.reward and self.max_turns > 1:

@@ -90,7 +90,7 @@ def test_several_samples_are_drawn_and_one_is_greedy(arguments: list[str], tempe
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["reward=my.py:f", "samples=2", "k=3"], "k=3: expected at most samples=2"),
+        (["reward=my.py:f", "samples=2", "k=3"], "k=3: expected at most samples=2, the answers to each prompt; raise samples or lower k"),
         (["tasks=x", "samples=2"], "a task says itself how many answers it takes"),
         (["tasks=x", "data=t.jsonl"], "tasks bring their own questions"),
         (["chat=true"], "are of tasks"),
