@@ -15,8 +15,8 @@ from rlite.viewer.trace import TRACE, TraceLog
 
 CONFIG = "config.yaml"
 UNFINISHED = (
-    "an evaluation that has not ended: these are the samples so far; if it was interrupted, the `rlite eval` command that "
-    "began it continues it"
+    "an evaluation that has not ended: these are the samples so far; if it was interrupted, the `rlite eval` command "
+    "that began it continues it"
 )
 
 

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval
+import pyarrow.parquet as pq
 import pytest
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import rlite
 from rlite.cli import main
+from rlite.evaluation.metrics import clustered_standard_error
+from rlite.observability.record.files import record_files
 from tests.harness.conftest import MAX_MODEL_LEN
 
 SUMS = """
@@ -44,9 +47,12 @@ metric_list: [{{metric: length, aggregation: mean, higher_is_better: true}}]
 """
 SCORING = """
 import os, pathlib
+calls = []
 
 def length(doc, results):
-    if pathlib.Path(__file__).with_name("kill").exists():
+    calls.append(doc)
+    kill = pathlib.Path(__file__).with_name("kill")
+    if kill.exists() and len(calls) == int(kill.read_text()):
         os.kill(os.getpid(), 9)
     return {"length": float(len(results[0]))}
 """
@@ -80,7 +86,7 @@ def test_tasks_give_the_harness_numbers_and_continue_after_a_kill(
     path: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = command(path, tasks, tmp_path)
-    (tasks / "kill").touch()
+    (tasks / "kill").write_text("1")
     killed = subprocess.run([sys.executable, "-m", "rlite.cli", *arguments], env=dict(os.environ), check=False)
     assert killed.returncode == -signal.SIGKILL
     (tasks / "kill").unlink()
@@ -102,3 +108,51 @@ def test_tasks_give_the_harness_numbers_and_continue_after_a_kill(
         run(monkeypatch, "eval", str(path), "--tasks", "summs", f"task_path={tasks}")
     with pytest.raises(SystemExit, match=r"tasks\.num_fewshot: None there, 1 here|num_fewshot: null there, 1 here"):
         run(monkeypatch, *arguments, "num_fewshot=1")
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    (file,) = [each for each in record_files(out) if each.kind == "rows"]
+    return pq.read_table(file.path).to_pylist()
+
+
+def test_several_samples_of_a_task_are_drawn_and_continue_after_a_kill(
+    path: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The scoring kills the process in the second of three samples of ten questions."""
+    arguments = [*command(path, tasks, tmp_path), "--samples", "3"]
+    (tasks / "kill").write_text("15")
+    killed = subprocess.run([sys.executable, "-m", "rlite.cli", *arguments], env=dict(os.environ), check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (tasks / "kill").unlink()
+    kept = (tmp_path / "samples" / "model.jsonl").read_bytes()
+    _, *lines = map(json.loads, kept.splitlines())
+    assert [(line["task"], line["sample"], line["samples"]) for line in lines] == [("sums", 0, 1), ("written", 0, 3)]
+
+    run(monkeypatch, *arguments)
+    printed = capsys.readouterr()
+    assert "model, task written: continuing: 1 of 3 samples are there\n" in printed.err
+    assert "20 questions of sums, written x 3 samples, temperature 1 (the default of samples=3)\n" in printed.out
+    assert (tmp_path / "samples" / "model.jsonl").read_bytes().startswith(kept)
+    found = rows(tmp_path)
+    written = [row for row in found if row["item"].startswith("written/")]
+    assert sorted((row["item"], row["sample"]) for row in written) == [
+        (f"written/{question}", sample) for question in range(10) for sample in range(3)
+    ]
+    assert len({(row["group"], row["sample"]) for row in found}) == len(found) == 10 + 30
+    answers = [[row["segments"][1]["text"] for row in written if row["sample"] == sample] for sample in range(3)]
+    assert len(set(map(tuple, answers))) == 3, "also those after the kill draw other random numbers"
+    by_question: dict[str, list[float]] = {}
+    for row in written:
+        by_question.setdefault(row["item"], []).append(row["score"])
+    told = metrics(tmp_path)
+    assert told["written/length"] == pytest.approx(sum(map(sum, by_question.values())) / 30)
+    assert told["written/length_stderr"] == pytest.approx(clustered_standard_error(by_question.values()))
+    assert not any(name.startswith("written/pass@") for name in told), "a length is no success"
+
+
+def test_log_likelihoods_are_computed_once_and_the_command_says_so(
+    path: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, *command(path, tasks, tmp_path), "--samples", "2", "--tasks", "sums")
+    assert "model, task sums: its log-likelihoods are the same for every sample" in capsys.readouterr().err
+    assert len(rows(tmp_path)) == 10

@@ -339,7 +339,10 @@ def test_an_environment_with_seeds_needs_no_data(folder: Path, monkeypatch: pyte
         (["{folder}/before", "--data", "{folder}/twice.jsonl", "--reward", "{folder}/my.py:correct"], "its id 'q0'"),
         (["{folder}/before", "--data", "{folder}/empty.jsonl", "--reward", "{folder}/my.py:correct"], "empty.jsonl"),
         (["{folder}/before", "{data}", "--samples"], "--samples: expected a value"),
-        (["{folder}/before", "{data}", "--sample", "4"], "argument '--sample': no such option; did you mean '--samples'?"),
+        (
+            ["{folder}/before", "{data}", "--sample", "4"],
+            "argument '--sample': no such option; did you mean '--samples'?",
+        ),
         (["{folder}/before", "{folder}/after", "third", "{data}"], "third: a third model; one command compares two"),
         (["{folder}/before", "{data}", "out={folder}/other-file"], "expected the samples of an evaluation"),
     ],

@@ -35,6 +35,7 @@ from rlite.trainer.evaluate.questions import Items, read_questions
 from rlite.trainer.evaluate.recording import recorded
 from rlite.trainer.evaluate.report import print_result
 from rlite.trainer.evaluate.settings import settings_of
+from rlite.trainer.evaluate.task_metrics import summary_of_tasks
 from rlite.trainer.evaluate.tasks import TaskAnswers, find_tasks
 from rlite.trainer.given import NOTHING, Given
 from rlite.trainer.launch import has_waiting_ranks, serve_if_worker, session_of
@@ -206,7 +207,7 @@ def result_of(models: Sequence[Answered], options: EvalConfig) -> EvaluationResu
 def _evaluated(model: Answered, k: int | None) -> EvaluatedModel:
     samples = sorted((sample_of(row) for row in rows_of(model)), key=lambda sample: sample.sample)
     if is_of_tasks(model):
-        metrics = {name: value for line in model.lines for name, value in line["metrics"].items()}
+        metrics = summary_of_tasks(model.lines, k)
     else:
         fewest = min(Counter(sample.item for sample in samples).values())
         metrics = summary(samples, fewest if k is None else k)

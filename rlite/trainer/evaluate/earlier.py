@@ -62,17 +62,32 @@ class _Row(_Shape):
     def place(self) -> Hashable:
         return self.group, self.sample
 
+    @property
+    def further_places(self) -> set[Hashable]:
+        return set()
+
+
+def _place(task: str, sample: int) -> str:
+    return f"{task}, sample {sample}" if sample else task
+
 
 class _Task(_Shape):
-    """A task that has ended."""
+    """A task that has ended, or one sample of its answers."""
 
     task: str
+    sample: NonNegativeInt = 0
+    samples: PositiveInt = 1
     metrics: dict[str, FiniteFloat]
+    values: dict[str, list[FiniteFloat]] = {}
     rows: list[_Row]
 
     @property
     def place(self) -> Hashable:
-        return self.task
+        return _place(self.task, self.sample)
+
+    @property
+    def further_places(self) -> set[Hashable]:
+        return set() if self.sample else {_place(self.task, sample) for sample in range(1, self.samples)}
 
 
 class _Questions(_Shape):
@@ -98,7 +113,7 @@ class _Settings(_Shape):
 
     @property
     def places(self) -> set[Hashable]:
-        """Places of a complete journal: names of tasks, or group and sample."""
+        """Places of a complete journal: group and sample, or names of tasks, whose lines tell of further samples."""
         if self.tasks.tasks:
             return set(self.tasks.tasks)
         return set(product(range(self.questions.number), range(self.sampling.samples)))
@@ -155,7 +170,7 @@ def missing_places(settings: Mapping[str, Any], lines: Lines, path: Path) -> set
         path: the journal.
 
     Returns:
-        Names of tasks, or (group, sample).
+        Names of tasks with the numbers of their samples, or (group, sample).
 
     Raises:
         ConfigError: settings or lines have another form, or a line is there twice.
@@ -167,13 +182,14 @@ def missing_places(settings: Mapping[str, Any], lines: Lines, path: Path) -> set
     shape, missing = _Task if expected.tasks.tasks else _Row, expected.places
     for number, line in enumerate(lines, 2):
         try:
-            place = shape.model_validate(line).place
+            found = shape.model_validate(line)
         except ValidationError as error:
             raise ConfigError(f"{path}, line {number}: {first_problem(error)}; choose another folder") from error
-        if place not in missing:
+        if found.place not in missing:
             raise ConfigError(
-                f"{path}, line {number}: {place} is there twice, or not of this evaluation; remove the line, or choose "
-                "another folder"
+                f"{path}, line {number}: {found.place} is there twice, or not of this evaluation; remove the line, or "
+                "choose another folder"
             )
-        missing.remove(place)
+        missing.remove(found.place)
+        missing |= found.further_places
     return missing

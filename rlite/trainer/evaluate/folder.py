@@ -95,7 +95,7 @@ def held(folder: Path) -> Iterator[None]:
     """Keep other evaluations out of a folder until the end of the block, which removes the lock.
 
     The lock is of an open file, not of the process (`flock`): it also excludes other evaluations of this process, and
-    lasts however often the file is opened and closed. Folders that are made for a block that writes nothing are removed.
+    lasts however often the file is opened and closed. New folders are removed if the block writes nothing.
 
     Args:
         folder: is made if it does not exist.

@@ -102,13 +102,16 @@ class Generation:
         return f"{self.candidate.name}: {now} of {len(self._all)} samples, {pace:.1f} per second"
 
 
-def build_engine(model: str, options: EvalConfig, max_model_len: int | None) -> RliteInferenceEngine:
+def build_engine(
+    model: str, options: EvalConfig, max_model_len: int | None, seed: int | None = None
+) -> RliteInferenceEngine:
     """Return an engine of the current session that serves a model on all devices.
 
     Args:
         model: folder or hub name of the checkpoint.
         options: of the command.
         max_model_len: longest sequence, in tokens; None is the engine's default.
+        seed: of requests without a seed of their own; default: that of the options.
 
     Raises:
         ConfigError: the replicas do not divide the devices.
@@ -117,5 +120,6 @@ def build_engine(model: str, options: EvalConfig, max_model_len: int | None) -> 
     if world % options.tp_size:
         raise ConfigError(f"tp_size={options.tp_size} does not divide {world} devices")
     engine = RliteInferenceEngine(model, executor=options.executor)
-    engine.build(**options.build_options(world), max_model_len=max_model_len, seed=options.seed)
+    seed = options.seed if seed is None else seed
+    engine.build(**options.build_options(world), max_model_len=max_model_len, seed=seed)
     return engine

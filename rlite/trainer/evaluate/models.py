@@ -38,8 +38,11 @@ Answered = Candidate | EarlierResult
 
 def rows_of(model: Answered) -> list[Row]:
     """Return the rows of a model's samples. A line of the journal is a row, or a task with many."""
-    rows = [row for line in model.lines for row in line.get("rows", [line])]
-    return [{**row, "group": number} for number, row in enumerate(rows)] if is_of_tasks(model) else rows
+    if not is_of_tasks(model):
+        return [dict(row) for row in model.lines]
+    groups: dict[tuple[str, str], int] = {}
+    keyed = [((line["task"], row["item"]), row) for line in model.lines for row in line["rows"]]
+    return [{**row, "group": groups.setdefault(key, len(groups))} for key, row in keyed]
 
 
 def is_of_tasks(model: Answered) -> bool:

@@ -103,7 +103,7 @@ class EvalConfig(ServingOptions, LaunchOptions):
     chat: bool = False
     """ask tasks in the model's chat template"""
     samples: Count = 1
-    """answers to each prompt"""
+    """answers to each prompt, or to each question of tasks that generate text; other tasks are done once"""
     k: Count | None = None
     """largest k of pass@k and majority@k; default: samples"""
     limit: Count | None = None
@@ -165,12 +165,10 @@ class EvalConfig(ServingOptions, LaunchOptions):
             yield f"{' and '.join(sources)} are given; expected one of them"
         if self.tasks and self.data.path is not None:
             yield f"data.path={self.data.path}: tasks bring their own questions; give one of them"
-        if self.tasks and self.samples > 1:
-            yield f"samples={self.samples}: a task says itself how many answers it takes; leave samples out"
         if not self.tasks and (self.num_fewshot is not None or self.task_path is not None or self.chat):
             yield "num_fewshot, task_path and chat are of tasks; give tasks=[NAME], or leave them out"
         if sources and self.k is not None and self.k > self.samples:
-            yield f"k={self.k}: expected at most samples={self.samples}, the answers to each prompt; raise samples or lower k"
+            yield f"k={self.k}: expected at most samples={self.samples}, the answers to each prompt; change one of them"
         if self.samples > 1 and self.temperature == 0:
             yield f"samples={self.samples} temperature=0: all answers to a prompt would be the same; sample above 0"
         if self.reward and self.max_turns > 1:

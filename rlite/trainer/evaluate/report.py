@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +14,8 @@ from rlite.evaluation.results import EvaluatedModel, EvaluationResult
 from rlite.rollout.collector.lost import in_a_line
 from rlite.trainer.evaluate.options import default_temperature
 from rlite.wording import counted
+
+_PASS_AT_K = re.compile(r"((?:.*/)?)pass@(\d+)")
 
 
 def print_result(result: EvaluationResult) -> None:
@@ -46,22 +49,28 @@ def questions(model: EvaluatedModel) -> str:
     """Return what a model was asked, and how its answers were sampled."""
     num_items = len({sample.item for sample in model.samples})
     if tasks := model.settings.get("tasks"):
-        return f"{num_items} questions of {', '.join(tasks['tasks'])}"
+        asked = f"{num_items} questions of {', '.join(tasks['tasks'])}"
+        return f"{asked} x {_sampled(model)}" if any(sample.sample for sample in model.samples) else asked
+    at_most = model.settings["sampling"]["max_new_tokens"]
+    return f"{counted(num_items, 'prompt')} x {_sampled(model)}, at most {at_most} new tokens"
+
+
+def _sampled(model: EvaluatedModel) -> str:
     own = model.settings["sampling"]
     num_samples, temperature = own["samples"], own["temperature"]
     default = f" (the default of samples={num_samples})" if temperature == default_temperature(num_samples) else ""
-    return (
-        f"{counted(num_items, 'prompt')} x {counted(num_samples, 'sample')}, temperature {temperature:g}{default}, "
-        f"at most {own['max_new_tokens']} new tokens"
-    )
+    return f"{counted(num_samples, 'sample')}, temperature {temperature:g}{default}"
 
 
 def shown_metrics(models: Sequence[Mapping[str, float]]) -> list[str]:
     """Return the metrics for the table, in order: of pass@k, k = 1, 2, 4, ... and the largest."""
     names = list(dict.fromkeys(name for metrics in models for name in metrics))
-    ks = [int(name.removeprefix("pass@")) for name in names if name.startswith("pass@")]
-    hidden = {f"pass@{k}" for k in ks if k & (k - 1) and k != max(ks)} | {"standard_error"}
-    return [name for name in names if name not in hidden and not name.endswith("_stderr")]
+    ks: dict[str, list[int]] = {}
+    for name in names:
+        if match := _PASS_AT_K.fullmatch(name):
+            ks.setdefault(match[1], []).append(int(match[2]))
+    hidden = {f"{task}pass@{k}" for task, own in ks.items() for k in own if k & (k - 1) and k != max(own)}
+    return [name for name in names if name not in {*hidden, "standard_error"} and not name.endswith("_stderr")]
 
 
 def shown(name: str, metrics: Mapping[str, float]) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -12,15 +14,19 @@ from typing import Any
 
 from rlite.errors import ConfigError, did_you_mean
 from rlite.evaluation.rows import Row
+from rlite.rollout.collector.seeds import mix
 from rlite.trainer.evaluate.folder import CACHE
 from rlite.trainer.evaluate.generation import build_engine
 from rlite.trainer.evaluate.models import Candidate
 from rlite.trainer.evaluate.options import EvalConfig
 from rlite.trainer.evaluate.progress import continuing, told
 from rlite.trainer.evaluate.questions import MAX_MODEL_LEN, context_limit, model_tokenizer
+from rlite.trainer.evaluate.task_metrics import task_metrics, task_values
 
 HARNESS = "rlite.evaluation.lm_eval"
 """module that imports the harness"""
+BOOTSTRAP_ITERS = 100_000
+"""draws for the standard errors of metrics that are no means, as in the harness's own command"""
 
 
 def find_tasks(options: EvalConfig) -> Any:
@@ -47,7 +53,8 @@ def find_tasks(options: EvalConfig) -> Any:
 class TaskAnswers:
     """The tasks that a model has still to do. Making it checks the model; no weights are read.
 
-    The journal has a line for each task that has ended. Answers to the task under way are in the harness's cache.
+    The journal has a line for each task that has ended, or for each sample of a task that generates text. The harness's
+    cache has greedy answers and log-likelihoods of the task under way.
 
     Args:
         candidate: the model, and the tasks that it has done.
@@ -62,8 +69,9 @@ class TaskAnswers:
     def __init__(self, candidate: Candidate, manager: Any, options: EvalConfig, folder: Path) -> None:
         self.candidate, self._manager, self._options = candidate, manager, options
         self._cache = folder / CACHE / candidate.name
-        done = {line["task"] for line in candidate.journal.lines}
-        self.missing = [name for name in options.tasks if name not in done]
+        self._num_samples = {line["task"]: line.get("samples", 1) for line in candidate.lines}
+        self._done = Counter(line["task"] for line in candidate.lines)
+        self.missing = [name for name in options.tasks if self._done[name] < self._num_samples.get(name, 1)]
         """tasks that have not ended"""
         model_tokenizer(candidate.model, options)
 
@@ -72,21 +80,36 @@ class TaskAnswers:
         num_tasks = len(self._options.tasks)
         continuing(self.candidate.name, num_tasks - len(self.missing), num_tasks, "tasks")
         limit = context_limit(self.candidate.model, self._options)
-        engine = build_engine(self.candidate.model, self._options, min(limit, MAX_MODEL_LEN))
+        num_before = len(self.candidate.lines)
+        # the engine numbers its requests from 0: with the same seed, further samples would repeat the first ones
+        seed = mix(self._options.seed, num_before) if num_before else self._options.seed
+        engine = build_engine(self.candidate.model, self._options, min(limit, MAX_MODEL_LEN), seed)
         self._cache.mkdir(parents=True, exist_ok=True)
         try:
             model = import_module(HARNESS).RliteLM(engine)
             for name in self.missing:
-                with told(partial(self._progress, name, model)):
-                    line = self._line(name, model)
-                self.candidate.journal.append(line)
+                self._do(name, model)
         finally:
             engine.release()
 
-    def _progress(self, name: str, model: Any) -> str:
-        return f"{self.candidate.name}: task {name}, {model.num_answered} of {model.num_requests} requests so far"
+    def _do(self, name: str, model: Any) -> None:
+        """Do the missing samples of a task. The first one tells whether there are others."""
+        num_samples, sample = self._num_samples.get(name, 1), self._done[name]
+        continuing(f"{self.candidate.name}, task {name}", sample, num_samples, "samples")
+        while sample < num_samples:
+            with told(partial(self._progress, name, sample, model)):
+                line = self._line(name, sample, model)
+            self.candidate.journal.append(line)
+            num_samples, sample = line["samples"], sample + 1
+        if num_samples < self._options.samples:
+            once = "its log-likelihoods are the same for every sample; it was done once"
+            print(f"{self.candidate.name}, task {name}: {once}", file=sys.stderr, flush=True)
 
-    def _line(self, name: str, model: Any) -> dict[str, Any]:
+    def _progress(self, name: str, sample: int, model: Any) -> str:
+        of = f" (sample {sample + 1} of {self._options.samples})" if sample else ""
+        return f"{self.candidate.name}: task {name}{of}, {model.num_answered} of {model.num_requests} requests so far"
+
+    def _line(self, name: str, sample: int, model: Any) -> dict[str, Any]:
         options = self._options
         found = import_module(HARNESS).simple_evaluate(
             model=model,
@@ -97,39 +120,34 @@ class TaskAnswers:
             task_manager=self._manager,
             use_cache=str(self._cache / "answers"),
             random_seed=options.seed,
+            gen_kwargs=self._sampling if options.samples > 1 else None,
+            bootstrap_iters=0 if sample else BOOTSTRAP_ITERS,
         )
+        generated = {task: own for task, own in found["samples"].items() if _generates(found["configs"][task])}
         return {
             "task": name,
+            "sample": sample,
+            "samples": options.samples if generated else 1,
             "metrics": dict(task_metrics(found["results"])),
-            "rows": list(task_rows(found["samples"])),
+            "values": task_values(generated) if generated and options.samples > 1 else {},
+            "rows": list(task_rows(generated if sample else found["samples"], sample)),
         }
 
-
-def task_metrics(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Yield the metrics of tasks: TASK/METRIC and TASK/METRIC_stderr, with the harness's filter if it has a name.
-
-    A metric that is not finite, such as the standard error of a single question, is left out.
-
-    Args:
-        results: the harness's `results`, by task.
-    """
-    for task, own in results.items():
-        for key, value in own.items():
-            metric, _, name = key.partition(",")
-            if not isinstance(value, int | float) or not math.isfinite(value) or not name:
-                continue
-            is_error = metric.endswith("_stderr")
-            shown = metric.removesuffix("_stderr") + ("" if name == "none" else f",{name}")
-            yield f"{task}/{shown}{'_stderr' if is_error else ''}", float(value)
+    @property
+    def _sampling(self) -> dict[str, Any]:
+        """Options in place of those of tasks that generate text, which are greedy most often."""
+        own = self._options.sampling
+        return {"do_sample": True, "temperature": own.temperature, "top_p": own.top_p, "top_k": own.top_k}
 
 
-def task_rows(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Row]:
+def task_rows(samples: Mapping[str, Sequence[Mapping[str, Any]]], sample: int = 0) -> Iterator[Row]:
     """Yield a row of the record for each question whose first metric is a number, of the first filter of its task.
 
     A number that is not finite is no score: the sample has failed.
 
     Args:
         samples: the harness's `samples`, by task.
+        sample: number of the sample.
     """
     for task, own in samples.items():
         for question in own:
@@ -140,7 +158,7 @@ def task_rows(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Ro
                 yield {
                     "step": 0,
                     "group": question["doc_id"],
-                    "sample": 0,
+                    "sample": sample,
                     "item": f"{task}/{question['doc_id']}",
                     "status": "evaluated" if is_finite else "failed",
                     "reason": "" if is_finite else f"{metric} is {score}",
@@ -148,6 +166,10 @@ def task_rows(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Ro
                     "segments": list(_segments(question)),
                     "ended": time.time(),
                 }
+
+
+def _generates(config: Mapping[str, Any]) -> bool:
+    return config["output_type"] == "generate_until"
 
 
 def _segments(question: Mapping[str, Any]) -> Iterator[dict[str, str]]:

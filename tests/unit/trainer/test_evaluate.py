@@ -15,6 +15,7 @@ import pytest
 from rlite.config import load
 from rlite.errors import ConfigError, DataError, UnknownOptionError
 from rlite.evaluation.compare import Comparison
+from rlite.evaluation.metrics import clustered_standard_error
 from rlite.evaluation.results import EvaluatedModel, EvaluationResult
 from rlite.evaluation.samples import Sample
 from rlite.rollout import RewardFunction, from_trl
@@ -25,7 +26,8 @@ from rlite.trainer.evaluate.command import advice, evaluate
 from rlite.trainer.evaluate.options import EvalConfig, check_name
 from rlite.trainer.evaluate.questions import item_ids
 from rlite.trainer.evaluate.report import difference, shown, shown_metrics, title
-from rlite.trainer.evaluate.tasks import find_tasks, task_metrics, task_rows
+from rlite.trainer.evaluate.task_metrics import summary_of_tasks, task_metrics, task_values
+from rlite.trainer.evaluate.tasks import find_tasks, task_rows
 from rlite.trainer.given import NOTHING, Given
 from tests.unit.trainer.test_evaluate_folder import row, write
 
@@ -90,8 +92,10 @@ def test_several_samples_are_drawn_and_one_is_greedy(arguments: list[str], tempe
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["reward=my.py:f", "samples=2", "k=3"], "k=3: expected at most samples=2, the answers to each prompt; raise samples or lower k"),
-        (["tasks=x", "samples=2"], "a task says itself how many answers it takes"),
+        (
+            ["reward=my.py:f", "samples=2", "k=3"],
+            "k=3: expected at most samples=2, the answers to each prompt; change one of them",
+        ),
         (["tasks=x", "data=t.jsonl"], "tasks bring their own questions"),
         (["chat=true"], "are of tasks"),
         (["b", "name=x"], "two models have the names of their folders"),
@@ -161,7 +165,11 @@ def test_models_that_were_sampled_in_other_ways_are_described_one_by_one() -> No
         "a: 3 prompts x 1 sample, temperature 0.6, at most 1024 new tokens",
         "b: 3 prompts x 2 samples, temperature 1 (the default of samples=2), at most 1024 new tokens",
     ]
-    assert title(EvaluationResult([replace(first, settings={"tasks": {"tasks": ["gsm8k"]}})])) == "3 questions of gsm8k"
+    tasks = sampled(2, 1.0) | {"tasks": {"tasks": ["gsm8k"]}}
+    once = replace(first, samples=first.samples[::2], settings=tasks)
+    assert title(EvaluationResult([once])) == "3 questions of gsm8k"
+    several = "3 questions of gsm8k x 2 samples, temperature 1 (the default of samples=2)"
+    assert title(EvaluationResult([replace(first, settings=tasks)])) == several
 
 
 def test_the_difference_is_told_with_its_interval_and_test() -> None:
@@ -206,6 +214,44 @@ def test_metrics_of_tasks_keep_the_harness_names() -> None:
     assert metrics == {"gsm8k/acc": 0.5, "gsm8k/acc_stderr": 0.1, "gsm8k/em,strict": 0.25}
     assert shown_metrics([metrics]) == ["gsm8k/acc", "gsm8k/em,strict"]
     assert shown("gsm8k/acc", metrics) == "0.5000 ± 0.1000"
+
+
+def line_of_task(sample: int, scores: list[float], bleu: float = 0.0) -> dict[str, Any]:
+    rows = [row(number, sample=sample, item=f"gsm8k/{number}", score=score) for number, score in enumerate(scores)]
+    return {
+        "task": "gsm8k",
+        "sample": sample,
+        "samples": 2,
+        "metrics": {"gsm8k/em": sum(scores) / len(scores), "gsm8k/em_stderr": 9.0, "gsm8k/bleu": bleu},
+        "values": {"gsm8k/em": scores, "gsm8k/bleu": [0.0, 0.0, 0.0]},
+        "rows": rows,
+    }
+
+
+def test_samples_of_a_task_have_mean_metrics_clustered_errors_and_pass_at_k() -> None:
+    scores = [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
+    once = {"task": "arc", "metrics": {"arc/acc": 0.5, "arc/acc_stderr": 0.1}, "rows": [row(0, item="arc/0")]}
+    lines = [once, *(line_of_task(number, own, 10.0 + number) for number, own in enumerate(scores))]
+    metrics = summary_of_tasks(lines)
+    error = clustered_standard_error([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
+    passes = {"gsm8k/pass@1": 0.5, "gsm8k/pass@2": pytest.approx(2 / 3)}
+    assert metrics == {
+        "arc/acc": 0.5,
+        "arc/acc_stderr": 0.1,
+        "gsm8k/em": 0.5,
+        "gsm8k/em_stderr": pytest.approx(error),
+        "gsm8k/bleu": 10.5,
+        **passes,
+    }
+    assert "gsm8k/pass@2" not in summary_of_tasks(lines, k=1)
+    assert not any("pass@" in name for name in summary_of_tasks([line_of_task(n, [0.5, 0.2, 1.0]) for n in range(2)]))
+    assert shown_metrics([{f"gsm8k/pass@{k}": 0.5 for k in range(1, 7)}]) == [f"gsm8k/pass@{k}" for k in (1, 2, 4, 6)]
+
+
+def test_values_of_a_metric_have_its_name_and_the_order_of_the_questions() -> None:
+    questions = [QUESTION | {"acc": score, "filter": name} for name in ("none", "strict") for score in (1.0, False)]
+    pair = {"metrics": ["ppl", "nan"], "ppl": (1.0, 2), "nan": math.nan, "filter": "none"}
+    assert task_values({"t": questions, "u": [pair]}) == {"t/acc": [1.0, 0.0], "t/acc,strict": [1.0, 0.0]}
 
 
 def test_a_missing_harness_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from rlite.observability.record.files import all_files, write_table
 from rlite.trainer.evaluate import recording
 from rlite.trainer.evaluate.earlier import earlier_result
 from rlite.trainer.evaluate.folder import CACHE, LOCK, RESULTS, SAMPLES, check_alone, check_no_run, held, remove_others
-from rlite.trainer.evaluate.models import Candidate, begin
+from rlite.trainer.evaluate.models import Candidate, begin, rows_of
 from rlite.trainer.evaluate.recording import recorded
 from rlite.viewer.run import open_runs
 
@@ -192,11 +192,16 @@ def test_whatever_ends_an_evaluation_its_samples_are_recorded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "PAUSE_S", 1000)
-    for number in range(2):
-        candidate = begun(tmp_path)
-        with pytest.raises(KeyboardInterrupt), recorded(candidate, tmp_path):
+
+    def interrupted(candidate: Candidate, number: int) -> None:
+        with recorded(candidate, tmp_path):
             candidate.journal.append(row(number))
             raise KeyboardInterrupt
+
+    for number in range(2):
+        candidate = begun(tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(candidate, number)
         candidate.journal.close()
         assert recorded_items(tmp_path) == [str(item) for item in range(number + 1)]
 
@@ -278,6 +283,14 @@ def test_tasks_are_complete_by_their_names(tmp_path: Path) -> None:
     write(tmp_path, "a", gsm8k, settings=settings)
     with pytest.raises(ConfigError, match="1 of 2 tasks are missing"):
         earlier_result(str(tmp_path))
+    first, second = (gsm8k | {"sample": sample, "samples": 2, "rows": [row(0, sample=sample)]} for sample in range(2))
+    write(tmp_path, "a", first, arc, settings=settings)
+    with pytest.raises(ConfigError, match="1 of 3 tasks are missing"):
+        earlier_result(str(tmp_path))
+    write(tmp_path, "a", first, second, arc, settings=settings)
+    found = earlier_result(str(tmp_path))
+    assert found is not None
+    assert [(each["group"], each["sample"]) for each in rows_of(found)] == [(0, 0), (0, 1), (1, 0)]
     write(tmp_path, "a", gsm8k, gsm8k, settings=settings)
     with pytest.raises(ConfigError, match="line 3: gsm8k is there twice"):
         earlier_result(str(tmp_path))
