@@ -41,8 +41,8 @@ def rows_of(model: Answered) -> list[Row]:
     if not is_of_tasks(model):
         return [dict(row) for row in model.lines]
     groups: dict[tuple[str, str], int] = {}
-    keyed = [((line["task"], row["item"]), row) for line in model.lines for row in line["rows"]]
-    return [{**row, "group": groups.setdefault(key, len(groups))} for key, row in keyed]
+    keyed = [((line["task"], each["item"]), each) for line in model.lines for each in line["rows"]]
+    return [{**each, "group": groups.setdefault(key, len(groups))} for key, each in keyed]
 
 
 def is_of_tasks(model: Answered) -> bool:
