@@ -24,6 +24,7 @@ from tests.harness.conftest import MAX_MODEL_LEN
 
 SUMS = """
 task: sums
+tag: both
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
@@ -35,6 +36,7 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 """
 WRITTEN = """
 task: written
+tag: both
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
@@ -156,3 +158,13 @@ def test_log_likelihoods_are_computed_once_and_the_command_says_so(
     run(monkeypatch, *command(path, tasks, tmp_path), "--samples", "2", "--tasks", "sums")
     assert "model, task sums: its log-likelihoods are the same for every sample" in capsys.readouterr().err
     assert len(rows(tmp_path)) == 10
+
+
+def test_a_tag_of_tasks_of_both_kinds_has_samples_of_those_that_generate_text(
+    path: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(monkeypatch, *command(path, tasks, tmp_path), "--samples", "2", "--tasks", "both", "limit=3")
+    places = sorted((row["item"], row["sample"]) for row in rows(tmp_path))
+    once = [(f"sums/{question}", 0) for question in range(3)]
+    assert places == [*once, *((f"written/{question}", sample) for question in range(3) for sample in range(2))]
+    assert {"sums/acc", "sums/acc_stderr", "written/length", "written/length_stderr"} <= metrics(tmp_path).keys()

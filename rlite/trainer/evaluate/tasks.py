@@ -82,7 +82,7 @@ class TaskAnswers:
         limit = context_limit(self.candidate.model, self._options)
         num_before = len(self.candidate.lines)
         # the engine numbers its requests from 0: with the same seed, further samples would repeat the first ones
-        seed = mix(self._options.seed, num_before) if num_before else self._options.seed
+        seed = mix(self._options.seed, num_before) % 2**32 if num_before else self._options.seed  # as NumPy takes it
         engine = build_engine(self.candidate.model, self._options, min(limit, MAX_MODEL_LEN), seed)
         self._cache.mkdir(parents=True, exist_ok=True)
         try:
