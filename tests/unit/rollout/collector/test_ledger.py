@@ -62,11 +62,14 @@ def test_the_counts_follow_the_oracle_traces(name: str) -> None:
     assert found == case["expected"]["capacity_after_each_event"]
 
 
-@pytest.mark.parametrize(
-    "step", [lambda r: r.start(0), lambda r: r.accept(0), lambda r: r.drop(0, "why"), lambda r: r.consume([0], 0)]
-)
-def test_a_transition_that_cannot_be_is_refused(step: Any) -> None:
-    with pytest.raises(RliteError):
+def test_an_empty_ledger_has_no_group_to_start() -> None:
+    with pytest.raises(RliteError, match="no group waits"):
+        RolloutLedger().start(0)
+
+
+@pytest.mark.parametrize("step", [lambda r: r.accept(0), lambda r: r.drop(0, "why"), lambda r: r.consume([0], 0)])
+def test_impossible_transition_fails_an_assertion(step: Any) -> None:
+    with pytest.raises(AssertionError, match="group 0 is in another queue"):
         step(RolloutLedger())
 
 
