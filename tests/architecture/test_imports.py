@@ -1,4 +1,4 @@
-"""What may be imported where, and that `import rlite` stays light."""
+"""Imports of optional packages stay in their places, and `import rlite` stays light."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOMES = {
     "tensorboard": "rlite/observability/sinks/",
     "trackio": "rlite/observability/sinks/",
 }
-"""where each optional package may be imported: everything else must work without it"""
+"""places that may import each optional package: everything else must work without it"""
 
 
 @functools.cache
