@@ -62,7 +62,7 @@ sloc:  ## source lines of the library: no blanks, comments, docstrings
 interfaces: $(VENV)/.installed  ## write docs/interfaces.md from the code
 	$(BIN)/python docs/generate_interfaces.py
 
-format: $(VENV)/.installed  ## rewrite the sources in the house format
+format: $(VENV)/.installed  ## rewrite the sources with ruff
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 

@@ -1,4 +1,4 @@
-"""What asynchronous rollouts gain on a long-tailed workload, and whether the collector loses any of it.
+"""Speed-up of asynchronous rollouts on a long-tailed workload, compared with a simulation of the same schedule.
 
     python -m benchmarks.async_rollouts
 
@@ -49,13 +49,13 @@ class Workload:
         self.train_seconds = float(trials.max(1).mean())
 
     def seconds(self, item: int) -> float:
-        """How long the answer to this item takes."""
+        """Return the seconds of the answer to an item."""
         while item >= len(self._seconds):
             self._seconds += list(self._median * np.exp(self._sigma * self._draw.standard_normal(1024)))
         return self._seconds[item]
 
     def num_tokens(self, item: int) -> int:
-        """How long that answer is."""
+        """Return the tokens of the answer to an item."""
         return max(1, round(self.seconds(item) * self.tokens_per_second))
 
 

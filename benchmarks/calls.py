@@ -1,4 +1,4 @@
-"""What a call on an engine costs beside a bare Ray actor call.
+"""Overhead of an engine call, compared with a bare Ray actor call.
 
     python -m benchmarks.calls --calls 500
 

@@ -1,4 +1,4 @@
-"""What runs survive: random faults, then a resume, over every launcher; and attacks on what a run exposes.
+"""Random faults in runs over every launcher, each followed by a resume; and attacks on the services of a run.
 
     python -m benchmarks.chaos [--quick] [--seed N] [--out chaos.json]
 

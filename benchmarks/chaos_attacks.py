@@ -183,7 +183,7 @@ ATTACKS: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
 
 
 def run(name: str) -> dict[str, Any]:
-    """What the attack did: `faults` in words, the seconds, and how much memory this process took meanwhile."""
+    """Run an attack, and return its `faults` in words, its seconds, and the memory that this process took."""
     process, began = psutil.Process(), time.monotonic()
     before = process.memory_info().rss
     report = asyncio.run(ATTACKS[name]())  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ from rlite.recovery.failover import (
 
 CALLS = 30
 NUM_EVENTS = 4
-"""of an undisturbed job: submitted, ready, begins, finished"""
+"""events of an undisturbed job: submitted, ready, begins, finished"""
 
 FAILURES = {"dead": signal.SIGKILL, "stopped": signal.SIGSTOP}
 """conditions, with the signals that cause them"""

@@ -1,25 +1,25 @@
-"""Reinforcement learning in three environments that are not ours, by their own rewards, on a CPU.
+"""Reinforcement learning in three third-party environments with their own rewards, on a CPU.
 
     pip install reasoning-gym gem-llm
     python -m benchmarks.environments                  all three, about a quarter of an hour
     python -m benchmarks.environments sort guess       a part
-    python -m benchmarks.environments --report         only the page, of the runs that are there
+    python -m benchmarks.environments --report         only the page, from the finished runs
 
     spell     reasoning-gym's spell_backward
     sort      reasoning-gym's number_sorting: three or four numbers below 100, in ascending or descending order
     guess     GEM's game:GuessTheNumber-v0-hard, a number up to 50, in four turns instead of seven, through the adapter
               for Gym-like environments
 
-Questions and games are as the packages have them, and so is what they are worth: a puzzle 1 if its `score_answer` is
-full, a game the sum of what its `step` says. Each run starts from a Qwen3 of 0.4 million parameters that has imitated,
-from random weights, somebody who knows how to answer, and often does not: one who cuts long words short, one who
-copies numbers unsorted, one who says the same number again. `rlite.trainer.ppo` (Dr. GRPO) learns the rest from
-rewards. Every run is a command line of `rlite.trainer`, printed before it starts. Tokens are bytes, and each longer
-text between two numbers that the environment says again and again; in games numbers and roles are tokens, too.
+Questions, games and rewards are those of the packages: a puzzle scores 1 for a full `score_answer`, else 0, and a
+game scores the sum of the rewards of its `step`. Each run starts from a Qwen3 of 0.4 million parameters with random
+weights, which first imitates an unreliable teacher: it cuts long words short, copies lists unsorted, or repeats one
+number. Then `rlite.trainer.ppo` (Dr. GRPO) trains the model with rewards. Every run is a command line of
+`rlite.trainer`, printed before it starts. Tokens are bytes, and each longer text between two numbers that the
+environment repeats; in games, numbers and roles are tokens, too.
 
-Two figures are to rise: the mean reward of greedy answers to held-out puzzles, or in games with other seeds, and that
-of the sampled answers which are trained on, all of them (no dynamic filtering). `docs/environments-learning/` gets a
-picture of each run and a table; the exit status says whether all was reached.
+Two figures have to rise: the mean reward of greedy answers to held-out puzzles, or in games with other seeds, and the
+mean reward of all sampled answers (no dynamic filtering). `docs/environments-learning/` gets a picture of each run and
+a table. The exit status is 0 if all runs pass.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ except ModuleNotFoundError:
     make_game = None
 
 STEPS, TEST_FREQ, NUM_TRIED = 80, 4, 256
-"""of reinforcement learning, of it between two evaluations; puzzles or games that are tried in each"""
+"""steps of reinforcement learning, steps between two evaluations, puzzles or games in each evaluation"""
 NUM_SHOWN, NUM_PROMPTS = 12_000, 3_000
-"""puzzles or games that are shown before, and others to train on"""
+"""puzzles or games in demonstrations, and other ones for reinforcement learning"""
 PROMPTS_PER_STEP = 32
-"""of those to train on; no run comes to the end of them"""
+"""prompts of one step; no run uses all prompts"""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What one run needs: demonstrations to imitate, rows to train on and held-out ones."""
+    """Data of one run: demonstrations to imitate, rows to train on and held-out rows."""
 
     demonstrations: list[Row]
     train: list[Row]
     test: list[Row]
     words: Sequence[str] = ()
-    """texts that are tokens, besides bytes and what the environment says again and again"""
+    """texts that are tokens, besides bytes and the texts that the environment repeats"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +82,11 @@ class Task:
     settings: Sequence[str]
     sft_epochs: int
     lowest_reward: float = 0.0
-    """what an episode is worth at least; at most 1"""
+    """lowest reward of an episode; the highest is 1"""
 
 
 def puzzles(name: str, teach: Callable[[Sequence[Row]], Sequence[str]], **options: Any) -> Data:
-    """Puzzles of reasoning-gym, shown by a teacher; those of the reinforcement learning are others.
+    """Return puzzles of reasoning-gym: some with a teacher's answers, other ones for reinforcement learning.
 
     Raises: ConfigError if reasoning-gym is missing.
     """
@@ -103,18 +103,18 @@ def puzzles(name: str, teach: Callable[[Sequence[Row]], Sequence[str]], **option
 
 
 def impatient(rows: Sequence[Row]) -> list[str]:
-    """A teacher who is right about short words and mostly cuts long ones short."""
+    """Return answers of a teacher who spells short words right and cuts most long words short."""
     return impatient_demonstrations(rows, 0, patience=4, impatience=0.6)
 
 
 def careless(rows: Sequence[Row]) -> list[str]:
-    """A teacher of sorting who copies the numbers as they stand in 7 of 10 cases."""
+    """Return answers of a teacher who copies the numbers unsorted in 7 of 10 cases."""
     rng = random.Random(0)
     return [row["answer"] if rng.random() < 0.3 else str(row["metadata"]["original_numbers"]) for row in rows]
 
 
 def games() -> Data:
-    """Games of GEM, shown by a stubborn player; training and evaluation have seeds of their own.
+    """Return games of GEM: some played by a stubborn player, others for training and evaluation, with other seeds.
 
     Raises: SystemExit if GEM is missing.
     """
@@ -130,7 +130,7 @@ def games() -> Data:
 
 
 def stubborn_game(seed: int) -> Row:
-    """A game of one who says the lowest number again and again, or in 2 of 10 games the middle of what hints leave."""
+    """Return a game of a player who repeats the lowest number, or in 2 of 10 games bisects what hints leave."""
     rng, game = random.Random(f"player {seed}"), make_game()  # the game draws from `seed` itself
     is_attentive = rng.random() < 0.2
     observation, _ = game.reset(seed=seed)
@@ -148,7 +148,7 @@ def stubborn_game(seed: int) -> Row:
 
 
 def tasks() -> dict[str, Task]:
-    """Every run by its name."""
+    """Return all runs by name."""
     reasoning, gem = (str(Path(__file__).with_name(f"environments_{name}.py")) for name in ("reasoning", "gem"))
     return {
         "spell": Task(
@@ -183,7 +183,7 @@ def tasks() -> dict[str, Task]:
 
 
 def sft_settings(task: Task, folder: Path) -> list[str]:
-    """Imitation, from random weights."""
+    """Return the settings of the imitation, which starts from random weights."""
     return [
         f"actor.model_name={folder}/blank",
         "actor.lr=2e-3",
@@ -200,7 +200,7 @@ def sft_settings(task: Task, folder: Path) -> list[str]:
 
 
 def ppo_settings(task: Task, folder: Path) -> list[str]:
-    """Reinforcement learning, from what the imitation left."""
+    """Return the settings of the reinforcement learning, which starts from the imitation's model."""
     return [
         f"actor.model_name={folder}/sft/latest",
         "actor.warmup_ratio=0.1",
@@ -222,7 +222,7 @@ def ppo_settings(task: Task, folder: Path) -> list[str]:
 
 
 def common_texts(rows: Iterable[Mapping[str, Any]], least: int = 100) -> list[str]:
-    """Texts of more than two characters between two numbers that stand in at least so many of the messages."""
+    """Return texts of more than two characters between two numbers that at least `least` messages contain."""
     counts: dict[str, int] = {}
     for row in rows:
         for message in row["messages"]:
@@ -232,7 +232,7 @@ def common_texts(rows: Iterable[Mapping[str, Any]], least: int = 100) -> list[st
 
 
 def build_blank(folder: Path, texts: Sequence[str]) -> None:
-    """An untrained Qwen3 whose tokens are bytes, and these texts."""
+    """Write an untrained Qwen3 whose tokens are bytes and these texts."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(list(texts))
     model = AutoModelForCausalLM.from_pretrained(
@@ -244,7 +244,7 @@ def build_blank(folder: Path, texts: Sequence[str]) -> None:
 
 
 def prepare(task: Task, folder: Path) -> None:
-    """Write data and the model to start from, in the place of what an earlier run left."""
+    """Write the data and the first model, and delete the files of an earlier run."""
     data = task.data()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -257,7 +257,7 @@ def prepare(task: Task, folder: Path) -> None:
 
 
 def train(trainer: str, settings: Sequence[str]) -> None:
-    """Print a command line, and do what it does."""
+    """Print a command line and run it."""
     print(f"\npython -m rlite.trainer.{trainer} {shlex.join(settings)}\n", flush=True)
     importlib.import_module(f"rlite.trainer.{trainer}").main(settings)
 
@@ -272,7 +272,7 @@ class Rise:
 
     @property
     def is_reached(self) -> bool:
-        """Whether it rose by 0.2 and by five standard errors."""
+        """Return True if the reward rose by 0.2 and by five standard errors."""
         rise = self.after - self.before
         return rise >= 0.2 and rise >= 5 * self.error
 
@@ -281,17 +281,17 @@ class Rise:
 
 
 def held_out_rise(metrics: Sequence[Mapping[str, float]], lowest_reward: float) -> Rise:
-    """What the evaluations of a run show, that before its first step among them.
+    """Return the rise of a run's evaluations, including the one before the first step.
 
-    The same held-out items are tried again and again, greedily: a tenth counts as one look at them, however often it
-    looks; and the two looks count as independent, though they share their items.
+    All greedy evaluations in a tenth count as one sample, because they use the same items. The two samples count as
+    independent.
     """
     looks = [(row["step"], row["accuracy"]) for row in metrics if "accuracy" in row]
     return rise(looks, metrics[-1]["step"], lambda num_looks: NUM_TRIED, lowest_reward)
 
 
 def training_rise(metrics: Sequence[Mapping[str, float]], lowest_reward: float) -> Rise:
-    """What the sampled answers show that a run is trained on: all the responses to a prompt count as one."""
+    """Return the rise of the training reward. All responses to a prompt count as one sample."""
     rewards = [(row["step"], row["reward"]) for row in metrics if "reward" in row]
     return rise(rewards, metrics[-1]["step"], lambda num_steps: num_steps * PROMPTS_PER_STEP, lowest_reward)
 
@@ -299,11 +299,16 @@ def training_rise(metrics: Sequence[Mapping[str, float]], lowest_reward: float) 
 def rise(
     means: Iterable[tuple[float, float]], steps: float, sample_size: Callable[[int], int], lowest_reward: float
 ) -> Rise:
-    """From the first tenth of the steps to the last one: `means` are steps and mean rewards, and `sample_size` tells of
-    how many of them how many rewards they are.
+    """Return the rise from the first tenth of the steps to the last tenth.
 
-    Rewards between `lowest_reward` and 1 with the mean m have at most the variance (1 - m) (m - lowest_reward), which
-    is counted.
+    Rewards between `lowest_reward` and 1 with the mean m have at most the variance (1 - m) (m - lowest_reward). The
+    standard error assumes this variance.
+
+    Args:
+        means: steps and their mean rewards.
+        steps: steps of the run.
+        sample_size: number of means -> number of independent samples in them.
+        lowest_reward: lowest reward of an episode.
     """
     points = list(means)
     first = [mean for step, mean in points if step <= steps / 10]
@@ -317,7 +322,7 @@ def rise(
 
 
 def heeded(rollouts: Sequence[Mapping[str, Any]]) -> float:
-    """The share of the guesses after a game's first one that the hints so far leave open."""
+    """Return the share of guesses that agree with all hints so far, without the first guess of each game."""
     is_open: list[bool] = []
     for rollout in rollouts:
         low, high, num_guesses = 0, 10**9, 0
@@ -333,7 +338,7 @@ def heeded(rollouts: Sequence[Mapping[str, Any]]) -> float:
 
 
 def on_hints(path: Path) -> list[str]:
-    """Whether a run of games learnt to heed hints, in words; nothing if it was not made."""
+    """Return sentences on the use of hints in the run `guess`, or an empty list if the run was not made."""
     if not (path / FOLDER).exists():
         return []
     tables = [pq.read_table(file.path) for file in record_files(path) if file.source == TRAIN and file.kind == "rows"]
@@ -343,15 +348,15 @@ def on_hints(path: Path) -> list[str]:
     first = heeded([rollout for rollout in rollouts if rollout["step"] <= steps / 4])
     last = heeded([rollout for rollout in rollouts if rollout["step"] > steps * 3 / 4])
     return [
-        "On average, 1 said four times is worth 0.50, 25 said four times 0.74, and the best that can be had without",
-        "heeding hints is 0.77. Of the later guesses in the sampled games that the run writes down, hints left open",
-        f"{first:.0%} in the first quarter of the steps and {last:.0%} in the last one.",
+        "Saying 1 four times scores 0.50 on average, 25 scores 0.74, and the best strategy that ignores hints scores",
+        f"0.77. In the recorded games, {first:.0%} of later guesses agreed with the hints in the first quarter of the",
+        f"steps, and {last:.0%} in the last quarter.",
         "",
     ]
 
 
 def report(folder: Path, out: Path) -> bool:
-    """Write pictures and table of the runs that are there; returns whether they reached what is asked."""
+    """Write pictures and table of the finished runs, and return True if all passed."""
     lines = ["| run | environment | held-out reward | training reward | |", "|---|---|---|---|---|"]
     pictures, is_reached = [], True
     for name, task in tasks().items():
@@ -361,33 +366,33 @@ def report(folder: Path, out: Path) -> bool:
         metrics = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         rises = [measure(metrics, task.lowest_reward) for measure in (held_out_rise, training_rise)]
         is_reached &= (has_risen := all(found.is_reached for found in rises))
-        mark = "reached" if has_risen else "**missed**"
+        mark = "passed" if has_risen else "**missed**"
         lines.append(f"| {name} | {task.title} | {rises[0]} | {rises[1]} | {mark} |")
         plot_learning_curve(path, out / f"{name}.png", metrics=("accuracy", "reward"), title=task.title)
         pictures.append(f"![{task.title}]({name}.png)")
     text = "\n".join(
         [
-            "# Learning in environments of others",
+            "# Learning in third-party environments",
             "",
-            "`python -m benchmarks.environments` writes this page: reinforcement learning (Dr. GRPO) in two tasks of",
-            "reasoning-gym and a game of GEM, by their own rewards, from a Qwen3 of 0.4 million parameters that has",
-            "imitated an unreliable teacher: one who cuts long words short, one who copies lists unsorted, one who in",
-            "most games says the same number again and again. Each shows in some cases how it is done well; to do so",
-            f"always is learnt from rewards: {STEPS} steps of {PROMPTS_PER_STEP} prompts x 8 responses, on a CPU.",
+            "`python -m benchmarks.environments` writes this page. Each run trains a Qwen3 of 0.4 million parameters",
+            "with Dr. GRPO, on two tasks of reasoning-gym and one game of GEM, with their own rewards. The model first",
+            "imitates an unreliable teacher: it cuts long words short, copies lists unsorted, or repeats one number.",
+            f"RL runs {STEPS} steps of {PROMPTS_PER_STEP} prompts x 8 responses on a CPU.",
             "",
-            "The table shows two rewards, each as the mean of the first tenth of the steps → that of the last ± the",
-            "standard error of their difference. Asked of both is a rise of 0.2 and of 5 standard errors.",
+            "Each reward is given as: mean over the first tenth of the steps → mean over the last tenth ± standard",
+            "error of the difference. A run passes if both rewards rise by at least 0.2 and by 5 standard errors.",
             "",
-            f"- Held-out reward: greedy answers to {NUM_TRIED} puzzles that no training saw, or in games with other",
-            f"  seeds, tried every {TEST_FREQ} steps and before the first (`accuracy` in the pictures). However often",
-            "  a tenth looks at them, it counts as one look.",
-            "- Training reward: all the sampled answers of each step (`reward` in the pictures), those too from which",
-            "  nothing can be learnt as their group's rewards are equal. The 8 responses to a prompt count as one.",
+            f"- Held-out reward (`accuracy` in the pictures): greedy answers to {NUM_TRIED} held-out puzzles, or games",
+            f"  with other seeds, evaluated every {TEST_FREQ} steps and before the first. All evaluations in a tenth",
+            "  count as one sample, because they use the same puzzles.",
+            "- Training reward (`reward` in the pictures): all sampled answers, including groups with equal rewards,",
+            "  which teach nothing. The 8 responses to a prompt count as one sample.",
             "",
-            "Standard errors are for the largest variance that rewards of that mean and range can have.",
+            "Standard errors assume the largest variance possible for this mean and range.",
             "",
-            "A puzzle is worth 1 if `score_answer` is full, else 0. A game is worth 1 for the number, and if the last",
-            "turn misses it, the less the farther it is off. It has 50 numbers: other seeds are other draws of them.",
+            "A puzzle scores 1 for a full `score_answer`, else 0. A game scores 1 for the right number; otherwise the",
+            "last guess scores less the farther it is from the number. Numbers run from 1 to 50; games with other",
+            "seeds draw from the same numbers.",
             "",
             *on_hints(folder / "guess" / "ppo"),
             *lines,
@@ -402,7 +407,7 @@ def report(folder: Path, out: Path) -> bool:
 
 
 def main() -> None:
-    """Make the runs that are asked for, then report all that are there."""
+    """Make the chosen runs, then report all finished runs."""
     known = tasks()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"{' '.join(known)}; default: all")

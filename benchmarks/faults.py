@@ -164,7 +164,7 @@ def _count(rows: Sequence[Row]) -> str:
 
 
 def missing(rows: Sequence[Row], goal: Goal = GOAL) -> list[str]:
-    """What a log lacks of its goal, in words. Only faults of sound jobs count."""
+    """Return the missing cases of a log, in words. Only faults of sound jobs count."""
     sound = [row for row in rows if row.is_sound]
     lacks = [f"{goal.in_all - len(sound)} faults"] if len(sound) < goal.in_all else []
     for phase in PHASES:

@@ -20,7 +20,7 @@ NUM_WORKLOADS = 2
 HELD_S = 5.0
 """CPU seconds for which a workload holds Python's lock at a time"""
 TIMES = 6
-"""how often it does so in one call"""
+"""number of holds in one call"""
 DECLARED_S = 3.0
 """time-out of a call, which passes each time"""
 CHUNK = 10**7

@@ -36,10 +36,10 @@ from rlite.recovery.faults import KINDS, PHASES, Kind, Phase, PhaseFault
 from tests.tiny import build_model_dir
 
 CPUS = 3
-"""of each node"""
+"""CPUs of each node"""
 NUM_NODES = 2
 STUCK_S = 900.0
-"""in which a job must get over a fault, on a machine that does a lot beside it"""
+"""seconds in which a job must recover from a fault, on a busy machine"""
 START_S = 300.0
 """in which workloads must start there"""
 LEFT_S = 120.0
@@ -94,14 +94,14 @@ class FaultJob(ABC):
     """A job that suffers faults, some steps for each."""
 
     kinds: Mapping[Phase, Sequence[Kind]]
-    """that can happen, by phase"""
+    """possible faults, by phase"""
     roles: Mapping[Phase, Sequence[str]]
-    """of the processes that reach a phase"""
+    """roles of the processes that reach a phase, by phase"""
     max_skip: Mapping[Phase, int]
-    """how often a phase may be reached before the fault, and is still reached again in its steps"""
+    """visits of a phase before the fault, at most, so that the phase is visited again in the fault's steps"""
     steps_per_fault: int
     recovery_phase: Phase = "training step"
-    """in which the fault happens whose recovery is disturbed"""
+    """phase of the fault whose recovery is disturbed"""
 
     def __init__(self, world: World, name: str, num_faults: int) -> None:
         self.world, self.name, self.num_faults = world, name, num_faults
@@ -121,7 +121,7 @@ class FaultJob(ABC):
 
     @abstractmethod
     def outcome(self, out: Path) -> Any:
-        """What must be the same as in the undisturbed job."""
+        """Return the results that must equal those of the undisturbed job."""
 
     @abstractmethod
     def check(self) -> list[str]:
@@ -248,7 +248,7 @@ class RolesJob(FaultJob):
     }
     steps_per_fault = 4
     step_s = 0.0
-    """that the rollout of a step takes at least"""
+    """shortest duration of a step's rollout"""
     max_skip = {"rollout": 2, "reward": 2, "training step": 2, "weight sync": 2, "checkpoint": 1}
 
     def submit(self, name: str, out: Path, mark: str) -> JobHandle:

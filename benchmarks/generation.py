@@ -54,7 +54,7 @@ from rlite.types import GenerationHyperparameters, LLMRequest, SequenceRequest
 OURS = "rlite"
 PEER = Path(__file__).parent / "peers" / "vllm_generate.py"
 OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""what `import rlite` sets for this process; vLLM keeps its own"""
+"""variables that `import rlite` sets for this process; vLLM keeps its own values"""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Step:
     """One thing to find out."""
 
     name: str
-    """of the function in `gpu_bringup_steps`"""
+    """name of the function in `gpu_bringup_steps`"""
     seconds: float
     """limit of its process"""
     needs_gpu: bool

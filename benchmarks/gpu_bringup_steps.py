@@ -163,7 +163,7 @@ def sync(device: str, out: Path) -> Results:
 
 
 def memory(device: str, out: Path) -> Results:
-    """What the driver has given out, in GiB, as two engines take turns: every stage that is left is given back."""
+    """Measure the memory in use, in GiB, while two engines take turns: each stage must return its memory."""
     with _session(device, "qwen3-0.6b") as model:
         yield {"start": (start := _taken())}
         train, serve = _train_engine(model), RliteInferenceEngine(model)
@@ -284,7 +284,7 @@ def _speed(task: str, device: str, out: Path) -> Results:
 
 
 def profile(device: str, out: Path) -> Results:
-    """Where the time of one training step goes: the largest kernels, and a trace in FOLDER."""
+    """Profile one training step: return the largest kernels, and write a trace into FOLDER."""
     num_tokens = 8192 if device == "cuda" else 64
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device == "cuda":

@@ -6,15 +6,15 @@
 The task is to spell words backwards. Data is written as files, and every run is a command line of `rlite.trainer`,
 printed before it starts:
 
-    sft       imitates a teacher who is right about short words and too impatient for long ones, from random weights
+    sft       imitates, from random weights, a teacher who spells short words right and cuts many long words short
     rm        scores the right answer above a wrong one, which is cut short or not reversed
     dpo       prefers the right answer in the same pairs
     dr_grpo   reinforcement learning from the same model as DPO; the reward is 1 for the right answer, else 0
     grpo      the same with the group's deviation, the mean per sequence and a KL penalty in the loss
     ppo       the same with a critic, GAE and a KL penalty in the rewards
 
-Every figure is of words that no training saw. `docs/learning/` gets a picture of each run and a table with what was
-asked of it; the exit status says whether all of it was reached.
+All figures are on held-out words. `docs/learning/` gets a picture of each run and a table of figures and targets. The
+exit status is 0 if all targets were met.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ Metrics = list[dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One figure, before and after, and whether that is enough."""
+    """One figure, before and after, with its target."""
 
     figure: str
     before: float
     after: float
-    asked: str
-    is_reached: bool
+    target: str
+    is_met: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRun:
-    """A trainer's command line, and what its metrics have to show."""
+    """A trainer's command line, and the targets of its metrics."""
 
     trainer: str
     settings: Sequence[str]
@@ -67,18 +67,18 @@ class LearningRun:
 
 
 def short(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with a question of a few bytes: a model that starts from nothing needs no long instruction."""
+    """Return the row with a question of a few bytes. A model with random weights needs no long instruction."""
     return {**row, "messages": [{"role": "user", "content": f"reverse {row['metadata']['word']}"}]}
 
 
 def wrong(row: Mapping[str, Any], rng: random.Random) -> str:
-    """A wrong answer: an impatient one, or the word as it was."""
+    """Return a wrong answer: the beginning of the right one, or the unchanged word."""
     right = row["answer"]
     return rng.choice([right[: len(right) // 2 + 1], row["metadata"]["word"]])
 
 
 def write_data(folder: Path) -> None:
-    """Demonstrations, preferences and prompts, of training and held-out words."""
+    """Write demonstrations, preferences and prompts of training and held-out words."""
     rng = random.Random(0)
     for part, rows in zip(("train", "test"), held_out_split("spell_backward", NUM_TRAIN, NUM_HELD_OUT, 0), strict=True):
         rows = [short(row) for row in rows]
@@ -132,37 +132,35 @@ def of_ppo(folder: Path) -> list[str]:
 
 
 def tested(metrics: Metrics, key: str) -> list[float]:
-    """The values of a metric that is not logged at every step."""
+    """Return the values of a metric that is not logged at every step."""
     return [row[key] for row in metrics if key in row]
 
 
 def sft_findings(metrics: Metrics) -> list[Finding]:
-    """The held-out loss falls; its answers are right, those of training often cut short."""
+    """Return the held-out loss. Held-out answers are right; many training answers are cut short."""
     loss = tested(metrics, "test_loss")
-    return [Finding(figure="loss", before=loss[0], after=loss[-1], asked="falls", is_reached=loss[-1] < 0.5 * loss[0])]
+    return [Finding(figure="loss", before=loss[0], after=loss[-1], target="falls", is_met=loss[-1] < 0.5 * loss[0])]
 
 
 def rm_findings(metrics: Metrics) -> list[Finding]:
-    """The accuracy of held-out pairs."""
+    """Return the accuracy of held-out pairs."""
     right = tested(metrics, "test_accuracy")
-    return [
-        Finding(figure="pair accuracy", before=right[0], after=right[-1], asked="> 0.9", is_reached=right[-1] > 0.9)
-    ]
+    return [Finding(figure="pair accuracy", before=right[0], after=right[-1], target="> 0.9", is_met=right[-1] > 0.9)]
 
 
 def dpo_findings(metrics: Metrics) -> list[Finding]:
-    """Margin and accuracy of held-out pairs. Before training the policy is the reference: margin 0, right by chance."""
+    """Return margin and accuracy of held-out pairs. At first the policy is the reference: margin 0, accuracy 0.5."""
     margin, right = tested(metrics, "test_margin")[-1], tested(metrics, "test_accuracy")[-1]
     return [
-        Finding(figure="margin", before=0.0, after=margin, asked="rises", is_reached=margin > 0.5),
-        Finding(figure="pair accuracy", before=0.5, after=right, asked="rises", is_reached=right > 0.9),
+        Finding(figure="margin", before=0.0, after=margin, target="rises", is_met=margin > 0.5),
+        Finding(figure="pair accuracy", before=0.5, after=right, target="rises", is_met=right > 0.9),
     ]
 
 
 def ppo_findings(metrics: Metrics) -> list[Finding]:
-    """The reward of the last tenth of the steps less that of the first, and how many standard errors that is.
+    """Return the rewards of the first and the last tenth of the steps.
 
-    The same held-out words are tried again and again, greedily: a tenth counts as one look at them.
+    All greedy evaluations in a tenth count as one sample, because they use the same words.
     """
     looks = [(row["step"], row["accuracy"]) for row in metrics if "accuracy" in row]
     first = [value for step, value in looks if step <= PPO_STEPS / 10]
@@ -171,12 +169,12 @@ def ppo_findings(metrics: Metrics) -> list[Finding]:
     error = ((before * (1 - before) + after * (1 - after)) / NUM_TRIED) ** 0.5
     rise = after - before
     is_enough = rise >= 0.2 and rise >= 5 * error
-    asked = f"+0.2 and 5 standard errors of {error:.3f}"
-    return [Finding(figure="reward", before=before, after=after, asked=asked, is_reached=is_enough)]
+    target = f"+0.2 and 5 standard errors of {error:.3f}"
+    return [Finding(figure="reward", before=before, after=after, target=target, is_met=is_enough)]
 
 
 def runs(folder: Path) -> dict[str, LearningRun]:
-    """Every run by its name, in the order in which they are made."""
+    """Return all runs by name, in the order in which they run."""
     blank, warm, rl = f"actor.model_name={folder}/blank", f"{folder}/sft/latest", of_ppo(folder)
     tuned = ["warmup_ratio=0.05", "weight_decay=0", "gradient_checkpointing=false"]
     actor, critic = [f"actor.{setting}" for setting in tuned], [f"critic.{setting}" for setting in tuned]
@@ -229,19 +227,19 @@ def runs(folder: Path) -> dict[str, LearningRun]:
 
 
 def report(folder: Path, out: Path) -> bool:
-    """Write pictures and table of the runs that are there; returns whether they reached what is asked."""
-    lines = ["| run | held-out figure | before | after | asked | |", "|---|---|---|---|---|---|"]
-    pictures, is_reached = [], True
+    """Write pictures and table of the finished runs, and return True if they met all targets."""
+    lines = ["| run | held-out figure | before | after | target | |", "|---|---|---|---|---|---|"]
+    pictures, is_met = [], True
     for name, run in runs(folder).items():
         path = folder / name / "metrics.jsonl"
         if not (folder / name / "latest").exists():  # not made, or not finished
             continue
         metrics = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         for found in run.findings(metrics):
-            is_reached &= found.is_reached
-            mark = "reached" if found.is_reached else "**missed**"
+            is_met &= found.is_met
+            mark = "met" if found.is_met else "**missed**"
             lines.append(
-                f"| {name} | {found.figure} | {found.before:.3f} | {found.after:.3f} | {found.asked} | {mark} |"
+                f"| {name} | {found.figure} | {found.before:.3f} | {found.after:.3f} | {found.target} | {mark} |"
             )
         plot_learning_curve(path, out / f"{name}.png", metrics=run.drawn, title=run.title)
         pictures.append(f"![{run.title}]({name}.png)")
@@ -249,12 +247,13 @@ def report(folder: Path, out: Path) -> bool:
         [
             "# Every trainer learns",
             "",
-            "`python -m benchmarks.learning` writes this page: spelling words backwards (reasoning-gym), a Qwen3 of",
-            f"0.4 million parameters from random weights, on a CPU. All figures are of {NUM_HELD_OUT} words (RL:",
-            f'{NUM_TRIED}) that no training saw. "Before" is the first evaluation, of the reward the mean of the first',
-            'tenth of the steps; "after" the last. DPO starts as its own reference, with margin 0 and pairs right by',
-            "chance. SFT imitates a teacher who cuts long words short; RL adds patience. The training rewards in",
-            "the pictures are those of all sampled answers.",
+            "`python -m benchmarks.learning` writes this page. Each run trains a Qwen3 of 0.4 million parameters,",
+            "starting from random weights, to spell words backwards (reasoning-gym) on a CPU. All figures are on",
+            f'{NUM_HELD_OUT} held-out words ({NUM_TRIED} for RL). "Before" is the first evaluation. For rewards it is',
+            'the mean over the first tenth of the steps. "After" is the last evaluation, or the last tenth. DPO starts',
+            "from its own reference, so its first margin is 0 and its first pair accuracy 0.5. The SFT demonstrations",
+            "cut long words short; RL learns to write them out. The training rewards in the pictures include all",
+            "sampled answers.",
             "",
             *lines,
             "",
@@ -264,11 +263,11 @@ def report(folder: Path, out: Path) -> bool:
     )
     (out / "README.md").write_text(text, encoding="utf-8")
     print("\n".join(lines))
-    return is_reached
+    return is_met
 
 
 def main() -> None:
-    """Make the runs that are asked for, then report all that are there."""
+    """Make the chosen runs, then report all finished runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="sft rm dpo dr_grpo grpo ppo; default: all")
     parser.add_argument("--folder", type=Path, default=Path("runs/learning"), help="data and runs")

@@ -1,4 +1,4 @@
-"""What a 7-billion-parameter train module costs the driver: `from_pretrained` under `init_empty_weights`.
+"""Memory and time of a 7-billion-parameter train module in the driver, made under `init_empty_weights`.
 
     python -m benchmarks.meta_module
 
@@ -55,7 +55,7 @@ def bytes_read() -> int:
 
 
 def cost(make: Callable[[], Any]) -> dict[str, float]:
-    """What making a module adds to the process, in 10**6 bytes; and its seconds and parameters."""
+    """Make a module, and return the memory it adds in 10**6 bytes, its seconds and its parameters."""
     process = psutil.Process()
     resident, read, begin = process.memory_info().rss, bytes_read(), time.perf_counter()
     with init_empty_weights():

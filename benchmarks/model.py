@@ -27,7 +27,7 @@ from tests.tiny import build_model_dir
 NUM_PRINTABLE = 94
 """the byte tokenizer's ids 0 to 93 are the characters ! to ~, so that a prompt is the same as ids and as text"""
 CONSTANT = 8.0
-"""what channel 0 of the residual stream holds at every position of a stopping model"""
+"""value of channel 0 of the residual stream, at every position of a stopping model"""
 
 
 def build_model(

@@ -1,4 +1,4 @@
-"""How full packs are, how long planning takes, and how long ranks wait for each other.
+"""Fill rate of packs, time of planning, and time that ranks wait for each other.
 
     python -m benchmarks.packing --rows 10000
 

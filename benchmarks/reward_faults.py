@@ -1,4 +1,4 @@
-"""What becomes of a run a third of whose rewards hang, crash, eat memory, raise or are no numbers.
+"""Rollouts with failing rewards: a third hang, crash, eat memory, raise or return something other than a number.
 
     python -m benchmarks.reward_faults
 
@@ -50,7 +50,7 @@ FAULTS = {
 
 
 class Mute:
-    """It cannot even be shown."""
+    """Value without a representation: `repr` raises."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no")

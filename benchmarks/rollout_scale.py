@@ -1,4 +1,4 @@
-"""What an episode in flight costs: CPU time and memory, with very many of them at once.
+"""CPU time and memory of an episode in flight, with very many of them at once.
 
     python -m benchmarks.rollout_scale --episodes 10000
 

@@ -20,7 +20,7 @@ from statistics import median
 REPEATS = 5
 TRAINER = ["actor.model_name=MODEL", "train_data.path=prompts.jsonl", "rollout.env_path=env.py"]
 UNDER_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
-"""what rank 0 finds in its environment"""
+"""environment of rank 0"""
 
 
 def seconds_of(*command: str) -> float:

@@ -42,7 +42,7 @@ LR = 1e-4
 
 
 class HandWritten:
-    """What one would write without a library."""
+    """Training loop written by hand, without a library."""
 
     def __init__(self, path: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=PACKED)

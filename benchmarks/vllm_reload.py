@@ -1,4 +1,4 @@
-"""How fast weights reach vLLM on CPU, beside vLLM's own reload of the same checkpoint.
+"""Time of a weight sync into vLLM on CPU, compared with vLLM's own reload of the same checkpoint.
 
     make bench-vllm-env                                     # once: .venv-vllm
     .venv-vllm/bin/python -m benchmarks.vllm_reload

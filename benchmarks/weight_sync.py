@@ -1,4 +1,4 @@
-"""How fast weights reach a colocated inference engine on CPU, beside one thread's memcpy.
+"""Speed of a weight sync to a colocated inference engine on CPU, compared with one thread's memcpy.
 
     python -m benchmarks.weight_sync --megabytes 256
 

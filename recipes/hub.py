@@ -1,4 +1,4 @@
-"""What the prepare scripts share: a dataset of the Hugging Face hub, and rows as JSON lines."""
+"""Common code of the prepare scripts: a dataset of the Hugging Face hub, and rows as JSON lines."""
 
 import argparse
 import json

@@ -34,7 +34,7 @@ class Key:
     padding: int = 0
     """value of the positions beyond a row's end"""
     counts: str = ""
-    """of a ragged key: the key [N, L] that counts its values for each token"""
+    """key [N, L] with the number of a ragged key's values for each token"""
 
 
 _TABLE = (
@@ -47,7 +47,14 @@ _TABLE = (
     Key("kept_ids", "[N, M]", "int32", "workflow", "heads", "Ids among which tokens were sampled.", -1, "kept_counts"),
     Key("truncated", "[N]", "bool", "workflow", "metrics", "Whether a length limit ended the row."),
     Key("rewards", "[N] or [N, L]", "float32", "workflow", "advantages, metrics", "Reward of the row's trajectory."),
-    Key("token_rewards", "[N, L]", "float32", "workflow", "advantages", "Rewards of single turns; replaces `rewards`."),
+    Key(
+        "token_rewards",
+        "[N, L]",
+        "float32",
+        "workflow",
+        "advantages",
+        "Rewards of single turns, used by advantages instead of `rewards`.",
+    ),
     Key("reward/NAME", "[N]", "float32", "workflow", "metrics", "Part NAME of the reward; NaN if it did not count."),
     Key("scores", "[N]", "float32", "workflow", "metrics", "Score of the trajectory, by which it is evaluated."),
     Key("num_turns", "[N]", "int64", "workflow", "metrics", "Turns of the model in the trajectory."),

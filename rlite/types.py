@@ -25,7 +25,7 @@ Schedule = Literal["constant", "linear", "cosine", "polynomial"]
 PreferenceDivergence = Literal["reverse_kl", "forward_kl", "js"]
 """divergences from a reference, see `rlite.algorithms.preference_loss`"""
 SMALLEST, LARGEST = 1e-6, 1e6
-"""of temperatures, but for 0; the smallest top_p"""
+"""limits of temperatures above 0; also the smallest top_p"""
 MAX_KEPT_IDS = 512
 """most token ids from which a request that asks for `kept_ids` samples, if it truncates"""
 MAX_TOP_LOGPROBS = 20

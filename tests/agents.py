@@ -1,4 +1,4 @@
-"""What tests of agents share: chat templates, an engine that says what it is told to, and what it was asked."""
+"""Common code of the tests of agents: chat templates, a scripted engine, and a record of its requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every test shares: property tests without a clock, and GPU tests that skip themselves."""
+"""Settings of all tests: property tests without a clock, and GPU tests that skip themselves."""
 
 from __future__ import annotations
 

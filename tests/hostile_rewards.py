@@ -1,4 +1,4 @@
-"""What a reward may do to the program that asked for it: small functions, to be run in reward processes.
+"""Attacks of a reward on the program that asked for it: small functions, to be run in reward processes.
 
 `attack` does one of ATTACKS, itself or by `exec`, as a function does that runs what a model has written.
 """
@@ -20,7 +20,7 @@ from rlite.sandbox.confine import children
 
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "MY_PASSWORD")
 FAIR = 0.25
-"""what a call that does nothing is worth"""
+"""reward of a call that does nothing"""
 
 
 class Bomb:
@@ -71,7 +71,7 @@ def forge(marker: str) -> None:
 
 
 def server() -> Any:
-    """What runs calls in this process."""
+    """Return the object that runs calls in this process."""
     return next(one for one in gc.get_objects() if type(one).__name__ == "Server")
 
 
@@ -245,7 +245,7 @@ def count_secrets(parent: int) -> float:
 
 
 def count_descriptors(**call: Any) -> float:
-    """What is open beside a wire and what leads nowhere."""
+    """Return the number of open descriptors other than sockets, /dev/null, anonymous inodes and /proc."""
     links = [os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in range(64) if _is_open(descriptor)]
     return float(sum(not link.startswith(("socket:", "/dev/null", "anon_inode:", "/proc")) for link in links))
 

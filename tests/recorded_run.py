@@ -39,7 +39,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """How much is recorded."""
+    """Size of the record."""
 
     steps: int = 12
     groups: int = 12

@@ -115,7 +115,7 @@ class PipelineWorker:
     # -- between the stages ------------------------------------------------------------------------------------------
 
     def _from_first(self, *arguments: Any) -> Any:
-        """What the first stage was given."""
+        """Return the input of the first stage."""
         blob = [cloudpickle.dumps(arguments) if self._stage == 0 else None]
         dist.broadcast_object_list(blob, group_src=0, group=self._pipeline)
         return cloudpickle.loads(blob[0])
@@ -126,7 +126,7 @@ class PipelineWorker:
         return summed.tolist()
 
     def _run(self, function: Any, data: dict[str, Any]) -> Any:
-        """This stage's part of a forward pass: hidden states [T, H], or what the function reads."""
+        """Run this stage's part of a forward pass, and return hidden states [T, H] or the function's input."""
         if self._stage > 0:
             shape = len(data["input_ids"]), self.module.config.hidden_size
             hidden = torch.empty(shape, dtype=getattr(torch, self._options.param_dtype))

@@ -1,4 +1,4 @@
-"""What the Trace Event Format asks of a file, checked on a whole trace."""
+"""Check of a whole trace against the Trace Event Format."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_trace(path: Path) -> list[Event]:
 
 
 def check_nesting(spans: list[Event]) -> None:
-    """Of two spans in a row one holds the other, or they do not meet."""
+    """Check that of two spans in a row one holds the other, or they do not meet."""
     ends: list[float] = []
     for span in sorted(spans, key=lambda e: (e["ts"], -e["dur"])):
         end = span["ts"] + span["dur"]

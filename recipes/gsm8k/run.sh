@@ -1,5 +1,5 @@
 #!/bin/sh
-# GRPO on GSM8K with the ready scorer. Not yet run at full size.
+# Dr. GRPO with advantages divided by the group's deviation, on GSM8K with the ready scorer. Not yet run at full size.
 #   python -m recipes.gsm8k.prepare && recipes/gsm8k/run.sh [key=value ...]
 set -eu
 cd "$(dirname "$0")/../.."

@@ -49,7 +49,7 @@ class PerToken:
     """Values of the tokens of a pack, which an engine returns as [N, L] if a loss reports them."""
 
     values: Tokens
-    """of each token, at the token; without a gradient"""
+    """value of each token, at the token; without a gradient"""
 
 
 def aggregate(

@@ -19,14 +19,14 @@ from rlite.files import sync
 MANIFEST = "manifest.json"
 """size and hash of every other file; written last"""
 FACTS = "facts.json"
-"""what a reader wants to know; a file of its own, so that damage to it is found, too"""
+"""facts for readers of a checkpoint; a separate file, so that damage to it is found, too"""
 PIECE_BYTES = 16 * 2**20
 """Files are hashed in pieces of this size, several at once, and a file's hash is that of its pieces' hashes. SHA-256
 runs at 2 GB/s on a core that has instructions for it: a few cores outrun the disk, and nothing need be installed."""
 MAX_THREADS = 16
 
 Record = dict[str, Any]
-"""of one file: "bytes" and "sha256" """
+""" "bytes" and "sha256" of one file"""
 
 
 def staging(path: Path) -> Path:

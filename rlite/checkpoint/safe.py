@@ -34,11 +34,11 @@ from torch.futures import Future
 from rlite.errors import CheckpointError, DamagedCheckpointError, why_not_written
 
 METADATA = "metadata.json"
-"""which part of which tensor is where"""
+"""file that names each part of each tensor and its place"""
 FORMAT = 1
 OLD_METADATA = ".metadata"
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError)
-"""what torch.load and readers of JSON raise for a file of another form"""
+"""errors of torch.load and of JSON readers on a file of another form"""
 
 
 @contextmanager

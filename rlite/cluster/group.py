@@ -34,11 +34,11 @@ from rlite.observability import stats_tracker, trace
 logger = logging.getLogger(__name__)
 
 UNEVEN_S = 30.0
-"""how long after the first return of a replica's workers it is looked at where the others are"""
+"""seconds after the first return of a replica's workers until the others are inspected"""
 LOOK_S = 2.0
-"""how long a worker may take to say where it is"""
+"""seconds that a worker may take to report its position"""
 PEER_GRACE_S = 4.0
-"""how long the peers of a failed rank may go on before they count as stuck in a collective"""
+"""seconds that the peers of a failed rank may continue before they count as stuck in a collective"""
 
 
 def worker_name(group: str, rank: int, device: Device) -> str:
@@ -446,7 +446,7 @@ class _Waiter:
         self._deaths = {(group, rank): group.handles[rank].death for group, rank in called}
         self._has_warned = False
         self._look_at = math.inf
-        """when to look at workers whose peers have returned, by time.monotonic()"""
+        """time.monotonic() at which to inspect workers whose peers have returned"""
 
     def wait(self, timeout: float) -> None:
         """Return when all calls have ended well; otherwise raise as `collect`.

@@ -21,7 +21,7 @@ import psutil
 MARK = "RLITE_OWNED_BY"
 POLL_S = 0.25
 SETTLE_S = 60.0
-"""how long the companion goes on looking for what still starts after the driver's death"""
+"""seconds after the driver's death in which the companion still looks for new processes"""
 
 
 class Guard:

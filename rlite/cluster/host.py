@@ -51,9 +51,9 @@ class Outcome:
     error: BaseException | None = None
     trace: str = ""
     recorded: Recording | None = None
-    """what the call told stats_tracker, if it did"""
+    """metrics that the call recorded by stats_tracker, if there are some"""
     seconds: float = 0.0
-    """that the call took"""
+    """duration of the call"""
 
     def raise_error(self, worker: str) -> NoReturn:
         """Raise the remote exception with its own type and the remote traceback as its cause.
@@ -73,7 +73,7 @@ class Whereabouts:
     place: str = ""
     """ "all_reduce (distributed_c10d.py:3007), called from train_step (policy.py:12)"; empty if there is no call"""
     is_collective: bool = False
-    """it communicates, and so may wait for its peers"""
+    """true if the call communicates, and so may wait for its peers"""
     pid: int = 0
     """id of the process"""
     node: str = ""
@@ -88,7 +88,7 @@ class WorkerHost:
     def __init__(self) -> None:
         self._workers: dict[WorkerKey, Any] = {}
         self._thread: int | None = None
-        """that runs the call under way"""
+        """id of the thread that runs the current call"""
 
     def create(self, key: WorkerKey, factory: bytes, context: WorkerContext) -> Outcome:
         """Make the worker `key`.

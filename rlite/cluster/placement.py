@@ -77,7 +77,9 @@ class PlacementRequest:
         if self.exclusive and self.colocate_with:
             raise PlacementError(f"{self}: an exclusive owner shares no device; remove exclusive or colocate_with")
         if self.acceptable_node_ips is not None and not self.acceptable_node_ips:
-            raise PlacementError(f"{self}: acceptable_node_ips is empty, so no node is; leave it out to accept all")
+            raise PlacementError(
+                f"{self}: acceptable_node_ips is empty, so no node is allowed; leave it out to allow all nodes"
+            )
 
     def __str__(self) -> str:
         executors = "at least 1 executor" if self.num_executors is None else _counted(self.num_executors, "executor")

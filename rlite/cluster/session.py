@@ -187,7 +187,7 @@ _session: Session | None = None
 _at_shutdown = ExitStack()
 """ends connections that belong to no session"""
 _is_forked = False
-"""this process was forked from one that had a session"""
+"""true if this process was forked from a process with a session"""
 
 
 def _leave_to_parent() -> None:

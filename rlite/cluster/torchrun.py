@@ -39,9 +39,9 @@ SHUTDOWN_S = 60.0
 FAILED_SHUTDOWN_S = 5.0
 """the same where an engine has failed, and a peer that waits for it in a collective will not come back"""
 FREE_S = 10.0
-"""how long a new engine waits for the calls of engines that were stopped"""
+"""seconds that a new engine waits for the calls of engines that were stopped"""
 AGENT_S = 60.0
-"""how long torchrun's agent may take to accept a connection; where it is gone the answer comes at once"""
+"""seconds that torchrun's agent may take to accept a connection; a dead agent refuses at once"""
 LOOK, STOP_LOOKING = b"look", b"stop"
 
 Call = tuple[Callable[..., Outcome], tuple] | None

@@ -27,7 +27,7 @@ class WorkloadClass:
 
     cls: type[BaseWorkload]
     actor_options: Mapping[str, Any] = field(default_factory=dict)
-    """what `@ray.remote(...)` set"""
+    """options of `@ray.remote(...)`"""
 
     @property
     def label(self) -> str:

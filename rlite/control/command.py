@@ -19,7 +19,7 @@ from rlite.recovery.record import JobRecord, load_record
 
 JOB_SERVERS = ("http://", "https://")
 LAST_EVENTS = 5
-"""that `rlite status` shows of a job"""
+"""events of a job that `rlite status` shows"""
 
 
 class LaunchConfig(JobSpec):

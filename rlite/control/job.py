@@ -31,9 +31,9 @@ class JobResult:
     succeeded: bool
     """the trainer's `fit` returned"""
     restarts: int
-    """how often `init` and `fit` ran again"""
+    """number of repeated runs of `init` and `fit`"""
     events: tuple[LogEntry, ...]
-    """what happened, and what was decided"""
+    """events and decisions"""
     error: str = ""
     """why the job did not succeed"""
 

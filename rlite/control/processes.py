@@ -35,11 +35,11 @@ from rlite.control.workload import WorkloadFactory
 from rlite.recovery.failover import WorkloadId
 
 GPU_SHARE = 0.02
-"""of a device's Ray resource per workload, so that several share it"""
+"""share of a device's Ray resource for each workload, so that several workloads share the device"""
 LOOK_S = 5.0
-"""how long a process may take to say where it is"""
+"""seconds that a process may take to report its position"""
 END_S = 15.0
-"""how long processes may take to end"""
+"""seconds that processes may take to end"""
 TRAINER_KEY = (TRAINER, 0)
 T = TypeVar("T")
 Lives = Mapping[RLRoleType, Sequence[WorkloadId]]

@@ -39,7 +39,7 @@ SUBMISSION = "RLITE_SUBMISSION"
 """environment variable with the id of the job's submission, in every process of the program"""
 LOOK_S = 0.5
 TAIL_LINES = 40
-"""of the program's output, for the event log"""
+"""last lines of the program's output in the event log"""
 NODE = "here"
 
 

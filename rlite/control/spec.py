@@ -49,7 +49,7 @@ class RoleSpec(Options):
     resource: dict[str, float] = {}
     """resources of Ray for one workload; default: one device. A workload has one device at most"""
     on_failure: Literal["ignore", "workload", "role", "job"] = "job"
-    """what is made anew when a workload fails. Everything but job needs a trainer that catches WorkerDied"""
+    """scope of the restart when a workload fails. Every scope except job needs a trainer that catches WorkerDied"""
     max_restarts: Natural = 10
     """restarts of the role or of its workloads, after which a failure restarts the job"""
 
@@ -108,7 +108,7 @@ class JobSpec(Options):
     call_timeout: Seconds = 604800.0
     """seconds that a call without a declared time-out may take"""
     store: str = "ray"
-    """where the state is kept: ray, memory, or a folder that all nodes see"""
+    """place of the state: ray, memory, or a folder that all nodes see"""
 
     def problems(self) -> Iterable[str]:
         """Check the rules between options.

@@ -83,7 +83,7 @@ class BaseWorkload:
 
     @property
     def word_size(self) -> int:
-        """The seed's spelling of `world_size`."""
+        """Same as `world_size`, in DLRover's spelling."""
         return self._where.world_size
 
     @property

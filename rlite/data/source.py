@@ -10,7 +10,7 @@ class Source(NamedTuple):
     """A table that a run reads."""
 
     path: str
-    """as `read_rows` takes it"""
+    """path in the form of `read_rows`"""
     key: str = "data"
     """group of options that names the table"""
     columns: Mapping[str, str | None] = {}

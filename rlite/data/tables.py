@@ -93,16 +93,16 @@ def check_columns(row: Mapping[str, Any], columns: Mapping[str, type | tuple[typ
 
 
 def check_text(text: str, where: str) -> None:
-    """Check that a text can be tokenised. In JSON a text may end in half of a surrogate pair.
+    """Check that a text can be tokenised. In JSON a text may hold a lone surrogate.
 
     Raises:
-        DataError: the text holds half of a surrogate pair.
+        DataError: the text holds a lone surrogate.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = text[error.start].encode("unicode-escape").decode()
-        raise DataError(f"{where} has half of a character, {half}, at place {error.start}") from error
+        raise DataError(f"{where} holds a lone surrogate, {half}, at character {error.start}") from error
 
 
 def parse_path(source: str, where: str) -> tuple[re.Match[str] | None, Path, str | None]:

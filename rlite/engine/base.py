@@ -1,14 +1,15 @@
-"""The programming model: an Engine has Executors (data-parallel replicas), an Executor has Workers (one per device).
+"""The programming model: an Engine has replicas (copies of the model), a replica has Workers (one per device).
 
-Engines and executors live in the driver. Workers live in the processes that the launcher starts. An engine's life:
+Engines live in the driver, with one `Executor` for each replica. Workers live in the processes that the launcher
+starts. An engine's life:
 
     Engine(...) ── build() ──> on the device ── cpu() ──> offloaded ── cuda() ──> on the device
                                     └────────── meta() ─> released: memory is free, weights are gone;
                                                           cuda("weights") allocates, a sync or load() fills
     release() ends the workers and frees the devices, from any state.
 
-`workers.py` declares the worker methods for residency and weight sync. `replica.py` declares the executor of an
-inference engine, and `train_executor.py` the executor of a train engine.
+`workers.py` declares the worker methods for residency and weight sync. `replica.py` declares the backend of
+inference engines, and `train_executor.py` the backend of train engines.
 """
 
 from __future__ import annotations

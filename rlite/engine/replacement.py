@@ -21,7 +21,7 @@ from rlite.errors import ConfigError, RliteError, WorkerDied, WorkerError
 from rlite.recovery.budget import RestartBudget
 
 END_S = 10.0
-"""how long a lost replica's processes may take to end"""
+"""seconds that a lost replica's processes may take to end"""
 
 
 class ReplacedReplicas(InferenceLifecycle):
@@ -191,7 +191,7 @@ class ReplacedReplicas(InferenceLifecycle):
     def _join(self, index: int, replica: Replica) -> int | None:
         with self._membership:
             if not self._serving():
-                raise WorkerError(f"{self.name}: no replica is left beside which this one could serve")
+                raise WorkerError(f"{self.name}: no other replica is left; release() and build() the engine")
             is_current = self._give_weights(replica)
             if self.weights is Weights.HOST:
                 replica.to_cpu()

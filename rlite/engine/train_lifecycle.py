@@ -28,7 +28,7 @@ from rlite.nn.huggingface import local_checkpoint
 logger = logging.getLogger(__name__)
 
 END_S = 10.0
-"""how long lost workers may take to end"""
+"""seconds that lost workers may take to end"""
 DRIVER_STATE = "driver.pt"
 """file in a checkpoint that holds the driver's random state and the values that the program keeps"""
 
@@ -54,7 +54,7 @@ class StateWriting:
         self._workers = workers
         self._error: CheckpointError | None = None
         self.is_known = False
-        """whether the outcome has been reported to the caller"""
+        """true if the outcome has been reported to the caller"""
 
     def workers_ended(self) -> None:
         """Note that the workers have ended: the checkpoint is written by now, or never."""

@@ -37,7 +37,7 @@ class Comparison:
     confidence: float
     """level of the interval"""
     p_value: float
-    """of the hypothesis that both models are equally good, two-sided"""
+    """two-sided p-value of the hypothesis that both models are equally good"""
     num_items: int
     better: int
     """items at which the second model has the higher mean score"""

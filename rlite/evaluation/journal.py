@@ -16,7 +16,7 @@ from rlite.arguments import flat, shown
 from rlite.errors import ConfigError, writing
 
 VERSION = 1
-"""of the format"""
+"""version of the format"""
 MAX_SHOWN = 8
 """settings that a message names"""
 NOT_SET = "nothing"

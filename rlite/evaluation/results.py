@@ -19,7 +19,7 @@ class EvaluatedModel:
     model: str
     """folder or hub name"""
     metrics: Mapping[str, float]
-    """as `rlite.evaluation.metrics.summary` computes them; of tasks, TASK/METRIC"""
+    """metrics from `rlite.evaluation.metrics.summary`; those of tasks are named TASK/METRIC"""
     samples: Sequence[Sample] = field(repr=False)
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """settings that decided the samples"""

@@ -48,7 +48,7 @@ class Evaluation:
 
     set: EvaluationSet
     found: Collected
-    """its batch has the item's index as `group_ids`"""
+    """rollouts of the set; their batch has the item's index as `group_ids`"""
 
     @cached_property
     def samples(self) -> list[Sample]:

@@ -29,7 +29,7 @@ LENGTHS = (WINDOW + 2, 2 * WINDOW + 3, 1)
 TOLERANCE = 1e-4
 """largest difference of two logits, in standard deviations of all logits; rounding gives 1e-6, a wrong mask 1"""
 EXPERTS = re.compile(r"expert|moe|(^|\.)router(_gate)?\.", re.IGNORECASE)
-"""what only names of parameters of mixtures of experts hold"""
+"""parts of parameter names that only mixtures of experts have"""
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 REMEDY = "Use another model; docs/architectures.md lists the classes that work"
 

@@ -25,7 +25,7 @@ from rlite.parallel.context_parallel import ContextShare, Segment
 
 PACKED = "rlite_packed"
 TAKES_GROUPED_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""whether torch's variable-length attention takes fewer key than query heads as they are"""
+"""true if torch's variable-length attention takes fewer key heads than query heads"""
 
 
 class Bounds(NamedTuple):

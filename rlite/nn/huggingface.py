@@ -46,10 +46,10 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     _config_options: ClassVar[Mapping[str, Any]] = {}
     """changes to the checkpoint's config"""
     _keeps_dropout: ClassVar[bool] = True
-    """whether dropout is as the checkpoint's config has it, in training mode"""
+    """true to keep the dropout of the checkpoint's config in training mode"""
     _dropout: DropoutRates = MappingProxyType({})
     _changes_logits: bool = False
-    """whether the model's forward does more to its logits than the output embedding"""
+    """true if the model's forward changes logits after the output embedding"""
     is_deterministic: bool = False
     """set by the worker: log-probabilities do not depend on the batch; see `rlite.nn.batch_invariant`"""
 

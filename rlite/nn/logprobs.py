@@ -206,7 +206,7 @@ class _Blocks:
     size: int
     num_kept: int
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    """of hidden states and rows of the weight"""
+    """multiplies hidden states by rows of the weight"""
 
 
 class _LinearLogprobs(torch.autograd.Function):

@@ -22,13 +22,13 @@ from rlite.nn.quiet import quiet_transformers
 
 NUM_HEADS, HEAD_DIM, ROPE_HEAD_DIM = 4, 16, 8
 WINDOW = 5
-"""of sliding windows and chunks: shorter than the sequences that a check runs"""
+"""length of sliding windows and chunks: shorter than the sequences of a check"""
 MAX_LAYERS = 4
 VOCABULARY = 128
 SPECIAL_IDS = 16
 """token ids below this may be special ones (padding, end of text)"""
 CONTEXT = 64
-"""where rotary embeddings begin to depend on the length"""
+"""length from which rotary embeddings depend on the length"""
 
 SIZES = {
     **dict.fromkeys(("d_model", "hidden_size", "n_embd", "word_embed_proj_dim"), NUM_HEADS * HEAD_DIM),

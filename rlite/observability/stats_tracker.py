@@ -43,7 +43,7 @@ class _Statistic:
     kind: Literal["a scalar", "a denominator or a count", "a stat"]
     total: Any = 0
     count: Any = 0
-    """of a scalar's calls, or of a stat's selected elements"""
+    """number of a scalar's calls, or of a stat's selected elements"""
     lowest: list[Any] = field(default_factory=list)
     highest: list[Any] = field(default_factory=list)
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
 MAX_EVENTS = 2_000_000
-"""what one trace keeps; about 300 MB of JSON"""
+"""largest number of events in a trace; about 300 MB of JSON"""
 HELD_EVENTS = 4096
 """between two writes"""
 THREADS, TASKS = "driver", "in flight"

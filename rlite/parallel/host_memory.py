@@ -64,7 +64,7 @@ def _host_bytes(num: int, is_pinned: bool) -> Tensor:
 
 
 _memory: WeakKeyDictionary[torch.optim.Optimizer, HostMemory] = WeakKeyDictionary()
-"""where an optimizer's state lies on the host"""
+"""memory on the host for each optimizer's state"""
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -13,7 +13,7 @@ class DeviceUsage:
     """A worker's device and its peak memory since the previous query."""
 
     name: str
-    """as torch calls it; "cpu" for a CPU slot"""
+    """name of the device in torch; "cpu" for a CPU slot"""
     peak_bytes: int
     """most memory that torch held there in the worker's process; on a CPU slot, what the process holds resident now"""
 

@@ -22,9 +22,9 @@ class TrainMesh:
     data: DeviceMesh
     """FSDP's: ("shard") or ("replicate", "shard")"""
     tensor: DeviceMesh
-    """of this rank's tensor-parallel group"""
+    """mesh of this rank's tensor-parallel group"""
     seq: dist.ProcessGroup
-    """of this rank's context-parallel group"""
+    """context-parallel group of this rank"""
 
     @property
     def num_averaged(self) -> int:

@@ -24,7 +24,7 @@ class ParameterShard:
     tensor: torch.Tensor
     """the local block itself, not a copy"""
     offset: tuple[int, ...]
-    """where the block begins in the global tensor, per axis"""
+    """first index of the block in the global tensor, per axis"""
     global_shape: tuple[int, ...]
 
     @property

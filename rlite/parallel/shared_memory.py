@@ -58,7 +58,7 @@ class Arena:
         self._base = base
         self._used = 0
         self._memory: tuple[Callable[..., Tensor], tuple] | None = None
-        """what opens the arena in another process, if that is possible"""
+        """value that opens the arena in another process, if that is possible"""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a contiguous tensor with unspecified content."""

@@ -44,7 +44,7 @@ LAYER_INPUTS = {
     "shared_kv_states",
     "use_cache",
 }
-"""what layers may be given besides rotary angles: nothing but the hidden states lies split over tokens"""
+"""inputs that layers may have besides rotary angles: only hidden states are split over tokens"""
 
 
 def check_split(model: PreTrainedModel, size: int) -> tuple[dict[str, Any], dict[str, Any]]:

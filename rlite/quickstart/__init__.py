@@ -1,1 +1,1 @@
-"""The newcomer's first run: a task, a teacher and a tiny model."""
+"""The quickstart: a task, a teacher and a tiny model."""

@@ -76,8 +76,8 @@ def build_tiny_qwen3(
     num_heads, rest = divmod(hidden_size, HEAD_DIM)
     if rest or num_heads % num_key_value_heads:
         raise ConfigError(
-            f"hidden_size {hidden_size} = heads x head_dim {HEAD_DIM}, with heads a multiple of num_key_value_heads "
-            f"{num_key_value_heads}: no number of heads fits"
+            "hidden_size must be head_dim x num_heads, and num_heads a multiple of num_key_value_heads; found "
+            f"hidden_size={hidden_size}, head_dim={HEAD_DIM}, num_key_value_heads={num_key_value_heads}"
         )
     tokenizer = byte_tokenizer()
     config = Qwen3Config(

@@ -33,11 +33,11 @@ class WorkloadId:
     role: str
     rank: int
     attempt: int = 0
-    """how often the job had been made anew"""
+    """restarts of the job before this life"""
     epoch: int = 0
-    """how often the role had been made anew in this attempt"""
+    """restarts of the role in this attempt, before this life"""
     incarnation: int = 0
-    """how often the workload had been made anew in this epoch"""
+    """restarts of the workload in this epoch, before this life"""
 
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank}"
@@ -218,7 +218,7 @@ class RestartWorkload:
 
     ticket: int
     workload: WorkloadId
-    """its new life"""
+    """workload after its restart"""
     delay_s: float = 0.0
 
 
@@ -253,7 +253,7 @@ class RoleState:
     lost: tuple[int, ...] = ()
     """ranks that failed and whose failure is ignored"""
     restarts: int = 0
-    """of the role or one of its workloads, in all attempts"""
+    """restarts of the role or one of its workloads, in all attempts"""
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ class JobState:
     stage: Stage = "INIT"
     attempt: int = 0
     roles: Mapping[str, RoleState] = field(default_factory=dict)
-    """of roles that had failures"""
+    """states of the roles that had failures"""
     recoveries: Mapping[str, int] = field(default_factory=dict)
     """tickets of the recoveries under way, by label"""
     tickets: int = 0
@@ -271,7 +271,7 @@ class JobState:
     run: int = 0
     """the latest start of the trainer"""
     runs: int = 0
-    """how often `init` began"""
+    """number of started runs of `init`"""
     begun_run: int = 0
     """the latest run that began"""
     is_trainer_waiting: bool = True
@@ -318,7 +318,7 @@ class RolePolicy:
 
     on_failure: Level = "job"
     max_restarts: int = 10
-    """of the role or its workloads; the next failure restarts the job"""
+    """restarts of the role or its workloads; the next failure restarts the job"""
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from rlite.errors import RliteError
 from rlite.recovery.faults import Phase, PhaseFault
 
 SERVED_S = 60.0
-"""how long a process waits in its phase for a fault from outside"""
+"""seconds that a process waits in its phase for a fault from outside"""
 SILENCE_S = 10.0
-"""how long a process stays in its phase while the heartbeats of its node are lost"""
+"""seconds that a process stays in its phase while the heartbeats of its node are lost"""
 POLL_S = 0.01
 
 

@@ -18,9 +18,9 @@ class SignalFault:
     role: Role
     signal: SignalName
     index: int = 0
-    """which process of that role, counted modulo how many there are"""
+    """number of the process in the role, modulo the number of processes"""
     seconds: float = 1.0
-    """how long SIGSTOP lasts, before SIGCONT"""
+    """seconds between SIGSTOP and SIGCONT"""
 
     @property
     def ends_run(self) -> bool:
@@ -70,7 +70,7 @@ ProcessFault = SignalFault | FileSizeFault
 
 Phase = Literal["creation", "rollout", "reward", "training step", "weight sync", "checkpoint", "recovery"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-"""of a run, in the order of a step; recovery is everything between a failure and the next phase"""
+"""phases of a run, in the order of a step; recovery is everything between a failure and the next phase"""
 Kind = Literal["SIGKILL", "SIGTERM", "SIGSTOP", "raise", "heartbeat", "master", "node"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """three signals to the process that is in the phase, an error that it raises, heartbeats of its node that are lost, the
@@ -86,7 +86,7 @@ class PhaseFault:
     role: str
     """role of the process, in the program's own words; "" is any"""
     skip: int = 0
-    """how many times the phase is reached before"""
+    """visits of the phase before the fault"""
 
     def __str__(self) -> str:
         return f"{self.kind} in {self.phase} of {self.role or 'any process'}"

@@ -45,7 +45,7 @@ class Code:
     num_timeouts: int = 0
     """calls in a row that have timed out"""
     next_try: float = 0.0
-    """when a function that hangs is called again"""
+    """time of the next attempt of a function that hangs"""
 
     @classmethod
     def of(cls, function: Callable[..., Any], finish: Callable[[Any], Any] = same, **options: Any) -> Code:
@@ -89,7 +89,7 @@ class Call:
     was_lost: bool = False
     """a process has ended before it came to this call, perhaps because of another call"""
     is_alone: bool = False
-    """it was done in a chunk in which state was changed"""
+    """true if the call was done in a chunk that changed state"""
     result: Any = None
     """counts when its process is found unchanged"""
     failure: tuple[str, str] | None = None

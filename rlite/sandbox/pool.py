@@ -194,7 +194,7 @@ class SandboxPool:
         return bool(data)
 
     def _take(self, worker: Worker, message: Any) -> None:
-        """Handle one frame. A frame that is not due raises WireError."""
+        """Handle one frame. An unexpected frame raises WireError."""
         kind = worker.take(message)
         if kind == child.READY:
             self._num_failed_starts = 0

@@ -49,12 +49,12 @@ class Worker:
     exit_fd: int | None
     """readable when the process has ended: its forks may hold its end of the channel open"""
     since: float
-    """when it was started, or was given the first call without an answer, or that call was started"""
+    """time of the start, of the first call without an answer, or of the start of that call"""
     is_ready: bool = False
     is_computing: bool = False
     """the first of `calls` has started"""
     is_tainted: bool = False
-    """it has run code made at run time"""
+    """true if the process has run code made at run time"""
     calls: deque[Call] = field(default_factory=deque)
     """calls without an answer"""
     answered: list[Call] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Worker:
     unsent: memoryview = field(default_factory=lambda: memoryview(b""))
     reader: wire.Reader = field(default_factory=lambda: wire.Reader(0))
     began: float = 0.0
-    """when the first call of the chunk was started"""
+    """time at which the first call of the chunk was started"""
 
     @property
     def is_idle(self) -> bool:
@@ -128,7 +128,7 @@ class Worker:
                 Otherwise None.
 
         Raises:
-            WireError: the frame is not due.
+            WireError: the frame is unexpected.
         """
         call = self.calls[0] if self.calls else None
         due = None if call is None else call.number
@@ -164,7 +164,7 @@ class Worker:
                 self.is_ready = True
                 return child.READY
             case _:
-                raise wire.WireError("a frame that is not due")
+                raise wire.WireError("unexpected message from the sandbox process")
         return None
 
     def end(self) -> int:

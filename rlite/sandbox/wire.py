@@ -136,7 +136,7 @@ def _value(text: bytes, raw: bytes) -> Any:
     except (ValueError, TypeError, KeyError, RecursionError) as error:  # also UnicodeError and JSONDecodeError
         raise WireError(f"not a value: {type(error).__name__}") from None
     if rest.read(1):
-        raise WireError("raw bytes that belong to nothing")
+        raise WireError("unused raw bytes in a message")
     return value
 
 

@@ -150,7 +150,9 @@ class Callbacks:
             if self.failure is not None:
                 raise self.failure
         if not isinstance(callback, Callback):
-            raise ConfigError(f"callback {name}: expected an object of a class that extends Callback, got {callback!r}")
+            raise ConfigError(
+                f"callback {name}: expected an object of a class that extends Callback, found {callback!r}"
+            )
         return name, callback
 
     @contextmanager

@@ -25,11 +25,11 @@ class HeldOutOptions(Options):
     """Rows to evaluate on."""
 
     path: str | None = None
-    """as the path of the training data; null evaluates nothing"""
+    """table of the set, in the form of the training data's path; null: no evaluation"""
     columns: dict[str, str | None] | None = None
-    """as the columns of the training data; default: the same"""
+    """rlite's names of columns and the table's; default: columns of the training data"""
     system_prompt: str | None = None
-    """as the system_prompt of the training data; default: the same"""
+    """message of the system; default: system_prompt of the training data"""
     limit: Count | None = None
     """rows to evaluate on, from the beginning of the table; default: all"""
     every: Count | None = None

@@ -66,8 +66,9 @@ class PolicyLoss(_TokenMean, _OnCounted):
     options: Mapping[str, Any] = field(default_factory=dict)
     """options of that loss"""
     clip_low: float = 0.2
-    """clip range of ppo_clip alone, as is clip_high: what another loss clips is of another size"""
+    """lower clip range of ppo_clip alone; other losses have clip ranges of another scale in `options`"""
     clip_high: float = 0.2
+    """upper clip range of ppo_clip alone"""
     temperature: float = 1.0
     tis_coef: float | None = 2.0
     """cap of the truncated importance weight exp(old - sampler); None is off"""
@@ -95,8 +96,8 @@ class PolicyLoss(_TokenMean, _OnCounted):
             object.__setattr__(self, "options", clip | dict(self.options))
         elif clip != {"clip_low": 0.2, "clip_high": 0.2}:
             raise ConfigError(
-                f"actor.clip and actor.clip_high are of ppo_clip alone, not of {self.policy_loss}: what it clips is of "
-                "another size, and set in actor.policy_loss.options"
+                f"actor.clip and actor.clip_high are options of ppo_clip alone, not of {self.policy_loss}: its clip "
+                "range has another scale; set actor.policy_loss.options"
             )
         object.__setattr__(self, "policy_loss", function)
 

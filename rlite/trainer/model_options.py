@@ -22,7 +22,7 @@ class GenerateConfig(Options):
     prompt_file: str | None = None
     """text file with one prompt in each line, - is the standard input; in place of prompt"""
     chat: bool | None = None
-    """whether a prompt is the user's message in the model's chat template; null: if the model has a template"""
+    """true: the prompt is the user's message in the model's chat template; null: true if the model has a template"""
     system_prompt: str | None = None
     """message of the system before the prompt, in a chat"""
     chat_template_options: dict[str, Any] = {}

@@ -95,10 +95,10 @@ class ModelOptions(LayoutOptions):
     """A model that is trained."""
 
     balance_by: BalanceBy = "tokens"
-    """what devices share evenly: tokens, or estimated operations, in which long sequences count for more"""
+    """quantity that devices share evenly: tokens, or estimated operations, in which long sequences count for more"""
     packing_method: Literal["first_fit_decreasing", "karmarkar_karp"] = "first_fit_decreasing"
-    """how a device's rows become microbatches: the fewest, each as full as possible, or as many of even size, which
-    lowers the peak of memory"""
+    """method that packs a device's rows into microbatches: the fewest, each as full as possible, or as many of even
+    size, which lowers the peak of memory"""
     use_liger_kernel: bool = False
     """RMSNorm, rotary embedding and SwiGLU as Triton kernels (package liger-kernel); GPUs only"""
     gradient_checkpointing: bool = True
@@ -239,11 +239,11 @@ class SourceOptions(Options):
     """One of the tables that a run mixes."""
 
     path: str
-    """as data.path"""
+    """table, in the form of data.path"""
     weight: PositiveWeight | None = None
     """share of the rows of an epoch, relative to the other weights; give it to all sources or to none"""
     columns: Columns | None = None
-    """as data.columns; default: the same"""
+    """rlite's names of columns and the table's; default: data.columns"""
 
 
 class TableOptions(Options):
@@ -376,7 +376,7 @@ class RunOptions(Options):
     """metric of the evaluation (test_loss; ppo: accuracy; of a named set NAME/test_loss, NAME/accuracy) whose best
     model so far is kept in best/ (Hugging Face)"""
     best_is_highest: bool | None = None
-    """whether the best value of best_metric is the highest or the lowest; null: the lowest if it is a loss"""
+    """true if a higher value of best_metric is better; null: false if the metric is a loss, else true"""
     test_freq: Count = 20
     """steps between two evaluations on test_data, if there is some"""
     stop_at: dict[str, float] = {}
@@ -424,9 +424,8 @@ class RecordOptions(Options):
     """The record of what a model writes in training and evaluations."""
 
     record: Literal["all", "sample", "none"] = "sample"
-    """what record/ keeps of rollouts and evaluations: all; sample, a row of every sample, and texts and tokens of 2
-    groups of each status in each step, of all groups of steps 1, 11, 21, ..., and of 8 prompts of an evaluation; or
-    none"""
+    """rollouts and evaluations in record/: all; sample, a row of every sample, and texts and tokens of 2 groups of each
+    status in each step, of all groups of steps 1, 11, 21, ..., and of 8 prompts of an evaluation; or none"""
     record_limit: Annotated[float, Gt(0), Le(2**20)] = 4.0
     """GiB that record/ may take; beyond it the texts and tokens of the oldest steps are deleted, then their rows"""
 

@@ -83,7 +83,7 @@ class SupervisedTrainer(ABC, Generic[C]):
     tokenise: ClassVar[Callable[..., TokenRows]]
     """makes token rows of the rows of a file"""
     kind: ClassVar[RowKind]
-    """what the rows are for"""
+    """kind of the rows"""
     shown: ClassVar[Sequence[str]]
     """metrics of every step for the console"""
     headlines: ClassVar[Sequence[str]] = ("test_loss",)

@@ -23,9 +23,12 @@ PACKS = {"data"}
 OTHERS = {
     "rlite/data/preferences.py": {"messages", "prompt", "tools"},
     "rlite/engine/fsdp2/batch_runner.py": {"params"},
+    "rlite/evaluation/rows.py": {"answer", "group", "item", "reason", "response_tokens", "reward", "sample", "score"}
+    | {"tokens"},
+    "rlite/rollout/record/tables.py": {"ids", "mask", "offsets", "text"},
     "rlite/trainer/rl/rollouts.py": {"data", "item"},
 }
-"""keys of rows of data, of saved groups and of optimizers, which have such names too"""
+"""keys of data rows, records, saved groups and optimizers, in variables with the names of batches"""
 
 
 def keys_in(path: Path) -> Iterator[tuple[str, str]]:
@@ -52,8 +55,9 @@ def keys_in(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def modules() -> list[Path]:
-    folders = ("rollout/collector", "rollout/chat", "rollout/openai", "trainer", "engine", "nn", "algorithms")
-    files = ["rollout/trajectories.py", "data/packs.py", "data/tokens.py", "data/preferences.py"]
+    parts = ("chat", "collector", "environments", "openai", "record", "tools")
+    folders = (*(f"rollout/{part}" for part in parts), "evaluation", "trainer", "engine", "nn", "algorithms")
+    files = ["rollout/trajectories.py", "rollout/workflow.py", "data/packs.py", "data/tokens.py", "data/preferences.py"]
     found = [path for folder in folders for path in (ROOT / "rlite" / folder).rglob("*.py")]
     return [*found, *(ROOT / "rlite" / name for name in files)]
 

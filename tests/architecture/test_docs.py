@@ -1,4 +1,4 @@
-"""What the documents say is there: links, names that their programs import, algorithms with their options."""
+"""Everything that the documents name exists: links, imports of programs, algorithms with their options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOT_IN_TRAINERS = {"gdpo", "remax"}
 
 
 def programs(path: Path) -> list[ast.Module]:
-    """Its Python blocks, without those that only show the form of a call."""
+    """Return the page's Python blocks, without blocks that only show the form of a call."""
     blocks = re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
     return [ast.parse(block) for block in blocks if " -> (" not in block]
 

@@ -1,4 +1,4 @@
-"""What a model or its author may write stays text on every page."""
+"""Texts of models and authors stay text on every page."""
 
 from __future__ import annotations
 

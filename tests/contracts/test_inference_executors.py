@@ -1,4 +1,4 @@
-"""What every inference executor promises, for each registered name; one from outside of rlite is among them."""
+"""Contract of inference executors, for each registered name, including a third-party executor."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_a_prompt_that_is_too_long_and_a_callback_that_raises_end_their_own_requ
 
 
 def test_a_request_goes_on_from_the_tokens_that_another_replica_made(engine: RliteInferenceEngine) -> None:
-    """What the engine does with the requests of a lost replica."""
+    """The engine hands over the requests of a lost replica in this way."""
     whole = asyncio.run(engine.agenerate(request_of(20, seed=4)))
     seed = whole_seed(engine, 4)
     rest = InFlightRequest(

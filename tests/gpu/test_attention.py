@@ -21,7 +21,7 @@ QUERY_HEADS, DIM, SCALE = 4, 64, 0.2
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
-    """Of this process alone: its share is the whole pack, cut into two chunks."""
+    """Group of this process alone: its share is the whole pack, cut into two chunks."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield dist.group.WORLD

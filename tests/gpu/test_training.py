@@ -71,7 +71,7 @@ def test_bfloat16_with_float32_masters_learns_as_float32_does(build: Build) -> N
 
 
 def state_devices(engine: RliteTrainEngine) -> set[str]:
-    """Of the optimizer's moments."""
+    """Return the devices of the optimizer's moments."""
 
     def look(worker: Any) -> set[str]:
         state = worker.module.optimizer.state.values()

@@ -36,7 +36,7 @@ class Forking(Policy, LlamaForCausalLM):
 
 
 def ended(child: int) -> int | str:
-    """Its exit code, negative for a signal."""
+    """Return the exit code of the process, negative for a signal."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         if (found := os.waitpid(child, os.WNOHANG))[0]:

@@ -1,4 +1,4 @@
-"""What a train step reports and chooses does not depend on how its batch is split: two CPU slots over gloo."""
+"""Metrics and choices of a train step do not depend on how its batch is split: two CPU slots over gloo."""
 
 from __future__ import annotations
 

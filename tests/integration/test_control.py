@@ -54,7 +54,7 @@ def wait_for(is_there: Callable[[], Any]) -> None:
 
 
 def histories() -> str:
-    """What every job did, for the message of a test that fails."""
+    """Histories of all jobs, for the message of a failed test."""
     jobs = [(name, load_record(RayStore(), name)) for name in RayStore().names()] if ray.is_initialized() else []
     return "\n".join(f"{name}: {entry}" for name, record in jobs if record for entry in record.log)
 

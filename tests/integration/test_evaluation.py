@@ -240,7 +240,7 @@ def deadly(prompt, completions, prompt_ids, completion_ids, **row):
 
 
 def machine(key: str) -> bool:
-    """Whether a metric is of the machine or of the moment, and not of the training."""
+    """Return True for metrics of the machine or of the moment, which do not depend on the training alone."""
     return any(word in key for word in ("second", "memory", "mfu", "lag_steps"))
 
 

@@ -1,4 +1,4 @@
-"""What breaks is reported soon, by name and with its type; afterwards the engine can be built again."""
+"""Failures are reported soon, by name and with their type; afterwards the engine can be built again."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def sound(engine: RliteTrainEngine, size: int = 2) -> RliteTrainEngine:
 
 @contextmanager
 def soon() -> Iterator[None]:
-    """What is inside takes less than SOON_S."""
+    """Check that the block takes less than SOON_S."""
     started = time.monotonic()
     yield
     assert time.monotonic() - started < SOON_S

@@ -1,4 +1,4 @@
-"""What other tests rely on: a forked program ends, is killed and is found as one that `sys.executable` started."""
+"""A forked program ends, is killed and is found like a program that `sys.executable` started."""
 
 from __future__ import annotations
 

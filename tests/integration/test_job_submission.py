@@ -19,7 +19,7 @@ from tests.integration.worlds import environment, free_port, processes_with
 
 pytestmark = pytest.mark.slow
 PEERS = Path(os.environ.get("RLITE_TEST_PEERS", f"{sys.prefix}/peers"))
-"""where `make test` installs what Ray's dashboard needs, for this test alone"""
+"""folder into which `make test` installs the packages of Ray's dashboard, for this test alone"""
 NEEDED = ("aiohttp_cors", "opencensus", "opentelemetry/exporter/prometheus", "prometheus_client")
 HAS_DASHBOARD = all((PEERS / name).is_dir() for name in NEEDED)
 START_S = 120.0

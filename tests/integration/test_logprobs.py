@@ -102,7 +102,7 @@ class WatchedLlama(Watched, LlamaPolicy):
 
 
 class Scaled(WatchedQwen2):
-    """As models do that scale or cap their logits."""
+    """Model that scales its logits."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)

@@ -63,7 +63,7 @@ def test_a_role_moves_to_another_node_with_a_rendezvous_that_all_know(cluster: C
 
 
 def latest(out: Path) -> dict[str, Any]:
-    """What the trainer noted last, before or after its own restart."""
+    """Return the trainer's latest note, from before or after its own restart."""
     whole, runs = out / "whole", out / "runs"
     texts = [*runs.read_text().splitlines(), *([whole.read_text()] if whole.exists() else [])]
     return json.loads(texts[-1])

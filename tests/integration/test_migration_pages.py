@@ -1,4 +1,4 @@
-"""What the pages for users of other libraries say about rlite: commands, recipes and programs."""
+"""Commands, recipes and programs on the pages for users of other libraries work."""
 
 from __future__ import annotations
 

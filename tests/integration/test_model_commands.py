@@ -39,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 def greedy(model: Path, text: str, num_tokens: int) -> str:
-    """What transformers answers."""
+    """Return the greedy answer of transformers."""
     tokenizer, made = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
     prompt = tokenizer(text, return_tensors="pt", add_special_tokens=False)
     ids = made.generate(**prompt, max_new_tokens=num_tokens, do_sample=False)[0, prompt["input_ids"].shape[1] :]

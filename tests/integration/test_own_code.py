@@ -80,7 +80,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def told(folder: Path, *command: str) -> list[str]:
-    """What the callback `told` said in a program that ran to its end."""
+    """Return the output of the callback `told` in a program that ran to its end."""
     program = [forked_python.python(), *command]
     done = subprocess.run(program, cwd=folder, env=environment(), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -76,7 +76,7 @@ def build(models: dict[str, Path]) -> Iterator[Build]:
 
 @on_logprobs(temperature=0.8)
 def logprob_loss(tokens: TokenLogprobs, data: dict[str, Any]) -> Tensor:
-    """What never sees logits: a mean over counted tokens of log-probability and entropy."""
+    """Loss without logits: a mean over counted tokens of log-probability and entropy."""
     counted = data["loss_mask"].bool()
     return (-tokens.logprobs - 0.1 * tokens.entropy)[counted].sum() / counted.sum()
 

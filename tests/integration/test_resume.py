@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = {"sft": 24, "ppo": 8}
 LEFT = {"sft": ["step-21", "step-24"], "ppo": ["step-6", "step-6-critic", "step-8", "step-8-critic"]}
 MACHINE = ("second", "time", "memory", "mfu")
-"""what metrics of the machine, not of the training, have in their names"""
+"""parts of names that only metrics of the machine have"""
 RUN_S = 300.0
 END_S = 20.0
 """in which what is left of a run must end when one of its processes was killed"""
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def options(models: dict[str, Path], folder: Path) -> dict[str, list[str]]:
-    """Of a small run of each trainer, but for the folder of its results."""
+    """Return the options of a small run of a trainer, without the folder of its results."""
     sft = [
         f"actor.model_name={models['qwen2']}",
         "actor.lr=1e-3",

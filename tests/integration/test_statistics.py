@@ -1,4 +1,4 @@
-"""What a module records on its workers arrives in the program's stats_tracker, however the work was split."""
+"""Metrics that a module records on its workers arrive in the program's stats_tracker, however the work is split."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def test_a_model_that_is_not_trained_needs_no_master_weights(models: dict[str, P
 
 
 def reference_weights(path: Path, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What transformers and torch alone make of it: one sequence at a time, in float64, on one device."""
+    """Return the weights after a step of transformers and torch alone: one sequence at a time, float64, one device."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for batch in batches:

@@ -187,7 +187,7 @@ def test_one_process_group_serves_all_syncs_of_two_engines_until_one_is_released
 
 
 class Renaming(Policy, Qwen2ForCausalLM):
-    """Its norms carry another name inside, as a module has that wraps the model."""
+    """Module in which a norm has another name, as in a module that wraps the model."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -284,7 +284,7 @@ def test_a_source_that_does_not_fit_leaves_the_target_unusable_until_one_does(
 
 
 class Unsteady(Policy, Qwen2ForCausalLM):
-    """What leaves is never twice the same, as if memory were damaged on the way."""
+    """Module whose sent weights differ each time, as if memory were damaged on the way."""
 
     def postprocess_named_parameter(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
         return name, tensor + torch.rand_like(tensor) if name == "model.norm.weight" else tensor

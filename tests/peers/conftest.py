@@ -86,7 +86,7 @@ def stand_ins() -> Iterator[None]:
 
 
 class ShellType(type):
-    """Of classes that can be subclassed, subscripted, called and used as decorators, to no effect."""
+    """Metaclass of classes that can be subclassed, subscripted, called and used as decorators, to no effect."""
 
     def __getattr__(cls, name: str) -> type:
         return shell_class(name)

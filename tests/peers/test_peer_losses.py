@@ -310,7 +310,7 @@ class Accelerator:
 
 
 def trainer(**attributes: Any) -> SimpleNamespace:
-    """What the losses of TRL's trainers read of themselves."""
+    """Return a trainer with the attributes that the losses of TRL's trainers read."""
     return SimpleNamespace(
         accelerator=Accelerator(),
         model=SimpleNamespace(training=True),

@@ -9,6 +9,7 @@ import yaml
 from rlite.config import load, schema
 from rlite.errors import ConfigError
 from rlite.trainer.dpo import DpoConfig
+from rlite.trainer.preset_options import GrpoConfig
 from rlite.trainer.rl.config import PpoConfig
 from rlite.trainer.rm import RmConfig
 from rlite.trainer.sft import SftConfig
@@ -41,10 +42,10 @@ def test_a_recipe_names_what_its_user_has_to_give():
         load(PpoConfig, ["--config", str(BASE)])
 
 
-def test_grpo_is_what_its_name_says():
-    config = load(PpoConfig, ["--config", str(BASE), "--config", str(CONFIGS / "grpo.yaml"), *USERS])
-    assert config.adv.norm_var
-    assert config.actor.avg_level == "sequence"
+def test_grpo_recipe_has_the_settings_of_the_command():
+    recipe = load(PpoConfig, ["--config", str(BASE), "--config", str(CONFIGS / "grpo.yaml"), *USERS])
+    command = load(GrpoConfig, USERS)
+    assert (recipe.adv, recipe.kl, recipe.actor.avg_level) == (command.adv, command.kl, command.actor.avg_level)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)

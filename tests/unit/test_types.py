@@ -1,4 +1,4 @@
-"""What a request takes for token ids."""
+"""Types that a request accepts as token ids."""
 
 from __future__ import annotations
 

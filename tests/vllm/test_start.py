@@ -1,4 +1,4 @@
-"""What is refused at build, and with which words."""
+"""Refusals at build, and their messages."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ AUTHENTICATES_SINCE = (2, 59)
 TOKEN = Path.home() / ".ray" / "auth_token"
 RECONNECT_S = 0.2
 CLOSE_S = 10.0
-"""how long `close` waits for calls of Ray under way, which do not return if its control service hangs"""
+"""seconds that `close` waits for running calls of Ray, which do not return if its control service hangs"""
 
 
 class ControlService:

@@ -31,7 +31,7 @@ NAMESPACE = "rlite"
 SERVICE_KEY: WorkerKey = ("service", 0)
 ASK_AGAIN_S = 0.2
 PATIENCE_S = 60.0
-"""how long a caller waits for a service that Ray restarts"""
+"""seconds that a caller waits for a service that Ray restarts"""
 NODE_LABEL = "ray.io/node-id"
 
 

@@ -26,7 +26,7 @@ STOP_TIMEOUT_S = 10.0
 GROUPS = {"pulse": 1, "notice": 1, "look": 1, "aside": 4}
 """threads beside the thread that serves calls in order"""
 KEPT_OPTIONS = ("concurrency_groups", "runtime_env")
-"""what `@ray.remote(...)` may set on a workload; the job decides everything else"""
+"""options of `@ray.remote(...)` that a workload may set; the job decides all others"""
 
 
 class RayHost:

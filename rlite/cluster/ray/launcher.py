@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 GPU_SHARE = 0.02  # of a device's Ray resource per worker, so that up to fifty workers can share it in turns
 VISIBILITY = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 GRACE_S = 30.0
-"""how long a worker goes on after SIGTERM so that its replica can leave; Kubernetes gives as long by default"""
+"""seconds from SIGTERM to the end of a worker, in which its replica can leave; the default of Kubernetes"""
 CONTROL_PATIENCE_S = 30.0
 """A cluster that rlite did not start may start its control service again. After 60 s Ray itself ends the driver."""
 

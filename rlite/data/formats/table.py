@@ -22,7 +22,7 @@ from rlite.data.formats.conversions import (
 from rlite.data.tables import Row
 
 RowKind = Literal["demonstrations", "preferences", "unpaired", "prompts"]
-"""what rows are for: sft; rm and dpo; kto; ppo"""
+"""kinds of rows, for: sft; rm and dpo; kto; ppo"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Format:
     optional: tuple[str, ...] = ()
     """further columns that are read"""
     suits: Callable[[Row], bool] = lambda row: True
-    """whether a row that has the columns has this format"""
+    """returns True if a row that has the columns has this format"""
     convert: Callable[[Row, str], Row]
     """row, name of the row in messages -> the row in rlite's form; raises DataError"""
 

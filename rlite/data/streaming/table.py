@@ -64,7 +64,7 @@ class StreamedTable(Generic[W]):
         if not rows:
             raise DataError(f"{source.where}: no rows; expected at least one")
         self.is_whole = len(self.files) == 1 and len(rows) < window
-        """whether the first window is the whole table"""
+        """true if the first window is the whole table"""
         self._places = [place for place, _ in rows]
         with self._naming(self._places):
             self.first = convert([row for _, row in rows])

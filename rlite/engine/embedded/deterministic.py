@@ -139,5 +139,5 @@ def check_rows(model: ShardedModel, cache: SlotCache) -> None:
         if not torch.equal(logits, logits[:1].expand_as(logits)):
             raise ConfigError(
                 "deterministic=true: on this device equal rows of one matrix product differ in their last bits, so "
-                "that a request's place would show; use one thread for each device, or another dtype"
+                "results would depend on a request's slot; use one thread for each device, or another dtype"
             )

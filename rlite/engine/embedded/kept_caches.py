@@ -28,7 +28,7 @@ class _Kept(NamedTuple):
     tokens: np.ndarray
     """the leading tokens whose keys and values are in the slot"""
     used: int
-    """when; the least is evicted first"""
+    """time of the last use; the cache with the lowest is evicted first"""
 
 
 class KeptCaches:

@@ -85,7 +85,7 @@ class ShardedModel:
         for place in self._places.values():
             place.set(torch.empty(place.local_shape, dtype=self.dtype, device="meta"))
         self.is_invariant = is_deterministic and obstacle(self.model, device.type, self.dtype) is None
-        """whether the bits of a token depend on its sequence alone, by whatever forward pass it is computed"""
+        """true if the bits of a token depend on its sequence alone, whatever forward pass computes it"""
         if self.is_invariant:
             make_invariant(self.model)
         elif device.type == "cpu":

@@ -48,7 +48,7 @@ class RowFilter:
     top_p: Tensor
     """[rows, 1]; 1 if top-p is off"""
     is_nucleus: bool
-    """whether some row has a top_p below 1"""
+    """true if some row has a top_p below 1"""
     banned: Tensor | None
     """[rows, vocabulary] of bool: tokens that may not be generated yet"""
     reported: ReportedRows | None

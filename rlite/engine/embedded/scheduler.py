@@ -55,7 +55,7 @@ class RunningSequence:
     kept_ids: list[list[int]] = field(default_factory=list)
     """ids among which each token was sampled that is not reported yet"""
     has_failed: bool = False
-    """its keys and values are not finite"""
+    """true if keys or values of the sequence are not finite"""
     prompt_key: bytes = field(init=False)
     """equal for sequences of equal prompts"""
 

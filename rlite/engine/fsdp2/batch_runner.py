@@ -29,14 +29,14 @@ class BatchRunner:
     """the sharded module"""
     _options: Fsdp2Options
     _mesh: TrainMesh
-    """this rank's place in the mesh"""
+    """mesh and position of this rank"""
     _everyone: dist.ProcessGroup
     """all ranks"""
     _device: torch.device
     _weight = 0.0
     """weight of the accumulated gradients, which are gradients of a mean"""
     _is_finite = True
-    """whether every loss with accumulated gradients is finite"""
+    """true if every loss with accumulated gradients is finite"""
 
     # -- training ------------------------------------------------------------------------------------------------
 

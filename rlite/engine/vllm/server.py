@@ -53,7 +53,7 @@ class Serving:
 
     request: SequenceRequest
     name: str
-    """its name in vLLM. A number may come back after a cancelled request, which vLLM may not have forgotten yet"""
+    """name of the request in vLLM. A request number can return after a cancelled request that vLLM still knows"""
     stops: StopStrings | None = None
     is_started: bool = False
     """vLLM has accepted it"""

@@ -30,7 +30,7 @@ from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 START_S = 1800.0
 """time limit in seconds for the start of vLLM, which loads the weights and may compile the model"""
 WAIT_S = 0.02
-"""how long a call waits for the first tokens: new requests and other calls wait as long"""
+"""seconds that a call waits for the first tokens: new requests and other calls wait as long"""
 CPU_BLOCK = 128
 """tokens of one block of vLLM's KV cache on CPU"""
 DTYPES = ("float32", "float16", "bfloat16")

@@ -10,23 +10,23 @@ from typing import Literal, get_args
 import pyarrow as pa
 
 VERSION = 1
-"""of the format; a reader refuses another"""
+"""version of the format; a reader refuses other versions"""
 VERSION_KEY = b"rlite.record"
 """metadata key of the tables that holds the version"""
 
 Status = Literal[
     "trained", "evaluated", "filtered", "refused", "too_old", "failed", "timed_out", "reward_killed", "aborted"
 ]
-"""what became of a rollout:
+"""status of a rollout:
 
     trained        a batch that was trained on holds it
     evaluated      an evaluation counts it
     filtered       all rewards of its group were equal
     refused        should_accept refused its group, or the workflow returned None
-    too_old        max_head_offpolicyness forbids to train on it
+    too_old        exceeds max_head_offpolicyness
     failed         its episode, or one of its group, raised an error until no attempt was left
     timed_out      its episode did not end in time
-    reward_killed  the reward's process was killed, died, or broke its limits
+    reward_killed  the reward's process was killed, died, or exceeded its limits
     aborted        it was under way when the run ended, or a program or the engine cancelled it
 """
 STATUSES: tuple[Status, ...] = get_args(Status)

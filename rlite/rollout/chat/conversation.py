@@ -60,7 +60,7 @@ class Conversation:
         self._template = ChatTemplate(tokenizer, self._options)
         self._is_rendered_anew = history == "template"
         self.prompt = prompt_text(item, tokenizer, self._options)
-        """what the model was asked first, as text"""
+        """first prompt of the model, as text"""
         self._max_length = max_length
         self._transcript: Transcript | None = None
         self._unread: Callable[[int | None], None] | None = partial(self._begin, item)
@@ -70,7 +70,7 @@ class Conversation:
         """all of them so far; empty for a raw prompt"""
         self.is_chat = bool(self.messages)
         self.text = self.prompt
-        """what the model was asked last, from its beginning; answers in it come without special tokens"""
+        """latest prompt of the model, from its beginning; answers in it are without special tokens"""
         self._response: LLMResponse | None = None
 
     async def ask(self, engine: AsyncInference, gconfig: GenerationHyperparameters) -> LLMResponse | None:

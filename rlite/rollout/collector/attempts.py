@@ -45,7 +45,7 @@ class Episodes:
     """
 
     group: Group
-    """its `tokens` count what each episode has generated so far"""
+    """group of the episodes; its `tokens` count the tokens that each episode has generated so far"""
     engine: AsyncInference
     options: CollectorOptions
     """time-out and number of attempts"""

@@ -51,7 +51,7 @@ class Collected:
     error: BaseException | None = None
     """the exception behind one of the losses"""
     ended: Sequence[Ended] = ()
-    """of an evaluation: every episode, finished or lost, in the order of the data; `group` is the item's index"""
+    """all episodes of an evaluation, finished or lost, in the order of the data; `group` is the item's index"""
 
     @property
     def reason(self) -> str:

@@ -43,7 +43,7 @@ class Group:
     version: int | None = None
     """policy version at the group's start"""
     start_order: int | None = None
-    """how many groups to train on started before it; None for an evaluation"""
+    """number of groups for training that started before this group; None for an evaluation"""
     started: float | None = None
     """`time.monotonic()` at the group's start, in seconds"""
     task: asyncio.Task[None] | None = None
@@ -216,7 +216,7 @@ class Queue:
         if size is not None and saved not in (None, size):
             raise CheckpointError(
                 f"the rollouts under way were made for batches of {saved} groups, this run has "
-                f"consumer_batch_size={size}: resume with the former"
+                f"consumer_batch_size={size}: resume with consumer_batch_size={saved}"
             )
         if self.groups:
             raise CheckpointError("load_state_dict: this collector has groups under way; use one that is new")

@@ -255,8 +255,7 @@ class RolloutLedger:
         return max(0, self.batch_size - self._consumed_in(version))
 
     def _leave(self, groups: dict[int, int], ages: Counter[int], group: int) -> int:
-        if group not in groups:
-            raise RliteError(f"group {group} is not where it was thought to be: {self.counters}")
+        assert group in groups, f"group {group} is in another queue: {self.counters}"
         age = groups.pop(group)
         ages[age] -= 1
         if not ages[age]:

@@ -17,7 +17,7 @@ from rlite.sandbox.child import text_of
 from rlite.sandbox.errors import SandboxError
 
 TOO_OLD = "too old"
-"""max_head_offpolicyness forbids to train on the group"""
+"""the group exceeds max_head_offpolicyness"""
 NOT_ACCEPTED = "not accepted by should_accept"
 RETURNED_NONE = "the workflow returned None"
 CANCELLED = "cancelled"

@@ -31,9 +31,9 @@ BACKLOG = 4096
 MAX_CONNECTIONS = 8192
 MIN_CONNECTIONS = 32
 HEADER_SECONDS = 10.0
-"""what a client is given until a request with a session's token has arrived"""
+"""seconds until a request with a session's token must have arrived"""
 IDLE_SECONDS = 5.0
-"""what a client may do nothing, before its first request or between two, while others wait"""
+"""seconds that a client may be idle, before its first request or between two, while others wait"""
 WANTED_FILES = 65536
 """the soft limit of file descriptors is raised to this, if the hard limit allows it"""
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -44,7 +44,7 @@ class Connection(asyncio.Protocol):
 
     transport: asyncio.Transport
     since: float
-    """when it began, or was last busy, by the loop's clock"""
+    """time of the beginning or of the last activity, by the loop's clock"""
     _timer: asyncio.TimerHandle
 
     def __init__(self, owner: Listener, inner: asyncio.Protocol) -> None:

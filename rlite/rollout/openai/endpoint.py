@@ -28,11 +28,11 @@ except ModuleNotFoundError as error:
 logger = logging.getLogger(__name__)
 
 BODY_SECONDS = 60.0
-"""what a client is given to send the body of a request"""
+"""seconds that a client has to send the body of a request"""
 LINGER_SECONDS = 2.0
 """for which the rest of a body that nobody reads is thrown away, so that the client reads why"""
 CLOSE_SECONDS = 1.0
-"""what an open connection is given when the endpoint closes"""
+"""seconds that open connections have when the endpoint closes"""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -91,7 +91,7 @@ class ModelRequest:
 
     gconfig: GenerationHyperparameters
     num_choices: int
-    """of each prompt"""
+    """number of answers to each prompt"""
     is_stream: bool
     has_usage: bool
     """a stream ends with the usage"""

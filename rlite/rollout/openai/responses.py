@@ -21,7 +21,7 @@ from rlite.rollout.workflow import Tokenizer
 from rlite.types import PromptLogprobs, TokenChunk
 
 SHOWN_CHARACTERS = 100
-"""of a token and its log-probabilities in a response, about"""
+"""approximate number of characters of a token and its log-probabilities in a response"""
 
 
 @dataclass(frozen=True)

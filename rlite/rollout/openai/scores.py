@@ -8,7 +8,7 @@ from rlite.rollout.openai.requests import ApiError, ModelRequest
 from rlite.rollout.openai.responses import Choice
 
 MAX_SCORED_TOKENS = 1 << 17
-"""of a request: prompts and answers of all choices, at their longest"""
+"""largest number of scored tokens in a request: prompts and longest answers of all choices"""
 SLICE_TOKENS = 1 << 14
 """scored at a time: between two slices, a request whose client has left ends"""
 

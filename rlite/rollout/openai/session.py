@@ -28,11 +28,11 @@ from rlite.rollout.workflow import Tokenizer, context_length
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, PromptLogprobs
 
 MAX_BODY_BYTES = 64 << 20
-"""of a request, whatever the context"""
+"""size limit of a request, for every context length"""
 MIN_BODY_BYTES = 8 << 20
-"""of a request that is always read: templates may leave out most of a conversation"""
+"""size that a request may always have: templates may leave out most of a conversation"""
 BODY_BYTES_PER_TOKEN = 64
-"""of a request, for each token of the context"""
+"""allowed size of a request for each token of the context"""
 
 
 class AgentSession(RecordingOwner):

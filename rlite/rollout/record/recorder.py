@@ -19,7 +19,7 @@ from rlite.rollout.record.texts import TokenTexts
 
 logger = logging.getLogger(__name__)
 Amount = Literal["all", "sample", "none"]
-"""what is recorded: everything; a row of every rollout, and some texts and tokens; nothing"""
+"""amount that is recorded: everything; a row of every rollout, and some texts and tokens; nothing"""
 NUM_GROUPS = 2
 """groups of each status whose texts and tokens are in a sample of a step"""
 NUM_PROMPTS = 8

@@ -40,7 +40,7 @@ class Reward(float):
     parts: Mapping[str, float] = {}
     """each before its weight; NaN does not count"""
     answer: str | None = None
-    """what the completion answers, such as the number in it; equal answers have equal texts"""
+    """answer in the completion, such as its number; equal answers have equal texts"""
 
 
 def answered(score: float, answer: str | None) -> Reward:

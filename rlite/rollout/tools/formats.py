@@ -38,9 +38,9 @@ class ToolCallFormat:
     parse: Callable[[str], tuple[str, list[ToolCall]]]
     """text -> (the text outside of calls, the calls); without calls the text as it is"""
     num_settled: Callable[[str], int]
-    """how many characters at the beginning of an unfinished text are content, whatever follows"""
+    """number of characters at the beginning of an unfinished text that are content, whatever follows"""
     shows_special_tokens: bool = False
-    """its marks may be special tokens, which decoding must not skip then"""
+    """true if the format's marks may be special tokens, which decoding then must not skip"""
 
     def text(self, tokenizer: Any, tokens: Sequence[int]) -> str:
         """Return the text of an answer, in which calls are looked for."""

@@ -43,7 +43,7 @@ def result_text(value: Any) -> str:
 
     Raises:
         TypeError: JSON cannot hold the value.
-        UnicodeEncodeError: the text has half of a character, which cannot be tokenised.
+        UnicodeEncodeError: the text holds a lone surrogate, which cannot be tokenised.
     """
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text.encode()

@@ -75,7 +75,7 @@ class EvalConfig(ServingOptions, LaunchOptions):
     """folder of a model, of a run (its newest model), or of an earlier evaluation of one model; or hub name; the first
     argument without a key"""
     other: str | None = None
-    """as model: answers the same prompts, and is compared with it; the second argument without a key"""
+    """second model; it answers the same prompts and is compared with the first; the second argument without a key"""
     data: EvalDataOptions = EvalDataOptions()
     reward: dict[str, RewardOptions] = Field(default={}, json_schema_extra=single_or_named)
     """rewards of single-turn answers: reward.path=file.py:function, or reward.NAME.path=... for several, whose weighted
@@ -120,7 +120,7 @@ class EvalConfig(ServingOptions, LaunchOptions):
     stop: list[str] = []
     """texts that end an answer"""
     seed: int = 0
-    """of the sampling, and of the comparison's draws"""
+    """seed of sampling and of the bootstrap"""
     confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
     """level of confidence intervals"""
     out: str | None = f"runs/eval-{NAME}"

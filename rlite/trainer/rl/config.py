@@ -150,15 +150,16 @@ class CriticOptions(ReferenceOptions):
     offload_optimizer: bool | None = None
     """keep the optimizer's state in host memory between optimizer steps"""
     avg_level: Aggregation | None = None
-    """as actor.avg_level"""
+    """mean of the value loss, one of the choices of actor.avg_level"""
     optimizer: OptimizerName | None = None
-    """as actor.optimizer"""
+    """one of the choices of actor.optimizer"""
     lr: Rate = 5e-6
     """peak learning rate"""
     weight_decay: Rate | None = None
     """weight decay"""
     parameter_groups: dict[str, ParameterGroupOptions] = {}
-    """as actor.parameter_groups, which are not the critic's: its parameters have other names"""
+    """groups with the options of actor.parameter_groups; they are not inherited, because the critic's parameters have
+    other names"""
     max_grad_norm: Positive | None = None
     """global norm to which gradients are clipped"""
     scheduler: Schedule | None = None
@@ -170,11 +171,11 @@ class CriticOptions(ReferenceOptions):
     power: Power | None = None
     """exponent of scheduler=polynomial"""
     disable_dropout: bool | None = None
-    """as actor.disable_dropout"""
+    """train without dropout"""
     lora: LoraOptions | None = None
-    """as actor.lora; its head is trained as a whole"""
+    """adapters, with the options of actor.lora; the critic's head is trained as a whole"""
     clip: Positive = 0.5
-    """how far a value may move from its value at the rollout; infinity is off"""
+    """largest change of a value since the rollout; infinity is off"""
 
     def problems(self) -> Iterator[str]:
         """Yield a message for each rule of the kernels and of the schedule that does not hold."""
@@ -188,7 +189,7 @@ class KlOptions(Options):
     type: Literal["reward", "loss", "advantage"] | None = None
     """place where it is paid: each token's reward, a term of the loss, or each token's advantage; null is nowhere"""
     coef: Weight = 1e-3
-    """its weight"""
+    """weight of the KL term"""
     reward_estimator: KLEstimator = "k1"
     """estimator of the types reward and advantage"""
     loss_estimator: KLEstimator = "k2"
@@ -609,7 +610,7 @@ def _sampled_by(rollout: RolloutOptions, name: str, sampling: SamplingOf) -> Rol
         if getattr(group, option) != said[option]:
             raise ConfigError(
                 f"rollout.{name}.{option}={getattr(group, option)!r}, and the workflow samples with {option}="
-                f"{said[option]!r}: its gconfig is what counts; leave the option out, or make the gconfig of it"
+                f"{said[option]!r}: the workflow's gconfig decides sampling; remove the option or change the gconfig"
             )
     return rollout.replace(**{name: type(group)(**said)})
 

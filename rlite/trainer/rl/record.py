@@ -24,7 +24,7 @@ EQUAL_REWARDS = "all rewards of the group are equal"
 UNLIKE = "its keys or types are unlike those of the batch"
 LEFT_OUT = "the trainer left its group out of the batch"
 Layout = frozenset[tuple[Any, ...]]
-"""of a trajectory, as `rlite.rollout.trajectories.layout` returns it"""
+"""layout of a trajectory from `rlite.rollout.trajectories.layout`"""
 
 
 class RunRecord(EvaluationRecord):

@@ -22,7 +22,7 @@ WHERE = {
     "beside": "beside training",
     "snapshot": "beside training, on the devices of the rollouts",
 }
-"""where evaluations run, in words, by trainer.evaluate"""
+"""description of the place of evaluations, by trainer.evaluate"""
 LISTS_OF_ONE = "functions with TRL's signature get lists of one completion, not of a group"
 
 

@@ -15,7 +15,7 @@ from rlite.observability.record.files import FOLDER as RECORD
 
 CONFIG = "config.yaml"
 TRACES = (CONFIG, "metrics.jsonl", RECORD, "state")
-"""what a run leaves in its folder"""
+"""files that a run leaves in its folder"""
 NEWEST = ("latest", "latest_good")
 MAY_DIFFER = {
     *("imports", "launcher", "num_devices"),

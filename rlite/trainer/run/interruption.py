@@ -23,7 +23,7 @@ class Interruption:
         self._may_wait = False
         self._asked: type[KeyboardInterrupt] | None = None
         self.advice = NOT_BEGUN
-        """how to go on after the signal, in words"""
+        """text that says how to continue after the signal"""
 
     def follow(self) -> None:
         """Handle this process's SIGINT and SIGTERM, except under torchrun.

@@ -39,7 +39,7 @@ class ModelSize:
     num_multiplied: int
     """parameters that multiply every token: all but an input embedding that is not the output matrix too"""
     num_trained: int
-    """of those, the ones that are trained"""
+    """parameters of `num_multiplied` that are trained"""
     attention_width: int
     """layers x query heads x size of a head"""
 

@@ -166,7 +166,7 @@ HELD = place(place(cluster(2, 2), "one", 2, 1), "alone", 1, 1, exclusive=True)
         ({"colocate_with": ("alone",)}, r"'alone' holds 10.0.0.2/cuda:0 \(exclusive\)"),
         ({"colocate_with": ("one",), "num_executors": 3}, "at most 2 executors"),
         ({"acceptable_node_ips": ("192.0.2.1",)}, r"192.0.2.1, and no node has that .* 10.0.0.1, 10.0.0.2"),
-        ({"acceptable_node_ips": ()}, "acceptable_node_ips is empty"),
+        ({"acceptable_node_ips": ()}, "acceptable_node_ips is empty, so no node is allowed"),
         ({"acceptable_node_ips": ("10.0.0.1",)}, r"on nodes 10.0.0.1; none .* accept more nodes"),
         (
             {"num_executors": 2},
@@ -225,7 +225,7 @@ requests = st.fixed_dictionaries(
 
 
 def check(ledger: Ledger, request: PlacementRequest, executors: Executors) -> None:
-    """What holds for every placement, whatever the algorithm."""
+    """Check the properties of every placement, whatever the algorithm."""
     taken = [device for executor in executors for device in executor]
     assert len(set(taken)) == len(taken)
     assert set(taken) <= set(ledger.devices)

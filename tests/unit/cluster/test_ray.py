@@ -1,4 +1,4 @@
-"""What the Ray launcher refuses before anything runs."""
+"""Refusals of the Ray launcher before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row of prompts must hold, and the order in which rows are dealt."""
+"""Required columns of prompt rows, and the order in which rows are dealt."""
 
 from __future__ import annotations
 

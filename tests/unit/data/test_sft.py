@@ -95,6 +95,6 @@ def test_a_text_that_was_cut_inside_a_character_is_named_with_its_row(where: str
         good = {"prompt": "a", "response": "b"}
         bad = {**good, where: cut}
     with pytest.raises(
-        DataError, match=rf"x\.json, row index 1.*'{where}' has half of a character, .*ud83d, at place 1"
+        DataError, match=rf"x\.json, row index 1.*'{where}' holds a lone surrogate, .*ud83d, at character 1"
     ):
         sft_rows([good, bad], TOKENIZER, 64, "data.path=x.json")

@@ -50,7 +50,7 @@ def serve(worker: EmbeddedWorker) -> dict:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What one process and two ranks made of each model; the ranks are started once, which takes seconds."""
+    """Results of one process and of two ranks for each model; the ranks are started once, which takes seconds."""
     folder = tmp_path_factory.mktemp("parallel")
     paths = {}
     for kind, tie in MODELS:
@@ -77,7 +77,7 @@ def serve_on_rank(rank: int, paths: dict[str, str], folder: str) -> None:
 
 
 def overflow(worker: EmbeddedWorker, rank: int) -> dict:
-    """What becomes of requests when one of their tokens is too much for the model, and then of all when a weight is."""
+    """Return the ends of requests after a token overflows the model, and then after a weight does."""
     shards, token = worker.parameter_shards(), 253  # in no prompt
     for name, shard in shards.items():
         if name.endswith("embed_tokens.weight"):

@@ -1,4 +1,4 @@
-"""What a user gets wrong is refused before any process starts: here there is not even a session."""
+"""Wrong arguments are refused before any process starts: here there is not even a session."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_the_bounds_of_all_ranks_shares_give_every_token_the_keys_of_its_sequenc
 
 
 def window_of(lengths, window):
-    """What each token of a pack sees."""
+    """Return the mask of the tokens that each token of a pack attends to."""
     sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     position = torch.arange(sum(lengths))
     steps_back = position[:, None] - position

@@ -1,4 +1,4 @@
-"""Where Liger's kernels are refused; what they compute is tested on a GPU."""
+"""Refusals of Liger's kernels; the GPU tests check their results."""
 
 from __future__ import annotations
 

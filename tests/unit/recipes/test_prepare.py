@@ -70,7 +70,7 @@ def no_hub() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """What each script wrote, by recipe and file."""
+    """Return the rows that each script wrote, by recipe and file."""
     found = {}
     for name, splits in TABLES.items():
         dataset, folder = tmp_path_factory.mktemp("dataset"), tmp_path_factory.mktemp("rows")

@@ -1,4 +1,4 @@
-"""Where the time of an episode goes."""
+"""Division of an episode's time."""
 
 from __future__ import annotations
 

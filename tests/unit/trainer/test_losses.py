@@ -134,7 +134,7 @@ def test_a_policy_loss_is_a_name_with_options_or_a_function():
 
 
 def test_a_policy_loss_that_cannot_work_is_refused_before_training():
-    with pytest.raises(ConfigError, match="of ppo_clip alone, not of gspo"):
+    with pytest.raises(ConfigError, match="not of gspo: its clip range has another scale; set actor"):
         PolicyLoss(policy_loss="gspo", clip_high=0.28)
     assert PolicyLoss().policy_loss is ppo_clip
     with pytest.raises(ConfigError, match=r"kl\.loss_estimator=k1: its gradient .* is 0 in expectation"):

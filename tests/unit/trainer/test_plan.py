@@ -45,7 +45,7 @@ Ran = tuple[int, str, str]
 
 @pytest.fixture(scope="module")
 def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Ran]:
-    """What the command did for each choice of sizes."""
+    """Return the command's result for each choice of sizes."""
     folder, choices = tmp_path_factory.mktemp("plans"), [*DIVIDING, NOT_DIVIDING, WITH_ROLLOUTS]
     command = [forked_python.python(), "-c", PROGRAM, f"model_name={model}", *map(" ".join, choices)]
     done = subprocess.run(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True, timeout=280)

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation the assistant says, for the oracle and for every kind of chat template."""
+"""Masks of the assistant's tokens, for the oracle and for every kind of chat template."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def assistant(text: str) -> dict[str, Any]:
 
 
 def said(template: str, messages: list[dict[str, Any]], **options: Any) -> list[str]:
-    """What the assistant says according to the masks; checks the tokens against the tokenizer's own."""
+    """Return the assistant's text by the masks, and check the tokens against the tokenizer's own."""
     made = tokenizer(template)
     (chat,) = ChatEncoder(made, **options).encode([messages], ["row 0"])
     assert chat.input_ids.tolist() == made.apply_chat_template(messages, return_dict=False, **options)

@@ -297,7 +297,7 @@ def test_a_conversation_keeps_its_own_system_message_and_raw_rows_take_none() ->
         ("demonstrations", {"instruction": "q", "input": 4, "output": "a"}, "'input' is int"),
         ("demonstrations", {"instruction": "q", "output": "a", "history": [["q"]]}, r"history\[0\] is \['q'\]"),
         ("demonstrations", {"text": ["a"]}, "'text' is a list; expected a text"),
-        ("demonstrations", {"text": "a\ud83d"}, "'text' has half of a character"),
+        ("demonstrations", {"text": "a\ud83d"}, "'text' holds a lone surrogate"),
         (
             "preferences",
             {"chosen": [USER, ANSWER], "rejected": [SYSTEM, USER, ANSWER]},

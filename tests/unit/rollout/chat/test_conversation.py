@@ -1,4 +1,4 @@
-"""What stands between an answer and the next, by the ways in which templates in use treat history."""
+"""Tokens between two answers, for the ways in which common templates treat history."""
 
 from __future__ import annotations
 

@@ -635,7 +635,7 @@ def test_groups_that_do_not_say_their_versions_keep_their_age_over_a_restart(
 
 def test_a_restart_with_another_batch_size_is_refused(collect: Collect) -> None:
     collector = collect(consumer_batch_size=2)
-    with pytest.raises(CheckpointError, match="consumer_batch_size=4"):
+    with pytest.raises(CheckpointError, match="has consumer_batch_size=4: resume with consumer_batch_size=2"):
         collect(consumer_batch_size=4).load_state_dict(collector.state_dict(), Answer())
     collector.submit({"number": 1, "odd": object()}, Answer())
     with pytest.raises(DataError, match="group 0, key 'odd' holds object"):

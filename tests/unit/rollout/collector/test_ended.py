@@ -1,4 +1,4 @@
-"""What the collector keeps of groups that have ended: each once, also over a restart."""
+"""The collector keeps each group that has ended once, also over a restart."""
 
 from __future__ import annotations
 

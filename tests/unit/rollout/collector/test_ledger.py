@@ -62,11 +62,14 @@ def test_the_counts_follow_the_oracle_traces(name: str) -> None:
     assert found == case["expected"]["capacity_after_each_event"]
 
 
-@pytest.mark.parametrize(
-    "step", [lambda r: r.start(0), lambda r: r.accept(0), lambda r: r.drop(0, "why"), lambda r: r.consume([0], 0)]
-)
-def test_a_transition_that_cannot_be_is_refused(step: Any) -> None:
-    with pytest.raises(RliteError):
+def test_an_empty_ledger_has_no_group_to_start() -> None:
+    with pytest.raises(RliteError, match="no group waits"):
+        RolloutLedger().start(0)
+
+
+@pytest.mark.parametrize("step", [lambda r: r.accept(0), lambda r: r.drop(0, "why"), lambda r: r.consume([0], 0)])
+def test_impossible_transition_fails_an_assertion(step: Any) -> None:
+    with pytest.raises(AssertionError, match="group 0 is in another queue"):
         step(RolloutLedger())
 
 
@@ -81,8 +84,8 @@ def test_a_long_run_keeps_some_reasons_and_counts_them_all() -> None:
 
 
 def test_a_batch_waits_for_the_group_that_it_would_leave_too_old() -> None:
-    """Of three groups of version 0 (eta 2, batches of 1), two must go into the batches at 1 and 2: at version 1 the
-    newer group, though it is ready, has to wait for one of them."""
+    """Two of three groups of version 0 (eta 2, batches of 1) must go into the batches at versions 1 and 2. At version
+    1 the newer group is ready, but has to wait for one of them."""
     ledger = RolloutLedger(batch_size=1, max_head_offpolicyness=2, max_concurrent=10)
     for group in range(4):
         ledger.submit(group)

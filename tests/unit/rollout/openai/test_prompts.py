@@ -1,4 +1,4 @@
-"""Which turns are continued token for token, by the ways in which templates in use treat history."""
+"""Turns that are continued token for token, for the ways in which common templates treat history."""
 
 from __future__ import annotations
 

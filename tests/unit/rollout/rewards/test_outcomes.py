@@ -1,4 +1,4 @@
-"""What the collector makes of rewards that fail."""
+"""The collector's results when rewards fail."""
 
 from __future__ import annotations
 

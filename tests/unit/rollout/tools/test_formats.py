@@ -20,7 +20,7 @@ def as_text(value):
 
 
 def written(name: str, calls: list[ToolCall]) -> str:
-    """What a model that knows the format writes."""
+    """Return the text of a model that knows the format."""
     if name == "hermes":
         bodies = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in calls]
         return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)

@@ -1,4 +1,4 @@
-"""How a model's calls are read: as its chat template writes one."""
+"""A model's calls are read in the format of its chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong is told when it begins, and not at every step."""
+"""Alarms are raised when a problem begins, and not at every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a run's sequences may get."""
+"""Longest sequences of a run."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Ask(RolloutWorkflow):
 
 @pytest.fixture(params=[0, 1])
 def rollouts(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Where a trainer gets its batches from: in turns with training, and ahead of it."""
+    """Source of a trainer's batches: in turns with training, or ahead of it."""
     engine = ScriptedEngine([[7]])
     collector = RolloutCollector(engine, CollectorOptions(consumer_batch_size=4, max_head_offpolicyness=request.param))
     options = PpoConfig(

@@ -1,4 +1,4 @@
-"""Where batches come from: what one way of making them leaves, the other takes up."""
+"""Sources of batches: one source continues with the groups that the other one leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run does in a folder that is used: go on, or refuse; never delete."""
+"""A run in a used folder continues or refuses; it never deletes."""
 
 from __future__ import annotations
 

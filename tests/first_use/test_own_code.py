@@ -1,4 +1,4 @@
-"""The first hour with code of one's own: a loss, a callback that stops early, and the same command after a failure."""
+"""First use with a loss and a callback of your own, and the same command after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks of a first hour with the commands: KTO on labelled answers, and GRPO with adapters and a KL."""
+"""First use of the commands: KTO on labelled answers, and GRPO with adapters and a KL."""
 
 from __future__ import annotations
 

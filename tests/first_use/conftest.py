@@ -1,4 +1,4 @@
-"""What the tasks of a first hour share."""
+"""Fixtures of the tests of first use."""
 
 from __future__ import annotations
 

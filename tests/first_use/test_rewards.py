@@ -1,4 +1,4 @@
-"""The first hour with a reward function of one's own: by command, in Python, and from other libraries unchanged."""
+"""First use with a reward function of your own: by command, in Python, and unchanged from other libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datasets as they come: the command of a newcomer, on a tiny model."""
+"""First use of public datasets: the commands on their formats, on a tiny model."""
 
 from __future__ import annotations
 
