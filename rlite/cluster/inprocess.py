@@ -9,7 +9,7 @@ from typing import Any
 
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerHost, WorkerKey
-from rlite.cluster.launcher import Launcher, LaunchOptions
+from rlite.cluster.launcher import Launcher, SessionOptions
 from rlite.cluster.placement import Device
 from rlite.errors import ConfigError
 from rlite.parallel.processes import join_alone, leave
@@ -68,7 +68,7 @@ class InprocessLauncher(Launcher):
     kind = "inprocess"
     survives_deaths = False
 
-    def __init__(self, options: LaunchOptions) -> None:
+    def __init__(self, options: SessionOptions) -> None:
         self.devices: tuple[Device, ...] = (Device("local", 0, "127.0.0.1", options.device),)
         self._options = options
         self._handle = InprocessHandle()

@@ -13,7 +13,7 @@ from rlite.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class LaunchOptions:
+class SessionOptions:
     """Options of `rlite.init`, which documents them, for a launcher."""
 
     device: DeviceKind

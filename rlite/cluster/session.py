@@ -18,7 +18,7 @@ import torch
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.host import WorkerContext
 from rlite.cluster.inprocess import InprocessLauncher
-from rlite.cluster.launcher import Launcher, LaunchOptions, default_cpu_slots
+from rlite.cluster.launcher import Launcher, SessionOptions, default_cpu_slots
 from rlite.cluster.placement import Device, DeviceKind, Ledger, PlacementRequest
 from rlite.cluster.torchrun import TorchrunLauncher
 from rlite.errors import FORKED, ConfigError, RliteError, WorkerError
@@ -246,7 +246,7 @@ def init(
     if num_devices is not None and num_devices < 1:
         raise ConfigError(f"num_devices={num_devices}: expected at least 1")
     kind = launcher or _default_launcher(chosen, num_devices)
-    options = LaunchOptions(chosen, num_devices, address, num_threads, call_timeout, start_timeout)
+    options = SessionOptions(chosen, num_devices, address, num_threads, call_timeout, start_timeout)
     if kind == "inprocess":
         if num_devices not in (None, 1):
             raise ConfigError(f"launcher='inprocess' has one device, not {num_devices}; use launcher='ray' or torchrun")

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from rlite.cluster.group import WorkerGroup
 from rlite.cluster.guard import end_with_parent
 from rlite.cluster.host import Outcome, Whereabouts, WorkerContext, WorkerHost, WorkerKey
-from rlite.cluster.launcher import Launcher, LaunchOptions
+from rlite.cluster.launcher import Launcher, SessionOptions
 from rlite.cluster.placement import Device
 from rlite.errors import ConfigError, PlacementError, WorkerDied, WorkerError
 from rlite.parallel.processes import COLLECTIVE_TIMEOUT, backend_for, leave, make_program_a_world, unnumbered
@@ -206,7 +206,7 @@ class TorchrunLauncher(Launcher):
     kind = "torchrun"
     survives_deaths = False
 
-    def __init__(self, options: LaunchOptions) -> None:
+    def __init__(self, options: SessionOptions) -> None:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if options.num_devices not in (None, world_size):
             raise PlacementError(

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlite.cluster.group import WorkerGroup, apply_on_processes, worker_name
 from rlite.cluster.host import WorkerContext
-from rlite.cluster.launcher import LaunchOptions, default_cpu_slots
+from rlite.cluster.launcher import SessionOptions, default_cpu_slots
 from rlite.cluster.placement import Device, DeviceKind
 from rlite.cluster.ray.connection import ControlService, RayConnection, stop_reporting_errors
 from rlite.cluster.ray.host import HostActor, RayHandle
@@ -46,7 +46,7 @@ class RayLauncher:
     kind = "ray"
     survives_deaths = True
 
-    def __init__(self, options: LaunchOptions) -> None:
+    def __init__(self, options: SessionOptions) -> None:
         self._options = options
         self._placement: Any = None
         self._control: ControlService | None = None
@@ -280,7 +280,7 @@ def _cores(node: Mapping[str, Any], device: DeviceKind) -> int:
     return (os.cpu_count() or 1) if device == "cpu" else int(node["Resources"].get("CPU", 1))
 
 
-def _reserve(options: LaunchOptions) -> Any:
+def _reserve(options: SessionOptions) -> Any:
     """Return one placement group with a bundle per device.
 
     Raises:
