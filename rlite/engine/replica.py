@@ -17,12 +17,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Protocol
 
+from rlite.engine.options import ExecutorOptions
 from rlite.engine.registry import Backend
 from rlite.engine.workers import Executor, P, Resident, ResidentWorkers, T, Worker
 from rlite.errors import DataError, NonFiniteError
 from rlite.types import PromptLogprobs, SequenceRequest, StopReason, TokenChunk
 
-COMMON_OPTIONS = frozenset({"max_model_len", "max_num_seqs", "gpu_memory_utilization", "dtype", "seed"})
+COMMON_OPTIONS = frozenset(ExecutorOptions.model_fields)
 """fields that the options of every inference executor have"""
 
 
@@ -349,7 +350,7 @@ class InferenceBackend(Backend):
     """An inference executor, as `register_executor("inference", NAME, ...)` takes it.
 
     `options` has at least the fields of `COMMON_OPTIONS`. `worker` makes a process's part from the checkpoint's path.
-    Its methods beyond `Worker` are private to the worker and its replica.
+    A protocol beside the replica declares the methods that the worker adds to `ServingWorker`.
     """
 
     replica: Callable[[Executor, Any, OnFailure], Replica]

@@ -174,7 +174,7 @@ def test_every_server_argument_and_no_other_is_an_option(path: Path) -> None:
     common = {"max_model_len": 64, "max_num_seqs": 2, "gpu_memory_utilization": 0.5, "dtype": None, "seed": 1}
     options = SglangOptions(**common, page_size=16)
     assert vars(options).items() >= common.items()
-    assert options.server_arguments == {"page_size": 16}
+    assert options.passed_on == {"page_size": 16}
     assert server_arguments() == {name for name in wheel.server_arguments() if not name.startswith("_")}
     with pytest.raises(UnknownOptionError, match="did you mean 'chunked_prefill_size'"):
         RliteInferenceEngine(path, executor="sglang").build(chunked_prefil_size=4)

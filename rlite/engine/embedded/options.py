@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from annotated_types import Ge, Gt, Le
-
-from rlite.config import Count, Options
+from rlite.config import Count
+from rlite.engine.options import ExecutorOptions
 
 
-class EmbeddedOptions(Options):
-    """Options of `executor="torch"`."""
+class EmbeddedOptions(ExecutorOptions):
+    """Options of `executor="torch"`. Each of `max_num_seqs` sequences has a slot in the KV cache.
 
-    max_model_len: Annotated[int, Ge(2)] | None = None
-    """longest sequence, prompt and completion together; default: the model's own limit, at most 4096"""
-    max_num_seqs: Count = 128
-    """sequences decoded together; each has a slot in the KV cache"""
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.9
-    """fraction of a GPU's memory for weights and KV cache. It limits the number of slots on a GPU and is unused on
-    CPU"""
-    dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = None
-    """type of weights and KV cache; default: the checkpoint's"""
-    seed: int = 0
-    """seed of requests without a seed of their own"""
+    On a GPU, `gpu_memory_utilization` limits the number of slots.
+    """
+
     max_prefill_tokens: Count = 4096
     """tokens of one prefill forward; longer prompts are prefilled in chunks"""
     cuda_graphs: bool = True

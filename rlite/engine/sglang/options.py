@@ -9,13 +9,12 @@ import ast
 import importlib.util
 from collections.abc import Iterator, Sequence
 from functools import cache
-from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Gt
 
-from rlite.config import Count, Options
+from rlite.engine.options import PassingOptions, WrappedOptions
 from rlite.errors import ConfigError
 
 REMEDY = "pip install 'rlite[sglang]', or attach to running servers with addresses=[...]"
@@ -65,19 +64,9 @@ def _fields(path: Path) -> Iterator[str]:
             yield name.id
 
 
-class CommonOptions(Options):
+class ServerOptions(WrappedOptions):
     """Options of `executor="sglang"` beside SGLang's server arguments."""
 
-    max_model_len: Annotated[int, Ge(2)] | None = None
-    """longest sequence, prompt and completion together; default: the model's own limit"""
-    max_num_seqs: Count = 128
-    """sequences decoded together"""
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.9
-    """fraction of a GPU's memory for weights and KV cache"""
-    dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    """type of weights and KV cache; default: the checkpoint's"""
-    seed: int = 0
-    """seed of requests without a seed of their own"""
     addresses: Sequence[str] = ()
     """URLs of running servers, one for each replica. rlite attaches to these servers, and never stops them"""
     api_key: str | None = None
@@ -95,32 +84,21 @@ CONNECTION = {"addresses", "api_key", "seed", "start_timeout_s", "stall_timeout_
 """options that are allowed with `addresses`; the others belong to the start of a server"""
 
 
-class _Signature(type):
-    """Gives `SglangOptions` the signature that lists every server argument of the installed SGLang."""
-
-    @property
-    def __signature__(cls) -> Signature:
-        common = CommonOptions.model_fields
-        names = [*common, *sorted(server_arguments() - common.keys())]
-        return Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in names])
-
-
-class SglangOptions(metaclass=_Signature):
+class SglangOptions(PassingOptions):
     """Options of `executor="sglang"`.
 
     Args:
-        **values: fields of `CommonOptions`, and server arguments of SGLang, which are passed on as they are.
+        **values: fields of `ServerOptions`, and server arguments of SGLang.
 
     Raises:
         ConfigError: a value cannot work, SGLang is missing, or an option does not apply to running servers.
         UnknownOptionError: an option is unknown.
     """
 
-    max_model_len: int | None
-    max_num_seqs: int
-    gpu_memory_utilization: float
-    dtype: str | None
-    seed: int
+    executor = "sglang"
+    fields = ServerOptions
+    reserved = OWN
+
     addresses: Sequence[str]
     api_key: str | None
     start_timeout_s: float
@@ -128,17 +106,16 @@ class SglangOptions(metaclass=_Signature):
     weight_transport: str
 
     def __init__(self, **values: Any) -> None:
-        for name in OWN.keys() & values.keys():
-            raise ConfigError(f"executor 'sglang' does not take {name}: {OWN[name]}")
-        passed_on = server_arguments() - CommonOptions.model_fields.keys()
-        self.server_arguments = {name: value for name, value in values.items() if name in passed_on}
-        """server arguments beside the common options"""
-        common = CommonOptions(**{n: v for n, v in values.items() if n not in self.server_arguments})
-        vars(self).update(common.model_dump())
-        if common.addresses:
-            _check_attached(common, values)
+        super().__init__(**values)
+        if self.addresses:
+            _check_attached(self.addresses, values)
         elif installed() is None:
             raise ConfigError(f"executor 'sglang' needs the package sglang, which is not installed: {REMEDY}")
+
+    @classmethod
+    def arguments(cls) -> frozenset[str]:
+        """Return the names of the installed SGLang's server arguments; none without SGLang."""
+        return server_arguments()
 
     @property
     def num_replicas(self) -> int | None:
@@ -146,14 +123,14 @@ class SglangOptions(metaclass=_Signature):
         return len(self.addresses) or None
 
 
-def _check_attached(options: CommonOptions, given: dict[str, Any]) -> None:
+def _check_attached(addresses: Sequence[str], given: dict[str, Any]) -> None:
     if not_applicable := sorted(given.keys() - CONNECTION):
         raise ConfigError(
             f"{', '.join(not_applicable)}: with addresses the servers run already, so only "
             f"{', '.join(sorted(CONNECTION))} are allowed. Give these options to the servers when you start them"
         )
-    for address in options.addresses:
+    for address in addresses:
         if not address.startswith(("http://", "https://")):
             raise ConfigError(f"addresses: {address!r} is no URL; expected one like 'http://10.0.0.1:30000'")
-    if len(set(options.addresses)) < len(options.addresses):
+    if len(set(addresses)) < len(addresses):
         raise ConfigError("addresses: a server is named twice; expected one server for each replica")

@@ -113,7 +113,7 @@ class SglangWorker:
             "log_level_http": "warning",
             "enable_memory_saver": True,
             "enable_weights_cpu_backup": True,
-            **options.server_arguments,
+            **options.passed_on,
             "model_path": self._path,
             "tp_size": self._size,
             "dtype": str(dtype).removeprefix("torch."),

@@ -282,7 +282,7 @@ class VllmWorker:
             arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": self._cpu_cache_bytes()}
         else:
             arguments |= {"enable_sleep_mode": True}
-        return arguments | options.engine_arguments
+        return arguments | options.passed_on
 
     def _cpu_cache_bytes(self) -> int:
         """Return the bytes of KV cache of one vLLM worker: for all sequences, or as many as fit.
@@ -298,7 +298,7 @@ class VllmWorker:
         # at worst, all workers of the engine share this machine
         share = self._options.gpu_memory_utilization / self._context.world_size
         free = int(psutil.virtual_memory().available * share)
-        given = self._options.engine_arguments.get("kv_cache_memory_bytes", free)
+        given = self._options.passed_on.get("kv_cache_memory_bytes", free)
         # vLLM keeps one block for itself
         needed = (self._options.max_num_seqs + 1) * per_sequence
         if given < per_sequence + CPU_BLOCK * per_token:
@@ -321,7 +321,7 @@ class VllmWorker:
         }
         own = {name: os.environ.get(name, value) for name, value in own.items()}
         if self._is_cpu:
-            if self._options.engine_arguments.get("enforce_eager", True):
+            if self._options.passed_on.get("enforce_eager", True):
                 own["TORCH_COMPILE_DISABLE"] = "1"  # vLLM compiles small functions even then, with a C++ compiler
             return own | {"OMP_NUM_THREADS": str(threads)}
         return own | {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus())}
