@@ -34,8 +34,9 @@ test-fast: $(VENV)/.installed  ## for the inner loop: quick tests without worker
 	$(QUICKLY) tests --ignore=tests/integration --ignore=tests/peers
 
 test-vllm: JOBS = 3
+test-vllm: CONTRACTS = test_inference_executors test_declared_methods test_actor_program
 test-vllm: $(VLLM_VENV)/.installed  ## tests of executor="vllm" with the real vLLM on CPU, in an environment of their own
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest $(DEALT) tests/vllm tests/contracts/test_inference_executors.py -k vllm
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest $(DEALT) tests/vllm $(CONTRACTS:%=tests/contracts/%.py) -k vllm
 
 test-harness: $(VENV)/.harness-installed  ## tests of lm-evaluation-harness and Inspect AI against rlite's engines
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(abspath $(VENV)/harness) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/harness

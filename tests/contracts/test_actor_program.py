@@ -38,7 +38,7 @@ def session() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model_dir(tmp_path_factory.mktemp("models") / "qwen2", "qwen2", hidden=64)
+    return build_model_dir(tmp_path_factory.mktemp("models") / "qwen2", "qwen2", hidden=128)  # vLLM's smallest heads
 
 
 def digit_reward(completions: str, **_: Any) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -13,27 +13,22 @@ import rlite
 from rlite import RliteInferenceEngine, register_executor
 from rlite.cluster.group import WorkerGroup
 from rlite.engine import replica, workers
-from rlite.engine.embedded import replica as pumped
+from rlite.engine.embedded.replica import PumpedWorker
 from rlite.engine.registry import find_backend
 from rlite.engine.replica import InferenceBackend
+from rlite.engine.sglang.replica import ServerWorker
+from rlite.engine.train_executor import TrainExecutor
+from rlite.engine.vllm.replica import FetchedWorker
 from tests.contracts.executors import installed_executors
+from tests.third_party_executor.replica import PushedWorker
 from tests.tiny import build_model_dir
 
 ENGINE = Path(inspect.getfile(workers)).parent
-DRIVER = [
-    "base",
-    "inference",
-    "inference_lifecycle",
-    "replica",
-    "router",
-    "weight_sync",
-    "workers",
-    "embedded/replica",
-    "sglang/replica",
-    "vllm/replica",
-]
-PROTOCOLS = (workers.Worker, replica.ServingWorker, pumped.PumpedWorker)
-CALLS = {"call", "ask"}
+DRIVER = sorted(path for pattern in ("*.py", "*/replica.py") for path in ENGINE.glob(pattern))
+WORKERS = {"torch": PumpedWorker, "vllm": FetchedWorker, "sglang": ServerWorker, "pushing": PushedWorker}
+"""the protocol of each inference executor's workers"""
+HANDLES = (workers.Resident, replica.Replica)
+CALLS = {"call", "ask", "keep"}
 
 register_executor("inference", "pushing", "tests.third_party_executor.backend:BACKEND")
 
@@ -42,18 +37,25 @@ def declared(protocol: type) -> set[str]:
     return {name for name, value in inspect.getmembers(protocol, callable) if not name.startswith("_")}
 
 
-@pytest.mark.parametrize("module", DRIVER)
-def test_no_worker_method_is_called_by_a_string(module: str) -> None:
-    tree = ast.parse((ENGINE / f"{module}.py").read_text())
+@pytest.mark.parametrize("path", DRIVER, ids=lambda path: path.relative_to(ENGINE).as_posix())
+def test_no_worker_method_is_called_by_a_string(path: Path) -> None:
+    tree = ast.parse(path.read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
     named = [call for call in calls if call.func.attr in CALLS and call.args]  # type: ignore[attr-defined]
-    strings = [ast.unparse(call) for call in named if isinstance(call.args[0], ast.Constant)]
+    strings = [ast.unparse(call) for call in named if isinstance(call.args[0], ast.Constant | ast.JoinedStr)]
     assert strings == []
 
 
-@pytest.mark.parametrize("protocol", [*PROTOCOLS, workers.SourceWorker, workers.Resident, replica.Replica])
+@pytest.mark.parametrize("protocol", [*WORKERS.values(), TrainExecutor, *HANDLES])
 def test_every_declared_method_says_what_it_does(protocol: type) -> None:
     assert [name for name in declared(protocol) if not inspect.getdoc(getattr(protocol, name))] == []
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_the_workers_of_an_executor_have_every_method_that_it_declares(name: str) -> None:
+    worker: Any = find_backend("inference", name, InferenceBackend).worker
+    worker = worker if isinstance(worker, type) else get_type_hints(worker)["return"]
+    assert [method for method in sorted(declared(WORKERS[name])) if not hasattr(worker, method)] == []
 
 
 @pytest.mark.parametrize("name", installed_executors())
@@ -67,7 +69,7 @@ def test_a_whole_life_calls_declared_methods_alone(name: str, tmp_path: Path, mo
 
     monkeypatch.setattr(WorkerGroup, "call", recording)
     rlite.init(device="cpu", num_devices=1, num_threads=1)
-    engine = RliteInferenceEngine(build_model_dir(tmp_path / "model", hidden=64, layers=1), executor=name)
+    engine = RliteInferenceEngine(build_model_dir(tmp_path / "model", layers=1), executor=name)
     engine.build(max_model_len=64, max_num_seqs=2)
     assert len(engine.generate([[1], [2]], {"max_tokens": 4})) == 2
     engine.set_version(3)
@@ -76,6 +78,5 @@ def test_a_whole_life_calls_declared_methods_alone(name: str, tmp_path: Path, mo
         move()
     engine.abort_all()
     rlite.shutdown()
-    own = set(vars(find_backend("inference", name, InferenceBackend).worker)) if name == "pushing" else set()
-    assert called <= set().union(*map(declared, PROTOCOLS)) | own
+    assert called <= declared(WORKERS[name])
     assert {"to_device", "to_cpu", "to_meta", "load_weights", "weights_changed", "set_version"} <= called

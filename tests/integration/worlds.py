@@ -35,7 +35,8 @@ def free_port() -> int:
 
 def environment(**changes: str) -> dict[str, str]:
     """For a process that imports rlite and tests from this checkout, on one thread; torchrun's ranks are forks."""
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHON_EXEC": forked_python.python()}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": forked_python.python()}
     return {**os.environ, **own, **changes}
 
 

@@ -7,13 +7,22 @@ import socket
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
-from rlite.engine.replica import InFlightRequest, InFlightTable, OnFailure, WorkerReplica
+from rlite.engine.replica import InFlightRequest, InFlightTable, OnFailure, ServingWorker, WorkerReplica
 from rlite.engine.workers import Executor, Worker
 from rlite.errors import RliteError, WorkerError
 from rlite.types import PromptLogprobs, TokenChunk
-from tests.third_party_executor.worker import PushingWorker
+
+
+class PushedWorker(ServingWorker, Protocol):
+    """A worker that pushes tokens into a socket of the replica."""
+
+    def address(self) -> tuple[int, str]:
+        """Return the port that the replica connects to, and what it has to say first. Only the first rank has one."""
+
+    def prompt_logprobs(self, prompts: list[list[int]] | None, num_top: int | None) -> list[PromptLogprobs]:
+        """Return the log-probabilities of each prompt's tokens but the first."""
 
 
 class PushedReplica(WorkerReplica):
@@ -29,7 +38,7 @@ class PushedReplica(WorkerReplica):
         self._is_closing = False
         self._may_score = threading.Event()
         self._may_score.set()
-        port, secret = executor.ask(PushingWorker.address)
+        port, secret = executor.ask(PushedWorker.address)
         self._socket = socket.create_connection((executor.group.devices[executor.ranks[0]].ip, port), timeout=30)
         self._socket.settimeout(None)
         self._send({"secret": secret})
@@ -75,7 +84,7 @@ class PushedReplica(WorkerReplica):
 
     def prompt_logprobs(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
         self._may_score.wait()
-        return self.executor.ask(PushingWorker.prompt_logprobs, list(prompts), num_top)
+        return self.executor.ask(PushedWorker.prompt_logprobs, list(prompts), num_top)
 
     def close(self) -> None:
         self._is_closing = True

@@ -13,9 +13,9 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
-from rlite.engine.replica import InFlightRequest, InFlightTable, OnFailure, WorkerReplica
+from rlite.engine.replica import InFlightRequest, InFlightTable, OnFailure, ServingWorker, WorkerReplica
 from rlite.engine.sglang.options import SglangOptions
 from rlite.engine.sglang.requests import (
     TokenStream,
@@ -26,8 +26,7 @@ from rlite.engine.sglang.requests import (
     scored_prompt,
     scoring_body,
 )
-from rlite.engine.sglang.server import CALL_S, message_of
-from rlite.engine.sglang.worker import SglangWorker
+from rlite.engine.sglang.server import CALL_S, Endpoint, message_of
 from rlite.engine.workers import Executor, T
 from rlite.errors import CallTimeout, ConfigError, RliteError, WorkerError
 from rlite.types import PromptLogprobs, TokenChunk
@@ -47,6 +46,19 @@ STOPPED_S = 3.0
 """seconds for a worker to tell why its server ended"""
 
 
+class ServerWorker(ServingWorker, Protocol):
+    """A worker that started or found the server of its replica."""
+
+    def endpoint(self) -> Endpoint | None:
+        """Return the address of the replica's server; None on ranks without a server."""
+
+    def server_failure(self) -> str | None:
+        """Return how the server of this worker ended; None if it runs, or if rlite did not start it."""
+
+    def stop(self) -> None:
+        """End the server if this worker started it."""
+
+
 class SglangReplica(WorkerReplica):
     """Listens to one server. Its thread ends when the engine closes the replica or the server is lost.
 
@@ -58,7 +70,7 @@ class SglangReplica(WorkerReplica):
 
     def __init__(self, executor: Executor, options: SglangOptions, on_failure: OnFailure) -> None:
         super().__init__(executor)
-        endpoint = executor.ask(SglangWorker.endpoint)
+        endpoint = executor.ask(ServerWorker.endpoint)
         assert endpoint is not None
         self._endpoint = endpoint
         self._options = options
@@ -171,7 +183,7 @@ class SglangReplica(WorkerReplica):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=CALL_S)
         with contextlib.suppress(RliteError):  # a dead worker has taken its server along
-            replace(self.executor, timeout=CALL_S).ask(SglangWorker.stop)
+            replace(self.executor, timeout=CALL_S).ask(ServerWorker.stop)
 
     # -- between the threads -------------------------------------------------------------------------------------
 
@@ -331,7 +343,7 @@ class SglangReplica(WorkerReplica):
         reason = str(error) or f"no answer within {ANSWER_S:g} s"
         worker = replace(self.executor, timeout=STOPPED_S)
         try:
-            asking = asyncio.to_thread(worker.ask, SglangWorker.server_failure)
+            asking = asyncio.to_thread(worker.ask, ServerWorker.server_failure)
             told = await asyncio.wait_for(asking, STOPPED_S)
             reason = told or reason
         except (TimeoutError, CallTimeout):

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from rlite.engine.embedded.replica import PumpedReplica
-from rlite.engine.vllm.worker import VllmWorker
+from rlite.engine.embedded.replica import PumpedReplica, PumpedWorker
 from rlite.errors import WorkerDied, WorkerError
 from rlite.types import TokenChunk
+
+
+class FetchedWorker(PumpedWorker, Protocol):
+    """A worker whose engine generates between the calls, too. `advance` waits a moment and returns the tokens."""
+
+    def pause(self) -> list[TokenChunk]:
+        """Rest at a token boundary, and return the tokens before it that no call has returned."""
+
+    def resume(self) -> None:
+        """Continue after `pause`."""
+
+    def shut_down(self) -> None:
+        """End the engine and all its processes."""
 
 
 class FetchingReplica(PumpedReplica):
@@ -22,18 +34,18 @@ class FetchingReplica(PumpedReplica):
         """Let the engine rest at a token boundary, and deliver every token before it."""
         super().pause()
         with self._calling:
-            self._try_to(lambda: self._deliver(self.executor.ask(VllmWorker.pause)))
+            self._try_to(lambda: self._deliver(self.executor.ask(FetchedWorker.pause)))
 
     def resume(self) -> None:
         """Let the engine continue, and fetch its tokens."""
-        self._try_to(lambda: self.executor.ask(VllmWorker.resume))
+        self._try_to(lambda: self.executor.ask(FetchedWorker.resume))
         super().resume()
 
     def close(self) -> None:
         """Stop the thread, end requests in flight with an error, and end vLLM's processes."""
         super().close()
         with contextlib.suppress(WorkerError):  # vLLM ends with a worker that is gone
-            self.executor.call(VllmWorker.shut_down)
+            self.executor.call(FetchedWorker.shut_down)
 
     def _deliver(self, chunks: Sequence[TokenChunk]) -> None:
         left = self._in_flight.take(chunks)
