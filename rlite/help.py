@@ -22,7 +22,7 @@ class Manual:
     titles: Mapping[str, str]
     """title of each group, such as "actor"; "" is the group of the keys without one"""
     first: Sequence[str]
-    """keys that come before the groups"""
+    """keys that come before the groups, or before the other keys if there are no groups"""
     options: str
     """forms of the arguments"""
     example: str
@@ -40,9 +40,10 @@ class Manual:
         Raises:
             UnknownOptionError: there is no such group and no such key. The message names the nearest.
         """
+        has_groups = any("." in key for key in self.keys)
         groups: dict[str, list[str]] = {}
-        for key, lines in self.keys.items():
-            groups.setdefault(key.rpartition(".")[0], []).append(lines)
+        for key in self.keys if has_groups else dict.fromkeys([*self.first, *self.keys]):
+            groups.setdefault(key.rpartition(".")[0], []).append(self.keys[key])
         asked = {name: own for name, own in groups.items() if not topic or f"{name}.".startswith(f"{topic}.")}
         # the keys of one of several entries are those of a single entry
         chosen = {

@@ -8,12 +8,34 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt
 
 from rlite.config import Count, Natural, Options, Share
+from rlite.types import GenerationHyperparameters
 
 
-class GenerateConfig(Options):
+class AnswerOptions(Options):
+    """The sampling of answers on the command line."""
+
+    max_new_tokens: Count = 1024
+    """longest answer in tokens, in each turn"""
+    temperature: Annotated[float, Ge(0)] | None = None
+    """0 is greedy; default: 0 with samples=1, else 1"""
+    top_p: Annotated[Share, Gt(0)] = 1.0
+    """1 is off"""
+    top_k: Natural = 0
+    """0 is off"""
+    stop: list[str] = []
+    """texts that end an answer"""
+
+    def gconfig(self, **changes: Any) -> GenerationHyperparameters:
+        """Return these options as a request takes them, with changes."""
+        given = {name: getattr(self, name) for name in AnswerOptions.model_fields}
+        return GenerationHyperparameters(**{**given, "stop": tuple(self.stop), **changes})
+
+
+class GenerateConfig(AnswerOptions):
     """Options of `rlite generate MODEL "PROMPT"`."""
 
     help_example: ClassVar[str] = 'runs/sft "What is 2+3?" temperature=0'
+    help_first: ClassVar[tuple[str, ...]] = ("prompt", "prompt_file", "chat", "system_prompt", "n")
 
     model: str
     """folder of a model or of a run (its newest model), or hub name; the first argument without a key"""
@@ -33,12 +55,6 @@ class GenerateConfig(Options):
     """longest answer in tokens"""
     temperature: Annotated[float, Ge(0)] = 1.0
     """0 is greedy"""
-    top_p: Annotated[Share, Gt(0)] = 1.0
-    """1 is off"""
-    top_k: Natural = 0
-    """0 is off"""
-    stop: list[str] = []
-    """texts that end an answer"""
     seed: int | None = None
     """seed of the sampling; null draws one"""
     executor: str = "torch"

@@ -246,16 +246,30 @@ class SourceOptions(Options):
     """rlite's names of columns and the table's; default: data.columns"""
 
 
-class TableOptions(Options):
-    """The rows that a run learns from."""
+class SingleTableOptions(Options):
+    """A table of rows, and how its conversations are read."""
 
     path: str | None = None
     """JSON, JSONL, CSV, Parquet or Arrow file, datasets folder or hub name; optionally split@path:subset"""
+    columns: Columns = {}
+    """names of columns: rlite's name = the table's, such as {response: answer}; null hides a column"""
+    system_prompt: str | None = None
+    """system message before conversations that do not begin with one"""
+    chat_template_options: dict[str, Any] = {}
+    """keyword arguments of the chat template, such as {enable_thinking: false}"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for template options that are rlite's own."""
+        if own := sorted(RESERVED_TEMPLATE_OPTIONS & self.chat_template_options.keys()):
+            yield f"chat_template_options.{own[0]}: rlite sets {', '.join(own)} itself; leave it out"
+
+
+class TableOptions(SingleTableOptions):
+    """The rows that a run learns from."""
+
     mixture: dict[str, SourceOptions] = {}
     """several tables in place of path, by names of your own, such as {math: {path: m.jsonl, weight: 0.3}, chat: ...};
     keys: path, weight, columns. Without weights every row occurs once in an epoch"""
-    columns: Columns = {}
-    """names of columns: rlite's name = the table's, such as {response: answer}; null hides a column"""
     system_prompt: str | None = None
     """system message before conversations that do not begin with one, also in test_data"""
     chat_template_options: dict[str, Any] = {}
@@ -274,8 +288,7 @@ class TableOptions(Options):
             yield f"mixture.{without[0]}.weight: missing, and other sources have one; give it to all or to none"
         if self.streaming and self.mixture:
             yield "streaming=true streams one table; mix the rows beforehand, or leave streaming out"
-        if own := sorted(RESERVED_TEMPLATE_OPTIONS & self.chat_template_options.keys()):
-            yield f"chat_template_options.{own[0]}: rlite sets {', '.join(own)} itself; leave it out"
+        yield from super().problems()
 
     @property
     def paths(self) -> str:
@@ -507,8 +520,8 @@ class SupervisedConfig(LaunchOptions):
         return f"{model} on {self.data.paths}, into {self.trainer.save_dir}"
 
 
-class ServingOptions(Options):
-    """An engine that generates."""
+class EngineOptions(Options):
+    """The size of an engine that generates."""
 
     executor: str = "torch"
     """inference executor, such as vllm"""
@@ -520,6 +533,11 @@ class ServingOptions(Options):
     """share of a GPU's memory for generation"""
     max_num_seqs: Count = 256
     """sequences that a replica decodes at once"""
+
+
+class ServingOptions(EngineOptions):
+    """An engine that generates."""
+
     deterministic: bool = False
     """the same tokens bit by bit, whatever else is generated; executor torch alone, slower"""
 
@@ -705,19 +723,11 @@ class KtoConfig(SupervisedConfig):
             )
 
 
-class RolloutPlanOptions(Options):
+class RolloutPlanOptions(EngineOptions):
     """The engine that generates, in `rlite plan`; the names and defaults are those of `rlite ppo`."""
 
-    executor: str = "torch"
-    """name of the inference executor"""
-    tp_size: Count = 1
-    """devices that share one replica"""
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
     """type of the served weights and of the KV cache"""
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.6
-    """share of device_memory_gib for weights and KV cache"""
-    max_num_seqs: Count = 256
-    """sequences that a replica decodes at once"""
     max_model_len: int | None = None
     """longest prompt and response together, in tokens; default: the model's own limit, with executor torch at most
     4096"""

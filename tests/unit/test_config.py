@@ -436,6 +436,23 @@ def test_help_begins_with_usage_example_and_usual_keys_and_goes_on_by_group() ->
     ]
 
 
+class HelpedCommand(Options):
+    """A config without groups, whose usual keys are not declared first."""
+
+    help_first: ClassVar[tuple[str, ...]] = ("prompt",)
+
+    limit: int = 1
+    model: str
+    prompt: str = ""
+
+
+def test_help_without_groups_begins_with_required_and_usual_keys() -> None:
+    keys = [
+        line.partition("=")[0] for line in describe(HelpedCommand).partition("[options]")[2].splitlines() if "(" in line
+    ]
+    assert keys == ["model", "prompt", "limit"]
+
+
 @pytest.mark.parametrize(
     ("topic", "sections"),
     [

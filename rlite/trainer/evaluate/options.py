@@ -11,13 +11,15 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, Field, field_validator
 
 from rlite.arguments import named, spelled, split_positional
-from rlite.config import Count, Natural, Options, Positive, Seconds, Share
+from rlite.config import Count, Natural, Seconds
 from rlite.data.source import Source
 from rlite.errors import ConfigError
+from rlite.rollout.environments.options import EnvironmentOptions
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
 from rlite.trainer.evaluate.names import names_of
-from rlite.trainer.options import RESERVED_TEMPLATE_OPTIONS, Columns, LaunchOptions, ServingOptions
+from rlite.trainer.model_options import AnswerOptions
+from rlite.trainer.options import LaunchOptions, ServingOptions, SingleTableOptions
 from rlite.types import GenerationHyperparameters
 
 SHORT = {"data": "data.path", "reward": "reward.path", "env": "env_path"}
@@ -42,30 +44,15 @@ def check_name(name: str) -> str:
     return name
 
 
-class EvalDataOptions(Options):
-    """The prompts to answer."""
-
-    path: str | None = None
-    """JSON, JSONL, CSV, Parquet or Arrow file, datasets folder or hub name; optionally split@path:subset"""
-    columns: Columns = {}
-    """names of columns: rlite's name = the table's, such as {answer: solution}; null hides a column. A column `id`
-    names the items"""
-    system_prompt: str | None = None
-    """system message before conversations that do not begin with one"""
-    chat_template_options: dict[str, Any] = {}
-    """keyword arguments of the chat template, such as {enable_thinking: false}"""
-
-    def problems(self) -> Iterator[str]:
-        """Yield a message for reserved template options."""
-        if own := sorted(RESERVED_TEMPLATE_OPTIONS & self.chat_template_options.keys()):
-            yield f"chat_template_options.{own[0]}: rlite sets {', '.join(own)} itself; leave it out"
+class EvalDataOptions(SingleTableOptions):
+    """The prompts to answer. A column `id` names the items."""
 
     def source(self) -> Source:
         """Return the table."""
         return Source(self.path or "", "data", self.columns, self.system_prompt)
 
 
-class EvalConfig(ServingOptions, LaunchOptions):
+class EvalConfig(AnswerOptions, EnvironmentOptions, ServingOptions, LaunchOptions):
     """Options of `rlite eval CHECKPOINT [CHECKPOINT2]`."""
 
     help_example: ClassVar[str] = "runs/grpo --data test.jsonl --reward my.py:correct --samples 16 --out runs/eval"
@@ -82,18 +69,6 @@ class EvalConfig(ServingOptions, LaunchOptions):
     sum counts; keys: path, weight, timeout, processes, memory_limit_gib, max_concurrent, in_process, env_vars"""
     env_path: str | None = None
     """Python file with an environment, as rollout.env_path of ppo. A file with `make` needs no data: seeds 0, 1, ..."""
-    env_timeout: Seconds = 60.0
-    """seconds for one step of the environment"""
-    env_processes: Count | None = None
-    """steps of environments that run at the same time; default: the cores, at most 8"""
-    env_memory_limit_gib: Positive | None = None
-    """resident memory that an environment's process may have; null: no limit"""
-    env_vars: list[str] = []
-    """names of environment variables that the environment's processes get as well"""
-    max_turns: Count = 1
-    """turns of the model in one episode of an environment"""
-    workflow: str | None = None
-    """name of a registered workflow (--import), in place of rewards and environments"""
     tasks: list[str] = []
     """tasks of lm-evaluation-harness, in place of data; package lm_eval"""
     num_fewshot: Natural | None = None
@@ -109,16 +84,6 @@ class EvalConfig(ServingOptions, LaunchOptions):
     limit: Count | None = None
     """first prompts, or questions of each task, to answer; null: all. Without data, episodes of the environment;
     default: 100"""
-    max_new_tokens: Count = 1024
-    """longest answer in tokens, in each turn"""
-    temperature: Annotated[float, Ge(0)] | None = None
-    """0 is greedy; default: 0 with samples=1, else 1"""
-    top_p: Annotated[Share, Gt(0)] = 1.0
-    """1 is off"""
-    top_k: Natural = 0
-    """0 is off"""
-    stop: list[str] = []
-    """texts that end an answer"""
     seed: int = 0
     """seed of sampling and of the bootstrap"""
     confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
@@ -199,13 +164,8 @@ class EvalConfig(ServingOptions, LaunchOptions):
     @property
     def sampling(self) -> GenerationHyperparameters:
         """Sampling of the answers."""
-        return GenerationHyperparameters(
-            max_new_tokens=self.max_new_tokens,
-            temperature=default_temperature(self.samples) if self.temperature is None else self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop=tuple(self.stop),
-        )
+        default = default_temperature(self.samples)
+        return self.gconfig(temperature=default if self.temperature is None else self.temperature)
 
     @property
     def max_k(self) -> int:

@@ -167,13 +167,7 @@ def _workflow_maker(options: EvalConfig, given: Given, items: Items, where: str)
         return lambda sampling, tokenizer, _: WORKFLOWS[name](sampling, tokenizer)
     own = {"chat_template_options": options.data.chat_template_options}
     if options.env_path is not None:
-        make = environment_workflow(
-            options.env_path,
-            timeout=options.env_timeout,
-            num_processes=options.env_processes,
-            memory_limit_gib=options.env_memory_limit_gib,
-            env_vars=options.env_vars,
-        )
+        make = environment_workflow(options.env_path, **options.process_options)
         turns = options.max_turns
         return lambda sampling, tokenizer, limit: make(sampling, tokenizer, max_turns=turns, max_length=limit, **own)
     rewards = ChosenRewards(options.reward, given.functions())

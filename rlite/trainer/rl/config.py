@@ -10,10 +10,11 @@ from pydantic import Field, field_validator
 
 import rlite
 from rlite import config
-from rlite.config import Count, Natural, Options, Positive, Rate, Seconds, Share
+from rlite.config import Count, Natural, Options, Positive, Rate, Share
 from rlite.errors import ConfigError, did_you_mean
 from rlite.nn.options import LoraOptions
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
+from rlite.rollout.environments.options import EnvironmentOptions
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.options import RewardOptions, named_by_function, single_or_named, with_names
 from rlite.trainer.held_out import named_sets
@@ -240,19 +241,15 @@ class AdvantageOptions(Options):
             )
 
 
-class EvaluationSamplingOptions(Options):
+class EvaluationSamplingOptions(SetSamplingOptions):
     """The sampling of responses in evaluation; options that are not set are those of training."""
 
     temperature: float = 0.0
     """0 is greedy"""
-    max_new_tokens: int | None = None
-    """longest response, in each turn"""
     top_p: float = 1.0
     """1 is off"""
     top_k: int = 0
     """0 is off"""
-    stop: list[str] | None = None
-    """texts that end a response"""
 
     def gconfig(self, base: SamplingOf | None = None) -> GenerationHyperparameters:
         """Return these options as a request takes them; parameters that they lack are those of `base`."""
@@ -276,7 +273,7 @@ class SamplingOptions(EvaluationSamplingOptions):
     """texts that end a response"""
 
 
-class RolloutOptions(ServingOptions, CollectorLimits):
+class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
     """The engine that generates, and environments or workflows in place of rewards."""
 
     max_model_len: int | None = None
@@ -290,23 +287,6 @@ class RolloutOptions(ServingOptions, CollectorLimits):
     """lost replicas that are replaced in an hour, under Ray; the others take over their requests in any case"""
     escape_special_tokens: bool = False
     """special tokens in messages, but for the assistant's, are plain text"""
-    env_path: str | None = None
-    """Python file with `async step(state, action, extra_info)`, which returns the keys in STEP_KEYS of
-    rlite.rollout.environments.child; or with `make(**env_options)`, which returns a Gym-like environment: then rows
-    have a `seed`, and no prompt"""
-    workflow: str | None = None
-    """name of a registered workflow, in place of env_path and of rewards"""
-    env_timeout: Seconds = 60.0
-    """seconds for one step of the environment"""
-    env_processes: Count | None = None
-    """steps of environments that run at the same time; default: the cores, at most 8"""
-    env_memory_limit_gib: Positive | None = None
-    """resident memory that an environment's process may have; a step that takes more fails, alone; null: no limit"""
-    env_vars: list[str] = []
-    """names of environment variables that the environment's processes get as well, such as the key of an API: they see
-    none of the run's secrets"""
-    max_turns: Count = 1
-    """turns of the model in one episode"""
     dynamic_filtering: bool | None = None
     """replace groups whose rewards are all equal by further prompts; default: if such groups teach nothing, because an
     advantage depends on the rewards of its group alone. Otherwise it is refused"""

@@ -131,11 +131,5 @@ def _other_source(options: PpoConfig) -> Callable[..., RolloutWorkflow]:
 
 def _from_file(rollout: RolloutOptions, limit: int) -> Callable[..., RolloutWorkflow]:
     assert rollout.env_path is not None
-    make = environment_workflow(
-        rollout.env_path,
-        timeout=rollout.env_timeout,
-        num_processes=rollout.env_processes,
-        memory_limit_gib=rollout.env_memory_limit_gib,
-        env_vars=rollout.env_vars,
-    )
+    make = environment_workflow(rollout.env_path, **rollout.process_options)
     return partial(make, max_turns=rollout.max_turns, max_length=limit)
