@@ -98,16 +98,16 @@ def stream_of(rows: Sequence[Any]) -> StreamedTable[Rows] | None:
     return rows.stream if isinstance(rows, Rows) else None
 
 
-def described(rows: Rows, chat_template: object) -> str:
+def described(rows: Rows, has_template: bool) -> str:
     """Return the format of a table in words, with a remark if its texts could be chats and are none.
 
     Args:
         rows: the table.
-        chat_template: the template of the tokenizer; None if it has none.
+        has_template: whether the tokenizer has a chat template.
     """
     row = rows[0]
     is_text = isinstance(row.get("prompt"), str) and row.get("messages") is None
-    return f"{rows.form}, {NO_TEMPLATE}" if is_text and chat_template is not None else rows.form
+    return f"{rows.form}, {NO_TEMPLATE}" if is_text and has_template else rows.form
 
 
 def mixed_rows(parts: Mapping[str, Rows], weights: Mapping[str, float] | None) -> Rows:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rlite.data.chat.template import check_template_options
+from rlite.data.chat.template import ChatTemplate, check_template_options
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError
 from rlite.types import GenerationHyperparameters
@@ -79,12 +79,12 @@ class RliteLM(TemplateLM):
         self.batch_size = batch_size
         self._special_tokens = {} if add_bos_token is None else {"add_special_tokens": add_bos_token}
         self._prefix_token_id = prefix_token_id
-        self._chat_template_options = dict(chat_template_options or {})
         self.num_requests = 0
         """requests that the harness has sent, windows of long texts included"""
         self.num_answered = 0
         """answered requests among them"""
-        check_template_options(self.tokenizer, self._chat_template_options, "RliteLM")
+        check_template_options(self.tokenizer, chat_template_options or {}, "RliteLM")
+        self._template = ChatTemplate(self.tokenizer, chat_template_options)
 
     @property
     def eot_token_id(self) -> int:
@@ -108,13 +108,14 @@ class RliteLM(TemplateLM):
         Args:
             chat_history: the messages.
             add_generation_prompt: the model's turn begins. Otherwise it continues the last message.
+
+        Raises:
+            TemplateRefusal: the chat template fails.
         """
-        return self.tokenizer.apply_chat_template(
+        return self._template.render(
             chat_history,
-            tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
-            **self._chat_template_options,
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:

@@ -22,6 +22,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase, TextStreamer
 import rlite
 from rlite import config
 from rlite.arguments import named
+from rlite.data.chat.template import has_chat_template
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError
 from rlite.nn.huggingface import local_checkpoint
@@ -32,7 +33,6 @@ from rlite.trainer.options import LaunchOptions
 from rlite.types import GenerationHyperparameters, LLMRequest
 
 _SCORER = "ForSequenceClassification"
-SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "stop")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -129,7 +129,7 @@ def prompt_item(
     Raises:
         ConfigError: a chat is asked for, and the tokenizer has no template.
     """
-    has_template = tokenizer.chat_template is not None
+    has_template = has_chat_template(tokenizer)
     if not has_template and (chat or system_prompt is not None):
         raise ConfigError("chat=true and system_prompt need a chat template, which the model's tokenizer does not have")
     if not (has_template if chat is None else chat):
@@ -140,8 +140,7 @@ def prompt_item(
 
 def gconfig(options: GenerateConfig) -> GenerationHyperparameters:
     """Return the sampling of one answer."""
-    seed = secrets.randbits(31) if options.seed is None else options.seed
-    return GenerationHyperparameters(**{name: getattr(options, name) for name in SAMPLING}, seed=seed)
+    return options.gconfig(seed=secrets.randbits(31) if options.seed is None else options.seed)
 
 
 async def stream(engine: RliteInferenceEngine, tokens: list[int], sampling: GenerationHyperparameters) -> None:

@@ -128,6 +128,14 @@ def test_chat_templates_are_rendered_as_the_harness_renders_them(model: RliteLM,
     assert model.chat_template(True) == oracle.chat_template(True)
 
 
+def test_a_conversation_that_the_chat_template_refuses_is_named_by_its_roles(
+    model: RliteLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.tokenizer, "chat_template", "{{ raise_exception('no system message') }}")
+    with pytest.raises(DataError, match=r"chat template refuses .* roles system, user: no system message"):
+        model.apply_chat_template(CHAT)
+
+
 def test_what_cannot_be_evaluated_is_refused_with_a_remedy(engine: RliteInferenceEngine, model: RliteLM) -> None:
     with pytest.raises(ConfigError, match=r"max_length=127.*1 to 126, which max_model_len=128 allows"):
         RliteLM(engine, max_length=127)

@@ -152,6 +152,11 @@ class ChatTemplate:
         return Ending(last[1][:size], last[1][size:])
 
 
+def has_chat_template(tokenizer: Any) -> bool:
+    """Return whether a tokenizer has a chat template."""
+    return getattr(tokenizer, "chat_template", None) is not None
+
+
 def check_template_options(tokenizer: Any, options: Mapping[str, Any], key: str) -> None:
     """Check that the tokenizer's chat template reads every option.
 

@@ -11,6 +11,7 @@ from typing import Any, Unpack
 import cloudpickle
 from tensordict import TensorDict
 
+from rlite.data.chat.template import has_chat_template
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.chat.conversation import ConversationOptions, ConversationWorkflow
 from rlite.rollout.environments.errors import noting
@@ -133,7 +134,7 @@ class GymWorkflow(ConversationWorkflow):
         **options: Unpack[ConversationOptions],
     ) -> None:
         super().__init__(gconfig, tokenizer, max_turns, max_length, **options)
-        has_template = getattr(tokenizer, "chat_template", None) is not None
+        has_template = has_chat_template(tokenizer)
         if is_chat and not has_template:
             raise ConfigError("is_chat=True: the tokenizer has no chat template")
         self.environment = environment

@@ -9,7 +9,7 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from rlite.data.chat.raw import raw_tokens
-from rlite.data.chat.template import QUESTION, ChatTemplate, TemplateRefusal, num_shared
+from rlite.data.chat.template import QUESTION, ChatTemplate, TemplateRefusal, has_chat_template, num_shared
 from rlite.errors import ConfigError, did_you_mean
 from rlite.rollout.tools.formats import FORMATS, ToolCall, ToolCallFormat, numbered, template_format, typed
 
@@ -66,7 +66,7 @@ def tool_call_format(
 
 def _write_probe(tokenizer: Any, options: Mapping[str, Any]) -> tuple[str, list[int]]:
     """Return a prompt and the tokens of an answer that calls a tool; no tokens if the template writes no calls."""
-    if getattr(tokenizer, "chat_template", None) is None:
+    if not has_chat_template(tokenizer):
         return "", []
     template = ChatTemplate(tokenizer, {**options, "tools": [TOOL]})
     answer = {"role": "assistant", "content": "", "tool_calls": numbered([PROBE], itertools.count(1))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import rlite
+from rlite.data.chat.template import has_chat_template
 from rlite.data.rows import Rows, described
 from rlite.evaluation.sets import EvaluationSet
 from rlite.rollout.rewards.weighted import has_trl_signature
@@ -49,8 +50,8 @@ def batch_plan(
     ranks, sampling = dims.num_data_ranks, rollout.train_sampling_params
     sequences = data.prompts_per_rollout * options.responses_per_prompt
     per_update = sequences // actor.update_per_rollout
-    template = engines.rollout.tokenizer.chat_template if isinstance(workflow, PromptWorkflow) else None
-    form = described(rows, template)
+    is_chat = isinstance(workflow, PromptWorkflow) and has_chat_template(engines.rollout.tokenizer)
+    form = described(rows, is_chat)
     plan = {
         **model_plan(actor.model_name, engines.actor, actor.max_grad_norm),
         **_critic(options, engines),

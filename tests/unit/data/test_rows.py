@@ -17,12 +17,12 @@ def rows(*given: dict[str, Any], kind: Any = "prompts") -> Any:
 @pytest.mark.parametrize("kind", ["prompts", "demonstrations"])
 def test_texts_that_do_not_use_the_models_template_are_named(kind: Any) -> None:
     texts = rows({"prompt": "2+3=", "response": "5"}, kind=kind)
-    assert described(texts, "{{ messages }}") == f"{texts.form}, {NO_TEMPLATE}"
-    assert described(texts, None) == texts.form
+    assert described(texts, True) == f"{texts.form}, {NO_TEMPLATE}"
+    assert described(texts, False) == texts.form
     chat = rows({"prompt": [{"role": "user", "content": "2+3="}], "response": "5"}, kind=kind)
-    assert described(chat, "{{ messages }}") == chat.form
+    assert described(chat, True) == chat.form
 
 
 def test_plain_language_modelling_has_no_prompt_that_could_be_a_chat() -> None:
     text = rows({"text": "Once"}, kind="demonstrations")
-    assert described(text, "{{ messages }}") == text.form == "plain texts (text)"
+    assert described(text, True) == text.form == "plain texts (text)"
