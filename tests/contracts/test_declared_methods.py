@@ -11,7 +11,6 @@ import pytest
 
 import rlite
 from rlite import RliteInferenceEngine, register_executor
-from rlite.cluster.group import WorkerGroup
 from rlite.engine import replica, workers
 from rlite.engine.embedded.replica import PumpedWorker
 from rlite.engine.registry import find_backend
@@ -19,7 +18,7 @@ from rlite.engine.replica import InferenceBackend
 from rlite.engine.sglang.replica import ServerWorker
 from rlite.engine.train_executor import TrainExecutor
 from rlite.engine.vllm.replica import FetchedWorker
-from tests.contracts.executors import installed_executors
+from tests.contracts.executors import declared, installed_executors, recorded_calls
 from tests.third_party_executor.replica import PushedWorker
 from tests.tiny import build_model_dir
 
@@ -31,10 +30,6 @@ HANDLES = (workers.Resident, replica.Replica)
 CALLS = {"call", "ask", "keep"}
 
 register_executor("inference", "pushing", "tests.third_party_executor.backend:BACKEND")
-
-
-def declared(protocol: type) -> set[str]:
-    return {name for name, value in inspect.getmembers(protocol, callable) if not name.startswith("_")}
 
 
 @pytest.mark.parametrize("path", DRIVER, ids=lambda path: path.relative_to(ENGINE).as_posix())
@@ -59,24 +54,21 @@ def test_the_workers_of_an_executor_have_every_method_that_it_declares(name: str
 
 
 @pytest.mark.parametrize("name", installed_executors())
-def test_a_whole_life_calls_declared_methods_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    called: set[str] = set()
-    call = WorkerGroup.call
-
-    def recording(group: WorkerGroup, method: str, *args: Any, **kwargs: Any) -> Any:
-        called.add(method)
-        return call(group, method, *args, **kwargs)
-
-    monkeypatch.setattr(WorkerGroup, "call", recording)
+def test_a_whole_life_calls_declared_methods_alone(name: str, tmp_path: Path) -> None:
     rlite.init(device="cpu", num_devices=1, num_threads=1)
     engine = RliteInferenceEngine(build_model_dir(tmp_path / "model", layers=1), executor=name)
-    engine.build(max_model_len=64, max_num_seqs=2)
-    assert len(engine.generate([[1], [2]], {"max_tokens": 4})) == 2
-    engine.set_version(3)
-    engine.memory_bytes()
-    for move in (engine.cpu, engine.cuda, engine.meta, lambda: engine.cuda("weights", "kv_cache"), engine.load):
-        move()
-    engine.abort_all()
+    with recorded_calls() as called:
+        engine.build(max_model_len=64, max_num_seqs=2)
+        assert len(engine.generate([[1], [2]], {"max_tokens": 4})) == 2
+        assert len(engine.prompt_logprobs([[1, 2]])) == 1
+        engine.pause()
+        engine.resume()
+        engine.set_version(3)
+        engine.memory_bytes()
+        for move in (engine.cpu, engine.cuda, engine.meta, lambda: engine.cuda("weights", "kv_cache"), engine.load):
+            move()
+        engine.abort_all()
+        engine.release()
     rlite.shutdown()
     assert called <= declared(WORKERS[name])
     assert {"to_device", "to_cpu", "to_meta", "load_weights", "weights_changed", "set_version"} <= called

@@ -28,8 +28,8 @@ def path(tmp_path: Path) -> Path:
     return build_model_dir(tmp_path / "qwen2", "qwen2", hidden=64)
 
 
-def test_a_whole_life_calls_declared_methods_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    methods.test_a_whole_life_calls_declared_methods_alone("sglang", tmp_path, monkeypatch)
+def test_a_whole_life_calls_declared_methods_alone(tmp_path: Path) -> None:
+    methods.test_a_whole_life_calls_declared_methods_alone("sglang", tmp_path)
 
 
 def test_an_actor_learns_on_rollouts(two_devices: None, path: Path) -> None:
