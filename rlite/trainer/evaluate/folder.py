@@ -30,7 +30,7 @@ _OF_OTHERS = {
     "state": "training run",
     "config.json": "model",
 }
-"""what is in the folder of a run or a model, where results would hide its curves or count as its files"""
+"""files of the folder of a run or a model, where results would hide its curves or count as its files"""
 
 
 class ModelResults(BaseModel):
