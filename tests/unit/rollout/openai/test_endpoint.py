@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -301,6 +302,43 @@ def test_who_sends_no_key_in_time_is_dropped_and_a_trusted_connection_stays() ->
             await listener.close()
 
     asyncio.run(asyncio.wait_for(use(), 200))
+
+
+def test_without_file_descriptors_the_event_loop_goes_on_and_later_the_client_is_taken() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hoard: list[int] = []
+
+    def release() -> None:
+        while hoard:
+            os.close(hoard.pop())
+
+    async def use() -> tuple[int, bytes]:
+        listener = Listener(Remembering, Counter(), capacity=2, header_seconds=0.1)
+        client = socket.socket()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, max(map(int, os.listdir("/dev/fd"))) + 50), hard))
+        with contextlib.suppress(OSError):
+            while True:
+                hoard.append(os.dup(client.fileno()))
+        timer = threading.Timer(1.0, release)  # a frozen event loop would release none
+        timer.start()
+        client.connect(("127.0.0.1", listener.port))
+        num_turns = 0
+        while hoard:
+            await asyncio.sleep(0.01)
+            num_turns += 1
+        try:
+            return num_turns, await asyncio.to_thread(client.recv, 1)
+        finally:
+            client.close()
+            await listener.close()
+
+    try:
+        num_turns, end = asyncio.run(asyncio.wait_for(use(), 100))
+    finally:
+        release()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert num_turns >= 10
+    assert end == b"", "the client was taken, and dropped because it sent no key"
 
 
 class Remembering(asyncio.Protocol):
