@@ -80,6 +80,11 @@ class ApiError(RliteError, RuntimeError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def unexpected(error: Exception) -> ApiError:
+    """Return the error for a request that failed for a reason that nobody expected."""
+    return ApiError(f"{type(error).__name__}: {error}", 500)
+
+
 def unknown_model(asked: Any, model: str) -> ApiError:
     """Return the error for a request that names another model than the session's."""
     return ApiError(f"the model {asked!r} does not exist; there is {model!r}", 404, "model", "model_not_found")

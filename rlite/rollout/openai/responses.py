@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -15,11 +17,12 @@ from rlite.data.chat.template import Message
 from rlite.rollout.background import beside_loop
 from rlite.rollout.openai.prompts import Prompt
 from rlite.rollout.openai.recording import Turn
-from rlite.rollout.openai.requests import ApiError, ModelRequest
+from rlite.rollout.openai.requests import ApiError, ModelRequest, unexpected
 from rlite.rollout.tools.formats import ToolCall, numbered
 from rlite.rollout.workflow import Tokenizer
 from rlite.types import PromptLogprobs, TokenChunk
 
+logger = logging.getLogger(__name__)
 SHOWN_CHARACTERS = 100
 """approximate number of characters of a token and its log-probabilities in a response"""
 
@@ -104,7 +107,7 @@ class Reply:
         """Yield the body of the response: one JSON object, or server-sent events. The reply is closed at the end.
 
         Raises:
-            ApiError: the reply fails before its first message. A later failure is an event.
+            ApiError: the reply fails before its first message. A later failure of a stream is an event.
         """
         is_begun = False
         async with contextlib.aclosing(self.messages):
@@ -115,9 +118,12 @@ class Reply:
                         yield _event(json.dumps(message))
                     else:
                         yield await beside_loop(_num_shown(message) * SHOWN_CHARACTERS, _encoded, message)
-            except ApiError as error:
-                if not is_begun:
+            except Exception as error:
+                if not (is_begun and self.is_stream):
                     raise
+                if not isinstance(error, ApiError):
+                    logger.exception("an answer failed in the middle of its stream")
+                    error = unexpected(error)
                 yield _event(json.dumps(error.body()))
             else:
                 if self.is_stream:
